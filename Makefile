@@ -1,0 +1,45 @@
+# `make demo` and `make test` need Python, make and a C++ compiler, and nothing else.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+# What compilers and numba cache lives in the tree: warm on the second run, gone with `make clean`.
+export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
+export NUMBA_CACHE_DIR ?= $(CURDIR)/.cache/numba
+
+.PHONY: demo test test-fast lint bench setup lock clean
+
+setup: $(STAMP)
+
+# torch first and alone: an open range asked for by another package would take the newest CUDA build.
+$(STAMP): pyproject.toml requirements-dev.lock
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' requirements-dev.lock)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $(STAMP)
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+test-fast: setup
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
+
+bench: setup
+	$(BIN)/python benchmarks/compare.py
+
+# Writes the lock anew from what is installed in .venv.
+lock:
+	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' > requirements-dev.lock
+
+clean:
+	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

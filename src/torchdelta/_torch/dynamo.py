@@ -1,0 +1,117 @@
+"""torch.compile seen from inside: backends by name, what was captured, what ran, and why something did not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._functorch.config
+import torch._inductor
+import torch._inductor.config
+from torch._dynamo.utils import counters
+from torch._inductor.exc import InvalidCxxCompiler
+
+from torchdelta.errors import UsageError
+from torchdelta.registry import nearest
+
+Backend = Callable[..., Callable[..., Any]]
+
+
+@dataclass
+class Witness:
+    """What was seen of a transform at work: graphs that were captured, and calls that ran transformed code."""
+
+    captured: int = 0
+    calls: int = 0
+
+    def eager_reasons(self) -> list[str]:
+        """Return why parts of the program ran eagerly, in the compiler's own words; of the last compilation."""
+        messages = [message for category in ("graph_break", "unimplemented") for message in counters[category]]
+        return list(dict.fromkeys(str(message).strip().splitlines()[0] for message in messages))
+
+
+def backend_named(name: str) -> Backend:
+    """Return a registered torch.compile backend; UsageError names the nearest."""
+    try:
+        return torch._dynamo.lookup_backend(name)
+    except torch._dynamo.exc.InvalidBackend:
+        raise UsageError(f"torch.compile has no backend {name!r}: {nearest(name, backend_names())}") from None
+
+
+def backend_names() -> list[str]:
+    """Return every registered backend, debugging ones included."""
+    return sorted(torch._dynamo.list_backends(exclude_tags=()))
+
+
+def mode_config(mode: str, *, dynamic: bool | None) -> dict[str, Any]:
+    """Return the inductor settings that a torch.compile mode stands for."""
+    known = torch._inductor.list_mode_options()
+    if mode not in known:
+        raise UsageError(f"unknown mode {mode!r}: it is one of {', '.join(sorted(known))}")
+    return torch._inductor.list_mode_options(mode, dynamic)
+
+
+def require_known_config(settings: Mapping[str, Any]) -> None:
+    """Raise UsageError for a name that inductor has no setting of."""
+    known = torch._inductor.config.get_config_copy()
+    for name in settings:
+        if name not in known:
+            raise UsageError(f"inductor has no setting {name!r}: {nearest(name, known)}")
+
+
+@contextmanager
+def compiling(
+    call: Callable[..., Any],
+    backend: Backend,
+    *,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    config: Mapping[str, Any] | None = None,
+) -> Iterator[tuple[Callable[..., Any], Witness]]:
+    """Compile a callable afresh with the backend, and witness it; the settings hold while the context is open.
+
+    Compilation is lazy, of the backward too, so whatever is run must be run inside.
+    """
+    witness = Witness()
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._inductor.config.patch(dict(config or {})):
+        compiled = torch.compile(call, backend=witnessed(backend, witness), dynamic=dynamic, fullgraph=fullgraph)
+        try:
+            yield compiled, witness
+        finally:
+            torch._dynamo.reset()
+
+
+def unfit_reason(error: BaseException) -> str | None:
+    """Return what this machine lacks when that is why a compiler failed; None when it is the compiler's own failure."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, InvalidCxxCompiler) or "InvalidCxxCompiler" in str(seen):
+            return "inductor needs a C++ compiler and finds none: install g++ or clang, or set CXX"
+        seen = getattr(seen, "inner_exception", None) or seen.__cause__
+    return None
+
+
+def witnessed(backend: Backend, witness: Witness) -> Backend:
+    """Wrap a backend so that the witness counts each graph it gets and each call of what it returns."""
+
+    def counting_backend(graph_module: torch.fx.GraphModule, example_inputs: list[Any], **options: Any) -> Any:
+        witness.captured += 1
+        return counted(backend(graph_module, example_inputs, **options), witness)
+
+    return counting_backend
+
+
+def counted(function: Callable[..., Any], witness: Witness) -> Callable[..., Any]:
+    """Wrap a callable so that the witness counts its calls."""
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        witness.calls += 1
+        return function(*args, **kwargs)
+
+    return counting

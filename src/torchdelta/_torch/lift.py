@@ -1,0 +1,68 @@
+"""Run a program in double precision although it names lower dtypes itself.
+
+The tensors of the lifted program are float64 already; this mode answers for what the code asks of them. A cast to a
+lower float and a tensor made with one become float64, because a correct program need not round there. Random numbers
+are drawn in the dtype the program drew them in, so that the lifted run sees the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+_WIDE = {
+    torch.float32: torch.float64,
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.complex32: torch.complex128,
+    torch.complex64: torch.complex128,
+}
+
+
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that stands for this one in the lifted program."""
+    return _WIDE.get(dtype, dtype)
+
+
+class Lift(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is active, no operation rounds below float64; `drawn_in` is the dtype random numbers come in."""
+
+    def __init__(self, drawn_in: torch.dtype = torch.float32) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.drawn_in = drawn_in
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one operation lifted."""
+        kwargs = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return self._draw(func, args, kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not tensors:
+            # a constant is made as the program made it and widened then: 0.1 in float32 is the program's 0.1
+            return tree_map(_widen, func(*args, **kwargs))
+        kwargs = {name: widened(value) if isinstance(value, torch.dtype) else value for name, value in kwargs.items()}
+        args = tuple(widened(value) if isinstance(value, torch.dtype) else value for value in args)
+        if any(tensor.dtype in _WIDE for tensor in tensors) and not func._schema.is_mutable:
+            args, kwargs = tree_map(_widen, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _draw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def narrow(value: Any) -> Any:
+            is_wide = isinstance(value, torch.Tensor) and value.dtype is torch.float64
+            return value.to(self.drawn_in) if is_wide else value
+
+        narrow_args, narrow_kwargs = tree_map(narrow, (args, kwargs))
+        drawn = func(*narrow_args, **narrow_kwargs)
+        if args and isinstance(args[0], torch.Tensor) and drawn is narrow_args[0]:  # drawn in place
+            return args[0].copy_(drawn)
+        return tree_map(_widen, drawn)
+
+
+def _widen(value: Any) -> Any:
+    return value.to(widened(value.dtype)) if isinstance(value, torch.Tensor) and value.dtype in _WIDE else value

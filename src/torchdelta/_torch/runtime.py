@@ -1,0 +1,145 @@
+"""The process's global state as far as torch programs see it: taken, and put back."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+# config modules of the compiler stack; one that is not loaded has nothing to put back
+_CONFIGS = (
+    "torch._dynamo.config",
+    "torch._inductor.config",
+    "torch._functorch.config",
+    "torch.fx.experimental._config",
+)
+
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """Leave random generators, flags, environment and compiler settings as they were, exceptions included."""
+    generators = _take_generators()
+    flags = _take_flags()
+    environment = dict(os.environ)
+    configs = {name: sys.modules[name].get_config_copy() for name in _CONFIGS if name in sys.modules}
+    try:
+        yield
+    finally:
+        for name, saved in configs.items():
+            _put_config(sys.modules[name], saved)
+        if dict(os.environ) != environment:
+            os.environ.clear()
+            os.environ.update(environment)
+        _put_flags(flags)
+        _put_generators(generators)
+
+
+def seed_everything(seed: int) -> None:
+    """Rewind the generators of torch (every device), random and numpy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def random_state() -> tuple[Any, ...]:
+    """Return something that changes exactly when a global generator was drawn from."""
+    devices = [bytes(state.numpy()) for state in _accelerator_states()]
+    torch_state = bytes(torch.get_rng_state().numpy())
+    numpy_state = np.random.get_state(legacy=False)
+    return (torch_state, *devices, random.getstate(), repr(numpy_state))
+
+
+def synchronise() -> None:
+    """Wait for the accelerator, so that a fault shows in the run that caused it."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def release_memory() -> None:
+    """Give cached accelerator memory back."""
+    if torch.accelerator.is_available():
+        torch.accelerator.memory.empty_cache()
+
+
+@contextmanager
+def preserved_flags() -> Iterator[None]:
+    """Leave torch's flags as they were."""
+    flags = _take_flags()
+    try:
+        yield
+    finally:
+        _put_flags(flags)
+
+
+def use_deterministic() -> None:
+    """Ask for deterministic algorithms, with the workspace that cuBLAS needs for them."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+def _put_config(config: Any, saved: dict[str, Any]) -> None:
+    # only what changed is written: torch warns about each deprecated setting that is touched
+    for name, value in config.get_config_copy().items():
+        if name in saved and value != saved[name]:
+            setattr(config, name, saved[name])
+
+
+def _accelerator_states() -> list[torch.Tensor]:
+    if not torch.accelerator.is_available():
+        return []
+    module = torch.get_device_module(torch.accelerator.current_accelerator())
+    return [module.get_rng_state(index).cpu() for index in range(torch.accelerator.device_count())]
+
+
+def _take_generators() -> tuple[Any, ...]:
+    return torch.get_rng_state(), _accelerator_states(), random.getstate(), np.random.get_state()
+
+
+def _put_generators(state: tuple[Any, ...]) -> None:
+    cpu, devices, python, numpy = state
+    torch.set_rng_state(cpu)
+    for index, device_state in enumerate(devices):
+        torch.get_device_module(torch.accelerator.current_accelerator()).set_rng_state(device_state, index)
+    random.setstate(python)
+    np.random.set_state(numpy)
+
+
+def _take_flags() -> dict[str, Any]:
+    return {
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        "fill": torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        "dtype": torch.get_default_dtype(),
+        "device": torch.get_default_device(),
+        "grad": torch.is_grad_enabled(),
+        "anomaly": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        "precision": torch.get_float32_matmul_precision(),
+        "cudnn": {name: getattr(torch.backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")},
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _put_flags(flags: dict[str, Any]) -> None:
+    enabled, warn_only = flags["deterministic"]
+    torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+    torch.utils.deterministic.fill_uninitialized_memory = flags["fill"]  # type: ignore[attr-defined]
+    torch.set_default_dtype(flags["dtype"])
+    if torch.get_default_device() != flags["device"]:
+        torch.set_default_device(flags["device"])
+    torch.set_grad_enabled(flags["grad"])
+    torch.set_anomaly_enabled(*flags["anomaly"])
+    torch.set_float32_matmul_precision(flags["precision"])
+    for name, value in flags["cudnn"].items():
+        setattr(torch.backends.cudnn, name, value)
+    torch.backends.mkldnn.enabled = flags["mkldnn"]
+    if torch.get_num_threads() != flags["threads"]:
+        torch.set_num_threads(flags["threads"])

@@ -1,0 +1,94 @@
+"""`torchdelta check`: run a program and what a transform made of it, and print the verdict."""
+
+from __future__ import annotations
+
+import ast
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from torchdelta.cli.exits import EXIT_OF
+from torchdelta.errors import UsageError
+from torchdelta.records.codec import write_report
+from torchdelta.records.comparison import Scalar
+from torchdelta.report.terminal import print_report
+
+
+def command(
+    program: Annotated[str, typer.Argument(help="path/file.py:factory or package.module:factory.")],
+    transform: Annotated[str, typer.Option("--transform", "-t", help="inductor, export, cast:bfloat16, file.py:fn, …")],
+    option: Annotated[
+        list[str] | None, typer.Option("--option", "-O", help="An option of the transform, key=value.")
+    ] = None,
+    stages: Annotated[str | None, typer.Option(help="Of forward,gradients,steps; default forward,gradients.")] = None,
+    policy: Annotated[str, typer.Option(help="noise, bitwise, close, rtol=R,atol=A, sqnr>=X, cosine>=X.")] = "noise",
+    ignore: Annotated[str, typer.Option(help="Clauses that don't count: dtype,stride,integers,aliasing,…")] = "",
+    strict: Annotated[str, typer.Option(help="Clauses that count although by default they don't: stride.")] = "",
+    seed: Annotated[int, typer.Option(help="Of every random number.")] = 0,
+    iterations: Annotated[int, typer.Option(help="Runs, all but the first on fresh random inputs.")] = 1,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of the stage steps.")] = 3,
+    optimizer: Annotated[str, typer.Option(help="adamw, sgd, or file.py:factory of one from parameters.")] = "adamw",
+    loss: Annotated[str | None, typer.Option(help="file.py:fn of the outputs, instead of random cotangents.")] = None,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="With deterministic algorithms.")] = False,
+    anomaly: Annotated[bool, typer.Option("--anomaly", help="With autograd's anomaly mode.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report there.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Every leaf, every note, what it cost.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,  # noqa: ARG001 — read in main
+) -> None:
+    """Does the transformed program still compute the same thing?"""
+    options = dict(_option(text) for text in option or ())
+    if json_file is not None:
+        _require_writable(json_file)
+    progress = Console(stderr=True)
+    with progress.status("loading torch", spinner="dots") as status:
+        from torchdelta.engine.api import check  # torch takes seconds to import; `--help` should not
+
+        report = check(
+            program,
+            transform=transform,
+            options=options,
+            stages=_words(stages) if stages is not None else None,
+            policy=policy,
+            ignore=_words(ignore),
+            strict=_words(strict),
+            seed=seed,
+            iterations=iterations,
+            steps=steps,
+            optimizer=optimizer,
+            loss=loss,
+            deterministic=deterministic,
+            anomaly=anomaly,
+            progress=lambda part: status.update(f"{transform}: {part}"),
+        )
+    if json_file is not None:
+        write_report(report, json_file)
+    print_report(report, verbose=verbose)
+    raise typer.Exit(EXIT_OF[report.verdict])
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _option(text: str) -> tuple[str, Scalar]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise UsageError(f"malformed option {text!r}: write -O key=value")
+    try:
+        parsed = ast.literal_eval({"true": "True", "false": "False"}.get(value, value))
+    except (ValueError, SyntaxError):
+        return name, value
+    return name, parsed if isinstance(parsed, (bool, int, float)) else value
+
+
+def _require_writable(path: Path) -> None:
+    # minutes of compiling are not to be lost to a path that could never be written
+    if path.is_dir():
+        raise UsageError(f"cannot write {path}: it is a directory")
+    if not path.parent.is_dir():
+        raise UsageError(f"cannot write {path}: there is no directory {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise UsageError(f"cannot write {path}: {path.parent} is not writable")

@@ -1,0 +1,1 @@
+"""Hold two values against each other: align, check the contract, measure, judge."""

@@ -1,0 +1,1 @@
+"""What every face calls: it composes the layers below and returns a Report."""

@@ -1,0 +1,194 @@
+"""The Python face: live modules and functions in, a Report out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torchdelta import errors, transforms
+from torchdelta._torch import versions
+from torchdelta.compare.contract import Terms
+from torchdelta.compare.judge import Judge
+from torchdelta.compare.leaves import leaves_of
+from torchdelta.compare.policies import parse
+from torchdelta.engine.check import Progress, run_case
+from torchdelta.errors import UsageError
+from torchdelta.execute.optimizers import OPTIMIZERS, OptimizerFactory
+from torchdelta.execute.programs import Program, load_object, load_program
+from torchdelta.execute.stages import Loss, Plan
+from torchdelta.records.case import VALUES, Case
+from torchdelta.records.comparison import Scalar
+from torchdelta.records.report import Questions, Report, Stage
+from torchdelta.records.verdict import Verdict
+from torchdelta.transforms.base import Transform
+from torchdelta.transforms.replacement import Replacement
+
+DEFAULT_STAGES = ("forward", "gradients")
+
+_RAISED = {
+    Verdict.DIVERGED: errors.Diverged,
+    Verdict.CRASHED: errors.Crashed,
+    Verdict.TIMED_OUT: errors.TimedOut,
+    Verdict.INCONCLUSIVE: errors.Inconclusive,
+}
+
+
+def check(
+    program: Callable[..., Any] | str,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    transform: str | Transform | Callable[..., Any] | None = None,
+    candidate: Callable[..., Any] | None = None,
+    options: Mapping[str, Scalar] | None = None,
+    stages: Sequence[str] | None = None,
+    policy: str = "noise",
+    ignore: Sequence[str] = (),
+    strict: Sequence[str] = (),
+    seed: int = 0,
+    iterations: int = 1,
+    steps: int = 3,
+    optimizer: str | OptimizerFactory = "adamw",
+    loss: str | Loss | None = None,
+    deterministic: bool = False,
+    anomaly: bool = False,
+    progress: Progress = lambda _: None,
+) -> Report:
+    """Run a program and what a transform made of it, and say whether both compute the same.
+
+    `program` is a module or function with its `args` and `kwargs`, or the name of a factory (`file.py:factory`).
+    Without `stages`, `forward` is compared, and `gradients` where an output requires grad. Nothing of the caller's is
+    run or changed: every side is a copy, and global state is as before afterwards.
+    """
+    if candidate is not None:
+        if transform is not None:
+            raise UsageError("name either a transform or a candidate, not both")
+        transform = Replacement(candidate)
+    if transform is None:
+        raise UsageError("name a transform or a candidate to hold the program against")
+    source = _program(program, args, kwargs)
+    case = Case(
+        program=source.name,
+        transform="candidate" if candidate is not None else _name(transform),
+        options=dict(options or {}),
+        stages=tuple(stages) if stages is not None else DEFAULT_STAGES,
+        policy=policy,
+        seed=seed,
+        ignore=tuple(ignore),
+        strict=tuple(strict),
+        iterations=iterations,
+        steps=steps,
+        optimizer=_name(optimizer),
+        loss=_name(loss) if loss is not None else None,
+        deterministic=deterministic,
+        anomaly=anomaly,
+    )
+    plan = Plan(
+        stages=case.stages,
+        seed=seed,
+        iterations=iterations,
+        steps=steps,
+        optimizer=_optimizer(optimizer),
+        loss=load_object(loss, what="loss") if isinstance(loss, str) else loss,
+    )
+    return run_case(
+        case,
+        program=source,
+        transform=transforms.build(transform, case.options),
+        policy=parse(policy),
+        plan=plan,
+        is_default_stages=stages is None,
+        progress=progress,
+    )
+
+
+def assert_equivalent(program: Callable[..., Any] | str, args: tuple[Any, ...] = (), **options: Any) -> Report:
+    """Check, and raise `Diverged`, `Crashed`, `TimedOut` or `Inconclusive` unless the verdict is equivalent."""
+    report = check(program, args, **options)
+    if report.verdict is not Verdict.EQUIVALENT:
+        raise _RAISED[report.verdict](_evidence(report), report=report)
+    return report
+
+
+def compare(
+    reference: Any,
+    candidate: Any,
+    *,
+    truth: Any = None,
+    policy: str | None = None,
+    ignore: Sequence[str] = (),
+    strict: Sequence[str] = (),
+) -> Report:
+    """Compare two values of any structure, without running anything.
+
+    With a `truth` (the same in float64) the default policy is `noise`; without one it is `close`, which means
+    torch.testing's tolerances, and the report says so.
+    """
+    chosen = policy or ("noise" if truth is not None else "close")
+    notes = [] if policy or truth is not None else ["no truth was given: judged by torch.testing's tolerances"]
+    case = Case(
+        program="two values",
+        transform="none",
+        stages=(VALUES,),
+        policy=chosen,
+        ignore=tuple(ignore),
+        strict=tuple(strict),
+    )
+    judge = Judge(policy=parse(chosen), terms=Terms(ignore=frozenset(ignore), strict=frozenset(strict)))
+    leaves_of_truth = leaves_of(truth) if truth is not None else None
+    comparisons, unmatched = judge.compare(leaves_of(reference), leaves_of(candidate), leaves_of_truth)
+    stage = Stage.of(VALUES, tuple(comparisons), "" if comparisons else "nothing was compared: both are empty")
+    return Report(
+        verdict=stage.verdict,
+        environment=versions.environment(),
+        case=case,
+        stages=(stage,),
+        questions=Questions(native="not asked: no truth was given") if truth is None else Questions(),
+        unmatched=tuple(unmatched),
+        notes=tuple(notes),
+    )
+
+
+def _program(program: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Program:
+    if isinstance(program, str):
+        if args or kwargs:
+            raise UsageError(f"{program} brings its own arguments: give none, or give the callable itself")
+        return load_program(program)
+    return Program(name=_name(program), call=program, args=args, kwargs=kwargs or {})
+
+
+def _optimizer(optimizer: str | OptimizerFactory) -> OptimizerFactory:
+    if not isinstance(optimizer, str):
+        return optimizer
+    if ":" in optimizer:
+        return load_object(optimizer, what="optimizer factory")  # type: ignore[no-any-return]
+    return OPTIMIZERS.get(optimizer)
+
+
+def _name(thing: Any) -> str:
+    if isinstance(thing, str):
+        return thing
+    if isinstance(thing, torch.nn.Module):
+        return type(thing).__qualname__
+    return getattr(thing, "__qualname__", None) or type(thing).__qualname__
+
+
+def _evidence(report: Report) -> str:
+    lines = [f"{report.case.program} under {report.case.transform}: {report.verdict.value}"]
+    for stage in report.stages:
+        if stage.verdict is Verdict.EQUIVALENT:
+            continue
+        if stage.reason:
+            lines.append(f"  {stage.name}: {stage.reason}")
+        guilty = [seen for seen in stage.comparisons if seen.verdict is stage.verdict]
+        for seen in sorted(guilty, key=lambda seen: seen.ratio, reverse=True)[:5]:
+            where = f" at {list(seen.worst.index)}" if seen.worst else ""
+            values = (
+                f": reference {seen.worst.reference}, candidate {seen.worst.candidate}, truth {seen.worst.truth}"
+                if seen.worst
+                else ""
+            )
+            lines.append(f"  {stage.name} {seen.path}: {seen.reason}{where}{values}")
+    return "\n".join([*lines, *(f"  note: {note}" for note in report.notes)])

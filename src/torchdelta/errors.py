@@ -1,0 +1,52 @@
+"""Everything torchdelta raises, under one root; an error carries what was achieved before it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchdelta.records.report import Report
+
+
+class TorchDeltaError(Exception):
+    """The root: its message says what is wrong, where, and what to do."""
+
+    def __init__(self, message: str, *, report: Report | None = None) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+class UsageError(TorchDeltaError):
+    """What was asked for makes no sense: an unknown name, a malformed policy, an unwritable file."""
+
+
+class ProgramError(TorchDeltaError):
+    """The user's own program does not load, cannot be copied or fails when run eagerly."""
+
+
+class EnvironmentUnfit(TorchDeltaError):
+    """This machine cannot do it, for example because it has no C++ compiler."""
+
+
+class ReportUnreadable(TorchDeltaError):
+    """A file is not a report, or one of a schema that this version does not read."""
+
+
+class NotEquivalent(TorchDeltaError, AssertionError):
+    """A check that did not end as `equivalent`; `report` is always there."""
+
+
+class Diverged(NotEquivalent):
+    """The candidate computes something else."""
+
+
+class Crashed(NotEquivalent):
+    """The candidate raised or died."""
+
+
+class TimedOut(NotEquivalent):
+    """The candidate did not finish in time."""
+
+
+class Inconclusive(NotEquivalent):
+    """The evidence decides nothing; the report says why."""

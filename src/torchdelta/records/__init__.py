@@ -1,0 +1,1 @@
+"""Frozen data without torch: what is asked, what was seen, what follows, and its JSON."""

@@ -1,0 +1,138 @@
+"""What was seen when one leaf of the reference was held against its partner in the candidate."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from torchdelta.records.verdict import Verdict
+
+Scalar = bool | int | float | str
+"""A value as JSON can hold it; complex numbers are strings such as `(1+2j)`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """Every number of one fused pass over two buffers of the same shape, raw.
+
+    Sums and maxima of finite numbers run over the elements that are finite on both sides. Of complex tensors the
+    real and imaginary components are measured as elements of their own.
+    """
+
+    numel: int
+    finite: int
+    """Elements that are finite on both sides."""
+    mismatches: int
+    """Elements whose bits differ; any NaN equals any NaN. Between two dtypes: whose values differ."""
+    misplaced: int
+    """Elements where one side has a NaN or an infinity and the other has not exactly that."""
+    nan_reference: int
+    nan_candidate: int
+    inf_reference: int
+    inf_candidate: int
+    max_abs: float
+    max_rel: float
+    """max |candidate − reference| / |reference|; infinite where only the reference is zero."""
+    square_error: float
+    square_reference: float
+    square_candidate: float
+    dot: float
+    max_ulp: int | None
+    """The largest distance in representable numbers; None between two dtypes and for integers."""
+    beyond: int
+    """Elements with |candidate − reference| > atol + rtol·|reference|."""
+    worst: int
+    """Flat index of the worst element, a misplaced one before any other; −1 of an empty tensor."""
+
+    @property
+    def rms_error(self) -> float:
+        """Root mean square of candidate − reference."""
+        return math.sqrt(self.square_error / max(self.finite, 1))
+
+    @property
+    def rms_reference(self) -> float:
+        """Root mean square of the reference."""
+        return math.sqrt(self.square_reference / max(self.finite, 1))
+
+    @property
+    def sqnr_db(self) -> float:
+        """Signal to noise in dB, the reference being the signal; infinite without error."""
+        if self.square_error == 0.0:
+            return math.inf
+        if self.square_reference == 0.0:
+            return -math.inf
+        return 10.0 * math.log10(self.square_reference / self.square_error)
+
+    @property
+    def cosine(self) -> float:
+        """Cosine of the angle between both sides; 1 when both are zero, 0 when one is."""
+        if self.square_reference == 0.0 and self.square_candidate == 0.0:
+            return 1.0
+        norms = math.sqrt(self.square_reference) * math.sqrt(self.square_candidate)
+        return self.dot / norms if norms > 0.0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breach:
+    """One clause of the contract that the candidate broke, as each side has it."""
+
+    clause: str
+    reference: str
+    candidate: str
+    excused: bool = False
+    """True when `--ignore` or the transform itself allows it; it stays on the report."""
+
+    def __str__(self) -> str:
+        return f"{self.clause}: {self.reference} in the reference, {self.candidate} in the candidate"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worst:
+    """The worst element: where it is, and the three values there."""
+
+    index: tuple[int, ...]
+    reference: Scalar | None
+    candidate: Scalar | None
+    truth: Scalar | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One leaf: its verdict and the evidence for it."""
+
+    path: str
+    verdict: Verdict
+    reason: str
+    kind: str = "tensor"
+    dtype: str | None = None
+    shape: tuple[int, ...] | None = None
+    contract: tuple[Breach, ...] = ()
+    error: float | None = None
+    """The candidate's error, in the unit of the values."""
+    noise: float | None = None
+    """The error that a correct program would show; None under a policy that does not ask."""
+    allowed: float | None = None
+    """The largest error that would still have passed."""
+    resolution: float | None = None
+    """The smallest relative error that would have been seen."""
+    worst: Worst | None = None
+    measurement: Measurement | None = None
+    """The candidate against the reference."""
+    details: dict[str, Scalar] = field(default_factory=dict)
+    """What the policy looked at besides, by name."""
+
+    @property
+    def ratio(self) -> float:
+        """Error over what is allowed: above 1 is a divergence; 0 where nothing differs or nothing was measured."""
+        if not self.error or self.allowed is None:
+            return 0.0
+        return self.error / self.allowed if self.allowed else math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unmatched:
+    """A leaf that has no partner on the other side."""
+
+    path: str
+    side: str
+    what: str

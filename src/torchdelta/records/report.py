@@ -1,0 +1,143 @@
+"""The answer with all its evidence: what every face renders and every file holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torchdelta.records.case import Case
+from torchdelta.records.comparison import Comparison, Unmatched
+from torchdelta.records.failure import Failure
+from torchdelta.records.verdict import Verdict, worst_of
+
+SCHEMA_VERSION = 1
+
+ASKED = "asked"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """What the case ran on."""
+
+    torch: str
+    python: str
+    platform: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One stage, with every leaf that was compared in it."""
+
+    name: str
+    verdict: Verdict
+    comparisons: tuple[Comparison, ...] = ()
+    reason: str = ""
+    """Why the stage as a whole is not equivalent when no single comparison says so."""
+
+    @classmethod
+    def of(cls, name: str, comparisons: tuple[Comparison, ...], reason: str = "") -> Stage:
+        """Build a stage whose verdict is the worst of its comparisons; with a reason it is at best inconclusive."""
+        verdicts = [comparison.verdict for comparison in comparisons]
+        if reason:
+            verdicts.append(Verdict.INCONCLUSIVE)
+        return cls(name=name, verdict=worst_of(verdicts), comparisons=comparisons, reason=reason)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Questions:
+    """Which of the three questions was asked; otherwise why it was not."""
+
+    native: str = ASKED
+    semantic: str = "not asked: this version asks the native question only"
+    local: str = "not asked: this version asks the native question only"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graphs:
+    """How much of the candidate really was transformed."""
+
+    captured: int
+    transformed_calls: int
+    untransformed_calls: int = 0
+    """Calls of the program in which no transformed code ran at all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Culprit:
+    """The first node that is wrong when fed the reference's own inputs."""
+
+    op: str
+    node: str
+    module_path: str
+    source_line: str
+    local_error: float
+    noise: float
+    rung: str | None = None
+    cause: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coverage:
+    """How many nodes of both graphs were matched, and by what."""
+
+    matched: int
+    total: int
+    how: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduction:
+    """What minifying achieved and cost."""
+
+    nodes_before: int
+    nodes_after: int
+    queries: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repro:
+    """The script, and whether it failed again in a clean process."""
+
+    path: str
+    confirmed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Seconds by part, and the highest memory the process reached."""
+
+    seconds: dict[str, float]
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Everything a run found out."""
+
+    verdict: Verdict
+    environment: Environment
+    case: Case
+    stages: tuple[Stage, ...]
+    questions: Questions = field(default_factory=Questions)
+    graphs: Graphs | None = None
+    unmatched: tuple[Unmatched, ...] = ()
+    notes: tuple[str, ...] = ()
+    culprits: tuple[Culprit, ...] = ()
+    coverage: Coverage | None = None
+    failure: Failure | None = None
+    reduction: Reduction | None = None
+    repro: Repro | None = None
+    cost: Cost | None = None
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def comparisons(self) -> tuple[Comparison, ...]:
+        """Every comparison of every stage."""
+        return tuple(comparison for stage in self.stages for comparison in stage.comparisons)
+
+    def stage(self, name: str) -> Stage:
+        """Return the stage of that name; KeyError where it was not run."""
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise KeyError(name)

@@ -1,0 +1,1 @@
+"""Renderings of a Report: each takes the record and nothing else."""

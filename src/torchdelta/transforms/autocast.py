@@ -1,0 +1,38 @@
+"""The program under torch.autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from torchdelta.execute.sides import Side
+from torchdelta.transforms.base import Options, Transform, Transformed, dtype_named, require_known
+
+
+class Autocast(Transform):
+    """`autocast:bfloat16`: the operations that torch deems safe run in the dtype."""
+
+    def __init__(self, dtype: str, options: Options) -> None:
+        require_known("autocast", options, ("device",))
+        self.lowered_to = dtype_named(dtype)
+        self.device = str(options.get("device", ""))
+
+    @contextmanager
+    def applied(self, side: Side, *, draws_random: bool) -> Iterator[Transformed]:  # noqa: ARG002 — runs eagerly
+        """Call the side under autocast; the backward runs outside of it, as it does in training."""
+        device = self.device or _device_of(side)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with torch.autocast(device, dtype=self.lowered_to):
+                return side.call(*args, **kwargs)
+
+        yield Transformed.whole(replace(side, call=call))
+
+
+def _device_of(side: Side) -> str:
+    tensors = [*side.parameters.values(), *(value for value in side.args if isinstance(value, torch.Tensor))]
+    return tensors[0].device.type if tensors else "cpu"

@@ -1,0 +1,63 @@
+"""What a transform is: a program goes in, one that should compute the same comes out, and someone counts."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from torchdelta._torch.dynamo import Witness, counted
+from torchdelta.errors import UsageError
+from torchdelta.execute.sides import Side
+from torchdelta.records.comparison import Scalar
+
+Options = Mapping[str, Scalar]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transformed:
+    """A side that runs transformed, and the witness of how much of it does."""
+
+    side: Side
+    witness: Witness
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def whole(cls, side: Side, *, captured: int = 0, notes: Iterable[str] = ()) -> Transformed:
+        """Wrap a side whose every call is transformed as a whole."""
+        witness = Witness(captured=captured)
+        return cls(side=replace(side, call=counted(side.call, witness)), witness=witness, notes=list(notes))
+
+
+class Transform(ABC):
+    """Turns a side into a candidate. Subclasses check their options when built."""
+
+    lowered_to: torch.dtype | None = None
+    """The lower dtype that this transform computes in on purpose."""
+
+    @abstractmethod
+    def applied(self, side: Side, *, draws_random: bool) -> AbstractContextManager[Transformed]:
+        """Transform a fresh side; it runs while the context is open.
+
+        `draws_random` tells that the reference drew random numbers: the candidate must draw the same ones.
+        """
+
+
+def require_known(transform: str, options: Options, known: Iterable[str]) -> None:
+    """Raise UsageError for an option that the transform does not have."""
+    names = sorted(known)
+    for name in options:
+        if name not in names:
+            there = f"it has {', '.join(names)}" if names else "it has none"
+            raise UsageError(f"transform {transform} has no option {name!r}: {there}")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return the floating-point dtype of that name; UsageError lists them."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UsageError(f"{name!r} is no floating-point dtype: try bfloat16, float16, float32 or float64")
+    return dtype

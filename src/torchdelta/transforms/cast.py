@@ -1,0 +1,32 @@
+"""The program in another floating-point dtype: parameters, buffers and inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from torchdelta.execute.copies import copy_together
+from torchdelta.execute.sides import Side
+from torchdelta.transforms.base import Options, Transform, Transformed, dtype_named, require_known
+
+
+class Cast(Transform):
+    """`cast:bfloat16`: every float tensor that the program starts from is rounded to the dtype."""
+
+    def __init__(self, dtype: str, options: Options) -> None:
+        require_known("cast", options, ())
+        self.lowered_to = dtype_named(dtype)
+
+    @contextmanager
+    def applied(self, side: Side, *, draws_random: bool) -> Iterator[Transformed]:  # noqa: ARG002 — runs eagerly
+        """Cast the side."""
+        target = self.lowered_to
+        assert target is not None
+
+        def convert(dtype: torch.dtype) -> torch.dtype:
+            return target if dtype.is_floating_point else dtype
+
+        made = Side.of(*copy_together((side.call, side.args, side.kwargs), name="cast", convert=convert))
+        yield Transformed.whole(made)

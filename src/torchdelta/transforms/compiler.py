@@ -1,0 +1,51 @@
+"""torch.compile with any backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from torchdelta._torch import dynamo
+from torchdelta.errors import UsageError
+from torchdelta.execute.sides import Side
+from torchdelta.transforms.base import Options, Transform, Transformed, require_known
+
+SAME_RANDOM = (
+    "the program draws random numbers: the candidate was compiled with fallback_random, so that it draws the same ones"
+)
+
+
+class Compiler(Transform):
+    """`torch.compile(program, backend=…)`, with its options and inductor's settings as `config.KEY`."""
+
+    def __init__(self, backend: str | dynamo.Backend, options: Options) -> None:
+        name = backend if isinstance(backend, str) else getattr(backend, "__name__", "backend")
+        settings = {key.removeprefix("config."): value for key, value in options.items() if key.startswith("config.")}
+        rest = {key: value for key, value in options.items() if not key.startswith("config.")}
+        require_known(name, rest, ("dynamic", "fullgraph", "mode"))
+        self.backend = dynamo.backend_named(backend) if isinstance(backend, str) else backend
+        self.dynamic = flag(rest, "dynamic")
+        self.fullgraph = bool(flag(rest, "fullgraph"))
+        mode = rest.get("mode")
+        dynamo.require_known_config(settings)
+        self.config = {**(dynamo.mode_config(str(mode), dynamic=self.dynamic) if mode else {}), **settings}
+
+    @contextmanager
+    def applied(self, side: Side, *, draws_random: bool) -> Iterator[Transformed]:
+        """Compile afresh, and draw the same random numbers as eager where any are drawn."""
+        config = {**self.config, "fallback_random": True} if draws_random else self.config
+        compiling = dynamo.compiling(
+            side.call, self.backend, dynamic=self.dynamic, fullgraph=self.fullgraph, config=config
+        )
+        with compiling as (call, witness):
+            notes = [SAME_RANDOM] if draws_random else []
+            yield Transformed(side=replace(side, call=call), witness=witness, notes=notes)
+
+
+def flag(options: Options, name: str) -> bool | None:
+    """Return a yes-or-no option; None where it was not given."""
+    value = options.get(name)
+    if value is None or isinstance(value, bool):
+        return value
+    raise UsageError(f"option {name} is True or False, not {value!r}")

@@ -1,0 +1,67 @@
+"""Another implementation in place of the program: a module from a factory, or a callable that the user has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from torchdelta.errors import ProgramError, UsageError
+from torchdelta.execute.copies import copy_together
+from torchdelta.execute.programs import load_object
+from torchdelta.execute.sides import Side
+from torchdelta.transforms.base import Options, Transform, Transformed, require_known
+
+StateMap = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+
+
+class Replacement(Transform):
+    """A callable that takes the same inputs."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        if not callable(call):
+            raise UsageError(f"a candidate must be callable, and {type(call).__name__} is not")
+        self.call = call
+
+    @contextmanager
+    def applied(self, side: Side, *, draws_random: bool) -> Iterator[Transformed]:  # noqa: ARG002 — runs as it is
+        """Run a copy of the candidate on the side's inputs."""
+        call = copy_together(self.call, name="the candidate")
+        yield Transformed.whole(Side.of(call, side.args, side.kwargs))
+
+
+class OtherModule(Transform):
+    """`module:file.py:factory`: a module that is built anew and takes over the reference's state dict.
+
+    `state=file.py:fn` maps the reference's state dict to the module's; `state=none` leaves the module as it was built.
+    """
+
+    def __init__(self, factory: str, options: Options) -> None:
+        require_known("module", options, ("state",))
+        self.factory_name = factory
+        self.factory = load_object(factory, what="module factory")
+        state = str(options.get("state", "same"))
+        self.state_map: StateMap | None = None if state == "none" else dict
+        if state not in ("none", "same"):
+            self.state_map = load_object(state, what="state-dict mapping")
+
+    @contextmanager
+    def applied(self, side: Side, *, draws_random: bool) -> Iterator[Transformed]:  # noqa: ARG002 — runs as it is
+        """Build the module and give it the reference's state."""
+        built = self.factory()
+        module = built[0] if isinstance(built, tuple) else built
+        if self.state_map is not None and isinstance(module, torch.nn.Module):
+            if not isinstance(side.call, torch.nn.Module):
+                raise ProgramError(
+                    f"{self.factory_name}: the program is no module, so there is no state dict to take over"
+                )
+            try:
+                module.load_state_dict(dict(self.state_map(side.call.state_dict())))
+            except RuntimeError as error:
+                raise ProgramError(
+                    f"{self.factory_name} does not take the reference's state dict: {error}. "
+                    "Give a mapping with -O state=file.py:fn, or -O state=none"
+                ) from error
+        yield Transformed.whole(Side.of(module, side.args, side.kwargs))
