@@ -1,53 +1,36 @@
 """torchdelta: does it still compute the same thing?
 
-The names below are the public face. They are resolved when first used, so that importing the package is fast and
-reading a report needs no torch.
+The names below are the public face. Those that need torch are resolved when first used, so that importing the package
+is fast and reading a report needs no torch.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from torchdelta.errors import (
+    Crashed,
+    Diverged,
+    EnvironmentUnfit,
+    Inconclusive,
+    NotEquivalent,
+    ProgramError,
+    ReportUnreadable,
+    TimedOut,
+    TorchDeltaError,
+    UsageError,
+)
+from torchdelta.records.codec import from_json, read_report, to_json, write_report
+from torchdelta.records.report import SCHEMA_VERSION, Report
+from torchdelta.records.verdict import Verdict
 
 if TYPE_CHECKING:
     from torchdelta.engine.api import assert_equivalent, check, compare
-    from torchdelta.errors import (
-        Crashed,
-        Diverged,
-        EnvironmentUnfit,
-        Inconclusive,
-        NotEquivalent,
-        ProgramError,
-        ReportUnreadable,
-        TimedOut,
-        TorchDeltaError,
-        UsageError,
-    )
-    from torchdelta.records.codec import from_json, read_report, to_json, write_report
-    from torchdelta.records.report import SCHEMA_VERSION, Report
-    from torchdelta.records.verdict import Verdict
 
-_HOMES = {
-    "torchdelta.engine.api": ("assert_equivalent", "check", "compare"),
-    "torchdelta.errors": (
-        "Crashed",
-        "Diverged",
-        "EnvironmentUnfit",
-        "Inconclusive",
-        "NotEquivalent",
-        "ProgramError",
-        "ReportUnreadable",
-        "TimedOut",
-        "TorchDeltaError",
-        "UsageError",
-    ),
-    "torchdelta.records.codec": ("from_json", "read_report", "to_json", "write_report"),
-    "torchdelta.records.report": ("SCHEMA_VERSION", "Report"),
-    "torchdelta.records.verdict": ("Verdict",),
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+__version__ = "0.1.0"
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -74,12 +57,24 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+    if name not in __all__:
         raise AttributeError(f"module 'torchdelta' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    # whatever is public and was not imported above lives in the Python face of the engine
+    value = getattr(importlib.import_module("torchdelta.engine.api"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+class _Face(ModuleType):
+    """Keeps a public name a public name: importing the subpackage `compare` would bind it over the function."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in __all__ and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Face

@@ -65,6 +65,11 @@ def has_own_buffer(tensor: torch.Tensor) -> bool:
     )
 
 
+def version(tensor: torch.Tensor) -> int:
+    """Return a number that grows with each change in place."""
+    return tensor._version
+
+
 def storage_key(tensor: torch.Tensor) -> int | None:
     """Return what two tensors have in common exactly when they share memory; None of one that has no memory."""
     if not has_own_buffer(tensor):

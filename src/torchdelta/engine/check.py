@@ -19,6 +19,7 @@ from torchdelta.compare.contract import Terms
 from torchdelta.compare.judge import Judge
 from torchdelta.compare.policy import Bitwise, Policy
 from torchdelta.errors import EnvironmentUnfit, ProgramError, TorchDeltaError
+from torchdelta.execute.copies import shared_state_unchanged
 from torchdelta.execute.programs import Program
 from torchdelta.execute.sides import Side
 from torchdelta.execute.stages import Observation, Plan, SideFailed, observe
@@ -30,6 +31,9 @@ from torchdelta.records.verdict import Verdict, worst_of
 from torchdelta.transforms.base import Transform, Transformed
 
 Progress = Callable[[str], None]
+
+COARSE = 0.3
+"""A resolution above this share of the values themselves says that the noise is as large as they are."""
 
 
 @dataclass
@@ -94,7 +98,7 @@ class _Check:
                 truth = self._run_truth()
         with self._timed("comparison"):
             stages, unmatched = self._judge_stages(reference, candidate, truth)
-        if any(comparison.verdict is Verdict.DIVERGED for stage in stages for comparison in stage.comparisons):
+        if any(_needs_steady_reference(seen) for stage in stages for seen in stage.comparisons):
             with self._timed("second reference"):
                 stages = self._excuse_nondeterminism(stages, reference)
         return Report(
@@ -111,7 +115,8 @@ class _Check:
 
     def _run_reference(self) -> Observation:
         try:
-            return observe(Side.copied_from(self.program), self.plan, self.original, self._scope)
+            with shared_state_unchanged(self.program.call, name=self.program.name):
+                return observe(Side.copied_from(self.program), self.plan, self.original, self._scope)
         except SideFailed as failed:
             remedy = "" if failed.stage == "forward" else f", or leave the stage {failed.stage} out"
             raise ProgramError(
@@ -278,8 +283,18 @@ class _Attended:
         return outputs
 
 
+def _needs_steady_reference(seen: Comparison) -> bool:
+    """Tell whether a verdict rests on the reference being the same each time it runs.
+
+    A divergence does. So does noise as large as the values: a reference that draws other numbers each time is far
+    from the truth too, and would let any candidate pass.
+    """
+    return seen.verdict is Verdict.DIVERGED or (seen.resolution or 0.0) > COARSE
+
+
 def _excused(seen: Comparison, unsteady: Comparison | None) -> Comparison:
-    if unsteady is None or seen.verdict is not Verdict.DIVERGED or any(not breach.excused for breach in seen.contract):
+    broken = any(not breach.excused for breach in seen.contract)
+    if unsteady is None or broken or not (seen.measurement and seen.measurement.mismatches):
         return seen
     reason = f"the reference itself differs between two eager runs ({unsteady.reason}); {seen.reason}"
     return replace(seen, verdict=Verdict.INCONCLUSIVE, reason=reason)

@@ -8,7 +8,8 @@ would close over the same tensors).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import CellType, FunctionType
 from typing import Any
 
@@ -47,6 +48,23 @@ def _refuse_shared(found: list[Any], name: str) -> None:
             f"{name}: a method uses the module-level {', '.join(sorted(trained))}, which both sides would share; "
             "make it an attribute of the module"
         )
+
+
+@contextmanager
+def shared_state_unchanged(value: Any, *, name: str) -> Iterator[None]:
+    """Raise ProgramError when what runs inside changes a module-level tensor that every copy of the value shares."""
+    before = {path: (tensor, tensors.version(tensor)) for path, tensor in _shared_by(value).items()}
+    yield
+    changed = [path for path, (tensor, version) in before.items() if tensors.version(tensor) != version]
+    if changed:
+        raise ProgramError(
+            f"{name}: a method changes the module-level {', '.join(sorted(changed))}, which both sides share; "
+            "make it a buffer of the module"
+        )
+
+
+def _shared_by(value: Any) -> dict[str, torch.Tensor]:
+    return reach.shared_globals(reach.everything_in(value))
 
 
 def _copy_tensors(originals: list[torch.Tensor], memo: dict[int, Any], convert: Convert) -> None:

@@ -42,30 +42,37 @@ class Side:
 
 def state_of(call: Callable[..., Any]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return the parameters and the buffers that a callable reaches, by name; a tensor in a closure counts as one."""
+    named: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, holder in state_holders(call):
+        if isinstance(holder, torch.Tensor):
+            named.setdefault(id(holder), (name, holder))
+            continue
+        prefix = f"{name}." if name else ""
+        for inner, tensor in (*holder.named_parameters(), *holder.named_buffers()):
+            named.setdefault(id(tensor), (f"{prefix}{inner}", tensor))
     parameters: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
-    met: set[int] = set()
-    for name, tensor in _named_tensors(call, "", met):
+    for name, tensor in named.values():
         (parameters if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter) else buffers)[name] = tensor
     return parameters, buffers
 
 
-def _named_tensors(value: Any, name: str, met: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    if id(value) in met:
+def state_holders(call: Callable[..., Any]) -> Iterator[tuple[str, torch.nn.Module | torch.Tensor]]:
+    """Yield the outermost modules and the tensors that a callable reaches, by the names its source has for them."""
+    yield from _holders(call, "", set())
+
+
+def _holders(value: Any, name: str, met: set[int]) -> Iterator[tuple[str, torch.nn.Module | torch.Tensor]]:
+    if id(value) in met or isinstance(value, type):
         return
     met.add(id(value))
-    if isinstance(value, torch.nn.Module):
-        prefix = f"{name}." if name else ""
-        for inner, tensor in (*value.named_parameters(), *value.named_buffers()):
-            if id(tensor) not in met:
-                met.add(id(tensor))
-                yield f"{prefix}{inner}", tensor
-    elif isinstance(value, torch.Tensor):
+    if isinstance(value, (torch.nn.Module, torch.Tensor)):
         yield name, value
-    elif isinstance(value, (FunctionType, MethodType, functools.partial)):
-        # what a function captures is known by its own name in the source: `model.weight`, not `closure.model.weight`
-        for inner, child in reach.children(value):
-            yield from _named_tensors(child, name if inner in ("__self__", "__func__", "func") else inner, met)
-    elif not isinstance(value, type):
-        for inner, child in reach.children(value):
-            yield from _named_tensors(child, f"{name}.{inner}" if name else inner, met)
+        return
+    is_function = isinstance(value, (FunctionType, MethodType, functools.partial))
+    for inner, child in reach.children(value):
+        if is_function:  # what a function captures has a name of its own: `model.weight`, not `closure.model.weight`
+            path = name if inner in ("__self__", "__func__", "func") else inner
+        else:
+            path = f"{name}.{inner}" if name else inner
+        yield from _holders(child, path, met)

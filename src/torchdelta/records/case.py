@@ -11,6 +11,8 @@ STAGES = ("forward", "gradients", "steps")
 VALUES = "values"
 """The stage of two values that were compared without running anything."""
 IGNORABLE = ("aliasing", "device", "dtype", "integers", "requires_grad", "stride")
+STRICT = ("stride",)
+"""Clauses that are only reported unless a case holds them strictly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +27,7 @@ class Case:
     seed: int = 0
     ignore: tuple[str, ...] = ()
     strict: tuple[str, ...] = ()
-    """Clauses that are only reported by default and here decide: `stride`."""
+    """Clauses that are only reported by default and here decide."""
     iterations: int = 1
     steps: int = 3
     optimizer: str = "adamw"
@@ -34,17 +36,22 @@ class Case:
     anomaly: bool = False
 
     def __post_init__(self) -> None:
-        _only("stage", self.stages, STAGES if self.stages != (VALUES,) else (VALUES,))
-        _only("clause to ignore", self.ignore, IGNORABLE)
-        _only("clause to hold strictly", self.strict, ("stride",))
+        known_stages = STAGES if self.stages != (VALUES,) else (VALUES,)
+        _require_known("stage", self.stages, known_stages)
+        _require_known("clause to ignore", self.ignore, IGNORABLE)
+        _require_known("clause to hold strictly", self.strict, STRICT)
         if not self.stages:
             raise UsageError(f"no stage was asked for: name at least one of {', '.join(STAGES)}")
-        for name, least in (("iterations", 1), ("steps", 1)):
-            if getattr(self, name) < least:
-                raise UsageError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        # each builds on the one before: the order in which they were named means nothing
+        object.__setattr__(self, "stages", tuple(stage for stage in known_stages if stage in self.stages))
+        for name in ("iterations", "steps"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not 0 <= self.seed < 2**63:
+            raise UsageError(f"seed must be from 0 to 2**63 - 1, not {self.seed}")
 
 
-def _only(what: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:
+def _require_known(what: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:
     for name in given:
         if name not in known:
             raise UsageError(f"unknown {what} {name!r}: it is one of {', '.join(known)}")

@@ -1,6 +1,7 @@
 """Records to strict JSON and back, driven by their own type hints.
 
-Strict means that any JSON reader takes it: a number that is not finite is the string "nan", "inf" or "-inf".
+Strict means that any JSON reader takes it: a number that is not finite is the string "nan", "inf" or "-inf". Text that
+is one of these words itself is written with a backslash in front, so that nothing is read back as what it was not.
 """
 
 from __future__ import annotations
@@ -11,30 +12,33 @@ import functools
 import json
 import math
 import os
-import tempfile
+import reprlib
 import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, NoReturn, Union
 
 from torchdelta.errors import ReportUnreadable, UsageError
 from torchdelta.records.report import SCHEMA_VERSION, Report
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_ESCAPE = "\\"
 
 
 def to_json(report: Report) -> str:
     """Return the report as strict JSON."""
-    return json.dumps(encode(report), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+    return json.dumps(encode(report), indent=2, allow_nan=False) + "\n"
 
 
 def from_json(text: str) -> Report:
     """Read a report back, exactly as it was; ReportUnreadable says where it is not one."""
     try:
-        data = json.loads(text)
+        data = json.loads(text, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         raise ReportUnreadable(f"this is not JSON (line {error.lineno}: {error.msg})") from error
+    except (ValueError, RecursionError) as error:
+        raise ReportUnreadable(f"this is not a torchdelta report: {error}") from error
     version = data.get("schema_version") if isinstance(data, dict) else None
     if not isinstance(version, int):
         raise ReportUnreadable("this is JSON but not a torchdelta report: it has no schema_version")
@@ -48,34 +52,29 @@ def from_json(text: str) -> Report:
     return report
 
 
-def write_report(report: Report, path: Path) -> None:
+def write_report(report: Report, path: str | os.PathLike[str]) -> None:
     """Write the report whole or not at all: a reader never sees half of one."""
     text = to_json(report)
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            # mkstemp makes files private; a report is as readable as any other file of the user
-            os.chmod(name, 0o666 & ~_umask())
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+        if os.path.exists(path) and not os.path.isfile(path):
+            # a pipe or a device is written to: replacing it would take /dev/null from the whole machine
+            Path(path).write_text(text, encoding="utf-8")
+        else:
+            _replace(Path(os.path.realpath(path)), text)
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+        raise UsageError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from error
 
 
-def read_report(path: Path) -> Report:
+def read_report(path: str | os.PathLike[str]) -> Report:
     """Read a report from a file; the error names the file."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ReportUnreadable(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+        raise ReportUnreadable(f"cannot read {os.fspath(path)}: {getattr(error, 'strerror', None) or error}") from error
     try:
         return from_json(text)
     except ReportUnreadable as error:
-        raise ReportUnreadable(f"{path}: {error}") from error
+        raise ReportUnreadable(f"{os.fspath(path)}: {error}") from error
 
 
 def encode(value: Any) -> Any:
@@ -90,6 +89,8 @@ def encode(value: Any) -> Any:
         return [encode(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
+    if isinstance(value, str) and _reads_as_number(value):
+        return _ESCAPE + value
     return value
 
 
@@ -109,14 +110,13 @@ def decode(hint: Any, data: Any, where: str) -> Any:
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         try:
             return hint(data)
-        except ValueError as error:
-            raise ReportUnreadable(f"{where}: {data!r} is not a {hint.__name__}") from error
+        except ValueError:
+            _refuse(data, hint.__name__, where)
     if hint is float:
-        if isinstance(data, str) and data in _NON_FINITE:
-            return _NON_FINITE[data]
-        if isinstance(data, (int, float)) and not isinstance(data, bool):
-            return float(data)
-        raise ReportUnreadable(f"{where}: {data!r} is not a number")
+        return _decode_float(data, where)
+    if hint is str:
+        text = _expect(str, data, where)
+        return text.removeprefix(_ESCAPE) if _reads_as_number(text) else text
     return _expect(hint, data, where)
 
 
@@ -127,11 +127,35 @@ def _decode_union(members: tuple[Any, ...], data: Any, where: str) -> Any:
     if len(others) == 1:
         return decode(others[0], data, where)
     # a union of several is a Scalar: JSON keeps its types apart, except for floats that are not finite
-    if float in others and isinstance(data, str) and data in _NON_FINITE:
+    kind = float if isinstance(data, str) and data in _NON_FINITE else type(data)
+    if kind not in others:
+        _refuse(data, " or ".join(member.__name__ for member in others), where)
+    return decode(kind, data, where)
+
+
+def _decode_float(data: Any, where: str) -> float:
+    if isinstance(data, str) and data in _NON_FINITE:
         return _NON_FINITE[data]
-    if type(data) not in others:
-        raise ReportUnreadable(f"{where}: {data!r} is none of {', '.join(member.__name__ for member in others)}")
-    return data
+    if isinstance(data, bool) or not isinstance(data, (int, float)):
+        _refuse(data, "number", where)
+    try:
+        return float(data)
+    except OverflowError:
+        _refuse(data, "number that fits a float", where)
+
+
+def _decode_record(record: Any, data: dict[str, Any], where: str) -> Any:
+    hints = _hints(record)
+    names = [field.name for field in dataclasses.fields(record)]
+    if unknown := [name for name in data if name not in names]:
+        raise ReportUnreadable(f"{where}: unknown {', '.join(unknown)}")
+    if missing := [name for name in names if name not in data]:
+        raise ReportUnreadable(f"{where}: {', '.join(missing)} missing")
+    decoded = {name: decode(hints[name], data[name], f"{where}.{name}") for name in names}
+    try:
+        return record(**decoded)
+    except UsageError as error:
+        raise ReportUnreadable(f"{where}: {error}") from error
 
 
 @functools.cache
@@ -139,28 +163,30 @@ def _hints(record: type) -> dict[str, Any]:
     return typing.get_type_hints(record)
 
 
-def _decode_record(record: Any, data: dict[str, Any], where: str) -> Any:
-    hints = _hints(record)
-    fields = {field.name: field for field in dataclasses.fields(record)}
-    if unknown := sorted(data.keys() - fields.keys()):
-        raise ReportUnreadable(f"{where}: unknown {', '.join(unknown)}")
-    missing = [
-        name
-        for name, field in fields.items()
-        if name not in data and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    ]
-    if missing:
-        raise ReportUnreadable(f"{where}: {', '.join(missing)} missing")
-    return record(**{name: decode(hints[name], item, f"{where}.{name}") for name, item in data.items()})
-
-
 def _expect(kind: type, data: Any, where: str) -> Any:
     if not isinstance(data, kind) or (kind is int and isinstance(data, bool)):
-        raise ReportUnreadable(f"{where}: expected {kind.__name__}, found {data!r}")
+        _refuse(data, kind.__name__, where)
     return data
 
 
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
+def _refuse(data: Any, expected: str, where: str) -> NoReturn:
+    raise ReportUnreadable(f"{where}: expected {expected}, found {reprlib.repr(data)}")
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _reads_as_number(text: str) -> bool:
+    return text.lstrip(_ESCAPE) in _NON_FINITE
+
+
+def _replace(path: Path, text: str) -> None:
+    # not from `tempfile`, whose files are private: a report is as readable as any other file of the user
+    unfinished = path.parent / f".torchdelta-{os.urandom(8).hex()}"
+    try:
+        with unfinished.open("x", encoding="utf-8") as file:
+            file.write(text)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

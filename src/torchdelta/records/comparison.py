@@ -61,7 +61,8 @@ class Measurement:
             return math.inf
         if self.square_reference == 0.0:
             return -math.inf
-        return 10.0 * math.log10(self.square_reference / self.square_error)
+        # a difference of logarithms: the ratio itself may be too small or too large for a float
+        return 10.0 * (math.log10(self.square_reference) - math.log10(self.square_error))
 
     @property
     def cosine(self) -> float:
@@ -126,7 +127,16 @@ class Comparison:
         """Error over what is allowed: above 1 is a divergence; 0 where nothing differs or nothing was measured."""
         if not self.error or self.allowed is None:
             return 0.0
-        return self.error / self.allowed if self.allowed else math.inf
+        ratio = self.error / self.allowed if self.allowed else math.inf
+        return math.inf if math.isnan(ratio) else ratio
+
+    @property
+    def rank(self) -> tuple[float, ...]:
+        """The higher, the worse: by verdict, a broken contract, values out of place, ratio, and error."""
+        is_broken = any(not breach.excused for breach in self.contract)
+        misplaced = self.measurement.misplaced if self.measurement else 0
+        error = self.error or 0.0
+        return self.verdict.severity, is_broken, misplaced, self.ratio, math.inf if math.isnan(error) else error
 
 
 @dataclass(frozen=True, kw_only=True)

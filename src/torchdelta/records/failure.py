@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 _VOLATILE = (
     (re.compile(r"0x[0-9a-fA-F]+"), "0x…"),
-    (re.compile(r"(?:/[\w.+-]+){2,}/"), "…/"),
-    (re.compile(r"\d+"), "#"),
+    (re.compile(r"(?<![\w.+~-])(?:[\w.+~-]*/)+"), "…/"),
+    (re.compile(r"-?\d[\d.]*(?:e[-+]?\d+)?"), "#"),
     (re.compile(r"\s+"), " "),
 )
 

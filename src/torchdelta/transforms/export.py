@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from torchdelta.execute.sides import Side
+from torchdelta.execute.sides import Side, state_holders
 from torchdelta.transforms.base import Options, Transform, Transformed, require_known
 from torchdelta.transforms.compiler import flag
 
@@ -33,12 +33,10 @@ def exported(
     side: Side, *, strict: bool, then: Callable[[ExportedProgram], ExportedProgram] = lambda program: program
 ) -> tuple[GraphModule, Side]:
     """Export a side, change the exported program by `then`, and return its module and the side that runs it."""
-    program = then(torch.export.export(_as_module(side.call), side.args, side.kwargs, strict=strict))
+    program = then(torch.export.export(_as_module(side), side.args, side.kwargs, strict=strict))
     module = program.module()
     assert isinstance(module, GraphModule)
-    prefix = "" if isinstance(side.call, torch.nn.Module) else "call."
-    named = (*module.named_parameters(), *module.named_buffers())
-    state = {name.removeprefix(prefix): tensor for name, tensor in named}
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     # a constant that the trace made for itself is no state of the program
     return module, Side(
         call=module,
@@ -49,17 +47,17 @@ def exported(
     )
 
 
-class _Called(torch.nn.Module):
-    """Export takes modules only: this one is a function."""
+def _as_module(side: Side) -> torch.nn.Module:
+    """Return the side's callable as a module: export takes nothing else, and takes only registered state for state."""
+    if isinstance(side.call, torch.nn.Module):
+        return side.call
 
-    def __init__(self, call: Callable[..., Any]) -> None:
-        super().__init__()
-        self.call = call
+    class Called(torch.nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return side.call(*args, **kwargs)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it."""
-        return self.call(*args, **kwargs)
-
-
-def _as_module(call: Callable[..., Any]) -> torch.nn.Module:
-    return call if isinstance(call, torch.nn.Module) else _Called(call)
+    module = Called()
+    for name, holder in state_holders(side.call):
+        if isinstance(holder, torch.nn.Module) and name.isidentifier():
+            module.add_module(name, holder)
+    return module

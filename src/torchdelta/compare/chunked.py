@@ -1,0 +1,168 @@
+"""Measure piece by piece with plain torch operators, wherever the tensors are.
+
+A piece is a run of elements in flat order, so the measurements of neighbouring pieces join into that of both.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+
+import torch
+
+from torchdelta.records.comparison import Measurement
+
+CPU_PIECE = 2**14
+"""Elements of a piece on the CPU, whose copies stay in the L2 cache. Above 2**15 torch splits an operator over OpenMP
+threads, which would fight over the cores with ours and hang in a forked child."""
+
+_DEVICE_PIECE = 2**18
+"""Elements of a piece elsewhere: some 15 float64 copies of it stay under 64 MB."""
+
+_LOWEST = -(2**63)
+
+Index = tuple[int | slice, ...]
+
+
+def measure_span(reference: torch.Tensor, candidate: torch.Tensor, rtol: float, atol: float) -> Measurement:
+    """Measure two tensors of the same shape on the reference's device."""
+    pieces = paired_pieces(reference, candidate)
+    return functools.reduce(join, (_measure_piece(*piece, rtol, atol) for piece in pieces))
+
+
+def join(first: Measurement, second: Measurement) -> Measurement:
+    """The measurement of two neighbouring pieces together."""
+    if first.misplaced or (not second.misplaced and first.max_abs >= second.max_abs):
+        worst = first.worst
+    else:
+        worst = first.numel + second.worst
+    return Measurement(
+        numel=first.numel + second.numel,
+        finite=first.finite + second.finite,
+        mismatches=first.mismatches + second.mismatches,
+        misplaced=first.misplaced + second.misplaced,
+        nan_reference=first.nan_reference + second.nan_reference,
+        nan_candidate=first.nan_candidate + second.nan_candidate,
+        inf_reference=first.inf_reference + second.inf_reference,
+        inf_candidate=first.inf_candidate + second.inf_candidate,
+        max_abs=max(first.max_abs, second.max_abs),
+        max_rel=max(first.max_rel, second.max_rel),
+        square_error=first.square_error + second.square_error,
+        square_reference=first.square_reference + second.square_reference,
+        square_candidate=first.square_candidate + second.square_candidate,
+        dot=first.dot + second.dot,
+        max_ulp=None if first.max_ulp is None or second.max_ulp is None else max(first.max_ulp, second.max_ulp),
+        beyond=first.beyond + second.beyond,
+        worst=worst,
+    )
+
+
+def pieces(shape: torch.Size, limit: int) -> Iterator[Index]:
+    """Indices that cut a tensor into runs of at most `limit` elements, in flat order."""
+    axis, inner = len(shape), 1
+    while axis and inner * shape[axis - 1] <= limit:
+        axis -= 1
+        inner *= shape[axis]
+    if axis == 0:
+        yield ()
+        return
+    axis -= 1
+    step = limit // inner
+    for outer in itertools.product(*map(range, shape[:axis])):
+        for start in range(0, shape[axis], step):
+            yield (*outer, slice(start, start + step))
+
+
+def paired_pieces(reference: torch.Tensor, candidate: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Contiguous real pieces of both tensors, in flat order, on the device where they are measured."""
+    # MPS has no float64, in which all sums run
+    device = torch.device("cpu") if reference.device.type == "mps" else reference.device
+    as_complex = reference.is_complex() or candidate.is_complex()
+    if reference.is_contiguous() and candidate.is_contiguous():
+        reference, candidate = reference.view(-1), candidate.view(-1)
+    for index in pieces(reference.shape, CPU_PIECE if device.type == "cpu" else _DEVICE_PIECE):
+        yield _real(reference[index].to(device), as_complex), _real(candidate[index].to(device), as_complex)
+
+
+def _real(tensor: torch.Tensor, as_complex: bool) -> torch.Tensor:
+    """A contiguous copy if need be; of a complex tensor, or of one held against it, both components of each element."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    elif as_complex:
+        return torch.stack((tensor, torch.zeros_like(tensor)), dim=-1)
+    return tensor.contiguous()
+
+
+def _measure_piece(reference: torch.Tensor, candidate: torch.Tensor, rtol: float, atol: float) -> Measurement:
+    r, r_rest = _as_float64(reference)
+    c, c_rest = _as_float64(candidate)
+    r_nan, c_nan, r_inf, c_inf = r.isnan(), c.isnan(), r.isinf(), c.isinf()
+    finite = r.isfinite() & c.isfinite()
+    misplaced = (r_nan != c_nan) | ((r_inf | c_inf) & (r != c))
+    error = ((c - r) + (c_rest - r_rest)).where(finite, 0.0)
+    r, c = (r + r_rest).where(finite, 0.0), (c + c_rest).where(finite, 0.0)
+    distance, size = error.abs(), r.abs()
+    has_ulps = reference.dtype == candidate.dtype and reference.is_floating_point()
+    if has_ulps:
+        is_number = ~(r_nan | c_nan)
+        differs = (is_number & (_bits(reference) != _bits(candidate))) | (r_nan != c_nan)
+        ulps = _lowered_ulps(reference, candidate).where(is_number, _LOWEST)
+    else:
+        differs = (distance > 0.0) | misplaced
+        ulps = torch.full_like(r, _LOWEST, dtype=torch.int64)
+    beyond = ~(distance <= atol + rtol * size) | misplaced
+    ratio = (distance / size).where(distance > 0.0, 0.0)
+    counted = [finite, differs, misplaced, r_nan, c_nan, r_inf, c_inf, beyond]
+    worst = torch.where(misplaced.any(), misplaced.to(torch.uint8).argmax(), distance.argmax())
+    # copied from the device once for the integers and once for the floats, not once for each number
+    integers = torch.stack([*(each.sum() for each in counted), worst, ulps.max()]).tolist()
+    floats = torch.stack(
+        [distance.max(), ratio.max(), error.square().sum(), r.square().sum(), c.square().sum(), (r * c).sum()]
+    ).tolist()
+    return Measurement(
+        numel=reference.numel(),
+        finite=integers[0],
+        mismatches=integers[1],
+        misplaced=integers[2],
+        nan_reference=integers[3],
+        nan_candidate=integers[4],
+        inf_reference=integers[5],
+        inf_candidate=integers[6],
+        max_abs=floats[0],
+        max_rel=floats[1],
+        square_error=floats[2],
+        square_reference=floats[3],
+        square_candidate=floats[4],
+        dot=floats[5],
+        max_ulp=integers[9] - _LOWEST if has_ulps else None,
+        beyond=integers[7],
+        worst=integers[8],
+    )
+
+
+def _as_float64(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """Two numbers whose exact sum is each element: float64 alone would round integers of 64 bits."""
+    if tensor.dtype == torch.int64:
+        rest = tensor.fmod(2048)
+        return (tensor - rest).double(), rest.double()
+    if tensor.dtype == torch.uint64:
+        # uint64 has no arithmetic: its upper 53 bits and the others fit in int64
+        word = tensor.view(torch.int64)
+        return ((word >> 11) & (2**53 - 1)).double() * 2048.0, (word & 2047).double()
+    return tensor.double(), 0.0
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype == torch.float8_e8m0fnu:
+        return tensor.view(torch.uint8).long()  # it has no sign
+    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]).long()
+
+
+def _lowered_ulps(reference: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:
+    """Distances in representable numbers, minus 2**63: they fill an unsigned integer, and torch has a signed one."""
+    magnitude = 2 ** (8 * reference.itemsize - 1) - 1
+    ordinals = [bits.where(bits >= 0, -(bits & magnitude)) for bits in map(_bits, (reference, candidate))]
+    return torch.maximum(*ordinals) - torch.minimum(*ordinals) + _LOWEST

@@ -1,0 +1,116 @@
+"""Every number of a `Measurement` from one pass over two tensors, on all cores and with next to no memory.
+
+Large tensors are cut into spans that threads measure one by one; a span goes to the compiled loop of `fused`, or,
+without numba and away from the CPU, to the torch operators of `chunked`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from torchdelta.compare import chunked
+from torchdelta.records.comparison import Measurement
+
+_SPAN = 2**20
+"""Elements that one thread measures at a time: about a millisecond, so that starting threads pays above it."""
+
+_MEASURABLE = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2,
+        torch.float8_e5m2fnuz,
+        torch.float8_e8m0fnu,
+        torch.complex128,
+        torch.complex64,
+        torch.complex32,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint64,
+        torch.uint32,
+        torch.uint16,
+        torch.uint8,
+        torch.bool,
+    }
+)
+
+
+def measure(reference: torch.Tensor, candidate: torch.Tensor, *, rtol: float = 0.0, atol: float = 0.0) -> Measurement:
+    """Hold two dense tensors of the same shape against each other, element by element and never broadcasting."""
+    if reference.shape != candidate.shape:
+        raise ValueError(
+            f"a reference of shape {tuple(reference.shape)} cannot be measured against a candidate of shape "
+            f"{tuple(candidate.shape)}: shapes must be equal, there is no broadcasting"
+        )
+    for side in (reference, candidate):
+        if side.dtype not in _MEASURABLE or side.layout != torch.strided:
+            raise TypeError(
+                f"a tensor of {side.dtype} and {side.layout} has no elements to measure one by one: "
+                "dequantize it, or make it dense, first"
+            )
+    if reference.numel() == 0:
+        return _nothing(reference, candidate)
+    measurement = _measure_spans(reference.detach(), candidate.detach(), rtol, atol)
+    if reference.is_complex() or candidate.is_complex():
+        return dataclasses.replace(measurement, worst=measurement.worst // 2)
+    return measurement
+
+
+def _measure_spans(reference: torch.Tensor, candidate: torch.Tensor, rtol: float, atol: float) -> Measurement:
+    on_cpu = reference.is_cpu and candidate.is_cpu
+    measure_span = (_fused_measure_span() if on_cpu else None) or chunked.measure_span
+    if reference.numel() <= _SPAN or not on_cpu:
+        return measure_span(reference, candidate, rtol, atol)
+    if reference.is_contiguous() and candidate.is_contiguous():
+        reference, candidate = reference.view(-1), candidate.view(-1)
+    # a pool of its own for each call leaves no threads behind that a fork would lose
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        spans = pool.map(
+            lambda index: measure_span(reference[index], candidate[index], rtol, atol),
+            chunked.pieces(reference.shape, _SPAN),
+        )
+        return functools.reduce(chunked.join, spans)
+
+
+@functools.cache
+def _fused_measure_span() -> Callable[[torch.Tensor, torch.Tensor, float, float], Measurement] | None:
+    """The compiled loop, unless numba is missing: it is imported when first needed, since that takes half a second."""
+    try:
+        from torchdelta.compare import fused
+    except ImportError:
+        return None
+    return fused.measure_span
+
+
+def _nothing(reference: torch.Tensor, candidate: torch.Tensor) -> Measurement:
+    has_ulps = reference.dtype == candidate.dtype and (reference.is_floating_point() or reference.is_complex())
+    return Measurement(
+        numel=0,
+        finite=0,
+        mismatches=0,
+        misplaced=0,
+        nan_reference=0,
+        nan_candidate=0,
+        inf_reference=0,
+        inf_candidate=0,
+        max_abs=0.0,
+        max_rel=0.0,
+        square_error=0.0,
+        square_reference=0.0,
+        square_candidate=0.0,
+        dot=0.0,
+        max_ulp=0 if has_ulps else None,
+        beyond=0,
+        worst=-1,
+    )

@@ -1,0 +1,216 @@
+"""Two copies of a program share nothing, and each keeps its own aliasing, strides and requires_grad."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import torchdelta as td
+from torchdelta.execute.copies import copy_together
+from torchdelta.execute.sides import state_of
+
+SHARED = nn.Linear(2, 2)
+TABLE = torch.ones(3)
+
+
+def copied(value):
+    return copy_together(value, name="test")
+
+
+def test_tensors_that_share_memory_still_do_in_the_copy_and_not_with_the_original():
+    base = torch.arange(6.0)
+    view = base[2:]
+
+    base_copy, view_copy = copied((base, view))
+    view_copy[0] = 99
+
+    assert base_copy[2] == 99
+    assert base[2] == 2
+
+
+def test_strides_offsets_and_requires_grad_are_kept():
+    x = torch.arange(12.0).reshape(3, 4).t()[1:].requires_grad_()
+    duplicate = copied(x)
+
+    assert duplicate.stride() == x.stride()
+    assert duplicate.storage_offset() == x.storage_offset()
+    assert duplicate.requires_grad
+    assert duplicate.is_leaf
+    assert torch.equal(duplicate, x)
+
+
+def test_an_expanded_tensor_stays_expanded():
+    assert copied(torch.ones(1, 3).expand(4, 3)).stride() == (0, 1)
+
+
+def test_a_tensor_that_is_not_a_leaf_becomes_one():
+    x = torch.ones(3, requires_grad=True) * 2
+    duplicate = copied(x)
+
+    assert duplicate.is_leaf
+    assert duplicate.requires_grad
+    assert duplicate.grad_fn is None
+
+
+def test_tied_parameters_stay_tied_and_parameters_stay_parameters():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+
+    duplicate = copied(model)
+
+    assert duplicate[1].weight is duplicate[0].weight
+    assert isinstance(duplicate[0].weight, nn.Parameter)
+    assert duplicate[0].weight.data_ptr() != model[0].weight.data_ptr()
+
+
+def test_two_parameters_over_one_storage_stay_over_one_storage():
+    flat = torch.zeros(4)
+    pair = nn.ParameterList([nn.Parameter(flat[:2]), nn.Parameter(flat[2:])])
+
+    first, second = copied(pair)
+
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr() != flat.data_ptr()
+
+
+def test_an_argument_that_is_a_parameter_of_the_module_is_the_same_one_in_the_copy():
+    model = nn.Linear(3, 3)
+    duplicate, (weight,) = copied((model, (model.weight,)))
+
+    assert duplicate.weight is weight
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.bfloat16, torch.complex64, torch.float8_e4m3fn])
+def test_every_dtype_is_copied_exactly(dtype):
+    x = torch.tensor([0, 1, 1]).to(dtype)
+    duplicate = copied(x)
+
+    assert duplicate.dtype is dtype
+    assert torch.equal(duplicate.to(torch.complex64), x.to(torch.complex64))
+
+
+def test_sparse_empty_and_conjugated_tensors_are_copied():
+    sparse = torch.eye(3).to_sparse()
+    conjugated = torch.tensor([1 + 2j]).conj()
+
+    assert torch.equal(copied(sparse).to_dense(), torch.eye(3))
+    assert torch.equal(copied(conjugated), conjugated)
+    assert copied(torch.empty(0, 3)).shape == (0, 3)
+
+
+def test_a_closure_over_a_module_is_copied_with_it():
+    model = nn.Linear(2, 2)
+    duplicate = copied(lambda x: model(x))
+    parameters, _ = state_of(duplicate)
+
+    assert list(parameters) == ["model.weight", "model.bias"]
+    assert parameters["model.weight"] is not model.weight
+    assert torch.equal(duplicate(torch.ones(1, 2)), model(torch.ones(1, 2)))
+
+
+def test_functions_that_call_each_other_through_closures_are_copied_together():
+    scale = torch.ones(1)
+
+    def inner(x):
+        return x * scale
+
+    def outer(x, depth=1):
+        return outer(inner(x), depth - 1) if depth else x
+
+    duplicate = copied(outer)
+    scale.fill_(100)
+
+    assert duplicate(torch.ones(1)).item() == 1
+
+
+def uses_shared(x):
+    return helper(x) + TABLE.sum()
+
+
+def helper(x):
+    return SHARED(x)
+
+
+def test_module_level_state_that_a_function_uses_is_copied_too():
+    duplicate = copied(uses_shared)
+    parameters, buffers = state_of(duplicate)
+
+    assert parameters["SHARED.weight"] is not SHARED.weight
+    assert buffers["TABLE"] is not TABLE
+    assert torch.equal(duplicate(torch.ones(1, 2)), uses_shared(torch.ones(1, 2)))
+    with torch.no_grad():
+        parameters["SHARED.weight"].zero_()
+    assert torch.equal(duplicate(torch.ones(1, 2)), (SHARED.bias + 3).unsqueeze(0))
+
+
+def test_defaults_partials_and_bound_methods_are_copied():
+    weight = torch.ones(2)
+
+    def scaled(x, w=weight):
+        return x * w
+
+    class Holder:
+        def __init__(self):
+            self.weight = torch.ones(2)
+
+        def run(self, x):
+            return x * self.weight
+
+    holder = Holder()
+    for call in (scaled, functools.partial(torch.mul, weight), holder.run):
+        duplicate = copied(call)
+        weight.fill_(5), holder.weight.fill_(5)
+        assert torch.equal(duplicate(torch.ones(2)), torch.ones(2))
+        weight.fill_(1), holder.weight.fill_(1)
+
+
+def test_a_function_without_state_is_left_alone():
+    def plain(x):
+        return torch.relu(x)
+
+    assert copied(plain) is plain
+
+
+class UsesGlobalParameter(nn.Module):
+    def forward(self, x):
+        return SHARED(x)
+
+
+def test_a_method_that_trains_a_module_level_parameter_is_refused():
+    with pytest.raises(td.ProgramError, match=r"SHARED\.weight.*both sides would share"):
+        td.check(UsesGlobalParameter(), (torch.ones(1, 2),), transform="eager")
+
+
+class CountsInGlobal(nn.Module):
+    def forward(self, x):
+        TABLE.add_(1)
+        return x + TABLE
+
+
+def test_a_method_that_changes_a_module_level_tensor_is_refused():
+    try:
+        with pytest.raises(td.ProgramError, match="TABLE"):
+            td.check(CountsInGlobal(), (torch.ones(3),), candidate=CountsInGlobal())
+    finally:
+        TABLE.fill_(1)
+
+
+def test_what_cannot_be_copied_is_refused_with_a_reason():
+    import threading
+
+    model = nn.Linear(2, 2)
+    model.lock = threading.Lock()
+
+    with pytest.raises(td.ProgramError, match=r"cannot be copied.*lock"):
+        td.check(model, (torch.ones(1, 2),), transform="eager")
+
+
+def test_dtypes_are_converted_on_the_way_with_the_aliasing_kept():
+    base = torch.arange(4.0)
+    wide, view = copy_together(
+        (base, base[1:]), name="test", convert=lambda dtype: torch.float64 if dtype.is_floating_point else dtype
+    )
+
+    assert wide.dtype is view.dtype is torch.float64
+    assert wide.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
+    assert view.tolist() == [1, 2, 3]

@@ -1,0 +1,536 @@
+"""The ten rules that make an answer trustworthy, each against a program that breaks it."""
+
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import torchdelta as td
+from torchdelta import Verdict
+
+EQUIVALENT, DIVERGED, INCONCLUSIVE, CRASHED = (
+    Verdict.EQUIVALENT,
+    Verdict.DIVERGED,
+    Verdict.INCONCLUSIVE,
+    Verdict.CRASHED,
+)
+
+
+def replaced(**targets):
+    """Return a pass that puts another function in place of each named one in a dynamo graph."""
+
+    def rewrite(graph_module, example_inputs):
+        hits = 0
+        for node in graph_module.graph.nodes:
+            name = getattr(node.target, "__name__", node.target)
+            if name in targets:
+                node.target, node.op = targets[name], "call_function"
+                hits += 1
+        assert hits, f"none of {sorted(targets)} in the graph"
+        graph_module.recompile()
+        return graph_module
+
+    return rewrite
+
+
+def identity_pass(graph_module, example_inputs):
+    return graph_module
+
+
+def verdict_of(report, path):
+    return next(seen.verdict for seen in report.comparisons if seen.path == path)
+
+
+def clauses_of(report, path):
+    return {breach.clause for seen in report.comparisons if seen.path == path for breach in seen.contract}
+
+
+class Linear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+# 1. nothing passes vacuously
+
+
+def test_a_program_that_returns_nothing_is_inconclusive():
+    report = td.check(lambda x: None, (torch.ones(2),), transform=identity_pass, stages=["forward"])
+
+    assert report.verdict is INCONCLUSIVE
+    assert "nothing was compared" in report.stage("forward").reason
+
+
+def test_a_program_that_returns_an_empty_tensor_is_inconclusive():
+    report = td.check(lambda x: x[:0] * 2, (torch.ones(2),), transform=identity_pass, stages=["forward"])
+
+    assert report.verdict is INCONCLUSIVE
+
+
+def test_a_program_that_only_changes_its_input_is_compared_by_that():
+    def fill(x):
+        x.add_(1)
+
+    report = td.check(fill, (torch.ones(2),), candidate=fill)
+
+    assert report.verdict is EQUIVALENT
+
+
+def test_a_candidate_that_raises_has_crashed():
+    def broken(x):
+        raise RuntimeError("no such kernel")
+
+    report = td.check(lambda x: x + 1, (torch.ones(2),), candidate=broken)
+
+    assert report.verdict is CRASHED
+    assert report.failure.type == "RuntimeError"
+    assert report.failure.message == "no such kernel"
+    assert report.failure.signature.stage == "forward"
+
+
+def test_a_candidate_that_exits_has_crashed():
+    def leaves(x):
+        raise SystemExit(0)
+
+    assert td.check(lambda x: x + 1, (torch.ones(2),), candidate=leaves).verdict is CRASHED
+
+
+def test_a_pass_that_raises_has_crashed():
+    def broken(graph_module, example_inputs):
+        raise ValueError("cannot lower this")
+
+    report = td.check(lambda x: x + 1, (torch.ones(2),), transform=broken)
+
+    assert report.verdict is CRASHED
+    assert "cannot lower this" in report.failure.message
+
+
+def test_a_candidate_that_raises_in_its_backward_keeps_what_the_forward_showed():
+    class NoBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise NotImplementedError("no backward")
+
+    x = torch.ones(3, requires_grad=True)
+    report = td.check(lambda x: x * 2, (x,), candidate=NoBackward.apply)
+
+    assert report.verdict is CRASHED
+    assert report.stage("forward").verdict is EQUIVALENT
+    assert report.stage("gradients").verdict is CRASHED
+
+
+def test_an_output_without_a_partner_has_diverged_and_is_named():
+    report = td.check(lambda x: (x + 1, x + 2), (torch.ones(2),), candidate=lambda x: (x + 1,))
+
+    assert report.verdict is DIVERGED
+    assert [(leaf.path, leaf.side) for leaf in report.unmatched] == [("outputs[1]", "reference")]
+
+
+def test_a_truth_that_cannot_be_computed_is_noted_and_nothing_that_differs_passes():
+    def only_float32(x):
+        assert x.dtype is torch.float32, "float32 only"
+        return x.exp()
+
+    report = td.check(only_float32, (torch.ones(3),), candidate=lambda x: x.double().exp().float() * (1 + 2**-23))
+
+    assert report.verdict is INCONCLUSIVE
+    assert any("no truth" in note and "float32 only" in note for note in report.notes)
+
+
+# 2. the reference is the original eager program
+
+
+def test_a_wrong_decomposition_is_seen_because_the_reference_is_not_decomposed(tmp_path):
+    (tmp_path / "table.py").write_text(
+        "import torch\n"
+        "def wrong():\n"
+        "    return {torch.ops.aten.silu.default: lambda x: x * torch.sigmoid(1.01 * x)}\n"
+    )
+    model = nn.Sequential(nn.Linear(4, 4), nn.SiLU())
+    options = {"table": f"{tmp_path}/table.py:wrong"}
+
+    assert td.check(model, (torch.randn(3, 4),), transform="decompose", options=options).verdict is DIVERGED
+
+
+# 3. the contract is more than values
+
+
+def test_ones_of_three_is_not_ones_of_one():
+    report = td.check(lambda x: torch.ones(3) * x, (torch.ones(()),), candidate=lambda x: torch.ones(1) * x)
+
+    assert report.verdict is DIVERGED
+    assert "shape" in clauses_of(report, "outputs")
+
+
+def test_another_dtype_with_equal_values_has_diverged():
+    report = td.check(lambda x: x + 1, (torch.ones(3),), candidate=lambda x: (x + 1).double())
+
+    assert report.verdict is DIVERGED
+    assert "dtype" in clauses_of(report, "outputs")
+
+
+def test_an_output_that_lost_requires_grad_has_diverged():
+    x = torch.ones(3, requires_grad=True)
+    report = td.check(lambda x: x * 2, (x,), candidate=lambda x: (x * 2).detach(), stages=["forward"])
+
+    assert report.verdict is DIVERGED
+    assert "requires_grad" in clauses_of(report, "outputs")
+
+
+def test_a_dropped_input_mutation_has_diverged():
+    def shift(x):
+        x.add_(1)
+        return x * 2
+
+    report = td.check(shift, (torch.ones(3),), candidate=lambda x: (x + 1) * 2)
+
+    assert verdict_of(report, "outputs") is EQUIVALENT
+    assert verdict_of(report, "args[0]") is DIVERGED
+
+
+def test_a_dropped_buffer_update_has_diverged():
+    class Counter(nn.Module):
+        def __init__(self, step):
+            super().__init__()
+            self.step = step
+            self.register_buffer("count", torch.zeros(1))
+
+        def forward(self, x):
+            self.count.add_(self.step)
+            return x * 2
+
+    report = td.check(Counter(1.0), (torch.ones(3),), candidate=Counter(0.0))
+
+    assert verdict_of(report, "buffers['count']") is DIVERGED
+
+
+def test_a_view_returned_as_a_copy_has_diverged():
+    report = td.check(lambda x: x.view(-1), (torch.ones(2, 2),), candidate=lambda x: x.view(-1).clone())
+
+    assert report.verdict is DIVERGED
+    assert clauses_of(report, "outputs") == {"aliasing"}
+
+
+def test_two_outputs_that_share_memory_in_one_side_only_have_diverged():
+    def shared(x):
+        y = x + 1
+        return y, y[0]
+
+    report = td.check(shared, (torch.ones(2, 2),), candidate=lambda x: (x + 1, (x + 1)[0]))
+
+    assert report.verdict is DIVERGED
+
+
+def test_other_strides_are_reported_and_decide_only_on_request():
+    def columns(x):
+        return (x + 1).t().contiguous().t()
+
+    report = td.check(lambda x: x + 1, (torch.ones(2, 3),), candidate=columns)
+    strict = td.check(lambda x: x + 1, (torch.ones(2, 3),), candidate=columns, strict=["stride"])
+
+    assert report.verdict is EQUIVALENT
+    assert clauses_of(report, "outputs") == {"stride"}
+    assert strict.verdict is DIVERGED
+
+
+def test_one_shared_nan_does_not_hide_that_all_else_is_wrong():
+    def poisoned(value):
+        def call(x):
+            y = torch.full_like(x, value)
+            y[0] = float("nan")
+            return y
+
+        return call
+
+    assert td.check(poisoned(1.0), (torch.ones(5),), candidate=poisoned(1.0)).verdict is EQUIVALENT
+    assert td.check(poisoned(1.0), (torch.ones(5),), candidate=poisoned(777.0)).verdict is DIVERGED
+
+
+def test_a_lost_nan_has_diverged():
+    x = torch.tensor([1.0, float("nan")])
+
+    assert td.check(lambda x: x + 1, (x,), candidate=lambda x: (x + 1).nan_to_num(0.0)).verdict is DIVERGED
+
+
+# 4. the sides share nothing, and the world is as before
+
+
+def test_a_candidate_that_spoils_its_parameters_does_not_spoil_the_reference():
+    def spoil(graph_module, example_inputs):
+        def call(*args):
+            with torch.no_grad():
+                for value in args:
+                    if isinstance(value, nn.Parameter):
+                        value.zero_()
+            return graph_module(*args)
+
+        return call
+
+    model = Linear()
+    before = model.linear.weight.detach().clone()
+    report = td.check(model, (torch.ones(2, 4),), transform=spoil)
+
+    assert report.verdict is DIVERGED
+    assert verdict_of(report, "parameters['linear.weight']") is DIVERGED
+    assert torch.equal(model.linear.weight, before)
+
+
+def test_a_zero_gradient_is_seen_although_the_parameters_have_the_same_name():
+    class Detached(Linear):
+        def forward(self, x):
+            return nn.functional.linear(x, self.linear.weight.detach(), self.linear.bias)
+
+    report = td.check(Linear(), (torch.ones(2, 4),), candidate=Detached())
+
+    assert verdict_of(report, "outputs") is EQUIVALENT
+    assert verdict_of(report, "parameters['linear.weight'].grad") is DIVERGED
+
+
+def test_the_users_own_tensors_modules_and_gradients_are_never_touched():
+    model = Linear()
+    x = torch.ones(2, 4, requires_grad=True)
+    x.grad = torch.full((2, 4), 7.0)
+
+    td.check(model, (x,), transform=identity_pass, stages=["forward", "gradients", "steps"])
+
+    assert torch.equal(x.grad, torch.full((2, 4), 7.0))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(model.linear.weight, Linear().linear.weight)
+
+
+def test_random_generators_and_flags_are_as_before_even_after_a_crash():
+    def vandal(x):
+        torch.manual_seed(1234)
+        random.seed(5)
+        np.random.seed(5)
+        torch.use_deterministic_algorithms(True)
+        torch.set_default_dtype(torch.float64)
+        torch.set_anomaly_enabled(True)
+        torch.set_float32_matmul_precision("medium")
+        os.environ["TORCHDELTA_TEST_VANDAL"] = "1"
+        torch._inductor.config.fallback_random = True
+        torch._dynamo.config.verbose = True
+        raise RuntimeError("and now this")
+
+    import torch._dynamo
+    import torch._inductor.config
+
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    expected = torch.rand(2), random.random(), np.random.rand()
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+
+    report = td.check(lambda x: x + torch.rand(2), (torch.ones(2),), candidate=vandal, deterministic=True)
+
+    assert report.verdict is CRASHED
+    assert torch.equal(torch.rand(2), expected[0])
+    assert (random.random(), np.random.rand()) == expected[1:]
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.get_default_dtype() is torch.float32
+    assert not torch.is_anomaly_enabled()
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert "TORCHDELTA_TEST_VANDAL" not in os.environ
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    assert not torch._inductor.config.fallback_random
+    assert not torch._dynamo.config.verbose
+
+
+def test_both_sides_see_the_same_random_numbers():
+    report = td.check(lambda x: x * torch.rand(5), (torch.ones(5),), candidate=lambda x: torch.rand(5) * x)
+
+    assert report.verdict is EQUIVALENT
+
+
+# 5. gradients use random cotangents
+
+
+class _ZeroBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.softmax(x, -1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.zeros_like(gradient)
+
+
+def test_softmax_with_a_zero_backward_has_diverged():
+    x = torch.randn(3, 5, requires_grad=True)
+    report = td.check(lambda x: torch.softmax(x, -1), (x,), candidate=_ZeroBackward.apply)
+
+    assert report.stage("forward").verdict is EQUIVALENT
+    assert report.stage("gradients").verdict is DIVERGED
+
+
+def test_the_second_output_is_differentiated_too():
+    def detached(x):
+        return x * 2, (x * 3).detach() + 0 * x
+
+    x = torch.randn(4, requires_grad=True)
+    report = td.check(lambda x: (x * 2, x * 3), (x,), candidate=detached)
+
+    assert verdict_of(report, "args[0].grad") is DIVERGED
+
+
+def test_no_gradient_is_not_a_zero_gradient():
+    x = torch.randn(4, requires_grad=True)
+    y = torch.randn(4, requires_grad=True)
+    report = td.check(lambda x, y: x * 2 + 0 * y, (x, y), candidate=lambda x, y: x * 2)
+
+    assert report.stage("forward").verdict is EQUIVALENT
+    assert verdict_of(report, "args[1].grad") is DIVERGED
+
+
+# 6. integers and booleans are exact
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_an_integer_off_by_one_has_diverged(dtype):
+    x = torch.tensor([5, 100], dtype=dtype)
+
+    def off_by_one(x):
+        y = x * 1
+        y[1] += 1
+        return y
+
+    assert td.check(lambda x: x * 1, (x,), candidate=off_by_one).verdict is DIVERGED
+    assert td.check(lambda x: x * 1, (x,), candidate=off_by_one, ignore=["integers"]).verdict is EQUIVALENT
+
+
+def test_a_flipped_boolean_has_diverged():
+    x = torch.tensor([0.5, 1.5])
+
+    assert td.check(lambda x: x > 1, (x,), candidate=lambda x: x >= 0.5).verdict is DIVERGED
+
+
+# 7. a verdict carries its evidence
+
+
+def test_the_evidence_names_the_worst_element_and_the_three_values_there():
+    def spike(x):
+        y = x * 2
+        return torch.cat([y[:3], y[3:4] + 0.5, y[4:]])
+
+    report = td.check(lambda x: x * 2, (torch.arange(6.0),), candidate=spike)
+    seen = next(seen for seen in report.comparisons if seen.path == "outputs")
+
+    assert seen.worst.index == (3,)
+    assert (seen.worst.reference, seen.worst.candidate, seen.worst.truth) == (6.0, 6.5, 6.0)
+    assert seen.error == pytest.approx(0.5)
+    assert 0 < seen.noise < seen.allowed < seen.error
+
+
+# 8. measured raw: see test_codec.py for the strict JSON
+
+
+def test_a_non_finite_error_reaches_the_file_as_it_is():
+    x = torch.tensor([1.0, 2.0])
+    report = td.check(lambda x: x / x, (x,), candidate=lambda x: x / (x - x))
+
+    assert report.verdict is DIVERGED
+    assert td.from_json(td.to_json(report)) == report
+    assert next(seen for seen in report.comparisons if seen.path == "outputs").worst.candidate == float("inf")
+
+
+# 9. a transform that did not happen is not a pass
+
+
+def test_a_backend_that_never_got_a_graph_is_inconclusive():
+    report = td.check(nn.LSTM(4, 4), (torch.randn(2, 3, 4),), transform="eager", stages=["forward"])
+
+    assert report.verdict is INCONCLUSIVE
+    assert "did not happen" in report.stage("forward").reason
+    assert any("LSTM" in note for note in report.notes)
+    assert report.graphs.transformed_calls == 0
+
+
+def test_a_function_that_refuses_compilation_is_inconclusive():
+    @torch._dynamo.disable
+    def hidden(x):
+        return x + 1
+
+    assert td.check(lambda x: hidden(x), (torch.ones(2),), transform="eager").verdict is INCONCLUSIVE
+
+
+def test_a_reached_recompile_limit_is_inconclusive():
+    class Restless(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return x * self.calls if self.calls % 2 else x + self.calls
+
+    import torch._dynamo.config
+
+    with torch._dynamo.config.patch(recompile_limit=2, automatic_dynamic_shapes=False):
+        report = td.check(Restless(), (torch.ones(2),), transform="eager", iterations=6, stages=["forward"])
+
+    assert report.verdict is INCONCLUSIVE
+    assert "recompile limit" in " ".join((report.stage("forward").reason, *report.notes))
+
+
+def test_graph_breaks_and_several_graphs_are_followed_and_noted():
+    def broken_up(x):
+        y = x * 2
+        torch._dynamo.graph_break()
+        return y + 1
+
+    report = td.check(broken_up, (torch.ones(2),), transform="eager")
+
+    assert report.verdict is EQUIVALENT
+    assert report.graphs.captured == 2
+    assert any("ran eagerly" in note for note in report.notes)
+
+
+# 10. the instrument does not change the program
+
+
+def test_the_native_run_keeps_the_users_flags_and_deterministic_mode_is_asked_for():
+    seen = []
+
+    def look(x):
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return x + 1
+
+    td.check(look, (torch.ones(2),), candidate=look)
+    assert set(seen) == {False}
+
+    seen.clear()
+    report = td.check(look, (torch.ones(2),), candidate=look, deterministic=True)
+    assert set(seen) == {True}
+    assert report.case.deterministic
+
+
+def test_the_same_random_numbers_under_a_compiler_are_said_to_be_an_extra():
+    model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5))
+    report = td.check(model.train(), (torch.randn(3, 4),), transform="aot_eager_decomp_partition")
+
+    assert report.verdict is EQUIVALENT
+    assert any("fallback_random" in note for note in report.notes)
+
+
+def test_a_reference_that_differs_between_two_runs_is_inconclusive_and_the_tensor_is_named():
+    import itertools
+
+    ticks = itertools.count()
+
+    def unsteady(x):
+        return x + 1, x + next(ticks)
+
+    report = td.check(unsteady, (torch.ones(3),), candidate=lambda x: (x + 1, x + 50))
+
+    assert report.verdict is INCONCLUSIVE
+    assert verdict_of(report, "outputs[0]") is EQUIVALENT
+    assert any("outputs[1]" in note and "not deterministic" in note for note in report.notes)

@@ -1,0 +1,189 @@
+"""Forward, gradients and optimizer steps: what each leaves behind, and what the truth sees of it."""
+
+import pytest
+import torch
+from torch import nn
+
+import torchdelta as td
+from torchdelta import Verdict
+from torchdelta._torch import lift
+from torchdelta.execute.programs import Program
+from torchdelta.execute.sides import Side
+from torchdelta.execute.stages import Plan, cotangent_for, observe
+
+
+class Small(nn.Module):
+    def __init__(self, rate=0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 3)
+        self.drop = nn.Dropout(rate)
+
+    def forward(self, x):
+        return self.drop(self.linear(x))
+
+
+def paths(report, stage):
+    return [seen.path for seen in report.stage(stage).comparisons]
+
+
+def test_steps_leave_parameters_buffers_and_optimizer_state_after_each_step():
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    report = td.check(model, (torch.randn(5, 4),), transform="eager", stages=["steps"], steps=2, optimizer="adamw")
+
+    found = paths(report, "steps")
+    assert report.verdict is Verdict.EQUIVALENT
+    for step in (0, 1):
+        assert f"steps[{step}].parameters['0.weight']" in found
+        assert f"steps[{step}].buffers['1.running_mean']" in found
+        assert f"steps[{step}].optimizer['0.weight']['exp_avg']" in found
+
+
+def test_a_parameter_that_is_not_updated_shows_in_the_steps():
+    class Frozen(Small):
+        def forward(self, x):
+            return nn.functional.linear(x, self.linear.weight.detach(), self.linear.bias)
+
+    report = td.check(Small(), (torch.randn(5, 4),), candidate=Frozen(), stages=["steps"], optimizer="sgd")
+
+    guilty = {seen.path for seen in report.comparisons if seen.verdict is Verdict.DIVERGED}
+    assert "steps[0].parameters['linear.weight']" in guilty
+    assert "steps[0].parameters['linear.bias']" not in guilty
+
+
+def test_any_optimizer_factory_trains():
+    def momentum(parameters):
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    report = td.check(Small(), (torch.randn(5, 4),), transform="eager", stages=["steps"], optimizer=momentum)
+
+    assert report.verdict is Verdict.EQUIVALENT
+    assert "steps[2].optimizer['linear.weight']['momentum_buffer']" in paths(report, "steps")
+
+
+def test_an_unknown_optimizer_is_a_mistake_that_names_the_known_ones():
+    with pytest.raises(td.UsageError, match="adamw"):
+        td.check(Small(), (torch.randn(5, 4),), transform="eager", optimizer="adam")
+
+
+def test_a_loss_of_the_users_takes_the_place_of_random_cotangents():
+    def first_column(output):
+        return output[:, 0].sum()
+
+    report = td.check(Small(), (torch.ones(5, 4),), transform="eager", loss=first_column)
+    gradient = next(seen for seen in report.comparisons if seen.path == "parameters['linear.bias'].grad")
+
+    assert report.verdict is Verdict.EQUIVALENT
+    assert gradient.measurement.square_reference == 25.0
+
+
+def test_gradients_that_were_asked_for_by_name_but_do_not_exist_are_inconclusive():
+    report = td.check(lambda x: x + 1, (torch.ones(2),), transform="eager", stages=["forward", "gradients"])
+
+    assert report.stage("forward").verdict is Verdict.EQUIVALENT
+    assert report.stage("gradients").verdict is Verdict.INCONCLUSIVE
+    assert "requires grad" in report.stage("gradients").reason
+
+
+def test_gradients_that_do_not_exist_are_left_out_with_a_note_by_default():
+    report = td.check(lambda x: x + 1, (torch.ones(2),), transform="eager")
+
+    assert report.verdict is Verdict.EQUIVALENT
+    assert [stage.name for stage in report.stages] == ["forward"]
+    assert any("gradients were not compared" in note for note in report.notes)
+
+
+def test_a_cotangent_is_the_same_for_every_side_and_another_for_every_output():
+    output = torch.empty(4, 5)
+
+    assert torch.equal(cotangent_for(output, "a", 0).double(), cotangent_for(output.double(), "a", 0))
+    assert torch.equal(cotangent_for(output, "a", 0), cotangent_for(output.bfloat16(), "a", 0).float())
+    assert not torch.equal(cotangent_for(output, "a", 0), cotangent_for(output, "b", 0))
+
+
+def test_complex_outputs_are_differentiated():
+    x = torch.randn(4, dtype=torch.complex64, requires_grad=True)
+
+    assert td.check(lambda x: x * x, (x,), candidate=lambda x: x.pow(2)).verdict is Verdict.EQUIVALENT
+    assert td.check(lambda x: x * x, (x,), candidate=lambda x: x * x.detach()).verdict is Verdict.DIVERGED
+
+
+def lifted(call, *args, drawn_in=torch.float32):
+    plan = Plan(stages=("forward",), seed=0, iterations=1, steps=1, optimizer=torch.optim.SGD)
+    program = Program(name="test", call=call, args=args)
+    side = Side.copied_from(program, convert=lift.widened)
+    observation = observe(side, plan, Side.of(call, args, {}), lambda: lift.Lift(drawn_in))
+    return observation.stages["forward"]["outputs"]
+
+
+def plain(call, *args):
+    torch.manual_seed(0)
+    return call(*args)
+
+
+def test_casts_inside_the_program_do_not_round_the_truth():
+    x = torch.randn(50)
+
+    truth = lifted(lambda x: (x.to(torch.bfloat16) * 3).float().half(), x)
+
+    assert truth.dtype is torch.float64
+    assert torch.equal(truth, x.double() * 3)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: torch.rand(9) + 0 * x,
+        lambda x: torch.randn_like(x),
+        lambda x: torch.nn.functional.dropout(x, 0.5),
+        lambda x: torch.empty_like(x).uniform_(),
+        lambda x: torch.bernoulli(x.sigmoid()),
+        lambda x: torch.normal(x, 1.0),
+        lambda x: x[torch.randperm(9)],
+    ],
+)
+def test_the_truth_draws_the_same_random_numbers(draw):
+    x = torch.randn(9)
+
+    assert torch.allclose(lifted(draw, x), plain(draw, x).double(), rtol=1e-6, atol=1e-6)
+
+
+def test_a_constant_of_the_program_keeps_the_programs_rounding_in_the_truth():
+    truth = lifted(lambda x: x + torch.tensor(0.1), torch.zeros(1))
+
+    assert truth.item() == torch.tensor(0.1).double().item()
+
+
+def test_autocast_inside_the_program_does_not_round_the_truth():
+    def call(x, w):
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ w
+
+    x, w = torch.randn(4, 8), torch.randn(8, 4)
+
+    assert torch.allclose(lifted(call, x, w), x.double() @ w.double(), rtol=1e-12)
+
+
+def test_a_program_that_fails_eagerly_is_the_users_and_never_the_transforms():
+    with pytest.raises(td.ProgramError, match="fails when run eagerly.*mat1 and mat2"):
+        td.check(lambda x: x @ x, (torch.ones(2, 3),), transform="eager")
+
+
+def test_anomaly_mode_is_on_only_when_asked_for():
+    seen = []
+
+    def look(x):
+        seen.append(torch.is_anomaly_enabled())
+        return x + 1
+
+    with pytest.warns(UserWarning, match="Anomaly"):
+        td.check(look, (torch.ones(2),), candidate=look, anomaly=True)
+    assert set(seen) == {True}
+    assert not torch.is_anomaly_enabled()
+
+
+def test_peak_memory_and_seconds_are_on_the_report():
+    report = td.check(Small(), (torch.ones(5, 4),), transform="eager")
+
+    assert report.cost.peak_bytes > 10 * 2**20
+    assert set(report.cost.seconds) >= {"reference", "candidate", "truth", "comparison"}

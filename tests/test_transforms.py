@@ -1,0 +1,242 @@
+"""Every transform does what its name says, on a program that survives it and on one that does not."""
+
+import operator
+
+import pytest
+import torch
+from torch import nn
+
+import torchdelta as td
+from torchdelta import Verdict
+
+MODULE = """
+import torch
+from torch import nn
+
+class Same(nn.Module):
+    def __init__(self, scale=1.0):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.scale = scale
+    def forward(self, x):
+        return torch.relu(self.linear(x)) * self.scale
+
+class Renamed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Linear(4, 3)
+    def forward(self, x):
+        return torch.relu(self.dense(x))
+
+def same(): return Same()
+def scaled(): return Same(1.01)
+def renamed(): return Renamed()
+def rename(state): return {key.replace("linear", "dense"): value for key, value in state.items()}
+def program(): return Same(), (torch.randn(5, 4),)
+"""
+
+
+@pytest.fixture
+def module_file(tmp_path):
+    file = tmp_path / "modules.py"
+    file.write_text(MODULE)
+    return str(file)
+
+
+def relu_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+X = torch.linspace(-1, 1, 20).reshape(5, 4)
+
+
+@pytest.mark.parametrize("transform", ["eager", "aot_eager", "backend:aot_eager", "export", "decompose"])
+def test_a_healthy_program_survives(transform):
+    report = td.check(relu_net(), (X,), transform=transform)
+
+    assert report.verdict is Verdict.EQUIVALENT
+    assert report.graphs.captured == 1
+    assert report.graphs.transformed_calls == 1
+
+
+def wrong_relu(graph_module, example_inputs):
+    for node in graph_module.graph.nodes:
+        if node.op == "call_function" and "relu" in str(node.target):
+            node.target = torch.ops.aten.abs.default if "aten" in str(node.target) else torch.abs
+            node.kwargs = {}
+            node.args = node.args[:1]
+    graph_module.recompile()
+    return graph_module
+
+
+@pytest.mark.parametrize("graph", ["dynamo", "aten", "export"])
+def test_a_pass_is_given_the_graph_it_asks_for(graph):
+    seen = []
+
+    def look(graph_module, example_inputs):
+        seen.append({str(node.target) for node in graph_module.graph.nodes})
+
+    assert td.check(relu_net(), (X,), transform=look, options={"graph": graph}).verdict is Verdict.EQUIVALENT
+    has_aten = any("aten" in target for targets in seen for target in targets)
+    assert has_aten == (graph != "dynamo")
+    # the forward and the backward are two graphs after AOT, and one otherwise
+    assert len(seen) == (2 if graph == "aten" else 1)
+
+
+@pytest.mark.parametrize("graph", ["aten", "export"])
+def test_a_wrong_pass_is_caught_on_each_graph(graph):
+    report = td.check(relu_net(), (X,), transform=wrong_relu, options={"graph": graph})
+
+    assert report.verdict is Verdict.DIVERGED
+
+
+def test_a_pass_that_changes_its_graph_in_place_may_return_nothing():
+    def negate(graph_module, example_inputs):
+        for node in graph_module.graph.nodes:
+            if node.target is operator.add:
+                node.target = operator.sub
+        graph_module.recompile()
+
+    assert td.check(lambda x: x + 1, (X,), transform=negate).verdict is Verdict.DIVERGED
+
+
+def test_a_graph_in_broken_topological_order_is_sorted_before_it_runs():
+    def disorder(graph_module, example_inputs):
+        nodes = [node for node in graph_module.graph.nodes if node.op not in ("placeholder", "output")]
+        nodes[0].prepend(nodes[-1])
+        return graph_module
+
+    report = td.check(lambda x: (x + 1).relu() * 2, (X,), transform=disorder)
+
+    assert report.verdict is Verdict.EQUIVALENT
+
+
+def test_a_pass_may_return_a_function_of_boxed_arguments():
+    def boxing(graph_module, example_inputs):
+        def boxed(args):
+            return graph_module(*args)
+
+        boxed._boxed_call = True
+        return boxed
+
+    assert td.check(lambda x, y: x + y, (X, X), transform=boxing).verdict is Verdict.EQUIVALENT
+
+
+def test_a_pass_that_returns_something_else_has_crashed():
+    report = td.check(lambda x: x + 1, (X,), transform=lambda graph_module, example_inputs: 3)
+
+    assert report.verdict is Verdict.CRASHED
+    assert "must return a callable" in report.failure.message
+
+
+def test_a_pass_by_name_is_loaded_from_its_file(tmp_path):
+    (tmp_path / "passes.py").write_text("def nothing(graph_module, example_inputs):\n    return graph_module\n")
+
+    report = td.check(relu_net(), (X,), transform=f"{tmp_path}/passes.py:nothing")
+
+    assert report.verdict is Verdict.EQUIVALENT
+
+
+def test_functions_can_be_exported_and_decomposed():
+    x = X.clone().requires_grad_()
+
+    for transform in ("export", "decompose"):
+        assert td.check(lambda x: torch.softmax(x, -1), (x,), transform=transform).verdict is Verdict.EQUIVALENT
+
+
+def test_a_closure_over_a_module_can_be_exported():
+    model = relu_net()
+    report = td.check(lambda x: model(x), (X,), transform="export")
+
+    assert report.verdict is Verdict.EQUIVALENT
+    assert any(seen.path == "parameters['model.0.weight'].grad" for seen in report.comparisons)
+
+
+def test_batch_norm_in_train_mode_can_be_trained_after_decomposition():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).train()
+    report = td.check(model, (torch.randn(2, 3, 8, 8),), transform="decompose", stages=["forward", "gradients", "steps"])
+
+    assert report.verdict is Verdict.EQUIVALENT
+    assert any(seen.path == "buffers['1.running_mean']" and seen.measurement for seen in report.comparisons)
+
+
+def test_a_cast_is_held_to_the_noise_of_its_dtype():
+    model = relu_net()
+
+    def spoiled(x):
+        return nn.functional.linear(torch.relu(model[0](x)) * 1.5, model[2].weight, model[2].bias)
+
+    report = td.check(model, (X,), transform="cast:bfloat16")
+    assert report.verdict is Verdict.EQUIVALENT
+    assert any(breach.clause == "dtype" and breach.excused for seen in report.comparisons for breach in seen.contract)
+    assert td.check(model, (X,), transform="cast:bfloat16", policy="bitwise").verdict is Verdict.DIVERGED
+    assert td.check(model, (X,), candidate=spoiled).verdict is Verdict.DIVERGED
+
+
+def test_autocast_is_held_to_the_noise_of_its_dtype():
+    assert td.check(relu_net(), (X,), transform="autocast:bfloat16").verdict is Verdict.EQUIVALENT
+    assert td.check(relu_net(), (X,), transform="autocast:bfloat16", policy="sqnr>=30").verdict is Verdict.EQUIVALENT
+    assert td.check(relu_net(), (X,), transform="autocast:bfloat16", policy="sqnr>=120").verdict is Verdict.DIVERGED
+
+
+def test_another_implementation_takes_over_the_state(module_file):
+    program = f"{module_file}:program"
+
+    def verdict(factory, **options):
+        return td.check(program, transform=f"module:{module_file}:{factory}", options=options).verdict
+
+    assert verdict("same") is Verdict.EQUIVALENT
+    assert verdict("scaled") is Verdict.DIVERGED
+    assert verdict("same", state="none") is Verdict.DIVERGED
+
+
+def test_another_implementation_with_other_names_needs_a_mapping(module_file):
+    program, transform = f"{module_file}:program", f"module:{module_file}:renamed"
+
+    with pytest.raises(td.ProgramError, match="state=file.py:fn"):
+        td.check(program, transform=transform)
+    report = td.check(program, transform=transform, options={"state": f"{module_file}:rename"}, stages=["forward"])
+    outputs = next(seen for seen in report.comparisons if seen.path == "outputs")
+    assert outputs.verdict is Verdict.EQUIVALENT
+
+
+@pytest.mark.parametrize(
+    ("transform", "options", "says"),
+    [
+        ("inductr", {}, "did you mean inductor"),
+        ("backend:inductr", {}, "did you mean inductor"),
+        ("backend", {}, "backend:NAME"),
+        ("export:now", {}, "written export"),
+        ("cast:bfloat", {}, "try bfloat16"),
+        ("cast:int8", {}, "no floating-point dtype"),
+        ("eager", {"dynamc": True}, "it has dynamic, fullgraph, mode"),
+        ("eager", {"dynamic": "maybe"}, "True or False"),
+        ("inductor", {"config.fallback_randm": True}, "did you mean fallback_random"),
+        ("inductor", {"mode": "fastest"}, "max-autotune"),
+        ("nowhere.py:fn", {}, "no file nowhere.py"),
+        ("no_such_package.passes:fn", {}, "no module"),
+    ],
+)
+def test_a_mistake_in_a_transform_is_answered_with_what_to_write(transform, options, says):
+    with pytest.raises(td.TorchDeltaError, match=says):
+        td.check(relu_net(), (X,), transform=transform, options=options)
+
+
+def test_either_a_transform_or_a_candidate():
+    with pytest.raises(td.UsageError, match="transform or a candidate"):
+        td.check(relu_net(), (X,))
+    with pytest.raises(td.UsageError, match="not both"):
+        td.check(relu_net(), (X,), transform="eager", candidate=relu_net())
+
+
+def test_dynamic_shapes_reach_the_backend():
+    seen = []
+
+    def look(graph_module, example_inputs):
+        seen.extend(example_inputs)
+        return graph_module
+
+    td.check(lambda x: x + 1, (X,), transform=look, options={"dynamic": True}, stages=["forward"])
+
+    assert any(isinstance(value, torch.SymInt) for value in seen)
