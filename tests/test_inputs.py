@@ -99,3 +99,17 @@ def test_a_value_baked_into_a_trace_is_caught_by_a_second_iteration():
     assert twice.verdict is Verdict.DIVERGED
     guilty = [seen.path for seen in twice.comparisons if seen.verdict is Verdict.DIVERGED]
     assert guilty == ["iterations[1].outputs"]
+
+
+def test_random_inputs_that_the_program_rejects_leave_the_rest_of_the_answer_and_are_inconclusive():
+    def picky(x, ends):
+        assert bool((ends[1:] >= ends[:-1]).all()), "ends must be sorted"
+        return x.cumsum(0)[ends]
+
+    ends = torch.arange(0, 40, 5)
+    report = td.check(picky, (torch.randn(40), ends), candidate=picky, iterations=3)
+
+    assert report.verdict is Verdict.INCONCLUSIVE
+    assert "iteration 1 did not run" in report.stage("forward").reason
+    assert "ends must be sorted" in report.stage("forward").reason
+    assert all(seen.verdict is Verdict.EQUIVALENT for seen in report.comparisons)

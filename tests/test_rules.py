@@ -153,9 +153,7 @@ def test_a_truth_that_cannot_be_computed_is_noted_and_nothing_that_differs_passe
 
 def test_a_wrong_decomposition_is_seen_because_the_reference_is_not_decomposed(tmp_path):
     (tmp_path / "table.py").write_text(
-        "import torch\n"
-        "def wrong():\n"
-        "    return {torch.ops.aten.silu.default: lambda x: x * torch.sigmoid(1.01 * x)}\n"
+        "import torch\ndef wrong():\n    return {torch.ops.aten.silu.default: lambda x: x * torch.sigmoid(1.01 * x)}\n"
     )
     model = nn.Sequential(nn.Linear(4, 4), nn.SiLU())
     options = {"table": f"{tmp_path}/table.py:wrong"}
@@ -534,3 +532,21 @@ def test_a_reference_that_differs_between_two_runs_is_inconclusive_and_the_tenso
     assert report.verdict is INCONCLUSIVE
     assert verdict_of(report, "outputs[0]") is EQUIVALENT
     assert any("outputs[1]" in note and "not deterministic" in note for note in report.notes)
+
+
+def test_a_candidate_that_crashes_before_the_stage_asked_for_has_crashed_all_the_same():
+    def broken(x):
+        raise RuntimeError("no such kernel")
+
+    x = torch.ones(2, requires_grad=True)
+
+    assert td.check(lambda x: x * 2, (x,), candidate=broken, stages=["gradients"]).verdict is CRASHED
+
+
+def test_a_list_that_the_reference_appends_to_is_part_of_what_the_call_left_behind():
+    def append(x, seen):
+        seen.append(x * 2)
+        return x + 1
+
+    assert td.check(append, (torch.ones(2), []), candidate=append).verdict is EQUIVALENT
+    assert td.check(append, (torch.ones(2), []), candidate=lambda x, seen: x + 1).verdict is DIVERGED

@@ -155,7 +155,9 @@ def test_a_closure_over_a_module_can_be_exported():
 
 def test_batch_norm_in_train_mode_can_be_trained_after_decomposition():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).train()
-    report = td.check(model, (torch.randn(2, 3, 8, 8),), transform="decompose", stages=["forward", "gradients", "steps"])
+    report = td.check(
+        model, (torch.randn(2, 3, 8, 8),), transform="decompose", stages=["forward", "gradients", "steps"]
+    )
 
     assert report.verdict is Verdict.EQUIVALENT
     assert any(seen.path == "buffers['1.running_mean']" and seen.measurement for seen in report.comparisons)
@@ -194,7 +196,7 @@ def test_another_implementation_takes_over_the_state(module_file):
 def test_another_implementation_with_other_names_needs_a_mapping(module_file):
     program, transform = f"{module_file}:program", f"module:{module_file}:renamed"
 
-    with pytest.raises(td.ProgramError, match="state=file.py:fn"):
+    with pytest.raises(td.ProgramError, match=r"state=file\.py:fn"):
         td.check(program, transform=transform)
     report = td.check(program, transform=transform, options={"state": f"{module_file}:rename"}, stages=["forward"])
     outputs = next(seen for seen in report.comparisons if seen.path == "outputs")

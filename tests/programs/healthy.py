@@ -95,9 +95,7 @@ def vit():
 def bert():
     from transformers import BertConfig, BertModel
 
-    config = BertConfig(
-        vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
-    )
+    config = BertConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[1, 8:] = 0
     return BertModel(config).train(), (), {"input_ids": torch.randint(0, 99, (2, 12)), "attention_mask": mask}
@@ -129,9 +127,22 @@ def t5():
     return T5Model(config).train(), (), {"input_ids": tokens, "decoder_input_ids": tokens[:, :6]}
 
 
-@_seeded
-def gpt2():
+def _gpt2(**options):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=4, n_positions=64, use_cache=False)
-    return GPT2LMHeadModel(config).train(), (), {"input_ids": torch.randint(0, 99, (2, 12))}
+    config = GPT2Config(
+        vocab_size=99, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0, **options
+    )
+    return GPT2LMHeadModel(config), (), {"input_ids": torch.randint(0, 99, (2, 12))}
+
+
+@_seeded
+def gpt2_eval():
+    model, args, kwargs = _gpt2(use_cache=False)
+    return model.eval(), args, kwargs
+
+
+@_seeded
+def gpt2_with_cache():
+    model, args, kwargs = _gpt2()
+    return model.eval(), args, kwargs

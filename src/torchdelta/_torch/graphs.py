@@ -70,9 +70,9 @@ def aten_backend(transform: Pass) -> Callable[..., Any]:
     """Return a torch.compile backend that hands the pass the functionalised forward and backward graphs."""
 
     def compiler(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return make_boxed_func(runnable(transform(graph_module, example_inputs), graph_module))
+        return make_boxed_func(runnable(transform(graph_module, example_inputs), graph_module))  # type: ignore[no-any-return]
 
-    return aot_autograd(fw_compiler=compiler, bw_compiler=compiler)  # type: ignore[no-any-return]
+    return aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
 
 
 def read_before_update(graph_module: GraphModule) -> None:

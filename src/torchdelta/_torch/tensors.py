@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _COMPRESSED = {
@@ -13,55 +15,80 @@ _COMPRESSED = {
     torch.sparse_csc: ("ccol_indices", "row_indices"),
     torch.sparse_bsc: ("ccol_indices", "row_indices"),
 }
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_RAW_NAMES = ("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2", "float4_e2m1fn_x2")
+_NARROW_NAMES = (f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
+_RAW = frozenset(getattr(torch, name) for name in (*_RAW_NAMES, *_NARROW_NAMES))
+"""Storage without arithmetic: torch cannot even read an element of these dtypes."""
+
+Component = tuple[str, Any]
 
 
-def dtype_name(tensor: torch.Tensor) -> str:
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
     """Return `float32` for torch.float32."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return str(dtype).removeprefix("torch.")
 
 
-def layout_name(tensor: torch.Tensor) -> str:
-    """Return `strided`, `sparse_coo` and so on."""
-    return str(tensor.layout).removeprefix("torch.")
+def class_of(tensor: torch.Tensor) -> type:
+    """Return the tensor's class; a parameter counts as a tensor, since what is computed from one is no parameter."""
+    return torch.Tensor if type(tensor) in _PLAIN else type(tensor)
 
 
-def components(tensor: torch.Tensor) -> list[tuple[str, Any]] | None:
-    """Return the dense parts of a tensor that has no single buffer of its own; None of an ordinary tensor."""
-    if is_traceable_wrapper_subclass(tensor):
-        names, context = tensor.__tensor_flatten__()
-        return [*((f".{name}", getattr(tensor, name)) for name in names), (".context", context)]
-    if tensor.layout is torch.sparse_coo:
-        merged = tensor.detach().coalesce()
-        return [(".indices()", merged.indices()), (".values()", merged.values()), (".shape", tuple(tensor.shape))]
-    if tensor.layout in _COMPRESSED:
-        parts = [(f".{name}()", getattr(tensor.detach(), name)()) for name in _COMPRESSED[tensor.layout]]
-        return [*parts, (".values()", tensor.detach().values()), (".shape", tuple(tensor.shape))]
+def describe(tensor: torch.Tensor) -> str:
+    """Say what a tensor is besides its values."""
+    layout = "" if tensor.layout is torch.strided else f"{str(tensor.layout).removeprefix('torch.')} "
+    name = "tensor" if class_of(tensor) is torch.Tensor else class_of(tensor).__qualname__
+    # a nested tensor has no shape, or one with a symbol that no other tensor has
+    shape = "" if tensor.is_nested else f" of shape {tuple(tensor.shape)}"
+    return f"{layout}{name}{shape}"
+
+
+def without_class(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as a plain tensor: operators of a subclass may do anything."""
+    if type(tensor) in _PLAIN:
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(torch.Tensor)
+
+
+def components(tensor: torch.Tensor) -> list[Component] | None:
+    """Return the parts of a tensor whose elements cannot be read from one buffer; None of an ordinary tensor."""
+    is_plain = type(tensor) in _PLAIN
+    if not is_plain and is_lazy(tensor):
+        raise ValueError("it is not initialized, so it has neither shape nor values")
     if tensor.is_nested:
         return [(f"[{index}]", part) for index, part in enumerate(tensor.unbind())]
+    if not is_plain and is_traceable_wrapper_subclass(tensor):
+        names, context = tensor.__tensor_flatten__()
+        return [*((f".{name}", getattr(tensor, name)) for name in names), (".context", context), *_outside(tensor)]
+    if tensor.layout is not torch.strided:
+        return _components_by_layout(tensor)
     if tensor.is_quantized:
         return [(".int_repr()", tensor.int_repr()), *_quantizer(tensor)]
-    if tensor.is_mkldnn:
-        return [(".to_dense()", tensor.to_dense())]
+    if tensor.dtype in _RAW:
+        bits = torch.uint8 if tensor.itemsize == 1 else torch.uint16
+        return [(f".view({dtype_name(bits)})", tensor.view(bits)), (".dtype", tensor.dtype)]
+    if not is_plain and not _is_fake(tensor) and not _has_memory(tensor):
+        return [*((f".{name}", item) for name, item in vars(tensor).items()), *_outside(tensor)]
     return None
 
 
-def _quantizer(tensor: torch.Tensor) -> list[tuple[str, Any]]:
-    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-        return [(".q_scale()", tensor.q_scale()), (".q_zero_point()", tensor.q_zero_point())]
-    return [
-        (".q_per_channel_scales()", tensor.q_per_channel_scales()),
-        (".q_per_channel_zero_points()", tensor.q_per_channel_zero_points()),
-        (".q_per_channel_axis()", tensor.q_per_channel_axis()),
-    ]
+def attributes(tensor: torch.Tensor) -> list[Component]:
+    """Return what the instance of a subclass carries besides its elements."""
+    if type(tensor) in _PLAIN or _is_fake(tensor):
+        return []
+    return [(f".{name}", item) for name, item in vars(tensor).items()]
 
 
 def has_own_buffer(tensor: torch.Tensor) -> bool:
     """Tell whether the tensor is a plain strided view of one storage, with values in it."""
     return (
         tensor.layout is torch.strided
-        and components(tensor) is None
         and tensor.device.type != "meta"
-        and not isinstance(tensor, torch._subclasses.FakeTensor)
+        and not _is_fake(tensor)
+        and not is_lazy(tensor)
+        and components(tensor) is None
     )
 
 
@@ -76,3 +103,40 @@ def storage_key(tensor: torch.Tensor) -> int | None:
         return None
     pointer = tensor.untyped_storage().data_ptr()
     return pointer or None
+
+
+def _components_by_layout(tensor: torch.Tensor) -> list[Component]:
+    if tensor.layout is torch.sparse_coo:
+        merged = tensor.coalesce()
+        return [(".indices()", merged.indices()), (".values()", merged.values())]
+    if tensor.layout in _COMPRESSED:
+        parts = [(f".{name}()", getattr(tensor, name)()) for name in _COMPRESSED[tensor.layout]]
+        return [*parts, (".values()", tensor.values())]
+    return [(".to_dense()", tensor.to_dense())]
+
+
+def _quantizer(tensor: torch.Tensor) -> list[Component]:
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return [(".q_scale()", tensor.q_scale()), (".q_zero_point()", tensor.q_zero_point())]
+    return [
+        (".q_per_channel_scales()", tensor.q_per_channel_scales()),
+        (".q_per_channel_zero_points()", tensor.q_per_channel_zero_points()),
+        (".q_per_channel_axis()", tensor.q_per_channel_axis()),
+    ]
+
+
+def _outside(tensor: torch.Tensor) -> list[Component]:
+    """Return what a wrapper shows that its parts need not have."""
+    return [(".dtype", tensor.dtype), (".device", tensor.device), (".requires_grad", tensor.requires_grad)]
+
+
+def _is_fake(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch._subclasses.FakeTensor)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return False
+    return True

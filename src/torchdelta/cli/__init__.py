@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import sys
+import traceback
+from typing import Annotated
 
 import typer
 
+from torchdelta import __version__
 from torchdelta.cli import check, show
-from torchdelta.cli.exits import USAGE
+from torchdelta.cli.exits import INTERNAL, USAGE
 from torchdelta.errors import TorchDeltaError
 
 app = typer.Typer(
     name="torchdelta",
-    help="Does it still compute the same thing?",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -21,12 +24,35 @@ app.command("check")(check.command)
 app.command("show")(show.command)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"torchdelta {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _before(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Does it still compute the same thing?"""
+
+
 def main() -> None:
     """Run the command line; a mistake of the user's is one sentence and exit code 2, with `--debug` a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        # a terminal that has no ≠ shows its escape: that is no reason to lose a report
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         app()
     except TorchDeltaError as error:
         if "--debug" in sys.argv:
-            raise
+            traceback.print_exc()
         print(f"torchdelta: {error}", file=sys.stderr)
         sys.exit(USAGE)
+    except Exception:
+        traceback.print_exc()
+        print("torchdelta: this is a mistake of torchdelta itself; please report the lines above", file=sys.stderr)
+        sys.exit(INTERNAL)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import ast
 import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from torchdelta.cli.exits import EXIT_OF
-from torchdelta.errors import UsageError
+from torchdelta.errors import ProgramError, UsageError
 from torchdelta.records.codec import write_report
 from torchdelta.records.comparison import Scalar
 from torchdelta.report.terminal import print_report
@@ -43,7 +46,11 @@ def command(
     if json_file is not None:
         _require_writable(json_file)
     progress = Console(stderr=True)
-    with progress.status("loading torch", spinner="dots") as status:
+    with (
+        _refusing_to_exit(program),
+        nullcontext() if verbose else _counting_warnings(progress),
+        progress.status("loading torch", spinner="dots") as status,
+    ):
         from torchdelta.engine.api import check  # torch takes seconds to import; `--help` should not
 
         report = check(
@@ -61,11 +68,11 @@ def command(
             loss=loss,
             deterministic=deterministic,
             anomaly=anomaly,
-            progress=lambda part: status.update(f"{transform}: {part}"),
+            progress=lambda part: status.update(Text(f"{transform}: {part}")),
         )
+    print_report(report, verbose=verbose)
     if json_file is not None:
         write_report(report, json_file)
-    print_report(report, verbose=verbose)
     raise typer.Exit(EXIT_OF[report.verdict])
 
 
@@ -77,18 +84,46 @@ def _option(text: str) -> tuple[str, Scalar]:
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise UsageError(f"malformed option {text!r}: write -O key=value")
+    return name, _scalar(value)
+
+
+def _scalar(text: str) -> Scalar:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+@contextmanager
+def _refusing_to_exit(program: str) -> Iterator[None]:
     try:
-        parsed = ast.literal_eval({"true": "True", "false": "False"}.get(value, value))
-    except (ValueError, SyntaxError):
-        return name, value
-    return name, parsed if isinstance(parsed, (bool, int, float)) else value
+        yield
+    except SystemExit as error:
+        # its exit code would be taken for a verdict
+        raise ProgramError(
+            f"{program}: code that was loaded for it called sys.exit({error.code!r}); "
+            "put what a script does behind `if __name__ == '__main__'`"
+        ) from error
+
+
+@contextmanager
+def _counting_warnings(console: Console) -> Iterator[None]:
+    with warnings.catch_warnings(record=True) as caught:
+        yield
+    if caught:
+        said = "1 warning" if len(caught) == 1 else f"{len(caught)} warnings"
+        console.print(f"{said}; --verbose shows them", style="dim", highlight=False)
 
 
 def _require_writable(path: Path) -> None:
     # minutes of compiling are not to be lost to a path that could never be written
     if path.is_dir():
-        raise UsageError(f"cannot write {path}: it is a directory")
+        raise UsageError(f"cannot write {path}: it is a directory; name a file in it")
     if not path.parent.is_dir():
-        raise UsageError(f"cannot write {path}: there is no directory {path.parent}")
+        raise UsageError(f"cannot write {path}: there is no directory {path.parent}; make it first")
     if not os.access(path.parent, os.W_OK):
-        raise UsageError(f"cannot write {path}: {path.parent} is not writable")
+        raise UsageError(f"cannot write {path}: {path.parent} is not writable; name another place")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -27,8 +28,8 @@ Index = tuple[int | slice, ...]
 
 def measure_span(reference: torch.Tensor, candidate: torch.Tensor, rtol: float, atol: float) -> Measurement:
     """Measure two tensors of the same shape on the reference's device."""
-    pieces = paired_pieces(reference, candidate)
-    return functools.reduce(join, (_measure_piece(*piece, rtol, atol) for piece in pieces))
+    measurements = (_measure_piece(*piece, rtol, atol) for piece in paired_pieces(reference, candidate))
+    return functools.reduce(join, measurements)
 
 
 def join(first: Measurement, second: Measurement) -> Measurement:
@@ -115,32 +116,37 @@ def _measure_piece(reference: torch.Tensor, candidate: torch.Tensor, rtol: float
         ulps = torch.full_like(r, _LOWEST, dtype=torch.int64)
     beyond = ~(distance <= atol + rtol * size) | misplaced
     ratio = (distance / size).where(distance > 0.0, 0.0)
-    counted = [finite, differs, misplaced, r_nan, c_nan, r_inf, c_inf, beyond]
-    worst = torch.where(misplaced.any(), misplaced.to(torch.uint8).argmax(), distance.argmax())
-    # copied from the device once for the integers and once for the floats, not once for each number
-    integers = torch.stack([*(each.sum() for each in counted), worst, ulps.max()]).tolist()
-    floats = torch.stack(
-        [distance.max(), ratio.max(), error.square().sum(), r.square().sum(), c.square().sum(), (r * c).sum()]
-    ).tolist()
-    return Measurement(
-        numel=reference.numel(),
-        finite=integers[0],
-        mismatches=integers[1],
-        misplaced=integers[2],
-        nan_reference=integers[3],
-        nan_candidate=integers[4],
-        inf_reference=integers[5],
-        inf_candidate=integers[6],
-        max_abs=floats[0],
-        max_rel=floats[1],
-        square_error=floats[2],
-        square_reference=floats[3],
-        square_candidate=floats[4],
-        dot=floats[5],
-        max_ulp=integers[9] - _LOWEST if has_ulps else None,
-        beyond=integers[7],
-        worst=integers[8],
+    integers = _fetch(
+        {
+            "finite": finite.sum(),
+            "mismatches": differs.sum(),
+            "misplaced": misplaced.sum(),
+            "nan_reference": r_nan.sum(),
+            "nan_candidate": c_nan.sum(),
+            "inf_reference": r_inf.sum(),
+            "inf_candidate": c_inf.sum(),
+            "beyond": beyond.sum(),
+            "max_ulp": ulps.max(),
+            "worst": torch.where(misplaced.any(), misplaced.to(torch.uint8).argmax(), distance.argmax()),
+        }
     )
+    floats = _fetch(
+        {
+            "max_abs": distance.max(),
+            "max_rel": ratio.max(),
+            "square_error": error.square().sum(),
+            "square_reference": r.square().sum(),
+            "square_candidate": c.square().sum(),
+            "dot": (r * c).sum(),
+        }
+    )
+    integers["max_ulp"] = integers["max_ulp"] - _LOWEST if has_ulps else None
+    return Measurement(numel=reference.numel(), **integers, **floats)
+
+
+def _fetch(numbers: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Numbers of one dtype, copied from their device at once and not one by one."""
+    return dict(zip(numbers, torch.stack(list(numbers.values())).tolist(), strict=True))
 
 
 def _as_float64(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -24,49 +23,37 @@ class Terms:
         """Tell whether a breach of this clause is only reported."""
         return clause in self.ignore or (clause == "stride" and "stride" not in self.strict)
 
+    def breach(self, clause: str, reference: object, candidate: object) -> Breach:
+        """Return the breach of a clause that these terms may excuse."""
+        return Breach(clause=clause, reference=str(reference), candidate=str(candidate), excused=self.excuses(clause))
 
-def breaches(reference: torch.Tensor, candidate: torch.Tensor, terms: Terms) -> tuple[Breach, ...]:
-    """Return every clause that the candidate breaks, excused ones included."""
-    if reference is candidate:
-        return ()
-    return tuple(_breaches(reference, candidate, terms))
-
-
-def _breaches(reference: torch.Tensor, candidate: torch.Tensor, terms: Terms) -> Iterator[Breach]:
-    if reference.dtype != candidate.dtype:
-        lowered = terms.lowered_to == candidate.dtype and reference.is_floating_point()
-        yield Breach(
+    def breach_of_dtype(self, reference: torch.dtype, candidate: torch.dtype) -> Breach:
+        """Return the breach of a dtype, excused where the transform lowers precision on purpose."""
+        return Breach(
             clause="dtype",
             reference=tensors.dtype_name(reference),
             candidate=tensors.dtype_name(candidate),
-            excused=lowered or terms.excuses("dtype"),
+            excused=self.excuses("dtype") or (candidate == self.lowered_to and reference.is_floating_point),
         )
+
+
+def breaches(reference: torch.Tensor, candidate: torch.Tensor, terms: Terms) -> tuple[Breach, ...]:
+    """Return every clause that the candidate breaks, excused ones included."""
+    found = []
+    if reference.dtype != candidate.dtype:
+        found.append(terms.breach_of_dtype(reference.dtype, candidate.dtype))
     if reference.shape != candidate.shape:
-        yield Breach(clause="shape", reference=str(tuple(reference.shape)), candidate=str(tuple(candidate.shape)))
+        found.append(terms.breach("shape", tuple(reference.shape), tuple(candidate.shape)))
+    elif reference.stride() != candidate.stride() and _steps(reference) != _steps(candidate):
+        found.append(terms.breach("stride", reference.stride(), candidate.stride()))
     if reference.device != candidate.device:
-        yield Breach(
-            clause="device",
-            reference=str(reference.device),
-            candidate=str(candidate.device),
-            excused=terms.excuses("device"),
-        )
+        found.append(terms.breach("device", reference.device, candidate.device))
     if reference.requires_grad != candidate.requires_grad:
-        yield Breach(
-            clause="requires_grad",
-            reference=str(reference.requires_grad),
-            candidate=str(candidate.requires_grad),
-            excused=terms.excuses("requires_grad"),
-        )
-    if reference.shape == candidate.shape and _strides(reference) != _strides(candidate):
-        yield Breach(
-            clause="stride",
-            reference=str(reference.stride()),
-            candidate=str(candidate.stride()),
-            excused=terms.excuses("stride"),
-        )
+        found.append(terms.breach("requires_grad", reference.requires_grad, candidate.requires_grad))
+    return tuple(found)
 
 
-def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+def _steps(tensor: torch.Tensor) -> tuple[int, ...]:
     # the stride of a dimension with fewer than two elements is never stepped along: any number there means the same
     if tensor.numel() == 0:
         return ()

@@ -10,6 +10,7 @@ first two, which hold its values exactly.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -23,13 +24,12 @@ from torchdelta.records.comparison import Measurement
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Array = npt.NDArray[Any]
+Pair = tuple[Array, Array]
+"""Of the reference and of the candidate."""
 
-_INTEGERS = (
-    "numel finite mismatches misplaced nan_reference nan_candidate inf_reference inf_candidate beyond worst"
-).split()
-_FLOATS = "max_abs max_rel square_error square_reference square_candidate dot".split()
-_FIELDS = {**dict.fromkeys(_INTEGERS, np.int64), **dict.fromkeys(_FLOATS, np.float64), "max_ulp": np.uint64}
-_TALLY = np.dtype(list(_FIELDS.items()))
+_FIELDS = [field.name for field in dataclasses.fields(Measurement)]
+_KINDS = {"int": np.int64, "float": np.float64, "int | None": np.uint64}
+_TALLY = np.dtype([(field.name, _KINDS[str(field.type)]) for field in dataclasses.fields(Measurement)])
 """A `Measurement` under way."""
 
 _BLOCK = 4096
@@ -97,12 +97,12 @@ def _scan_contiguous(
     c = _flat(candidate if candidate.dtype == lane else candidate.to(lane))
     if by_value or dtype == lane:
         integer = np.int64 if lane == torch.float64 else np.int32
-        ulp_shift, r_bits, c_bits = 0, r.view(integer), c.view(integer)
+        ulp_shift, bits = 0, (r.view(integer), c.view(integer))
     else:
         # the sign of float8_e8m0fnu, which has none, is that of int32
         ulp_shift = 32 - 8 * dtype.itemsize - (dtype == torch.float8_e8m0fnu)
-        r_bits, c_bits = _shifted_bits(reference, ulp_shift), _shifted_bits(candidate, ulp_shift)
-    _scan(r, c, r_bits, c_bits, by_value, rtol, atol, tally)
+        bits = _shifted_bits(reference, ulp_shift), _shifted_bits(candidate, ulp_shift)
+    _scan((r, c), bits, by_value, rtol, atol, tally)
     return None if by_value else ulp_shift
 
 
@@ -117,20 +117,11 @@ def _shifted_bits(tensor: torch.Tensor, shift: int) -> Array:
 
 
 @_compile
-def _scan(
-    reference: Array,
-    candidate: Array,
-    reference_bits: Array,
-    candidate_bits: Array,
-    by_value: bool,
-    rtol: float,
-    atol: float,
-    tally: Any,
-) -> None:
-    for start in range(0, reference.size, _BLOCK):
+def _scan(values: Pair, bits: Pair, by_value: bool, rtol: float, atol: float, tally: Any) -> None:
+    for start in range(0, values[0].size, _BLOCK):
         block = slice(start, start + _BLOCK)
-        r_bits, c_bits = reference_bits[block], candidate_bits[block]
-        _scan_block(reference[block], candidate[block], r_bits, c_bits, by_value, rtol, atol, tally[0])
+        block_values = values[0][block], values[1][block]
+        _scan_block(block_values, (bits[0][block], bits[1][block]), by_value, rtol, atol, tally[0])
 
 
 @_compile
@@ -141,7 +132,8 @@ def _scan_bfloat16(reference: Array, candidate: Array, rtol: float, atol: float,
     for start in range(0, reference.size, _BLOCK):
         r_bits = _shift(reference[start : start + _BLOCK], wide_reference)
         c_bits = _shift(candidate[start : start + _BLOCK], wide_candidate)
-        _scan_block(r_bits.view(np.float32), c_bits.view(np.float32), r_bits, c_bits, False, rtol, atol, tally[0])
+        values = r_bits.view(np.float32), c_bits.view(np.float32)
+        _scan_block(values, (r_bits, c_bits), False, rtol, atol, tally[0])
 
 
 @_compile_inner
@@ -152,24 +144,14 @@ def _shift(narrow: Array, wide: Array) -> Array:
 
 
 @_compile_inner
-def _scan_block(
-    reference: Array,
-    candidate: Array,
-    reference_bits: Array,
-    candidate_bits: Array,
-    by_value: bool,
-    rtol: float,
-    atol: float,
-    tally: Any,
-) -> None:
-    tally.finite += reference.size
-    sums = _sums(reference, candidate, tally.max_abs, tally.max_rel)
+def _scan_block(values: Pair, bits: Pair, by_value: bool, rtol: float, atol: float, tally: Any) -> None:
+    tally.finite += values[0].size
+    sums = _sums(values[0], values[1], tally.max_abs, tally.max_rel)
     # of finite float32 the squares never overflow in float64; of float64 they may, which only costs a second look
     if not np.isfinite(sums[1] + sums[2]):
-        reference, candidate, reference_bits, candidate_bits = _set_aside_non_finite(
-            reference, candidate, reference_bits, candidate_bits, tally
-        )
-        sums = _sums(reference, candidate, tally.max_abs, tally.max_rel)
+        values, bits = _set_aside_non_finite(values, bits, tally)
+        sums = _sums(values[0], values[1], tally.max_abs, tally.max_rel)
+    reference, candidate = values
     square_error, square_reference, square_candidate, dot, records = sums
     tally.square_error += square_error
     tally.square_reference += square_reference
@@ -178,13 +160,13 @@ def _scan_block(
     if records > 0:
         _find_records(reference, candidate, tally)
     if by_value:
-        unequal = mismatches = _unequal(reference, candidate)
+        unequal = mismatches = _beyond(reference, candidate, 0.0, 0.0)
     else:
-        mismatches, crosses_zero, is_farther = _compare_bits(reference_bits, candidate_bits, tally.max_ulp)
+        mismatches, crosses_zero, is_farther = _compare_bits(bits[0], bits[1], tally.max_ulp)
         if crosses_zero or is_farther:
-            tally.max_ulp = max(tally.max_ulp, _max_ulp(reference_bits, candidate_bits))
+            tally.max_ulp = max(tally.max_ulp, _max_ulp(bits[0], bits[1]))
         # 0.0 equals -0.0, and that alone makes a difference between bits and values
-        unequal = _unequal(reference, candidate) if crosses_zero else mismatches
+        unequal = _beyond(reference, candidate, 0.0, 0.0) if crosses_zero else mismatches
     tally.mismatches += mismatches
     if rtol == 0.0 and atol == 0.0:
         tally.beyond += unequal
@@ -194,9 +176,7 @@ def _scan_block(
 
 
 @_compile_lanes
-def _sums(
-    reference: Array, candidate: Array, max_abs: float, max_rel: float
-) -> tuple[float, float, float, float, int]:
+def _sums(reference: Array, candidate: Array, max_abs: float, max_rel: float) -> tuple[float, float, float, float, int]:
     """Everything that is summed over a block, and how many of its elements may beat `max_abs` or `max_rel`."""
     square_error = 0.0
     square_reference = 0.0
@@ -237,14 +217,6 @@ def _find_records(reference: Array, candidate: Array, tally: Any) -> None:
 
 
 @_compile_inner
-def _unequal(reference: Array, candidate: Array) -> int:
-    unequal = np.int32(0)
-    for i in range(reference.size):
-        unequal = np.int32(unequal + (reference[i] != candidate[i]))
-    return np.int64(unequal)
-
-
-@_compile_inner
 def _beyond(reference: Array, candidate: Array, rtol: float, atol: float) -> int:
     beyond = 0
     for i in range(reference.size):
@@ -274,48 +246,45 @@ def _compare_bits(reference: Array, candidate: Array, max_ulp: int) -> tuple[int
 
 @_compile_inner
 def _max_ulp(reference: Array, candidate: Array) -> int:
-    max_ulp = np.uint64(0)
+    """The largest distance between the numbers that the bits stand for."""
+    integer = reference.dtype.type
+    # distances fill an unsigned integer: lowered by this they fill a signed one in the same order
+    lowest = np.iinfo(reference.dtype).min
+    largest = integer(lowest)
     for i in range(reference.size):
-        max_ulp = max(max_ulp, _ulp(reference[i], candidate[i]))
-    return max_ulp
+        # sign and magnitude to two's complement, where both zeros are 0
+        r = integer(lowest - reference[i] if reference[i] < 0 else reference[i])
+        c = integer(lowest - candidate[i] if candidate[i] < 0 else candidate[i])
+        largest = max(largest, integer(max(r, c) - min(r, c) + lowest))
+    return np.uint64(np.int64(largest) - lowest)
 
 
 @_compile_inner
-def _ulp(r: int, c: int) -> int:
-    """How many steps between representable numbers lead from one to the other; the bits are sign and magnitude."""
-    r_size = np.uint64(r & np.iinfo(np.int64).max)
-    return r_size
-
-
-@_compile_inner
-def _set_aside_non_finite(
-    reference: Array, candidate: Array, reference_bits: Array, candidate_bits: Array, tally: Any
-) -> tuple[Array, Array, Array, Array]:
+def _set_aside_non_finite(values: Pair, bits: Pair, tally: Any) -> tuple[Pair, Pair]:
     """Count what is not finite, and return the block with zeros in its place."""
-    finite_reference = np.zeros_like(reference)
-    finite_candidate = np.zeros_like(candidate)
-    finite_reference_bits = np.zeros_like(reference_bits)
-    finite_candidate_bits = np.zeros_like(candidate_bits)
-    for i in range(reference.size):
-        r = reference[i]
-        c = candidate[i]
+    finite_values = np.zeros_like(values[0]), np.zeros_like(values[1])
+    finite_bits = np.zeros_like(bits[0]), np.zeros_like(bits[1])
+    for i in range(values[0].size):
+        r = values[0][i]
+        c = values[1][i]
         if np.isfinite(r) and np.isfinite(c):
-            finite_reference[i] = r
-            finite_candidate[i] = c
-            finite_reference_bits[i] = reference_bits[i]
-            finite_candidate_bits[i] = candidate_bits[i]
+            finite_values[0][i] = r
+            finite_values[1][i] = c
+            finite_bits[0][i] = bits[0][i]
+            finite_bits[1][i] = bits[1][i]
             continue
         tally.finite -= 1
         tally.nan_reference += np.isnan(r)
         tally.nan_candidate += np.isnan(c)
         tally.inf_reference += np.isinf(r)
         tally.inf_candidate += np.isinf(c)
+        if r == c or (np.isnan(r) and np.isnan(c)):
+            continue
+        if tally.misplaced == 0:
+            tally.worst = tally.numel + i
+        tally.misplaced += 1
+        tally.mismatches += 1
+        tally.beyond += 1
         if not (np.isnan(r) or np.isnan(c)):
-            tally.max_ulp = max(tally.max_ulp, _ulp(reference_bits[i], candidate_bits[i]))
-        if r != c and not (np.isnan(r) and np.isnan(c)):
-            if tally.misplaced == 0:
-                tally.worst = tally.numel + i
-            tally.misplaced += 1
-            tally.mismatches += 1
-            tally.beyond += 1
-    return finite_reference, finite_candidate, finite_reference_bits, finite_candidate_bits
+            tally.max_ulp = max(tally.max_ulp, _max_ulp(bits[0][i : i + 1], bits[1][i : i + 1]))
+    return finite_values, finite_bits

@@ -1,6 +1,6 @@
 """Every number of a `Measurement` from one pass over two tensors, on all cores and with next to no memory.
 
-Large tensors are cut into spans that threads measure one by one; a span goes to the compiled loop of `fused`, or,
+Large tensors are cut into spans that threads measure one by one; a span goes to the compiled loops of `fused` or,
 without numba and away from the CPU, to the torch operators of `chunked`.
 """
 
@@ -15,6 +15,8 @@ import torch
 
 from torchdelta.compare import chunked
 from torchdelta.records.comparison import Measurement
+
+SpanMeasure = Callable[[torch.Tensor, torch.Tensor, float, float], Measurement]
 
 _SPAN = 2**20
 """Elements that one thread measures at a time: about a millisecond, so that starting threads pays above it."""
@@ -47,20 +49,20 @@ _MEASURABLE = frozenset(
 
 
 def measure(reference: torch.Tensor, candidate: torch.Tensor, *, rtol: float = 0.0, atol: float = 0.0) -> Measurement:
-    """Hold two dense tensors of the same shape against each other, element by element and never broadcasting."""
+    """Hold two dense tensors of the same shape against each other, element by element; nothing is broadcast."""
     if reference.shape != candidate.shape:
         raise ValueError(
             f"a reference of shape {tuple(reference.shape)} cannot be measured against a candidate of shape "
-            f"{tuple(candidate.shape)}: shapes must be equal, there is no broadcasting"
+            f"{tuple(candidate.shape)}: nothing is broadcast, so give both the same shape first"
         )
     for side in (reference, candidate):
         if side.dtype not in _MEASURABLE or side.layout != torch.strided:
             raise TypeError(
-                f"a tensor of {side.dtype} and {side.layout} has no elements to measure one by one: "
+                f"a tensor of {side.dtype} in the layout {side.layout} has no elements to measure one by one: "
                 "dequantize it, or make it dense, first"
             )
     if reference.numel() == 0:
-        return _nothing(reference, candidate)
+        return _of_nothing(reference, candidate)
     measurement = _measure_spans(reference.detach(), candidate.detach(), rtol, atol)
     if reference.is_complex() or candidate.is_complex():
         return dataclasses.replace(measurement, worst=measurement.worst // 2)
@@ -69,12 +71,12 @@ def measure(reference: torch.Tensor, candidate: torch.Tensor, *, rtol: float = 0
 
 def _measure_spans(reference: torch.Tensor, candidate: torch.Tensor, rtol: float, atol: float) -> Measurement:
     on_cpu = reference.is_cpu and candidate.is_cpu
-    measure_span = (_fused_measure_span() if on_cpu else None) or chunked.measure_span
+    measure_span = _cpu_measure() if on_cpu else chunked.measure_span
     if reference.numel() <= _SPAN or not on_cpu:
         return measure_span(reference, candidate, rtol, atol)
     if reference.is_contiguous() and candidate.is_contiguous():
         reference, candidate = reference.view(-1), candidate.view(-1)
-    # a pool of its own for each call leaves no threads behind that a fork would lose
+    # a pool for each call, because the threads of one that lives on are missing after a fork
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         spans = pool.map(
             lambda index: measure_span(reference[index], candidate[index], rtol, atol),
@@ -84,16 +86,16 @@ def _measure_spans(reference: torch.Tensor, candidate: torch.Tensor, rtol: float
 
 
 @functools.cache
-def _fused_measure_span() -> Callable[[torch.Tensor, torch.Tensor, float, float], Measurement] | None:
-    """The compiled loop, unless numba is missing: it is imported when first needed, since that takes half a second."""
+def _cpu_measure() -> SpanMeasure:
+    """The compiled loops if numba is there; it is imported when first needed, because that takes half a second."""
     try:
         from torchdelta.compare import fused
     except ImportError:
-        return None
+        return chunked.measure_span
     return fused.measure_span
 
 
-def _nothing(reference: torch.Tensor, candidate: torch.Tensor) -> Measurement:
+def _of_nothing(reference: torch.Tensor, candidate: torch.Tensor) -> Measurement:
     has_ulps = reference.dtype == candidate.dtype and (reference.is_floating_point() or reference.is_complex())
     return Measurement(
         numel=0,

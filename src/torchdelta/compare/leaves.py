@@ -6,22 +6,31 @@ itself (caches, distributions, user classes) is taken apart by its attributes, s
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Mapping, Sequence, Set
+import inspect
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributions.utils import lazy_property
 
 from torchdelta._torch import tensors
 from torchdelta.records.comparison import Unmatched
 
-_ATOMS = (torch.Tensor, np.ndarray, np.generic, str, bytes, bool, int, float, complex, type(None))
-_OPAQUE = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, functools.partial)
-_NAMES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_NAMED = (str, bytes, bool, int, float, complex, type(None), Enum, type, torch.dtype, torch.device, torch.layout)
+"""What reads the same wherever it is equal, so that a path can hold it."""
+_ATOMS = (
+    *_NAMED,
+    *(bytearray, range, slice, os.PathLike, np.generic, torch.memory_format),
+    *(ModuleType, FunctionType, BuiltinFunctionType),
+)
+_BUILT_IN = (dict, list, tuple, set, frozenset, deque)
 
 Child = tuple[str, Any]
 Leaves = dict[str, Any]
@@ -48,10 +57,42 @@ class Container:
         return self.kind
 
 
+@dataclass(frozen=True)
+class Unreadable:
+    """Stands for a value that raised when it was taken apart."""
+
+    kind: str
+    error: str
+
+    def __str__(self) -> str:
+        return f"a {self.kind} that cannot be taken apart ({self.error})"
+
+
 def leaves_of(value: Any, path: str = "value") -> Leaves:
     """Take a value apart."""
     found: Leaves = {}
-    _walk(value, path, found, frozenset())
+    waiting: list[tuple[str, Any, dict[int, Child]]] = [(path, value, {})]
+    while waiting:
+        path, value, above = waiting.pop()
+        while path in found:  # an attribute may be called `a.b`
+            path += "′"
+        if id(value) in above:
+            found[path] = Container(f"the {_kind(value)} that is {above[id(value)][0]}")
+            continue
+        try:
+            children = _children(value)
+        except Exception as error:
+            found[path] = Unreadable(type(value).__qualname__, brief(f"{type(error).__name__}: {error}"))
+            continue
+        if children is None:
+            found[path] = value
+            children = tensors.attributes(value) if isinstance(value, torch.Tensor) else ()
+        else:
+            found[path] = Container(_kind(value))
+        if children:
+            # the value itself is kept too: the id of one that is gone may be given to another
+            within = {**above, id(value): (path, value)}
+            waiting.extend((path + step, child, within) for step, child in reversed(children))
     return found
 
 
@@ -69,37 +110,32 @@ def align(reference: Leaves, candidate: Leaves, truth: Leaves | None = None) -> 
     return pairs, [*_alone("reference", reference, candidate), *_alone("candidate", candidate, reference)]
 
 
+def describe(value: Any) -> str:
+    """Say what a leaf is in a few words."""
+    if isinstance(value, torch.Tensor):
+        return f"{tensors.dtype_name(value.dtype)} {tensors.describe(value)}"
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} array of shape {value.shape}"
+    return brief(str(value) if isinstance(value, (Container, Unreadable)) else repr(value), 60)
+
+
+def brief(text: str, limit: int = 200) -> str:
+    """Return the first line of a text, cut to the limit."""
+    line = text.partition("\n")[0]
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
 def _alone(side: str, leaves: Leaves, others: Leaves) -> list[Unmatched]:
     return [
         Unmatched(path=path, side=side, what=describe(value)) for path, value in leaves.items() if path not in others
     ]
 
 
-def describe(value: Any) -> str:
-    """Say what a leaf is in a few words."""
-    if isinstance(value, torch.Tensor):
-        return f"{tensors.dtype_name(value)} tensor of shape {tuple(value.shape)}"
-    if isinstance(value, np.ndarray):
-        return f"{value.dtype} array of shape {value.shape}"
-    text = str(value) if isinstance(value, Container) else repr(value)
-    return text if len(text) <= 60 else text[:57] + "…"
-
-
-def _walk(value: Any, path: str, found: Leaves, above: frozenset[int]) -> None:
-    children = _children(value)
-    if children is None:
-        found[path] = value
-        return
-    found[path] = Container(_kind(value))
-    if id(value) in above:  # a value inside itself was taken apart further up
-        return
-    for step, child in children:
-        _walk(child, path + step, found, above | {id(value)})
-
-
 def _kind(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{type(value).__name__} of {tensors.dtype_name(value)}, {tensors.layout_name(value)}"
+        return tensors.describe(value)
+    if isinstance(value, np.ndarray):
+        return f"{type(value).__qualname__} of {value.dtype}, shape {value.shape}"
     return type(value).__qualname__
 
 
@@ -107,26 +143,92 @@ def _children(value: Any) -> list[Child] | None:
     """Return what a container holds, each with its step in the path; None of a leaf."""
     if isinstance(value, torch.Tensor):
         return tensors.components(value)
-    if isinstance(value, (*_ATOMS, *_OPAQUE, *_NAMES)):
+    if isinstance(value, _ATOMS):
         return None
+    if isinstance(value, np.ndarray):
+        return _array_items(value)
+    items = _items(value)
+    if items is None:
+        state = _state(value)
+        return None if state is None else [(f".{name}", item) for name, item in state.items()]
+    if isinstance(value, _BUILT_IN):
+        items = [*items, *_attributes_beside(value)]
+    return items
+
+
+def _items(value: Any) -> list[Child] | None:
     if isinstance(value, (torch.nn.ParameterDict, Mapping)):
-        return [(f"[{key!r}]", item) for key, item in value.items()]
-    if isinstance(value, Set):
-        # a set has no order to pair by: a stable one is made from the items' text
-        return [(f"{{{index}}}", item) for index, item in enumerate(sorted(value, key=repr))]
+        return list(_entries(value))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return [(f".{name}", item) for name, item in zip(value._fields, value, strict=True)]
+    if isinstance(value, Set):
+        return [(f"{{{index}}}", item) for index, item in enumerate(sorted(value, key=_order))]
     if isinstance(value, (torch.nn.ParameterList, torch.nn.ModuleList, Sequence)):
         return [(f"[{index}]", item) for index, item in enumerate(value)]
-    if dataclasses.is_dataclass(value):
-        return [(f".{field.name}", getattr(value, field.name, None)) for field in dataclasses.fields(value)]
-    return _attributes(value)
+    if isinstance(value, functools.partial):
+        return [(".func", value.func), (".args", value.args), (".keywords", value.keywords)]
+    if isinstance(value, MethodType):
+        return [(".__self__", value.__self__), (".__func__", value.__func__)]
+    return None
 
 
-def _attributes(value: Any) -> list[Child] | None:
-    names = list(getattr(value, "__dict__", ()))
+def _entries(mapping: Any) -> Iterator[Child]:
+    for index, (key, item) in enumerate(mapping.items()):
+        if all(isinstance(part, _NAMED) for part in (key if isinstance(key, tuple) else (key,))):
+            yield f"[{key!r}]", item
+        else:  # the text of a tensor or an object may be that of another, or hold its address
+            yield f".keys()[{index}]", key
+            yield f".values()[{index}]", item
+
+
+def _order(item: Any) -> tuple[int, Any]:
+    # a set has no order to pair by: numbers go by size, so that rounding moves none, and all else by its text
+    return (0, item) if isinstance(item, (int, float)) else (1, repr(item))
+
+
+def _array_items(array: np.ndarray[Any, Any]) -> list[Child] | None:
+    if isinstance(array, np.ma.MaskedArray):
+        return [
+            (".data", np.where(array.mask, np.zeros((), array.dtype), array.data)),
+            (".mask", np.asarray(array.mask)),
+        ]
+    if array.dtype.hasobject:
+        return [(str(list(index)), item) for index, item in np.ndenumerate(array)]
+    return None
+
+
+def _attributes_beside(value: Any) -> list[Child]:
+    """Return the attributes of a container's subclass, except for those that mirror its items."""
+    items: Any = value if isinstance(value, Mapping) else {}
+    state = getattr(value, "__dict__", {}).items()
+    return [(f".{name}", item) for name, item in state if item is not None and items.get(name) is not item]
+
+
+def _state(value: Any) -> dict[str, Any] | None:
+    """Return the attributes of an object; None of one that may keep state elsewhere than in attributes."""
+    kind = type(value)
+    # a constructor that is not Python's own makes something that Python cannot look into
+    if not (isinstance(kind.__new__, FunctionType) or kind.__new__ in (object.__new__, SimpleNamespace.__new__)):
+        return None
+    slots = dict(_slots(value))
+    if not slots and not hasattr(value, "__dict__"):
+        return None
+    state = {**getattr(value, "__dict__", {}), **slots}
+    cached = {name for name in state if isinstance(inspect.getattr_static(kind, name, None), _CACHES)}
+    given = {id(item) for name, item in state.items() if name not in cached}
+    # what was computed from the rest tells nothing new, and may be there on one side only; a distribution keeps
+    # the parameter it was given under such a name too
+    return {name: item for name, item in state.items() if name not in cached or id(item) in given}
+
+
+_CACHES = (functools.cached_property, lazy_property)
+
+
+def _slots(value: Any) -> Iterator[Child]:
     for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        names += [slots] if isinstance(slots, str) else list(slots)
-    children = [(f".{name}", getattr(value, name)) for name in dict.fromkeys(names) if hasattr(value, name)]
-    return children or None
+        names = kind.__dict__.get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            is_private = name.startswith("__") and not name.endswith("__")
+            actual = f"_{kind.__name__.lstrip('_')}{name}" if is_private else name
+            if name not in ("__dict__", "__weakref__") and hasattr(value, actual):
+                yield actual, getattr(value, actual)

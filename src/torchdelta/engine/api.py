@@ -13,7 +13,7 @@ from torchdelta.compare.contract import Terms
 from torchdelta.compare.judge import Judge
 from torchdelta.compare.leaves import leaves_of
 from torchdelta.compare.policies import parse
-from torchdelta.engine.check import Progress, run_case
+from torchdelta.engine.check import Check, Progress
 from torchdelta.errors import UsageError
 from torchdelta.execute.optimizers import OPTIMIZERS, OptimizerFactory
 from torchdelta.execute.programs import Program, load_object, load_program
@@ -93,15 +93,15 @@ def check(
         optimizer=_optimizer(optimizer),
         loss=load_object(loss, what="loss") if isinstance(loss, str) else loss,
     )
-    return run_case(
-        case,
+    return Check(
+        case=case,
         program=source,
         transform=transforms.build(transform, case.options),
         policy=parse(policy),
         plan=plan,
-        is_default_stages=stages is None,
+        stages_by_default=stages is None,
         progress=progress,
-    )
+    ).run()
 
 
 def assert_equivalent(program: Callable[..., Any] | str, args: tuple[Any, ...] = (), **options: Any) -> Report:

@@ -20,7 +20,7 @@ import torch
 from torchdelta._torch import runtime, tensors
 from torchdelta.compare.judge import is_inexact
 from torchdelta.compare.kernels import measure
-from torchdelta.compare.leaves import Leaves, leaves_of
+from torchdelta.compare.leaves import Container, Leaves, leaves_of
 from torchdelta.execute.inputs import randomise
 from torchdelta.execute.optimizers import OptimizerFactory
 from torchdelta.execute.sides import Side
@@ -51,11 +51,12 @@ class Observation:
 
 
 class SideFailed(Exception):
-    """A side raised: in which stage, and what it had left behind before."""
+    """A side raised: in which stage of which iteration, and what it had left behind before."""
 
-    def __init__(self, stage: str, observation: Observation, error: BaseException) -> None:
+    def __init__(self, stage: str, iteration: int, observation: Observation, error: BaseException) -> None:
         super().__init__(f"{stage}: {type(error).__name__}: {error}")
         self.stage = stage
+        self.iteration = iteration
         self.observation = observation
         self.error = error
 
@@ -78,11 +79,13 @@ class _Observer:
         self.scope = scope
         self.originals = _tensors_in(_inputs_and_state(original))
         self.seen = Observation()
+        self.iteration = 0
 
     def run(self) -> Observation:
         for iteration in range(self.plan.iterations):
             # the first iteration runs the user's own inputs, under the plain names
             prefix = f"iterations[{iteration}]." if iteration else ""
+            self.iteration = iteration
             if iteration:
                 randomise((self.side.args, self.side.kwargs), seed=self.plan.seed + iteration)
             outputs = self._call("forward", self.plan.seed + iteration)
@@ -102,7 +105,7 @@ class _Observer:
                 yield
             runtime.synchronise()
         except (Exception, SystemExit) as error:
-            raise SideFailed(name, self.seen, error) from error
+            raise SideFailed(name, self.iteration, self.seen, error) from error
 
     def _call(self, stage: str, seed: int) -> Any:
         runtime.seed_everything(seed)
@@ -117,6 +120,8 @@ class _Observer:
         for path, value in leaves_of(outputs, "outputs").items():
             kept[prefix + path] = _snapshot(value)
         around = _tensors_in(_inputs_and_state(self.side))
+        for path, value in _plain_leaves({"args": self.side.args, "kwargs": self.side.kwargs}).items():
+            kept[prefix + path] = value
         for path, tensor in around.items():
             kept[prefix + path] = self._original_or_snapshot(path, tensor)
         self.seen.aliases.update({prefix + path: others for path, others in _aliases(outputs, around).items()})
@@ -195,6 +200,17 @@ def _tensors_in(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         for name, value in values.items()
         for path, leaf in leaves_of(value, name).items()
         if isinstance(leaf, torch.Tensor)
+    }
+
+
+def _plain_leaves(values: Mapping[str, Any]) -> Leaves:
+    """Return the containers and plain values among the inputs: a call may append to a list or count in a cache."""
+    plain = (Container, bool, int, float, complex, str, type(None))
+    return {
+        path: leaf
+        for name, value in values.items()
+        for path, leaf in leaves_of(value, name).items()
+        if isinstance(leaf, plain)
     }
 
 

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 
 _VOLATILE = (
-    (re.compile(r"0x[0-9a-fA-F]+"), "0x…"),
-    (re.compile(r"(?<![\w.+~-])(?:[\w.+~-]*/)+"), "…/"),
+    (re.compile(r"\b0x[0-9a-fA-F]+"), "…"),
+    (re.compile(r"(?<![\w.+~-])(?:[\w.+~-]*/)+"), ""),
     (re.compile(r"-?\d[\d.]*(?:e[-+]?\d+)?"), "#"),
     (re.compile(r"\s+"), " "),
 )

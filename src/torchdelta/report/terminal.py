@@ -1,15 +1,17 @@
-"""A report on a terminal: the verdict first, then the worst tensors with their evidence, on one screen."""
+"""A report on a terminal: the verdict first, then its stages, the worst leaves with their evidence, why, and notes."""
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from collections.abc import Iterator
 
 from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from torchdelta.records.comparison import Comparison, Scalar
+from torchdelta.records.case import VALUES, Case
+from torchdelta.records.comparison import Comparison, Scalar, Worst
 from torchdelta.records.report import Report, Stage
 from torchdelta.records.verdict import Verdict
 
@@ -29,121 +31,210 @@ _MARK = {
 }
 _ROWS_WHEN_EQUIVALENT = 5
 _ROWS_OTHERWISE = 12
+_REASONS = 5
 _NOTES = 6
+# below it a table leaves less room for a leaf's path than most paths need
+_TABLE_COLUMNS = 96
 
 
 def print_report(report: Report, console: Console | None = None, *, verbose: bool = False) -> None:
-    """Print the report; `verbose` shows every tensor, every note, the traceback and what it cost."""
+    """Print the report; `verbose` shows every leaf, reason and note, the traceback and what it cost."""
     # a pipe or a log file has no width to fold at
     console = console or Console(width=None if sys.stdout.isatty() else 160)
-    console.print(Group(*_parts(report, verbose=verbose)), highlight=False)
-
-
-def _parts(report: Report, *, verbose: bool) -> list[RenderableType]:
-    parts: list[RenderableType] = [_headline(report), *(_stage_line(stage) for stage in report.stages)]
-    if report.failure and verbose:
-        parts.append(Padding(Text(report.failure.traceback.rstrip(), style="dim"), (1, 0, 0, 2)))
-    rows = _worst_first(report)
-    limit = _ROWS_WHEN_EQUIVALENT if report.verdict is Verdict.EQUIVALENT else _ROWS_OTHERWISE
-    shown = rows if verbose else [row for row in rows if _is_worth_a_row(row[1])][:limit]
-    if shown:
-        parts.append(Padding(_table(shown), (1, 0, 0, 0)))
-    guilty = [(stage, seen) for stage, seen in shown if seen.verdict is not Verdict.EQUIVALENT]
-    for stage, seen in guilty if verbose else guilty[:3]:
-        parts.append(Text.assemble(("why  ", "bold"), f"{stage} {seen.path}: {seen.reason}"))
-    parts += _notes(report, verbose=verbose)
+    parts = [_headline(report), *_stage_lines(report), *_evidence(report, width=console.width, verbose=verbose)]
+    remarks = [*_reasons(report, verbose=verbose), *_notes(report, verbose=verbose)]
+    if remarks:
+        parts += [Text(), _labelled(remarks)]
     if verbose:
-        parts += _cost(report)
-    return parts
+        parts += _appendix(report)
+    console.print(Group(*parts), highlight=False)
 
 
-def _headline(report: Report) -> Text:
+def _headline(report: Report) -> RenderableType:
     case = report.case
-    return Text.assemble(
-        (report.verdict.value, f"bold {_STYLE[report.verdict]}"),
-        f"  {case.program} under {case.transform}",
-        (f"  policy {case.policy}, seed {case.seed}, torch {report.environment.torch}", "dim"),
-    )
+    verdict = (report.verdict.value, f"bold {_STYLE[report.verdict]}")
+    what = case.program if case.stages == (VALUES,) else f"{case.program} under {case.transform}"
+    asked = ", ".join([*_asked(case), f"torch {report.environment.torch}"])
+    return Group(Text.assemble(verdict, f"  {what}"), Text(f"  {asked}", style="dim"))
 
 
-def _stage_line(stage: Stage) -> Text:
-    differing = sum(seen.verdict is not Verdict.EQUIVALENT for seen in stage.comparisons)
-    changed = sum(bool(seen.measurement and seen.measurement.mismatches) for seen in stage.comparisons)
+def _asked(case: Case) -> Iterator[str]:
+    yield from (f"{name}={value}" for name, value in case.options.items())
+    yield f"policy {case.policy}"
+    if case.ignore:
+        yield f"ignoring {' and '.join(case.ignore)}"
+    if case.strict:
+        yield f"strict about {' and '.join(case.strict)}"
+    if case.iterations > 1:
+        yield f"{case.iterations} iterations"
+    if "steps" in case.stages:
+        yield f"{_count(case.steps, 'step')} of {case.optimizer}"
+    if case.loss:
+        yield f"loss {case.loss}"
+    if case.deterministic:
+        yield "deterministic algorithms"
+    if case.anomaly:
+        yield "anomaly mode"
+    yield f"seed {case.seed}"
+
+
+def _stage_lines(report: Report) -> Iterator[Text]:
+    for stage in report.stages:
+        yield Text.assemble(
+            f"  {stage.name:<9}  ", (f"{stage.verdict.value:<12}", _STYLE[stage.verdict]), f"  {_summary(stage)}"
+        )
+    ran = {stage.name for stage in report.stages}
+    for name in report.case.stages:
+        if name not in ran:
+            yield Text(f"  {name:<9}  not run", style="dim")
+
+
+def _summary(stage: Stage) -> str:
+    if not stage.comparisons:
+        return "nothing compared"
     total = len(stage.comparisons)
-    if differing:
-        said = f"{differing} of {_count(total, 'leaf', 'leaves')}"
-    elif total:
-        said = f"{_count(total, 'leaf', 'leaves')}, {total - changed} bitwise identical"
-    else:
-        said = "nothing compared"
-    reason = f": {stage.reason.splitlines()[0]}" if stage.reason else ""
-    return Text.assemble(f"  {stage.name:<10}", (stage.verdict.value, _STYLE[stage.verdict]), f"  {said}{reason}")
+    leaves = _count(total, "leaf", "leaves")
+    counts = Counter(seen.verdict for seen in stage.comparisons)
+    worst_first = sorted(counts, key=lambda verdict: verdict.severity, reverse=True)
+    if guilty := [f"{counts[verdict]} {verdict.value}" for verdict in worst_first if verdict is not Verdict.EQUIVALENT]:
+        return f"{leaves}, {', '.join(guilty)}"
+    changed = sum(seen.measurement is not None and seen.measurement.mismatches > 0 for seen in stage.comparisons)
+    return f"{leaves}, {total - changed if changed else 'all'} bitwise identical"
 
 
-def _worst_first(report: Report) -> list[tuple[str, Comparison]]:
+def _ranked(report: Report) -> list[tuple[str, Comparison]]:
     rows = [(stage.name, seen) for stage in report.stages for seen in stage.comparisons]
-    return sorted(rows, key=lambda row: (-row[1].verdict.severity, -row[1].ratio))
+    return sorted(rows, key=lambda row: row[1].rank, reverse=True)
 
 
-def _is_worth_a_row(seen: Comparison) -> bool:
-    return seen.verdict is not Verdict.EQUIVALENT or seen.measurement is not None
+def _evidence(report: Report, *, width: int, verbose: bool) -> Iterator[RenderableType]:
+    rows = [seen for _, seen in _ranked(report) if verbose or seen.measurement is not None]
+    limit = _ROWS_WHEN_EQUIVALENT if report.verdict is Verdict.EQUIVALENT else _ROWS_OTHERWISE
+    shown = rows if verbose else rows[:limit]
+    if shown:
+        yield Text()
+        yield _table(shown) if width >= _TABLE_COLUMNS else Group(*map(_entry, shown))
+    if len(rows) > len(shown):
+        yield Text(f"   and {len(rows) - len(shown)} more (--verbose)", style="dim")
 
 
-def _table(rows: list[tuple[str, Comparison]]) -> Table:
+def _table(rows: list[Comparison]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("")
-    table.add_column("leaf", overflow="fold", min_width=16)
+    table.add_column("leaf", overflow="fold")
     for name in ("error", "allowed", "at", "reference", "candidate", "truth"):
-        table.add_column(name, justify="right", overflow="fold")
-    for _, seen in rows:
+        table.add_column(name, justify="right", no_wrap=True)
+    for seen in rows:
         worst = seen.worst
         table.add_row(
-            Text(_MARK[seen.verdict], style=_STYLE[seen.verdict]),
-            seen.path,
+            _mark(seen),
+            # as Text: a key such as torch.float32 in brackets would be taken for markup
+            Text(seen.path),
             _number(seen.error),
             _number(seen.allowed),
-            ",".join(map(str, worst.index)) if worst else "",
-            _number(worst.reference) if worst else "",
-            _number(worst.candidate) if worst else "",
-            _number(worst.truth) if worst else "",
+            _index(worst) if worst else "",
+            *(_values(worst) if worst else ()),
         )
     return table
 
 
-def _notes(report: Report, *, verbose: bool) -> list[Text]:
+def _entry(seen: Comparison) -> RenderableType:
+    """Return one leaf on lines of its own, for a terminal too narrow for the table."""
+    lines = [Text.assemble(seen.path, (f": error {_number(seen.error)}, allowed {_number(seen.allowed)}", "dim"))]
+    if seen.worst is not None:
+        reference, candidate, truth = _values(seen.worst)
+        values = f"reference {reference}, candidate {candidate}, truth {truth}"
+        lines.append(Text(f"at [{_index(seen.worst)}] {values}", style="dim"))
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column()
+    grid.add_column(overflow="fold")
+    grid.add_row(_mark(seen), Group(*lines))
+    return grid
+
+
+def _index(worst: Worst) -> str:
+    return ",".join(map(str, worst.index))
+
+
+def _mark(seen: Comparison) -> Text:
+    return Text(_MARK[seen.verdict], style=_STYLE[seen.verdict])
+
+
+def _reasons(report: Report, *, verbose: bool) -> Iterator[tuple[str, str]]:
+    stages_of: dict[str, list[str]] = {}
+    for stage in report.stages:
+        if stage.reason:
+            stages_of.setdefault(_opening(stage.reason), []).append(stage.name)
+    for reason, names in stages_of.items():
+        yield "why", f"{' and '.join(names)}: {reason}"
+    if report.failure and report.failure.traceback and not verbose:
+        yield "", "--verbose shows the traceback"
+    guilty = [(stage, seen) for stage, seen in _ranked(report) if seen.verdict is not Verdict.EQUIVALENT]
+    shown = guilty if verbose else guilty[:_REASONS]
+    for stage_name, seen in shown:
+        yield "why", f"{stage_name} {seen.path}: {seen.reason}"
+    if len(guilty) > len(shown):
+        yield "", f"and {len(guilty) - len(shown)} more (--verbose)"
+
+
+def _notes(report: Report, *, verbose: bool) -> Iterator[tuple[str, str]]:
     notes = list(report.notes)
     excused = sorted({breach.clause for seen in report.comparisons for breach in seen.contract if breach.excused})
     if excused:
-        notes.append(f"differs in {', '.join(excused)}, which does not count here (--verbose shows where)")
-    if report.graphs is not None:
-        graphs = report.graphs
+        where = "" if verbose else " (--verbose shows where)"
+        notes.append(f"differs in {' and '.join(excused)}, which does not count here{where}")
+    if graphs := report.graphs:
         captured, calls = _count(graphs.captured, "graph"), _count(graphs.transformed_calls, "transformed call")
-        notes.append(f"{captured} captured, {calls}")
-    left_out = 0 if verbose else max(len(notes) - _NOTES, 0)
-    shown = notes[: len(notes) - left_out]
-    lines = [Text.assemble(("note ", "bold"), note) for note in shown]
-    if left_out:
-        lines.append(Text(f"     and {left_out} more notes (--verbose)", style="dim"))
-    return lines
+        untransformed = f", {graphs.untransformed_calls} untransformed" if graphs.untransformed_calls else ""
+        notes.append(f"{captured} captured, {calls}{untransformed}")
+    shown = notes if verbose else notes[:_NOTES]
+    yield from (("note", note) for note in shown)
+    if len(notes) > len(shown):
+        yield "", f"and {len(notes) - len(shown)} more (--verbose)"
 
 
-def _cost(report: Report) -> list[Text]:
-    lines = [
-        Text(f"  {seen.path}: {breach}", style="dim")
-        for seen in report.comparisons
-        for breach in seen.contract
-        if breach.excused
-    ]
+def _labelled(remarks: list[tuple[str, str]]) -> Table:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="bold")
+    grid.add_column(overflow="fold")
+    for label, text in remarks:
+        grid.add_row(label, Text(text, style="" if label else "dim"))
+    return grid
+
+
+def _appendix(report: Report) -> Iterator[Text]:
+    for seen in report.comparisons:
+        for breach in seen.contract:
+            if breach.excused:
+                yield Text(f"  {seen.path}: {breach}", style="dim")
+    if report.failure and report.failure.traceback:
+        yield Text("\n" + report.failure.traceback.rstrip() + "\n", style="dim")
     if report.cost is not None:
         parts = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in report.cost.seconds.items())
-        lines.append(Text(f"cost {parts}; peak memory {report.cost.peak_bytes / 2**20:.0f} MiB", style="dim"))
-    return lines
+        yield Text(f"cost  {parts}; peak memory {report.cost.peak_bytes / 2**20:.0f} MiB", style="dim")
 
 
-def _number(value: Scalar | None) -> str:
+def _opening(text: str) -> str:
+    """Return the first line, and the next where the first ends in a colon and so says nothing yet."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+
+
+def _values(worst: Worst) -> list[str]:
+    """Return reference, candidate and truth with as many digits as it takes to tell the first two apart."""
+    telling = (digits for digits in range(4, 18) if not _looks_same(worst, digits))
+    digits = next(telling, 4)
+    return [_number(value, digits) for value in (worst.reference, worst.candidate, worst.truth)]
+
+
+def _looks_same(worst: Worst, digits: int) -> bool:
+    return _number(worst.reference, digits) == _number(worst.candidate, digits)
+
+
+def _number(value: Scalar | None, digits: int = 4) -> str:
     if value is None:
         return "–"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
 
 
 def _count(number: int, one: str, many: str = "") -> str:

@@ -1,0 +1,114 @@
+"""Leaves that are no tensors: numbers and numeric arrays become tensors, all else is equal or it is not."""
+
+from __future__ import annotations
+
+import warnings
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchdelta._torch import tensors
+from torchdelta.compare.contract import Terms
+from torchdelta.compare.leaves import Container, Pair, Unreadable, describe
+from torchdelta.records.comparison import Breach, Comparison, Unmatched
+from torchdelta.records.verdict import Verdict
+
+_SINGLETONS = (Enum, type, torch.dtype, torch.layout, torch.memory_format)
+"""Equal only to themselves: that their class does not define equality leaves no doubt."""
+
+
+def as_tensor(value: Any) -> torch.Tensor | None:
+    """Return tensors, numbers and numeric arrays as a plain tensor; None of everything else."""
+    if isinstance(value, torch.Tensor):
+        return tensors.without_class(value)
+    if isinstance(value, (np.ndarray, np.generic)):
+        return _array_as_tensor(np.asarray(value))
+    if isinstance(value, (bool, int)):
+        return torch.tensor(value) if -(2**63) <= value < 2**63 else None
+    if isinstance(value, (float, complex)):
+        return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.complex128)
+    return None
+
+
+def is_same_class(reference: Any, candidate: Any) -> bool:
+    """Tell whether two leaves are of one class; a parameter that comes back as a plain tensor is no change of class."""
+    kinds = (tensors.class_of(side) if isinstance(side, torch.Tensor) else type(side) for side in (reference, candidate))
+    return next(kinds) is next(kinds)
+
+
+def compare_objects(pair: Pair, terms: Terms) -> Comparison:
+    """Compare two leaves of which one at least is no tensor, or which are of different classes."""
+    reference, candidate = pair.reference, pair.candidate
+    if unreadable := next((side for side in (reference, candidate) if isinstance(side, Unreadable)), None):
+        return _object(pair, Verdict.INCONCLUSIVE, str(unreadable))
+    if isinstance(reference, Container) or not is_same_class(reference, candidate):
+        return differing_structure(pair.path, describe(reference), describe(candidate))
+    try:
+        breach = _difference(reference, candidate, terms)
+    except Exception as error:
+        reason = f"two {type(reference).__name__} cannot be compared: {type(error).__name__}: {error}"
+        return _object(pair, Verdict.INCONCLUSIVE, reason)
+    if breach is None:
+        return _object(pair, Verdict.EQUIVALENT, "equal")
+    if type(reference).__eq__ is object.__eq__ and not isinstance(reference, _SINGLETONS):
+        reason = f"two {type(reference).__name__} cannot be compared: the class does not say what equal means"
+        return _object(pair, Verdict.INCONCLUSIVE, reason)
+    verdict = Verdict.EQUIVALENT if breach.excused else Verdict.DIVERGED
+    return _object(pair, verdict, f"ignored: {breach}" if breach.excused else str(breach), breach)
+
+
+def compare_alone(leaf: Unmatched) -> Comparison:
+    """Return the comparison of a leaf that has no partner: a difference of structure."""
+    sides = {"reference": "nothing", "candidate": "nothing", leaf.side: leaf.what}
+    return differing_structure(leaf.path, **sides)
+
+
+def differing_structure(path: str, reference: str, candidate: str) -> Comparison:
+    """Return the comparison of two things that are not even of the same kind."""
+    breach = Breach(clause="structure", reference=reference, candidate=candidate)
+    return Comparison(path=path, verdict=Verdict.DIVERGED, reason=str(breach), kind="structure", contract=(breach,))
+
+
+def _object(pair: Pair, verdict: Verdict, reason: str, *contract: Breach) -> Comparison:
+    return Comparison(path=pair.path, verdict=verdict, reason=reason, kind="object", contract=contract)
+
+
+def _difference(reference: Any, candidate: Any, terms: Terms) -> Breach | None:
+    if reference is candidate:
+        return None
+    if isinstance(reference, np.ndarray):
+        return _difference_of_arrays(reference, candidate)
+    # a NaN of numpy is no tensor when it is wider than float64, and equals a NaN like any other
+    if reference == candidate or (reference != reference and candidate != candidate):
+        return None
+    if isinstance(reference, torch.dtype):
+        return terms.breach_of_dtype(reference, candidate)
+    clause = "device" if isinstance(reference, torch.device) else "value"
+    return terms.breach(clause, describe(reference), describe(candidate))
+
+
+def _difference_of_arrays(reference: np.ndarray[Any, Any], candidate: np.ndarray[Any, Any]) -> Breach | None:
+    if (reference.dtype, reference.shape) != (candidate.dtype, candidate.shape):
+        return Breach(clause="value", reference=describe(reference), candidate=describe(candidate))
+    differs = np.asarray((reference != candidate) & ~((reference != reference) & (candidate != candidate)))
+    if not differs.any():
+        return None
+    index = tuple(int(step) for step in np.argwhere(differs)[0])
+    where = f"at {list(index)}, the first of {int(differs.sum())} that differ"
+    return Breach(
+        clause="value", reference=f"{reference[index]!r} {where}", candidate=repr(candidate[index])
+    )
+
+
+def _array_as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
+    with warnings.catch_warnings():
+        # it is only read, so that it cannot be written to does not matter
+        warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)
+        try:
+            return torch.as_tensor(array)
+        except TypeError:
+            return None
+        except ValueError:  # torch has neither negative strides nor the other byte order
+            return torch.as_tensor(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))

@@ -1,0 +1,92 @@
+"""Run the candidate: what it left behind, how much of it was transformed, and how it failed if it did."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torchdelta._torch import dynamo
+from torchdelta.errors import EnvironmentUnfit, TorchDeltaError
+from torchdelta.execute.sides import Side
+from torchdelta.execute.stages import Observation, Plan, Scope, SideFailed, observe
+from torchdelta.records.case import STAGES
+from torchdelta.records.failure import Failure
+from torchdelta.records.report import Graphs
+from torchdelta.transforms.base import Transform, Transformed
+
+
+@dataclass
+class CandidateRun:
+    """What came of a candidate."""
+
+    observation: Observation = field(default_factory=Observation)
+    graphs: Graphs = field(default_factory=lambda: Graphs(captured=0, transformed_calls=0))
+    notes: list[str] = field(default_factory=list)
+    eager_reasons: list[str] = field(default_factory=list)
+    failure: Failure | None = None
+    failed_in: int = 0
+    """Where in the order of the stages it failed; what fails before the first stage fails in it."""
+
+    def has_failed_by(self, stage: str) -> bool:
+        """Tell whether the candidate failed in this stage or before it."""
+        return self.failure is not None and STAGES.index(stage) >= self.failed_in
+
+    def untransformed(self) -> str:
+        """Return why what ran was not, or not always, the transformed program; empty where it was."""
+        if self.graphs.transformed_calls == 0:
+            return "the transform did not happen: no transformed code ran at all"
+        if self.graphs.untransformed_calls:
+            calls = self.graphs.untransformed_calls
+            return f"the transform did not happen in {calls} calls, which ran as the reference does"
+        if any("recompile limit" in reason for reason in self.eager_reasons):
+            return "the compiler reached its recompile limit, and ran some calls as the reference does"
+        return ""
+
+
+def run_candidate(
+    transform: Transform, side: Side, plan: Plan, *, original: Side, scope: Scope, draws_random: bool
+) -> CandidateRun:
+    """Transform a fresh side and run it; what the candidate raises is its result, what the machine lacks is raised."""
+    run = CandidateRun()
+    try:
+        with scope(), transform.applied(side, draws_random=draws_random) as transformed:
+            run.notes += transformed.notes
+            _attend(transformed, run, lambda attended: observe(attended, plan, original, scope))
+    except TorchDeltaError:
+        raise
+    except SideFailed as failed:
+        run.observation, run.failed_in = failed.observation, STAGES.index(failed.stage)
+        run.failure = _failure(failed.error, failed.stage)
+    except (Exception, SystemExit) as error:
+        run.failure = _failure(error, "transform")
+    return run
+
+
+def _attend(transformed: Transformed, run: CandidateRun, watch: Callable[[Side], Observation]) -> None:
+    """Run the side and count, call by call, whether anything transformed ran."""
+    witness = transformed.witness
+    untransformed = 0
+
+    def attended(*args: Any, **kwargs: Any) -> Any:
+        nonlocal untransformed
+        before = witness.calls
+        outputs = transformed.side.call(*args, **kwargs)
+        untransformed += witness.calls == before
+        return outputs
+
+    try:
+        run.observation = watch(replace(transformed.side, call=attended))
+    finally:
+        run.graphs = Graphs(
+            captured=witness.captured, transformed_calls=witness.calls, untransformed_calls=untransformed
+        )
+        run.eager_reasons = witness.eager_reasons()
+        run.notes += [f"part of the program ran eagerly: {reason}" for reason in run.eager_reasons]
+
+
+def _failure(error: BaseException, stage: str) -> Failure:
+    if reason := dynamo.unfit_reason(error):
+        raise EnvironmentUnfit(reason) from error
+    return Failure.of(error, stage=stage, traceback="".join(traceback.format_exception(error)))

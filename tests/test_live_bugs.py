@@ -1,0 +1,57 @@
+"""Real bugs of torch 2.13.0 under inductor are seen for what they are."""
+
+import pathlib
+
+import pytest
+
+import torchdelta as td
+from torchdelta import Verdict
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("inductor-live-bugs")]
+
+LIVE_BUGS = pathlib.Path(__file__).parent / "programs" / "live_bugs.py"
+
+
+def checked(name, **options):
+    return td.check(f"{LIVE_BUGS}:{name}", transform="inductor", **options)
+
+
+def test_an_elided_narrowing_cast_brings_the_candidate_closer_to_the_truth_and_is_no_divergence():
+    report = checked("pt181568_bf16_cast_elided")
+    seen = next(seen for seen in report.comparisons if seen.path == "outputs[0]")
+
+    assert report.verdict is Verdict.EQUIVALENT
+    assert seen.measurement.mismatches > 0
+    assert seen.error < seen.noise
+
+
+def test_wrong_gradients_behind_a_right_forward_have_diverged():
+    report = checked("pt185509_interpolate_gradient")
+
+    assert report.stage("forward").verdict is Verdict.EQUIVALENT
+    assert report.stage("gradients").verdict is Verdict.DIVERGED
+
+
+def test_a_uint8_that_does_not_wrap_has_diverged():
+    report = checked("pt187018_uint8_negate")
+    outputs = next(seen for seen in report.comparisons if seen.path == "outputs")
+
+    assert report.verdict is Verdict.DIVERGED
+    assert (outputs.worst.reference, outputs.worst.candidate) == (224, -800)
+
+
+def test_another_integer_dtype_has_diverged_although_the_values_agree():
+    report = checked("pt191308_int8_matmul_dtype")
+    outputs = next(seen for seen in report.comparisons if seen.path == "outputs")
+
+    assert report.verdict is Verdict.DIVERGED
+    assert [breach.clause for breach in outputs.contract] == ["dtype"]
+    assert outputs.measurement.mismatches == 0
+    assert checked("pt191308_int8_matmul_dtype", ignore=["dtype"]).verdict is Verdict.EQUIVALENT
+
+
+def test_a_floor_division_by_division_has_diverged():
+    report = checked("pt197895_floor_divide")
+
+    assert report.verdict is Verdict.DIVERGED
+    assert (report.comparisons[0].worst.reference, report.comparisons[0].worst.candidate) == (9.0, 10.0)
