@@ -4,10 +4,12 @@ import dataclasses
 import inspect
 import itertools
 import math
+import pickle
 
 import pytest
 
 from programs import reports
+from torchdelta import errors
 from torchdelta.errors import UsageError
 from torchdelta.records import case, comparison, failure, report
 from torchdelta.records.case import Case
@@ -190,6 +192,24 @@ class TestMeasurement:
 
     def test_an_empty_measurement_divides_by_nothing(self):
         assert self.measurement(finite=0, square_error=0.0, square_reference=0.0).rms_error == 0.0
+
+
+class TestErrors:
+    @pytest.mark.parametrize("kind", [errors.Diverged, errors.Crashed, errors.TimedOut, errors.Inconclusive])
+    def test_a_verdict_that_is_raised_is_a_failed_assertion_and_brings_its_report(self, kind):
+        error = pickle.loads(pickle.dumps(kind("it differs", report=reports.diverged())))
+
+        assert isinstance(error, AssertionError)
+        assert isinstance(error, errors.NotEquivalent)
+        assert error.report == reports.diverged()
+        assert str(error) == "it differs"
+
+    def test_all_have_one_root(self):
+        kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if kind.__module__ == errors.__name__]
+
+        assert len(kinds) == 10
+        assert all(issubclass(kind, errors.TorchDeltaError) for kind in kinds)
+        assert errors.UsageError("what, where and what to do").report is None
 
 
 def failed(message, error=RuntimeError, stage="forward"):

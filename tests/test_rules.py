@@ -550,3 +550,20 @@ def test_a_list_that_the_reference_appends_to_is_part_of_what_the_call_left_behi
 
     assert td.check(append, (torch.ones(2), []), candidate=append).verdict is EQUIVALENT
     assert td.check(append, (torch.ones(2), []), candidate=lambda x, seen: x + 1).verdict is DIVERGED
+
+
+def test_the_exception_of_an_assertion_carries_the_report_and_its_evidence():
+    x = torch.arange(3.0)
+    with pytest.raises(td.Diverged, match=r"outputs.*worst at \[2\].*candidate 3\.0, truth 2\.0") as caught:
+        td.assert_equivalent(lambda x: x * 1, (x,), candidate=lambda x: torch.cat([x[:2], x[2:] + 1]))
+
+    assert caught.value.report.verdict is DIVERGED
+    assert isinstance(caught.value, AssertionError)
+    assert td.assert_equivalent(lambda x: x * 1, (x,), candidate=lambda x: x * 1).verdict is EQUIVALENT
+
+
+def test_what_ran_eagerly_in_an_earlier_check_is_not_said_of_a_later_one():
+    td.check(nn.LSTM(4, 4), (torch.randn(2, 3, 4),), transform="eager", stages="forward")
+    report = td.check(Linear(), (torch.ones(2, 4),), transform="cast:float64", stages="forward")
+
+    assert not any("LSTM" in note for note in report.notes)

@@ -29,6 +29,16 @@ from torchdelta.records.verdict import Verdict
 
 if TYPE_CHECKING:
     from torchdelta.engine.api import assert_equivalent, check, compare
+else:  # out of a type checker's sight, which would take any name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module 'torchdelta' has no attribute {name!r}")
+        # whatever is public and was not imported above lives in the Python face of the engine
+        value = getattr(importlib.import_module("torchdelta.engine.api"), name)
+        globals()[name] = value
+        return value
+
 
 __version__ = "0.1.0"
 
@@ -54,15 +64,6 @@ __all__ = [
     "to_json",
     "write_report",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'torchdelta' has no attribute {name!r}")
-    # whatever is public and was not imported above lives in the Python face of the engine
-    value = getattr(importlib.import_module("torchdelta.engine.api"), name)
-    globals()[name] = value
-    return value
 
 
 def __dir__() -> list[str]:

@@ -35,6 +35,8 @@ class ReportUnreadable(TorchDeltaError):
 class NotEquivalent(TorchDeltaError, AssertionError):
     """A check that did not end as `equivalent`; `report` is always there."""
 
+    report: Report
+
 
 class Diverged(NotEquivalent):
     """The candidate computes something else."""

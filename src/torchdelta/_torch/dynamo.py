@@ -27,9 +27,12 @@ class Witness:
 
     captured: int = 0
     calls: int = 0
+    is_compiler: bool = False
 
     def eager_reasons(self) -> list[str]:
-        """Return why parts of the program ran eagerly, in the compiler's own words; of the last compilation."""
+        """Return why parts of the program ran eagerly, in the compiler's own words."""
+        if not self.is_compiler:
+            return []
         messages = [message for category in ("graph_break", "unimplemented") for message in counters[category]]
         return list(dict.fromkeys(str(message).strip().splitlines()[0] for message in messages))
 
@@ -56,11 +59,14 @@ def mode_config(mode: str, *, dynamic: bool | None) -> dict[str, Any]:
 
 
 def require_known_config(settings: Mapping[str, Any]) -> None:
-    """Raise UsageError for a name that inductor has no setting of."""
+    """Raise UsageError for a name that inductor has no setting of, or a value of another kind than its present one."""
     known = torch._inductor.config.get_config_copy()
-    for name in settings:
+    for name, value in settings.items():
         if name not in known:
             raise UsageError(f"inductor has no setting {name!r}: {nearest(name, known)}")
+        present = known[name]
+        if isinstance(present, (bool, int, float, str)) and not isinstance(value, type(present)):
+            raise UsageError(f"inductor's setting {name} is {type(present).__name__} ({present!r}), not {value!r}")
 
 
 @contextmanager
@@ -76,7 +82,7 @@ def compiling(
 
     Compilation is lazy, of the backward too, so whatever is run must be run inside.
     """
-    witness = Witness()
+    witness = Witness(is_compiler=True)
     torch._dynamo.reset()
     counters.clear()
     with torch._inductor.config.patch(dict(config or {})):
@@ -104,6 +110,8 @@ def witnessed(backend: Backend, witness: Witness) -> Backend:
         witness.captured += 1
         return counted(backend(graph_module, example_inputs, **options), witness)
 
+    # the compiler names its backend in what it says when that fails
+    counting_backend.__name__ = getattr(backend, "__name__", "backend")
     return counting_backend
 
 

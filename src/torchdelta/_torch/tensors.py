@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -20,6 +21,7 @@ _RAW_NAMES = ("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2", "float4_e2m1fn
 _NARROW_NAMES = (f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
 _RAW = frozenset(getattr(torch, name) for name in (*_RAW_NAMES, *_NARROW_NAMES))
 """Storage without arithmetic: torch cannot even read an element of these dtypes."""
+_SPECIAL = _RAW | {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
 Component = tuple[str, Any]
 
@@ -55,7 +57,9 @@ def without_class(tensor: torch.Tensor) -> torch.Tensor:
 def components(tensor: torch.Tensor) -> list[Component] | None:
     """Return the parts of a tensor whose elements cannot be read from one buffer; None of an ordinary tensor."""
     is_plain = type(tensor) in _PLAIN
-    if not is_plain and is_lazy(tensor):
+    if is_plain and tensor.layout is torch.strided and tensor.dtype not in _SPECIAL and not tensor.is_nested:
+        return None
+    if is_lazy(tensor):
         raise ValueError("it is not initialized, so it has neither shape nor values")
     if tensor.is_nested:
         return [(f"[{index}]", part) for index, part in enumerate(tensor.unbind())]
@@ -81,20 +85,14 @@ def attributes(tensor: torch.Tensor) -> list[Component]:
     return [(f".{name}", item) for name, item in vars(tensor).items()]
 
 
+def has_values(tensor: torch.Tensor) -> bool:
+    """Tell whether there is anything in the tensor to compare: not on the meta device, nor in a fake tensor."""
+    return not tensor.is_meta and not _is_fake(tensor)
+
+
 def has_own_buffer(tensor: torch.Tensor) -> bool:
     """Tell whether the tensor is a plain strided view of one storage, with values in it."""
-    return (
-        tensor.layout is torch.strided
-        and tensor.device.type != "meta"
-        and not _is_fake(tensor)
-        and not is_lazy(tensor)
-        and components(tensor) is None
-    )
-
-
-def version(tensor: torch.Tensor) -> int:
-    """Return a number that grows with each change in place."""
-    return tensor._version
+    return tensor.layout is torch.strided and has_values(tensor) and not is_lazy(tensor) and components(tensor) is None
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
@@ -131,7 +129,7 @@ def _outside(tensor: torch.Tensor) -> list[Component]:
 
 
 def _is_fake(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, torch._subclasses.FakeTensor)
+    return isinstance(tensor, FakeTensor)
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

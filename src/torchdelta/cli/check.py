@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from torchdelta.cli.exits import EXIT_OF
-from torchdelta.errors import ProgramError, UsageError
+from torchdelta.errors import EnvironmentUnfit, ProgramError, UsageError
 from torchdelta.records.codec import write_report
 from torchdelta.records.comparison import Scalar
 from torchdelta.report.terminal import print_report
@@ -51,8 +51,11 @@ def command(
         nullcontext() if verbose else _counting_warnings(progress),
         progress.status("loading torch", spinner="dots") as status,
     ):
-        from torchdelta.engine.api import check  # torch takes seconds to import; `--help` should not
-
+        # torch takes seconds to import: `--help` and `show` are not to wait for it
+        try:
+            from torchdelta.engine.api import check
+        except ModuleNotFoundError as error:
+            raise EnvironmentUnfit(f"a check needs {error.name}, which is not installed: install it first") from error
         report = check(
             program,
             transform=transform,
@@ -115,14 +118,16 @@ def _counting_warnings(console: Console) -> Iterator[None]:
     with warnings.catch_warnings(record=True) as caught:
         yield
     if caught:
-        said = "1 warning" if len(caught) == 1 else f"{len(caught)} warnings"
-        console.print(f"{said}; --verbose shows them", style="dim", highlight=False)
+        said = "1 warning; --verbose shows it" if len(caught) == 1 else f"{len(caught)} warnings; --verbose shows them"
+        console.print(said, style="dim", highlight=False)
 
 
 def _require_writable(path: Path) -> None:
     # minutes of compiling are not to be lost to a path that could never be written
     if path.is_dir():
         raise UsageError(f"cannot write {path}: it is a directory; name a file in it")
+    if path.exists() and not path.is_file():  # a pipe or a device needs no room beside it
+        return
     if not path.parent.is_dir():
         raise UsageError(f"cannot write {path}: there is no directory {path.parent}; make it first")
     if not os.access(path.parent, os.W_OK):

@@ -28,8 +28,14 @@ Index = tuple[int | slice, ...]
 
 def measure_span(reference: torch.Tensor, candidate: torch.Tensor, rtol: float, atol: float) -> Measurement:
     """Measure two tensors of the same shape on the reference's device."""
-    measurements = (_measure_piece(*piece, rtol, atol) for piece in paired_pieces(reference, candidate))
+    by_value = not has_ulps(reference, candidate)
+    measurements = (_measure_piece(*piece, by_value, rtol, atol) for piece in paired_pieces(reference, candidate))
     return functools.reduce(join, measurements)
+
+
+def has_ulps(reference: torch.Tensor, candidate: torch.Tensor) -> bool:
+    """Whether elements are compared by their bits, and not only by value: both sides are floats of one dtype."""
+    return reference.dtype == candidate.dtype and (reference.is_floating_point() or reference.is_complex())
 
 
 def join(first: Measurement, second: Measurement) -> Measurement:
@@ -93,11 +99,15 @@ def _real(tensor: torch.Tensor, as_complex: bool) -> torch.Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     elif as_complex:
+        if tensor.is_floating_point():
+            tensor = tensor.double()  # not every float has a zero: float8_e8m0fnu has none
         return torch.stack((tensor, torch.zeros_like(tensor)), dim=-1)
     return tensor.contiguous()
 
 
-def _measure_piece(reference: torch.Tensor, candidate: torch.Tensor, rtol: float, atol: float) -> Measurement:
+def _measure_piece(
+    reference: torch.Tensor, candidate: torch.Tensor, by_value: bool, rtol: float, atol: float
+) -> Measurement:
     r, r_rest = _as_float64(reference)
     c, c_rest = _as_float64(candidate)
     r_nan, c_nan, r_inf, c_inf = r.isnan(), c.isnan(), r.isinf(), c.isinf()
@@ -106,14 +116,13 @@ def _measure_piece(reference: torch.Tensor, candidate: torch.Tensor, rtol: float
     error = ((c - r) + (c_rest - r_rest)).where(finite, 0.0)
     r, c = (r + r_rest).where(finite, 0.0), (c + c_rest).where(finite, 0.0)
     distance, size = error.abs(), r.abs()
-    has_ulps = reference.dtype == candidate.dtype and reference.is_floating_point()
-    if has_ulps:
+    if by_value:
+        differs = (distance > 0.0) | misplaced
+        ulps = torch.full_like(r, _LOWEST, dtype=torch.int64)
+    else:
         is_number = ~(r_nan | c_nan)
         differs = (is_number & (_bits(reference) != _bits(candidate))) | (r_nan != c_nan)
         ulps = _lowered_ulps(reference, candidate).where(is_number, _LOWEST)
-    else:
-        differs = (distance > 0.0) | misplaced
-        ulps = torch.full_like(r, _LOWEST, dtype=torch.int64)
     beyond = ~(distance <= atol + rtol * size) | misplaced
     ratio = (distance / size).where(distance > 0.0, 0.0)
     integers = _fetch(
@@ -140,7 +149,7 @@ def _measure_piece(reference: torch.Tensor, candidate: torch.Tensor, rtol: float
             "dot": (r * c).sum(),
         }
     )
-    integers["max_ulp"] = integers["max_ulp"] - _LOWEST if has_ulps else None
+    integers["max_ulp"] = None if by_value else integers["max_ulp"] - _LOWEST
     return Measurement(numel=reference.numel(), **integers, **floats)
 
 

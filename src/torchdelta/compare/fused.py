@@ -51,18 +51,19 @@ _compile_lanes: Callable[[Function], Function] = numba.njit(**_INNER, fastmath={
 
 def measure_span(reference: torch.Tensor, candidate: torch.Tensor, rtol: float, atol: float) -> Measurement:
     """Measure two CPU tensors of the same shape on this thread."""
-    tally = np.zeros(1, _TALLY)
     if _has_huge_integers(reference) or _has_huge_integers(candidate):
         return chunked.measure_span(reference, candidate, rtol, atol)
+    tally = np.zeros(1, _TALLY)
+    by_value = not chunked.has_ulps(reference, candidate)
     if _is_read_in_place(reference, candidate):
         if reference.is_complex():
             reference, candidate = torch.view_as_real(reference), torch.view_as_real(candidate)
-        ulp_shift = _scan_contiguous(reference, candidate, rtol, atol, tally)
+        ulp_shift = _scan_contiguous(reference, candidate, by_value, rtol, atol, tally)
     else:
         for piece in chunked.paired_pieces(reference, candidate):
-            ulp_shift = _scan_contiguous(*piece, rtol, atol, tally)
+            ulp_shift = _scan_contiguous(*piece, by_value, rtol, atol, tally)
     numbers = dict(zip(_FIELDS, tally.tolist()[0], strict=True))
-    numbers["max_ulp"] = None if ulp_shift is None else numbers["max_ulp"] >> ulp_shift
+    numbers["max_ulp"] = None if by_value else numbers["max_ulp"] >> ulp_shift
     return Measurement(**numbers)
 
 
@@ -84,11 +85,10 @@ def _has_huge_integers(tensor: torch.Tensor) -> bool:
 
 
 def _scan_contiguous(
-    reference: torch.Tensor, candidate: torch.Tensor, rtol: float, atol: float, tally: Array
-) -> int | None:
-    """Add contiguous real tensors to the tally; returns by how much its ULPs are shifted, None if there are none."""
+    reference: torch.Tensor, candidate: torch.Tensor, by_value: bool, rtol: float, atol: float, tally: Array
+) -> int:
+    """Add contiguous real tensors to the tally, and return by how many bits its ULPs are shifted."""
     dtype = reference.dtype
-    by_value = dtype != candidate.dtype or not dtype.is_floating_point
     if dtype == torch.bfloat16 and not by_value:
         _scan_bfloat16(_flat(reference.view(torch.int16)), _flat(candidate.view(torch.int16)), rtol, atol, tally)
         return 16
@@ -103,7 +103,7 @@ def _scan_contiguous(
         ulp_shift = 32 - 8 * dtype.itemsize - (dtype == torch.float8_e8m0fnu)
         bits = _shifted_bits(reference, ulp_shift), _shifted_bits(candidate, ulp_shift)
     _scan((r, c), bits, by_value, rtol, atol, tally)
-    return None if by_value else ulp_shift
+    return ulp_shift
 
 
 def _flat(tensor: torch.Tensor) -> Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -19,6 +18,7 @@ from torchdelta.records.verdict import Verdict
 
 Aliases = Mapping[str, frozenset[str]]
 """Which other values share memory with the leaf at a path."""
+_NOBODY: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,36 +45,118 @@ class Judge:
         reference, candidate = as_tensor(pair.reference), as_tensor(pair.candidate)
         if reference is None or candidate is None or not is_same_class(pair.reference, pair.candidate):
             return compare_objects(pair, self.terms)
-        broken = (*breaches(reference, candidate, self.terms), *self._aliasing(pair.path, aliases))
-        return self._compare_tensors(pair, reference, candidate, broken)
-
-    def _compare_tensors(
-        self, pair: Pair, reference: torch.Tensor, candidate: torch.Tensor, broken: tuple[Breach, ...]
-    ) -> Comparison:
-        seen = worst = None
-        if reference.shape != candidate.shape:
-            judged = Judgement(verdict=Verdict.DIVERGED, reason="there are no pairs of elements to compare")
-        elif not (tensors.has_own_buffer(reference) and tensors.has_own_buffer(candidate)):
+        broken = breaches(reference, candidate, self.terms)
+        sample = None
+        if broken and any(breach.clause == "shape" for breach in broken):
+            judged = Judgement(verdict=Verdict.INCONCLUSIVE, reason="elements of two shapes make no pairs")
+        elif not (tensors.has_values(reference) and tensors.has_values(candidate)):
             judged = Judgement(verdict=Verdict.INCONCLUSIVE, reason="a tensor without values cannot be compared")
-        elif pair.reference is pair.candidate:
-            judged = Judgement(
-                verdict=Verdict.EQUIVALENT, reason="the same tensor on both sides", error=0.0, allowed=0.0, resolution=0.0
-            )
+        elif reference is candidate:
+            judged = _UNTOUCHED
         else:
-            truth = _usable_truth(pair, reference)
-            rtol, atol = self._tolerance(reference, candidate)
-            seen = measure(reference, candidate, rtol=rtol, atol=atol)
-            worst, at_worst = _worst(seen, reference, candidate, truth)
-            if is_inexact(reference.dtype) and is_inexact(candidate.dtype):
-                judged = self.policy.judge(
-                    Sample(
-                        reference=reference,
-                        candidate=candidate,
-                        truth=truth,
-                        measurement=seen,
-                        rtol=rtol,
-                        atol=atol,
-                        lowered_to=self.terms.lowered_to,
-                    )
-                )
-            ...
+            sample = self._sample(reference, candidate, as_tensor(pair.truth))
+            judged = self._judge(sample)
+        contract = broken + self._aliasing(pair.path, aliases) + judged.breaches
+        verdict, reason = judged.verdict, judged.reason
+        if verdict is not Verdict.DIVERGED and (decisive := [str(each) for each in contract if not each.excused]):
+            verdict, reason = Verdict.DIVERGED, "; ".join(decisive)
+        return Comparison(
+            path=pair.path,
+            verdict=verdict,
+            reason=reason,
+            dtype=tensors.dtype_name(reference.dtype),
+            shape=tuple(reference.shape),
+            contract=contract,
+            error=judged.error,
+            noise=judged.noise,
+            allowed=judged.allowed,
+            resolution=judged.resolution,
+            worst=sample.worst if sample else None,
+            measurement=sample.measurement if sample else None,
+            details=judged.details,
+        )
+
+    def _sample(self, reference: torch.Tensor, candidate: torch.Tensor, truth: torch.Tensor | None) -> Sample:
+        if truth is not None and (truth.shape != reference.shape or not tensors.has_values(truth)):
+            truth = None
+        rtol, atol = self.policy.rtol, self.policy.atol
+        if rtol is None or atol is None:
+            rtol, atol = default_tolerance(reference.dtype, candidate.dtype)
+        seen = measure(reference, candidate, rtol=rtol, atol=atol)
+        return Sample(
+            reference=reference,
+            candidate=candidate,
+            truth=truth,
+            measurement=seen,
+            worst=_worst(seen, reference, candidate, truth),
+            rtol=rtol,
+            atol=atol,
+            lowered_to=self.terms.lowered_to,
+        )
+
+    def _judge(self, sample: Sample) -> Judgement:
+        if is_inexact(sample.reference.dtype) and is_inexact(sample.candidate.dtype):
+            return self.policy.judge(sample)
+        return self._judge_exact(sample.measurement)
+
+    def _judge_exact(self, seen: Measurement) -> Judgement:
+        verdict, reason = Verdict.EQUIVALENT, "identical"
+        broken: tuple[Breach, ...] = ()
+        if seen.mismatches:
+            verdict = Verdict.DIVERGED
+            reason = f"{seen.mismatches} of {seen.numel} elements differ, and integers have no rounding noise"
+            if self.terms.excuses("integers"):
+                broken = (self.terms.breach("integers", "exact", reason),)
+                verdict, reason = Verdict.EQUIVALENT, f"ignored: {reason}"
+        return Judgement(
+            verdict=verdict, reason=reason, error=seen.max_abs, allowed=0.0, resolution=0.0, breaches=broken
+        )
+
+    def _aliasing(self, path: str, aliases: tuple[Aliases, Aliases]) -> tuple[Breach, ...]:
+        of_reference, of_candidate = aliases[0].get(path, _NOBODY), aliases[1].get(path, _NOBODY)
+        if of_reference == of_candidate:
+            return ()
+        return (self.terms.breach("aliasing", _partners(of_reference), _partners(of_candidate)),)
+
+
+_UNTOUCHED = Judgement(
+    verdict=Verdict.EQUIVALENT, reason="left as it was on both sides", error=0.0, allowed=0.0, resolution=0.0
+)
+
+
+def is_inexact(dtype: torch.dtype) -> bool:
+    """Tell whether values of the dtype are rounded."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _partners(paths: frozenset[str]) -> str:
+    return f"shares memory with {', '.join(sorted(paths))}" if paths else "has memory of its own"
+
+
+def _worst(
+    seen: Measurement, reference: torch.Tensor, candidate: torch.Tensor, truth: torch.Tensor | None
+) -> Worst | None:
+    if seen.worst < 0:
+        return None
+    return Worst(
+        index=_unravel(seen.worst, reference.shape),
+        reference=_element(reference, seen.worst),
+        candidate=_element(candidate, seen.worst),
+        truth=_element(truth, seen.worst) if truth is not None else None,
+    )
+
+
+def _unravel(flat: int, shape: torch.Size) -> tuple[int, ...]:
+    steps = []
+    for size in reversed(shape):
+        flat, step = divmod(flat, size)
+        steps.append(step)
+    return tuple(reversed(steps))
+
+
+def _element(tensor: torch.Tensor, flat: int) -> Scalar:
+    try:
+        value = tensor.numpy().item(flat)
+    except (RuntimeError, TypeError):  # numpy reads no bfloat16, no float8, no other device and nothing with a gradient
+        value = tensor[_unravel(flat, tensor.shape)].item()
+    return str(value) if isinstance(value, complex) else value

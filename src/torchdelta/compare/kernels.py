@@ -96,7 +96,6 @@ def _cpu_measure() -> SpanMeasure:
 
 
 def _of_nothing(reference: torch.Tensor, candidate: torch.Tensor) -> Measurement:
-    has_ulps = reference.dtype == candidate.dtype and (reference.is_floating_point() or reference.is_complex())
     return Measurement(
         numel=0,
         finite=0,
@@ -112,7 +111,7 @@ def _of_nothing(reference: torch.Tensor, candidate: torch.Tensor) -> Measurement
         square_reference=0.0,
         square_candidate=0.0,
         dot=0.0,
-        max_ulp=0 if has_ulps else None,
+        max_ulp=0 if chunked.has_ulps(reference, candidate) else None,
         beyond=0,
         worst=-1,
     )

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,14 +31,16 @@ _ATOMS = (
     *(ModuleType, FunctionType, BuiltinFunctionType),
 )
 _BUILT_IN = (dict, list, tuple, set, frozenset, deque)
+_CACHES = (functools.cached_property, lazy_property)
+_TRANSPARENT: tuple[Any, ...] = (object.__new__, SimpleNamespace.__new__)
+"""Constructors of what keeps all its state in attributes; that of an extension may keep it where Python cannot look."""
 
 Child = tuple[str, Any]
 Leaves = dict[str, Any]
 """Every leaf of a value by its path, in order, with a `Container` for each container on the way."""
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """Two leaves of the same path, and the truth's leaf there; None where no truth was computed."""
 
     path: str
@@ -86,7 +88,7 @@ def leaves_of(value: Any, path: str = "value") -> Leaves:
             continue
         if children is None:
             found[path] = value
-            children = tensors.attributes(value) if isinstance(value, torch.Tensor) else ()
+            children = tensors.attributes(value) if isinstance(value, torch.Tensor) else []
         else:
             found[path] = Container(_kind(value))
         if children:
@@ -105,8 +107,10 @@ def align(reference: Leaves, candidate: Leaves, truth: Leaves | None = None) -> 
     pairs = [
         Pair(path, value, candidate[path], truth.get(path))
         for path, value in reference.items()
-        if path in candidate and not (isinstance(value, Container) and value == candidate[path])
+        if path in candidate and not _are_same_containers(value, candidate[path])
     ]
+    if reference.keys() == candidate.keys():
+        return pairs, []
     return pairs, [*_alone("reference", reference, candidate), *_alone("candidate", candidate, reference)]
 
 
@@ -116,13 +120,23 @@ def describe(value: Any) -> str:
         return f"{tensors.dtype_name(value.dtype)} {tensors.describe(value)}"
     if isinstance(value, np.ndarray):
         return f"{value.dtype} array of shape {value.shape}"
-    return brief(str(value) if isinstance(value, (Container, Unreadable)) else repr(value), 60)
+    if isinstance(value, (Container, Unreadable)):
+        return brief(str(value), 60)
+    try:
+        return brief(repr(value), 60)
+    except Exception:
+        return f"a {type(value).__qualname__} that cannot say what it is"
 
 
 def brief(text: str, limit: int = 200) -> str:
     """Return the first line of a text, cut to the limit."""
     line = text.partition("\n")[0]
     return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def _are_same_containers(one: Any, other: Any) -> bool:
+    # what is no container may answer `==` with an array
+    return isinstance(one, Container) and isinstance(other, Container) and one == other
 
 
 def _alone(side: str, leaves: Leaves, others: Leaves) -> list[Unmatched]:
@@ -207,8 +221,7 @@ def _attributes_beside(value: Any) -> list[Child]:
 def _state(value: Any) -> dict[str, Any] | None:
     """Return the attributes of an object; None of one that may keep state elsewhere than in attributes."""
     kind = type(value)
-    # a constructor that is not Python's own makes something that Python cannot look into
-    if not (isinstance(kind.__new__, FunctionType) or kind.__new__ in (object.__new__, SimpleNamespace.__new__)):
+    if not isinstance(kind.__new__, FunctionType) and kind.__new__ not in _TRANSPARENT:
         return None
     slots = dict(_slots(value))
     if not slots and not hasattr(value, "__dict__"):
@@ -219,9 +232,6 @@ def _state(value: Any) -> dict[str, Any] | None:
     # what was computed from the rest tells nothing new, and may be there on one side only; a distribution keeps
     # the parameter it was given under such a name too
     return {name: item for name, item in state.items() if name not in cached or id(item) in given}
-
-
-_CACHES = (functools.cached_property, lazy_property)
 
 
 def _slots(value: Any) -> Iterator[Child]:

@@ -8,7 +8,7 @@ few units in the last place. A candidate that is *closer* to the truth than the 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,6 +18,8 @@ from torchdelta.records.comparison import Measurement
 from torchdelta.records.verdict import Verdict
 
 SLACK = 16.0
+MASK = 1e30
+"""Beyond this a value is a mask constant, which says nothing of the scale of the others."""
 
 
 @dataclass(frozen=True)
@@ -32,34 +34,43 @@ class Noise:
         """Diverged when the candidate is further from the truth than rounding explains."""
         seen = sample.measurement
         if sample.truth is None:
-            return _without_truth(seen)
+            return _judge_without_truth(seen)
         of_reference = measure(sample.truth, sample.reference)
-        if seen.misplaced:
-            return _misplaced(seen, of_reference, measure(sample.truth, sample.candidate))
         of_candidate = measure(sample.truth, sample.candidate)
-
-        roundoff = max(unit_roundoff(dtype) for dtype in (sample.reference.dtype, sample.lowered_to) if dtype)
-        floor = 0.5 * roundoff * of_reference.rms_reference
         slack = SLACK * (1.0 + 4.0 / math.sqrt(max(seen.finite, 1)))
-        judgements = [
+        floor = _ulp_floor(sample, of_reference.rms_reference)
+        judged = max(
             _judge("rms", of_candidate.rms_error, max(of_reference.rms_error, floor), slack, of_reference),
             _judge("max", of_candidate.max_abs, max(of_reference.max_abs, floor), slack, of_reference),
-        ]
-        return max(judgements, key=lambda judgement: (judgement.error or 0.0) / (judgement.allowed or math.inf))
+            key=_excess,
+        )
+        return _judge_non_finite(judged, seen, of_reference, of_candidate)
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """Return the largest relative error of rounding to the dtype."""
+    return float(torch.finfo(dtype).eps) / 2.0
+
+
+def _ulp_floor(sample: Sample, scale: float) -> float:
+    if scale > MASK:
+        return 0.0
+    return 0.5 * scale * max(unit_roundoff(dtype) for dtype in (sample.reference.dtype, sample.lowered_to) if dtype)
 
 
 def _judge(statistic: str, error: float, noise: float, slack: float, of_reference: Measurement) -> Judgement:
     allowed = slack * noise
-    diverged = not error <= allowed  # an error that is not a number is no pass
     times = f"{error / noise:.3g} times" if noise else "infinitely many times"
-    if diverged:
+    if not math.isfinite(allowed):
+        verdict, reason = Verdict.INCONCLUSIVE, f"{statistic} noise is beyond what float64 can hold"
+    elif not error <= allowed:  # an error that is not a number is no pass
+        verdict = Verdict.DIVERGED
         reason = f"{statistic} error is {times} the noise; up to {slack:.3g} times would be rounding"
-    elif error == 0.0:
-        reason = "no error against the truth"
     else:
-        reason = f"{statistic} error is {times} the noise"
+        verdict = Verdict.EQUIVALENT
+        reason = f"{statistic} error is {times} the noise" if error else "no error against the truth"
     return Judgement(
-        verdict=Verdict.DIVERGED if diverged else Verdict.EQUIVALENT,
+        verdict=verdict,
         reason=reason,
         error=error,
         noise=noise,
@@ -69,27 +80,40 @@ def _judge(statistic: str, error: float, noise: float, slack: float, of_referenc
     )
 
 
-def _without_truth(seen: Measurement) -> Judgement:
+def _excess(judged: Judgement) -> tuple[int, float]:
+    error, allowed = judged.error or 0.0, judged.allowed or math.inf
+    return judged.verdict.severity, error / allowed
+
+
+def _judge_without_truth(seen: Measurement) -> Judgement:
     if not seen.mismatches:
-        return Judgement(verdict=Verdict.EQUIVALENT, reason="bitwise identical", error=0.0)
+        return Judgement(verdict=Verdict.EQUIVALENT, reason="bitwise identical", error=0.0, allowed=0.0, resolution=0.0)
     return Judgement(
         verdict=Verdict.INCONCLUSIVE,
         reason=f"{seen.mismatches} of {seen.numel} elements differ, and there is no truth to hold that against",
-        error=seen.rms_error,
+        error=math.inf if seen.misplaced else seen.rms_error,
+        allowed=0.0,
+        resolution=0.0,
     )
 
 
-def _misplaced(seen: Measurement, of_reference: Measurement, of_candidate: Measurement) -> Judgement:
+def _judge_non_finite(
+    judged: Judgement, seen: Measurement, of_reference: Measurement, of_candidate: Measurement
+) -> Judgement:
+    """Judge the NaNs and infinities too: they must be where reference and truth agree that they are."""
     places = f"NaN or Inf out of place at {seen.misplaced} of {seen.numel} elements"
-    if not of_reference.misplaced:
-        return Judgement(verdict=Verdict.DIVERGED, reason=places, error=of_candidate.rms_error)
-    return Judgement(
-        verdict=Verdict.INCONCLUSIVE,
-        reason=f"{places}; the reference itself overflows or is undefined where the truth is not",
-        error=of_candidate.rms_error,
-    )
-
-
-def unit_roundoff(dtype: torch.dtype) -> float:
-    """Return the largest relative error of rounding to the dtype."""
-    return float(torch.finfo(dtype).eps) / 2.0
+    if seen.misplaced > of_reference.misplaced:
+        return replace(judged, verdict=Verdict.DIVERGED, reason=places, error=math.inf)
+    if judged.verdict is Verdict.DIVERGED:
+        return judged
+    if seen.misplaced and of_candidate.misplaced:
+        reason = f"{places}; the reference itself overflows or is undefined where the truth is not"
+        return replace(judged, verdict=Verdict.INCONCLUSIVE, reason=reason, error=math.inf)
+    finite_in_reference = seen.numel - of_reference.nan_candidate - of_reference.inf_candidate
+    untold = finite_in_reference - of_reference.finite
+    if seen.mismatches and untold > 0:
+        reason = (
+            f"the truth is NaN or Inf at {untold} of {seen.numel} elements where the reference is not; {judged.reason}"
+        )
+        return replace(judged, verdict=Verdict.INCONCLUSIVE, reason=reason)
+    return judged

@@ -34,8 +34,10 @@ def as_tensor(value: Any) -> torch.Tensor | None:
 
 def is_same_class(reference: Any, candidate: Any) -> bool:
     """Tell whether two leaves are of one class; a parameter that comes back as a plain tensor is no change of class."""
-    kinds = (tensors.class_of(side) if isinstance(side, torch.Tensor) else type(side) for side in (reference, candidate))
-    return next(kinds) is next(kinds)
+    if type(reference) is type(candidate):
+        return True
+    both_tensors = isinstance(reference, torch.Tensor) and isinstance(candidate, torch.Tensor)
+    return both_tensors and tensors.class_of(reference) is tensors.class_of(candidate)
 
 
 def compare_objects(pair: Pair, terms: Terms) -> Comparison:
@@ -52,7 +54,7 @@ def compare_objects(pair: Pair, terms: Terms) -> Comparison:
         return _object(pair, Verdict.INCONCLUSIVE, reason)
     if breach is None:
         return _object(pair, Verdict.EQUIVALENT, "equal")
-    if type(reference).__eq__ is object.__eq__ and not isinstance(reference, _SINGLETONS):
+    if not _defines_equality(type(reference)) and not isinstance(reference, _SINGLETONS):
         reason = f"two {type(reference).__name__} cannot be compared: the class does not say what equal means"
         return _object(pair, Verdict.INCONCLUSIVE, reason)
     verdict = Verdict.EQUIVALENT if breach.excused else Verdict.DIVERGED
@@ -73,6 +75,10 @@ def differing_structure(path: str, reference: str, candidate: str) -> Comparison
 
 def _object(pair: Pair, verdict: Verdict, reason: str, *contract: Breach) -> Comparison:
     return Comparison(path=pair.path, verdict=verdict, reason=reason, kind="object", contract=contract)
+
+
+def _defines_equality(kind: Any) -> bool:
+    return kind.__eq__ is not object.__eq__
 
 
 def _difference(reference: Any, candidate: Any, terms: Terms) -> Breach | None:
@@ -97,9 +103,7 @@ def _difference_of_arrays(reference: np.ndarray[Any, Any], candidate: np.ndarray
         return None
     index = tuple(int(step) for step in np.argwhere(differs)[0])
     where = f"at {list(index)}, the first of {int(differs.sum())} that differ"
-    return Breach(
-        clause="value", reference=f"{reference[index]!r} {where}", candidate=repr(candidate[index])
-    )
+    return Breach(clause="value", reference=f"{reference[index]!r} {where}", candidate=repr(candidate[index]))
 
 
 def _array_as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor | None:

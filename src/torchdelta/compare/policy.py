@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from torchdelta.compare import chunked
 from torchdelta.compare.metrics import METRICS
-from torchdelta.records.comparison import Measurement, Scalar
+from torchdelta.records.comparison import Breach, Measurement, Scalar, Worst
 from torchdelta.records.verdict import Verdict
 
 
@@ -21,7 +23,18 @@ class Sample:
     candidate: torch.Tensor
     truth: torch.Tensor | None
     measurement: Measurement
+    worst: Worst | None
+    rtol: float
+    atol: float
+    """The tolerances that the measurement counted with."""
     lowered_to: torch.dtype | None = None
+
+    @property
+    def size_at_worst(self) -> float:
+        """Return |reference| at the worst element; 0 where it is not finite or there is none."""
+        value = self.worst.reference if self.worst else None
+        size = abs(complex(value) if isinstance(value, str) else value or 0.0)
+        return size if math.isfinite(size) else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +48,8 @@ class Judgement:
     allowed: float | None = None
     resolution: float | None = None
     details: dict[str, Scalar] = field(default_factory=dict)
+    breaches: tuple[Breach, ...] = ()
+    """What the verdict excuses."""
 
 
 class Policy(Protocol):
@@ -44,11 +59,11 @@ class Policy(Protocol):
 
     @property
     def rtol(self) -> float | None:
-        """Relative tolerance to count the elements beyond; None leaves it to the dtype."""
+        """Relative tolerance to count the elements beyond; None leaves both to the dtype."""
 
     @property
     def atol(self) -> float | None:
-        """Absolute tolerance to count the elements beyond; None leaves it to the dtype."""
+        """Absolute tolerance to count the elements beyond; None leaves both to the dtype."""
 
     def judge(self, sample: Sample) -> Judgement:
         """Say whether the difference of these values matters."""
@@ -65,9 +80,13 @@ class Bitwise:
     def judge(self, sample: Sample) -> Judgement:
         """Diverged on the first differing bit."""
         seen = sample.measurement
-        verdict = Verdict.DIVERGED if seen.mismatches else Verdict.EQUIVALENT
-        reason = f"{seen.mismatches} of {seen.numel} elements differ" if seen.mismatches else "bitwise identical"
-        return Judgement(verdict=verdict, reason=reason, error=seen.max_abs, allowed=0.0, resolution=0.0)
+        return Judgement(
+            verdict=Verdict.DIVERGED if seen.mismatches else Verdict.EQUIVALENT,
+            reason=f"{seen.mismatches} of {seen.numel} elements differ" if seen.mismatches else "bitwise identical",
+            error=largest_error(seen),
+            allowed=0.0,
+            resolution=0.0,
+        )
 
 
 # what torch.testing.assert_close documents for each dtype: (rtol, atol)
@@ -82,10 +101,10 @@ _BY_DTYPE = {
 }
 
 
+@functools.cache
 def default_tolerance(*dtypes: torch.dtype) -> tuple[float, float]:
     """Return torch.testing's rtol and atol, of the coarser dtype where both sides have one."""
-    known = [_BY_DTYPE[dtype] for dtype in dtypes if dtype in _BY_DTYPE]
-    return max(known, default=(0.0, 0.0))
+    return max(_BY_DTYPE.get(dtype, (0.0, 0.0)) for dtype in dtypes)
 
 
 @dataclass(frozen=True)
@@ -98,23 +117,35 @@ class Tolerance:
 
     def judge(self, sample: Sample) -> Judgement:
         """Diverged when a single element is beyond the tolerance."""
-        seen = sample.measurement
-        rtol, atol = default_tolerance(sample.reference.dtype, sample.candidate.dtype)
-        rtol, atol = self.rtol if self.rtol is not None else rtol, self.atol if self.atol is not None else atol
-        said = f"rtol={rtol:g}, atol={atol:g}"
-        if seen.beyond:
-            verdict, reason = Verdict.DIVERGED, f"{seen.beyond} of {seen.numel} elements are beyond {said}"
-        else:
-            verdict, reason = Verdict.EQUIVALENT, f"every element is within {said}"
-        allowed = atol + rtol * seen.rms_reference
+        seen, rtol, atol = sample.measurement, sample.rtol, sample.atol
+        beyond = _beyond_by_modulus(sample) if sample.reference.is_complex() else seen.beyond
+        said = _said(rtol, atol)
+        scale = seen.rms_reference
         return Judgement(
-            verdict=verdict,
-            reason=reason,
-            error=seen.max_abs,
-            allowed=allowed,
-            resolution=relative(allowed, seen.rms_reference),
+            verdict=Verdict.DIVERGED if beyond else Verdict.EQUIVALENT,
+            reason=f"{beyond} of {seen.numel} elements are beyond {said}"
+            if beyond
+            else f"every element is within {said}",
+            error=largest_error(seen),
+            allowed=atol + rtol * sample.size_at_worst,
+            resolution=relative(atol + rtol * scale, scale),
             details={"rtol": rtol, "atol": atol},
         )
+
+
+@functools.cache  # writing a float takes as long as all other arithmetic here
+def _said(rtol: float, atol: float) -> str:
+    return f"rtol={rtol:g}, atol={atol:g}"
+
+
+def _beyond_by_modulus(sample: Sample) -> int:
+    # torch holds the modulus of a complex difference against that of the reference; the pass went by components
+    beyond = 0
+    for index in chunked.pieces(sample.reference.shape, 2**14):
+        reference, candidate = (side[index].to(torch.complex128) for side in (sample.reference, sample.candidate))
+        near = torch.isclose(candidate, reference, rtol=sample.rtol, atol=sample.atol, equal_nan=True)
+        beyond += near.numel() - int(near.sum())
+    return max(beyond, sample.measurement.misplaced)
 
 
 @dataclass(frozen=True)
@@ -133,17 +164,29 @@ class Threshold:
         seen = sample.measurement
         value = METRICS.get(self.metric)(seen)
         holds = value >= self.bound if self.at_least else value <= self.bound
-        holds = holds and not seen.misplaced
-        sign = ">=" if self.at_least else "<="
-        said = f"{self.metric} is {value:.6g}, asked for {sign} {self.bound:g}"
+        reason = f"{self.metric} is {value:.6g}, asked for {'>=' if self.at_least else '<='} {self.bound:g}"
         if seen.misplaced:
-            said = f"NaN or Inf out of place at {seen.misplaced} elements; {said}"
+            reason = f"NaN or Inf out of place at {seen.misplaced} elements; {reason}"
+        allowed = self._allowed(seen)
         return Judgement(
-            verdict=Verdict.EQUIVALENT if holds else Verdict.DIVERGED,
-            reason=said,
-            error=seen.rms_error,
+            verdict=Verdict.EQUIVALENT if holds and not seen.misplaced else Verdict.DIVERGED,
+            reason=reason,
+            error=math.inf if seen.misplaced else seen.rms_error,
+            allowed=allowed,
+            resolution=None if allowed is None else relative(allowed, seen.rms_reference),
             details={self.metric: value, "bound": self.bound},
         )
+
+    def _allowed(self, seen: Measurement) -> float | None:
+        """Return the largest rms error that holds; None where that is not what the metric bounds."""
+        if self.metric == "sqnr" and self.at_least:
+            return seen.rms_reference * math.pow(10.0, -self.bound / 20.0)
+        return self.bound if self.metric == "rms" and not self.at_least else None
+
+
+def largest_error(seen: Measurement) -> float:
+    """Return the largest difference; infinite where one side is infinite or no number and the other is not."""
+    return math.inf if seen.misplaced else seen.max_abs
 
 
 def relative(error: float, scale: float) -> float | None:

@@ -16,10 +16,10 @@ from torchdelta.compare.policies import parse
 from torchdelta.engine.check import Check, Progress
 from torchdelta.errors import UsageError
 from torchdelta.execute.optimizers import OPTIMIZERS, OptimizerFactory
-from torchdelta.execute.programs import Program, load_object, load_program
+from torchdelta.execute.programs import Program, load_callable, load_program
 from torchdelta.execute.stages import Loss, Plan
 from torchdelta.records.case import VALUES, Case
-from torchdelta.records.comparison import Scalar
+from torchdelta.records.comparison import Comparison, Scalar
 from torchdelta.records.report import Questions, Report, Stage
 from torchdelta.records.verdict import Verdict
 from torchdelta.transforms.base import Transform
@@ -43,10 +43,10 @@ def check(
     transform: str | Transform | Callable[..., Any] | None = None,
     candidate: Callable[..., Any] | None = None,
     options: Mapping[str, Scalar] | None = None,
-    stages: Sequence[str] | None = None,
+    stages: str | Sequence[str] | None = None,
     policy: str = "noise",
-    ignore: Sequence[str] = (),
-    strict: Sequence[str] = (),
+    ignore: str | Sequence[str] = (),
+    strict: str | Sequence[str] = (),
     seed: int = 0,
     iterations: int = 1,
     steps: int = 3,
@@ -73,11 +73,11 @@ def check(
         program=source.name,
         transform="candidate" if candidate is not None else _name(transform),
         options=dict(options or {}),
-        stages=tuple(stages) if stages is not None else DEFAULT_STAGES,
+        stages=_words(stages) if stages is not None else DEFAULT_STAGES,
         policy=policy,
         seed=seed,
-        ignore=tuple(ignore),
-        strict=tuple(strict),
+        ignore=_words(ignore),
+        strict=_words(strict),
         iterations=iterations,
         steps=steps,
         optimizer=_name(optimizer),
@@ -91,7 +91,7 @@ def check(
         iterations=iterations,
         steps=steps,
         optimizer=_optimizer(optimizer),
-        loss=load_object(loss, what="loss") if isinstance(loss, str) else loss,
+        loss=load_callable(loss, what="loss") if isinstance(loss, str) else loss,
     )
     return Check(
         case=case,
@@ -126,8 +126,8 @@ def compare(
     With a `truth` (the same in float64) the default policy is `noise`; without one it is `close`, which means
     torch.testing's tolerances, and the report says so.
     """
-    chosen = policy or ("noise" if truth is not None else "close")
-    notes = [] if policy or truth is not None else ["no truth was given: judged by torch.testing's tolerances"]
+    has_truth = truth is not None
+    chosen = policy if policy is not None else "noise" if has_truth else "close"
     case = Case(
         program="two values",
         transform="none",
@@ -137,17 +137,24 @@ def compare(
         strict=tuple(strict),
     )
     judge = Judge(policy=parse(chosen), terms=Terms(ignore=frozenset(ignore), strict=frozenset(strict)))
-    leaves_of_truth = leaves_of(truth) if truth is not None else None
-    comparisons, unmatched = judge.compare(leaves_of(reference), leaves_of(candidate), leaves_of_truth)
+    comparisons, unmatched = judge.compare(
+        leaves_of(reference), leaves_of(candidate), leaves_of(truth) if has_truth else None
+    )
     stage = Stage.of(VALUES, tuple(comparisons), "" if comparisons else "nothing was compared: both are empty")
+    if not has_truth:
+        questions = Questions(native="not asked: no truth was given")
+    elif not judge.policy.needs_truth:
+        questions = Questions(native=f"not asked: the policy {chosen} needs no truth")
+    else:
+        questions = Questions()
     return Report(
         verdict=stage.verdict,
         environment=versions.environment(),
         case=case,
         stages=(stage,),
-        questions=Questions(native="not asked: no truth was given") if truth is None else Questions(),
+        questions=questions,
         unmatched=tuple(unmatched),
-        notes=tuple(notes),
+        notes=() if policy is not None or has_truth else ("no truth was given: judged by torch.testing's tolerances",),
     )
 
 
@@ -159,11 +166,16 @@ def _program(program: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: M
     return Program(name=_name(program), call=program, args=args, kwargs=kwargs or {})
 
 
+def _words(names: str | Sequence[str]) -> tuple[str, ...]:
+    """Return names given as a sequence, or as one text with commas."""
+    return tuple(name.strip() for name in names.split(",") if name.strip()) if isinstance(names, str) else tuple(names)
+
+
 def _optimizer(optimizer: str | OptimizerFactory) -> OptimizerFactory:
     if not isinstance(optimizer, str):
         return optimizer
     if ":" in optimizer:
-        return load_object(optimizer, what="optimizer factory")  # type: ignore[no-any-return]
+        return load_callable(optimizer, what="optimizer factory")
     return OPTIMIZERS.get(optimizer)
 
 
@@ -178,17 +190,18 @@ def _name(thing: Any) -> str:
 def _evidence(report: Report) -> str:
     lines = [f"{report.case.program} under {report.case.transform}: {report.verdict.value}"]
     for stage in report.stages:
-        if stage.verdict is Verdict.EQUIVALENT:
-            continue
         if stage.reason:
             lines.append(f"  {stage.name}: {stage.reason}")
-        guilty = [seen for seen in stage.comparisons if seen.verdict is stage.verdict]
-        for seen in sorted(guilty, key=lambda seen: seen.ratio, reverse=True)[:5]:
-            where = f" at {list(seen.worst.index)}" if seen.worst else ""
-            values = (
-                f": reference {seen.worst.reference}, candidate {seen.worst.candidate}, truth {seen.worst.truth}"
-                if seen.worst
-                else ""
-            )
-            lines.append(f"  {stage.name} {seen.path}: {seen.reason}{where}{values}")
+        guilty = [seen for seen in stage.comparisons if seen.verdict is not Verdict.EQUIVALENT]
+        lines += [
+            f"  {stage.name} {_line(seen)}" for seen in sorted(guilty, key=lambda seen: seen.rank, reverse=True)[:5]
+        ]
     return "\n".join([*lines, *(f"  note: {note}" for note in report.notes)])
+
+
+def _line(seen: Comparison) -> str:
+    if seen.worst is None:
+        return f"{seen.path}: {seen.reason}"
+    worst = seen.worst
+    values = f"reference {worst.reference}, candidate {worst.candidate}, truth {worst.truth}"
+    return f"{seen.path}: {seen.reason}; worst at {list(worst.index)}: {values}"

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from torchdelta.errors import ProgramError, UsageError
+from torchdelta.registry import nearest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +53,10 @@ class Program:
 
 def load_program(spec: str) -> Program:
     """Build the program that `path/file.py:factory` or `package.module:factory` names."""
-    factory = load_object(spec, what="program")
+    factory = load_callable(spec, what="program factory")
     try:
         built = factory()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ProgramError(f"{spec}: the factory raised {type(error).__name__}: {error}") from error
     if not isinstance(built, (tuple, list)) or len(built) not in (2, 3):
         raise ProgramError(
@@ -65,6 +66,14 @@ def load_program(spec: str) -> Program:
     return Program(
         name=spec, call=call, args=tuple(args) if isinstance(args, list) else args, kwargs=rest[0] if rest else {}
     )
+
+
+def load_callable(spec: str, *, what: str) -> Callable[..., Any]:
+    """Return the function or class that `path/file.py:name` or `package.module:name` names."""
+    found = load_object(spec, what=what)
+    if not callable(found):
+        raise UsageError(f"{spec} is no {what} but {type(found).__name__}: it must be callable")
+    return found  # type: ignore[no-any-return]
 
 
 def load_object(spec: str, *, what: str) -> Any:
@@ -79,8 +88,7 @@ def load_object(spec: str, *, what: str) -> Any:
             value = getattr(value, step)
         except AttributeError:
             public = [key for key, item in vars(module).items() if callable(item) and not key.startswith("_")]
-            there = f"; it has {', '.join(sorted(public)[:8])}" if public else ""
-            raise ProgramError(f"{place} has no {name!r}{there}") from None
+            raise ProgramError(f"{place} has no {name!r}: {nearest(name, public)}") from None
     return value
 
 
@@ -93,7 +101,7 @@ def load_module(place: str, *, what: str) -> ModuleType:
             if error.name and place.startswith(error.name):
                 raise ProgramError(f"there is no module {place!r} for the {what}") from None
             raise ProgramError(f"{place} does not import: {error}") from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ProgramError(f"{place} does not import: {type(error).__name__}: {error}") from error
     path = Path(place).resolve()
     if not path.is_file():
@@ -110,7 +118,7 @@ def load_module(place: str, *, what: str) -> ModuleType:
     sys.path.insert(0, str(path.parent))
     try:
         specification.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ProgramError(f"{place} does not load: {type(error).__name__}: {error}") from error
     finally:

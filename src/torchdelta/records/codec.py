@@ -170,7 +170,8 @@ def _expect(kind: type, data: Any, where: str) -> Any:
 
 
 def _refuse(data: Any, expected: str, where: str) -> NoReturn:
-    raise ReportUnreadable(f"{where}: expected {expected}, found {reprlib.repr(data)}")
+    found = f"a {type(data).__name__}" if isinstance(data, (dict, list)) else reprlib.repr(data)
+    raise ReportUnreadable(f"{where}: expected {expected}, found {found}")
 
 
 def _refuse_constant(name: str) -> NoReturn:

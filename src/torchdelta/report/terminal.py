@@ -29,7 +29,7 @@ _MARK = {
     Verdict.TIMED_OUT: "!",
     Verdict.CRASHED: "!",
 }
-_ROWS_WHEN_EQUIVALENT = 5
+_ROWS_WHEN_EQUIVALENT = 4
 _ROWS_OTHERWISE = 12
 _REASONS = 5
 _NOTES = 6
@@ -143,8 +143,9 @@ def _entry(seen: Comparison) -> RenderableType:
     lines = [Text.assemble(seen.path, (f": error {_number(seen.error)}, allowed {_number(seen.allowed)}", "dim"))]
     if seen.worst is not None:
         reference, candidate, truth = _values(seen.worst)
+        place = f"at [{_index(seen.worst)}] " if seen.worst.index else ""
         values = f"reference {reference}, candidate {candidate}, truth {truth}"
-        lines.append(Text(f"at [{_index(seen.worst)}] {values}", style="dim"))
+        lines.append(Text(place + values, style="dim"))
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column()
     grid.add_column(overflow="fold")

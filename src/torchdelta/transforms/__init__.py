@@ -8,7 +8,7 @@ from typing import Any
 
 from torchdelta._torch import dynamo
 from torchdelta.errors import UsageError
-from torchdelta.execute.programs import load_object
+from torchdelta.execute.programs import load_callable
 from torchdelta.registry import Registry, nearest
 from torchdelta.transforms.autocast import Autocast
 from torchdelta.transforms.base import Options, Transform
@@ -55,6 +55,6 @@ def build(spec: str | Transform | Callable[..., Any], options: Options) -> Trans
             raise UsageError(f"transform {spec!r} is written {name}{':' if named.argument else ''}{named.argument}")
         return named.build(argument, options)
     if colon:
-        return FxPass(load_object(spec, what="pass"), options)
+        return FxPass(load_callable(spec, what="pass"), options)
     known = [*TRANSFORMS, *(f"backend:{backend}" for backend in dynamo.backend_names())]
     raise UsageError(f"unknown transform {spec!r}: {nearest(name, known)} A pass of your own is file.py:fn.")

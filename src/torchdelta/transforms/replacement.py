@@ -10,7 +10,7 @@ import torch
 
 from torchdelta.errors import ProgramError, UsageError
 from torchdelta.execute.copies import copy_together
-from torchdelta.execute.programs import load_object
+from torchdelta.execute.programs import load_callable
 from torchdelta.execute.sides import Side
 from torchdelta.transforms.base import Options, Transform, Transformed, require_known
 
@@ -41,16 +41,19 @@ class OtherModule(Transform):
     def __init__(self, factory: str, options: Options) -> None:
         require_known("module", options, ("state",))
         self.factory_name = factory
-        self.factory = load_object(factory, what="module factory")
+        self.factory = load_callable(factory, what="module factory")
         state = str(options.get("state", "same"))
         self.state_map: StateMap | None = None if state == "none" else dict
         if state not in ("none", "same"):
-            self.state_map = load_object(state, what="state-dict mapping")
+            self.state_map = load_callable(state, what="state-dict mapping")
 
     @contextmanager
     def applied(self, side: Side, *, draws_random: bool) -> Iterator[Transformed]:  # noqa: ARG002 — runs as it is
         """Build the module and give it the reference's state."""
-        built = self.factory()
+        try:
+            built = self.factory()
+        except (Exception, SystemExit) as error:
+            raise ProgramError(f"{self.factory_name}: the factory raised {type(error).__name__}: {error}") from error
         module = built[0] if isinstance(built, tuple) else built
         if self.state_map is not None and isinstance(module, torch.nn.Module):
             if not isinstance(side.call, torch.nn.Module):

@@ -1,0 +1,72 @@
+"""What a check costs beside its own runs: the reference, the candidate and the truth, written out by hand.
+
+Compilation is in both sides of the ratio, from a warm compiler cache, and paid afresh in every round.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import torchdelta as td
+from torchdelta._torch import lift
+
+ROUNDS = 5
+
+
+def transformer(width: int = 256, layers: int = 2) -> tuple[nn.Module, torch.Tensor]:
+    """Return a transformer encoder without dropout, and a batch for it."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False), torch.randn(8, 128, width)
+
+
+def train_once(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
+    """Run forward and backward."""
+    output = call(x)
+    output.backward(torch.ones_like(output))
+
+
+def three_runs(model: nn.Module, x: torch.Tensor, backend: str) -> None:
+    """Run what a check has to run, and nothing else."""
+    train_once(copy.deepcopy(model), x)
+    torch._dynamo.reset()
+    train_once(torch.compile(copy.deepcopy(model), backend=backend), x)
+    with lift.Lift():
+        train_once(copy.deepcopy(model).double(), x.double())
+
+
+def seconds(run: Callable[[], object]) -> float:
+    """Time one run."""
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    """Print the ratios of one interleaved series."""
+    model, x = transformer()
+    print(f"{'check, forward and gradients':<34}{'three runs':>12}{'check':>10}{'ratio':>8}")
+    for backend in ("aot_eager", "inductor"):
+
+        def by_hand(backend: str = backend) -> None:
+            three_runs(model, x, backend)
+
+        def checked(backend: str = backend) -> None:
+            report = td.check(model, (x,), transform=backend)
+            assert report.verdict is td.Verdict.EQUIVALENT, report.verdict
+
+        by_hand(), checked()  # warm: headers, kernels and the compiler's cache
+        pairs = [(seconds(by_hand), seconds(checked)) for _ in range(ROUNDS)]
+        plain, full = (statistics.median(column) for column in zip(*pairs, strict=True))
+        ratio = statistics.median(check / runs for runs, check in pairs)
+        print(f"{backend:<34}{plain:>10.2f} s{full:>8.2f} s{ratio:>8.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""What comparing costs on this machine: medians of ratios between runs side by side.
+
+One section is one function that returns rows; `main` prints them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from torchdelta.compare.kernels import measure
+
+Row = tuple[str, float, str]
+"""What was compared, the number and its unit."""
+
+_LARGE = 64 * 2**20
+_SMALL = 1_000
+
+
+def main() -> None:
+    """Print one table of all sections."""
+    rows = [*large_tensors(torch.float32), *large_tensors(torch.bfloat16), *small_tensors()]
+    width = max(len(what) for what, _, _ in rows)
+    print(f"{torch.get_num_threads()} threads, torch {torch.__version__}")
+    for what, number, unit in rows:
+        print(f"{what:<{width}}  {number:8.2f} {unit}")
+
+
+def large_tensors(dtype: torch.dtype) -> list[Row]:
+    """`measure` against reading both tensors once, and `torch.allclose` against `measure`."""
+    reference, candidate = _noisy_pair(_LARGE, dtype)
+    name = f"{str(dtype).removeprefix('torch.')}, {_LARGE // 2**20} Mi elements"
+
+    def sums() -> None:
+        reference.sum()
+        candidate.sum()
+
+    def measured() -> None:
+        measure(reference, candidate)
+
+    def all_close() -> None:
+        torch.allclose(reference, candidate)
+
+    return [
+        (f"{name}: measure / (reference.sum(); candidate.sum())", _ratio(measured, sums, runs=11), "×"),
+        (f"{name}: torch.allclose / measure", _ratio(all_close, measured, runs=5), "×"),
+    ]
+
+
+def small_tensors() -> list[Row]:
+    """`measure` of tensors so small that only the overhead counts."""
+    reference, candidate = _noisy_pair(_SMALL, torch.float32)
+    measure(reference, candidate)
+    seconds = [_seconds(lambda: measure(reference, candidate)) for _ in range(3_000)]
+    return [(f"float32, {_SMALL} elements: measure", 1e6 * statistics.median(seconds), "µs")]
+
+
+def _noisy_pair(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    reference = torch.randn(numel, generator=generator)
+    candidate = reference + 1e-6 * torch.randn(numel, generator=generator)
+    return reference.to(dtype), candidate.to(dtype)
+
+
+def _ratio(numerator: Callable[[], None], denominator: Callable[[], None], *, runs: int) -> float:
+    """The median of the ratios of runs side by side, so that a machine that slows down slows both."""
+    numerator()
+    denominator()
+    return statistics.median(_seconds(numerator) / _seconds(denominator) for _ in range(runs))
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()
