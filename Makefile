@@ -36,6 +36,7 @@ test-fast: setup
 
 bench: setup
 	$(BIN)/python benchmarks/compare.py
+	$(BIN)/python benchmarks/check.py
 
 # Writes the lock anew from what is installed in .venv.
 lock:

@@ -354,10 +354,12 @@ def test_integers_beyond_float64_are_told_apart(path):
         measured = measure(huge, huge + torch.tensor([0, 1, 0]))
         unsigned = measure(torch.tensor([2**63 + 1], dtype=torch.uint64), torch.tensor([-(2**63) + 1]))
         against_float = measure(torch.tensor([2**53 + 1]), torch.tensor([2.0**53], dtype=torch.float64))
+        near_float = measure(torch.tensor([-1]), torch.tensor([-1 + 2.0**-53], dtype=torch.float64))
 
     assert (measured.mismatches, measured.max_abs, measured.worst) == (1, 1.0, 1)
     assert (unsigned.mismatches, unsigned.max_abs) == (1, 2.0**64)
     assert (against_float.mismatches, against_float.max_abs) == (1, 1.0)
+    assert (near_float.mismatches, near_float.max_abs) == (1, 2.0**-53)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
@@ -369,6 +371,18 @@ def test_squares_of_float32_neither_vanish_nor_overflow(scale, path):
 
     assert measured.square_reference == pytest.approx(10 * float(reference[0]) ** 2, rel=1e-12)
     assert measured.square_error == pytest.approx(measured.square_reference, rel=1e-12)
+
+
+@pytest.mark.parametrize("place", [1, 9_000])
+@on_both_paths
+def test_a_ratio_of_the_smallest_numbers_is_not_rounded_away(place, path):
+    # 0.6 times the smallest number rounds up to that number, which would hide the ratio of 1
+    reference = torch.full((10_000,), 1.0, dtype=torch.float64)
+    candidate = reference.clone()
+    candidate[0] = 1.6
+    reference[place], candidate[place] = 5e-324, 1e-323
+    with on(path):
+        assert measure(reference, candidate).max_rel == 1.0
 
 
 @on_both_paths
@@ -496,7 +510,9 @@ def test_a_forked_child_measures_after_its_parent_did():
 
         ones = torch.ones(2**22)
         pairs = [(ones.to(dtype), ones.to(dtype)) for dtype in (torch.float32, torch.int8)]
-        pairs.append((pairs[0][0].view(2048, -1).t(), pairs[0][1].view(2048, -1).t()))
+        pairs.append((ones.view(2048, -1).t(), ones.clone().view(2048, -1).t()))
+        # small enough for the main thread, whose OpenMP threads, started above, the child does not have
+        pairs.append((ones[: 2**20].to(torch.int8), ones[: 2**20].to(torch.int8)))
         for pair in pairs:
             measure(*pair)
         child = os.fork()

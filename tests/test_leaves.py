@@ -480,6 +480,15 @@ class TestValuesInsideThemselves:
         assert verdict_of(couple(ONE), couple(ONE.clone())) is EQUIVALENT
         assert verdict_of(couple(ONE), couple(TWO)) is DIVERGED
 
+    def test_a_tensor_may_be_an_attribute_of_itself(self):
+        def selfish(tensor):
+            mine = tagged(tensor, tensor)
+            mine.myself = mine
+            return mine
+
+        assert verdict_of(selfish(ONE), selfish(ONE.clone())) is EQUIVALENT
+        assert verdict_of(selfish(ONE), selfish(TWO)) is DIVERGED
+
     def test_a_value_that_occurs_twice_is_no_ring(self):
         assert paths_of([[ONE], [ONE]]) == paths_of([shared := [ONE], shared]) == ["value[0][0]", "value[1][0]"]
 

@@ -152,6 +152,12 @@ class TestTolerance:
 
         assert verdict_of(reference, candidate, f"rtol={rtol},atol={atol}") is (EQUIVALENT if near.all() else DIVERGED)
 
+    def test_of_a_complex_and_a_real_number_is_by_modulus_too(self):
+        reference, candidate = torch.tensor([100.0]), torch.tensor([100 + 1j])
+
+        for policy, verdict in (("rtol=0.1", EQUIVALENT), ("rtol=0.001", DIVERGED)):
+            assert td.compare(reference, candidate, policy=policy, ignore=["dtype"]).verdict is verdict
+
     def test_of_zero_means_exactly_zero(self):
         one = torch.ones(3)
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from torchdelta.cli.exits import EXIT_OF
-from torchdelta.errors import EnvironmentUnfit, ProgramError, UsageError
+from torchdelta.errors import EnvironmentUnfit, UsageError
 from torchdelta.records.codec import write_report
 from torchdelta.records.comparison import Scalar
 from torchdelta.report.terminal import print_report
@@ -47,7 +47,6 @@ def command(
         _require_writable(json_file)
     progress = Console(stderr=True)
     with (
-        _refusing_to_exit(program),
         nullcontext() if verbose else _counting_warnings(progress),
         progress.status("loading torch", spinner="dots") as status,
     ):
@@ -60,10 +59,10 @@ def command(
             program,
             transform=transform,
             options=options,
-            stages=_words(stages) if stages is not None else None,
+            stages=stages,
             policy=policy,
-            ignore=_words(ignore),
-            strict=_words(strict),
+            ignore=ignore,
+            strict=strict,
             seed=seed,
             iterations=iterations,
             steps=steps,
@@ -77,10 +76,6 @@ def command(
     if json_file is not None:
         write_report(report, json_file)
     raise typer.Exit(EXIT_OF[report.verdict])
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def _option(text: str) -> tuple[str, Scalar]:
@@ -102,20 +97,9 @@ def _scalar(text: str) -> Scalar:
 
 
 @contextmanager
-def _refusing_to_exit(program: str) -> Iterator[None]:
-    try:
-        yield
-    except SystemExit as error:
-        # its exit code would be taken for a verdict
-        raise ProgramError(
-            f"{program}: code that was loaded for it called sys.exit({error.code!r}); "
-            "put what a script does behind `if __name__ == '__main__'`"
-        ) from error
-
-
-@contextmanager
 def _counting_warnings(console: Console) -> Iterator[None]:
     with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
         yield
     if caught:
         said = "1 warning; --verbose shows it" if len(caught) == 1 else f"{len(caught)} warnings; --verbose shows them"

@@ -16,7 +16,7 @@ from torchdelta.records.comparison import Measurement
 
 CPU_PIECE = 2**14
 """Elements of a piece on the CPU, whose copies stay in the L2 cache. Above 2**15 torch splits an operator over OpenMP
-threads, which would fight over the cores with ours and hang in a forked child."""
+threads, which fight over the cores with ours, and without which the main thread of a forked child hangs or aborts."""
 
 _DEVICE_PIECE = 2**18
 """Elements of a piece elsewhere: some 15 float64 copies of it stay under 64 MB."""

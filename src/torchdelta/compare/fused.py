@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
@@ -33,7 +33,7 @@ _TALLY = np.dtype([(field.name, _KINDS[str(field.type)]) for field in dataclasse
 """A `Measurement` under way."""
 
 _BLOCK = 4096
-"""Elements per block: large enough that what a block costs by itself is nothing."""
+"""Elements per block: few enough for the L2 cache, enough that what a block costs by itself does not show."""
 
 _NATIVE = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128})
 """Read where they lie; the components of a complex tensor are a float tensor."""
@@ -41,12 +41,12 @@ _NATIVE = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.complex
 _WIDE = frozenset({torch.float64, torch.int32, torch.uint32, torch.int64, torch.uint64})
 """Not every value is a float32."""
 
-_compile: Callable[[Function], Function] = numba.njit(nogil=True, cache=True)
-# only what is called from Python needs a wrapper and a cache file of its own; without them it compiles twice as fast
-_INNER = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-_compile_inner: Callable[[Function], Function] = numba.njit(**_INNER)
+_compile = cast(Callable[[Function], Function], numba.njit(nogil=True, cache=True))
+# only what Python calls needs a wrapper and a cache file of its own
+_INNER: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+_compile_inner = cast(Callable[[Function], Function], numba.njit(**_INNER))
 # reassoc lets sums run in lanes; nnan and ninf would let the compiler drop the tests for what is not finite
-_compile_lanes: Callable[[Function], Function] = numba.njit(**_INNER, fastmath={"reassoc", "contract", "nsz"})
+_compile_lanes = cast(Callable[[Function], Function], numba.njit(**_INNER, fastmath={"reassoc", "contract", "nsz"}))
 
 
 def measure_span(reference: torch.Tensor, candidate: torch.Tensor, rtol: float, atol: float) -> Measurement:
@@ -177,7 +177,7 @@ def _scan_block(values: Pair, bits: Pair, by_value: bool, rtol: float, atol: flo
 
 @_compile_lanes
 def _sums(reference: Array, candidate: Array, max_abs: float, max_rel: float) -> tuple[float, float, float, float, int]:
-    """Everything that is summed over a block, and how many of its elements may beat `max_abs` or `max_rel`."""
+    """All sums over a block, and how many of its elements beat `max_abs`, or `max_rel` by more than an ulp."""
     square_error = 0.0
     square_reference = 0.0
     square_candidate = 0.0
@@ -193,8 +193,8 @@ def _sums(reference: Array, candidate: Array, max_abs: float, max_rel: float) ->
         dot += r * c
         # a subnormal product may have been rounded up to the difference: lowered by its last bit it is below
         bar = max_rel * abs(r) - 5e-324
-        bar = 0.0 if bar < 0.0 else bar
-        records += abs(error) > (bar if bar < max_abs else max_abs)
+        bar = np.float64(0.0) if bar < 0.0 else bar
+        records += int(abs(error) > (bar if bar < max_abs else max_abs))
     return square_error, square_reference, square_candidate, dot, records
 
 
@@ -226,7 +226,7 @@ def _beyond(reference: Array, candidate: Array, rtol: float, atol: float) -> int
 
 
 @_compile_inner
-def _compare_bits(reference: Array, candidate: Array, max_ulp: int) -> tuple[int, bool, bool]:
+def _compare_bits(reference: Array, candidate: Array, max_ulp: Any) -> tuple[int, bool, bool]:
     """How many differ, whether some differ in sign, and whether some of the same sign are farther than `max_ulp`."""
     integer = reference.dtype.type
     lowest = np.iinfo(reference.dtype).min
@@ -241,11 +241,11 @@ def _compare_bits(reference: Array, candidate: Array, max_ulp: int) -> tuple[int
         mismatches = integer(mismatches + (r != c))
         signs = integer(signs | (r ^ c))
         farthest = max(farthest, integer(r - c + integer(limit + lowest)))
-    return np.int64(mismatches), signs < 0, farthest > integer(2 * limit + lowest)
+    return int(mismatches), signs < 0, farthest > integer(2 * limit + lowest)
 
 
 @_compile_inner
-def _max_ulp(reference: Array, candidate: Array) -> int:
+def _max_ulp(reference: Array, candidate: Array) -> np.uint64:
     """The largest distance between the numbers that the bits stand for."""
     integer = reference.dtype.type
     # distances fill an unsigned integer: lowered by this they fill a signed one in the same order

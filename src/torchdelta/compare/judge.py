@@ -58,8 +58,9 @@ class Judge:
             judged = self._judge(sample)
         contract = broken + self._aliasing(pair.path, aliases) + judged.breaches
         verdict, reason = judged.verdict, judged.reason
-        if verdict is not Verdict.DIVERGED and (decisive := [str(each) for each in contract if not each.excused]):
-            verdict, reason = Verdict.DIVERGED, "; ".join(decisive)
+        if contract and verdict is not Verdict.DIVERGED:
+            decisive = [str(breach) for breach in contract if not breach.excused]
+            verdict, reason = (Verdict.DIVERGED, "; ".join(decisive)) if decisive else (verdict, reason)
         return Comparison(
             path=pair.path,
             verdict=verdict,
@@ -73,7 +74,7 @@ class Judge:
             resolution=judged.resolution,
             worst=sample.worst if sample else None,
             measurement=sample.measurement if sample else None,
-            details=judged.details,
+            details=judged.details or {},
         )
 
     def _sample(self, reference: torch.Tensor, candidate: torch.Tensor, truth: torch.Tensor | None) -> Sample:
@@ -138,25 +139,23 @@ def _worst(
 ) -> Worst | None:
     if seen.worst < 0:
         return None
+    index = _unravel(seen.worst, reference.shape)
     return Worst(
-        index=_unravel(seen.worst, reference.shape),
-        reference=_element(reference, seen.worst),
-        candidate=_element(candidate, seen.worst),
-        truth=_element(truth, seen.worst) if truth is not None else None,
+        index=index,
+        reference=_scalar(reference, index),
+        candidate=_scalar(candidate, index),
+        truth=_scalar(truth, index) if truth is not None else None,
     )
 
 
 def _unravel(flat: int, shape: torch.Size) -> tuple[int, ...]:
-    steps = []
+    index: tuple[int, ...] = ()
     for size in reversed(shape):
         flat, step = divmod(flat, size)
-        steps.append(step)
-    return tuple(reversed(steps))
+        index = (step, *index)
+    return index
 
 
-def _element(tensor: torch.Tensor, flat: int) -> Scalar:
-    try:
-        value = tensor.numpy().item(flat)
-    except (RuntimeError, TypeError):  # numpy reads no bfloat16, no float8, no other device and nothing with a gradient
-        value = tensor[_unravel(flat, tensor.shape)].item()
+def _scalar(tensor: torch.Tensor, index: tuple[int, ...]) -> Scalar:
+    value = tensors.element(tensor, index)
     return str(value) if isinstance(value, complex) else value

@@ -23,12 +23,25 @@ from torch.distributions.utils import lazy_property
 from torchdelta._torch import tensors
 from torchdelta.records.comparison import Unmatched
 
-_NAMED = (str, bytes, bool, int, float, complex, type(None), Enum, type, torch.dtype, torch.device, torch.layout)
+_NAMED = (
+    str,
+    bytes,
+    bool,
+    int,
+    float,
+    complex,
+    type(None),
+    Enum,
+    type,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    np.generic,
+)
 """What reads the same wherever it is equal, so that a path can hold it."""
 _ATOMS = (
     *_NAMED,
-    *(bytearray, range, slice, os.PathLike, np.generic, torch.memory_format),
-    *(ModuleType, FunctionType, BuiltinFunctionType),
+    *(bytearray, range, slice, os.PathLike, torch.memory_format, ModuleType, FunctionType, BuiltinFunctionType),
 )
 _BUILT_IN = (dict, list, tuple, set, frozenset, deque)
 _CACHES = (functools.cached_property, lazy_property)
@@ -55,6 +68,10 @@ class Container:
 
     kind: str
 
+    def is_same_as(self, other: object) -> bool:
+        """Tell whether the other is a container of the same kind; an array would answer `==` with an array."""
+        return isinstance(other, Container) and self.kind == other.kind
+
     def __str__(self) -> str:
         return self.kind
 
@@ -78,9 +95,6 @@ def leaves_of(value: Any, path: str = "value") -> Leaves:
         path, value, above = waiting.pop()
         while path in found:  # an attribute may be called `a.b`
             path += "′"
-        if id(value) in above:
-            found[path] = Container(f"the {_kind(value)} that is {above[id(value)][0]}")
-            continue
         try:
             children = _children(value)
         except Exception as error:
@@ -88,7 +102,11 @@ def leaves_of(value: Any, path: str = "value") -> Leaves:
             continue
         if children is None:
             found[path] = value
-            children = tensors.attributes(value) if isinstance(value, torch.Tensor) else []
+            is_new_tensor = isinstance(value, torch.Tensor) and id(value) not in above
+            children = tensors.attributes(value) if is_new_tensor else []
+        elif id(value) in above:
+            found[path] = Container(f"the {_kind(value)} that is {above[id(value)][0]}")
+            children = []
         else:
             found[path] = Container(_kind(value))
         if children:
@@ -107,7 +125,7 @@ def align(reference: Leaves, candidate: Leaves, truth: Leaves | None = None) -> 
     pairs = [
         Pair(path, value, candidate[path], truth.get(path))
         for path, value in reference.items()
-        if path in candidate and not _are_same_containers(value, candidate[path])
+        if path in candidate and not (isinstance(value, Container) and value.is_same_as(candidate[path]))
     ]
     if reference.keys() == candidate.keys():
         return pairs, []
@@ -132,11 +150,6 @@ def brief(text: str, limit: int = 200) -> str:
     """Return the first line of a text, cut to the limit."""
     line = text.partition("\n")[0]
     return line if len(line) <= limit else line[: limit - 1] + "…"
-
-
-def _are_same_containers(one: Any, other: Any) -> bool:
-    # what is no container may answer `==` with an array
-    return isinstance(one, Container) and isinstance(other, Container) and one == other
 
 
 def _alone(side: str, leaves: Leaves, others: Leaves) -> list[Unmatched]:

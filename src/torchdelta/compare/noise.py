@@ -8,7 +8,7 @@ few units in the last place. A candidate that is *closer* to the truth than the 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -18,6 +18,8 @@ from torchdelta.records.comparison import Measurement
 from torchdelta.records.verdict import Verdict
 
 SLACK = 16.0
+COARSEST = 0.3
+"""A dtype whose own rounding allows a larger relative error than this tells nothing apart: float8."""
 MASK = 1e30
 """Beyond this a value is a mask constant, which says nothing of the scale of the others."""
 
@@ -38,12 +40,16 @@ class Noise:
         of_reference = measure(sample.truth, sample.reference)
         of_candidate = measure(sample.truth, sample.candidate)
         slack = SLACK * (1.0 + 4.0 / math.sqrt(max(seen.finite, 1)))
-        floor = _ulp_floor(sample, of_reference.rms_reference)
+        scale = of_reference.rms_reference
+        floor = _ulp_floor(sample, scale)
         judged = max(
-            _judge("rms", of_candidate.rms_error, max(of_reference.rms_error, floor), slack, of_reference),
-            _judge("max", of_candidate.max_abs, max(of_reference.max_abs, floor), slack, of_reference),
+            _judge("rms", of_candidate.rms_error, max(of_reference.rms_error, floor), slack, scale),
+            _judge("max", of_candidate.max_abs, max(of_reference.max_abs, floor), slack, scale),
             key=_excess,
         )
+        if judged.verdict is Verdict.EQUIVALENT and seen.mismatches and slack * floor > COARSEST * scale:
+            reason = f"{judged.reason}, but rounding alone may be that large in so coarse a dtype"
+            judged = judged._replace(verdict=Verdict.INCONCLUSIVE, reason=reason)
         return _judge_non_finite(judged, seen, of_reference, of_candidate)
 
 
@@ -58,7 +64,7 @@ def _ulp_floor(sample: Sample, scale: float) -> float:
     return 0.5 * scale * max(unit_roundoff(dtype) for dtype in (sample.reference.dtype, sample.lowered_to) if dtype)
 
 
-def _judge(statistic: str, error: float, noise: float, slack: float, of_reference: Measurement) -> Judgement:
+def _judge(statistic: str, error: float, noise: float, slack: float, scale: float) -> Judgement:
     allowed = slack * noise
     times = f"{error / noise:.3g} times" if noise else "infinitely many times"
     if not math.isfinite(allowed):
@@ -75,8 +81,8 @@ def _judge(statistic: str, error: float, noise: float, slack: float, of_referenc
         error=error,
         noise=noise,
         allowed=allowed,
-        resolution=relative(allowed, of_reference.rms_reference),
-        details={"statistic": statistic, "rms_of_truth": of_reference.rms_reference},
+        resolution=relative(allowed, scale),
+        details={"statistic": statistic, "rms_of_truth": scale},
     )
 
 
@@ -103,17 +109,17 @@ def _judge_non_finite(
     """Judge the NaNs and infinities too: they must be where reference and truth agree that they are."""
     places = f"NaN or Inf out of place at {seen.misplaced} of {seen.numel} elements"
     if seen.misplaced > of_reference.misplaced:
-        return replace(judged, verdict=Verdict.DIVERGED, reason=places, error=math.inf)
+        return judged._replace(verdict=Verdict.DIVERGED, reason=places, error=math.inf)
     if judged.verdict is Verdict.DIVERGED:
         return judged
     if seen.misplaced and of_candidate.misplaced:
         reason = f"{places}; the reference itself overflows or is undefined where the truth is not"
-        return replace(judged, verdict=Verdict.INCONCLUSIVE, reason=reason, error=math.inf)
+        return judged._replace(verdict=Verdict.INCONCLUSIVE, reason=reason, error=math.inf)
     finite_in_reference = seen.numel - of_reference.nan_candidate - of_reference.inf_candidate
     untold = finite_in_reference - of_reference.finite
     if seen.mismatches and untold > 0:
         reason = (
             f"the truth is NaN or Inf at {untold} of {seen.numel} elements where the reference is not; {judged.reason}"
         )
-        return replace(judged, verdict=Verdict.INCONCLUSIVE, reason=reason)
+        return judged._replace(verdict=Verdict.INCONCLUSIVE, reason=reason)
     return judged

@@ -11,7 +11,7 @@ import torch
 
 from torchdelta._torch import tensors
 from torchdelta.compare.contract import Terms
-from torchdelta.compare.leaves import Container, Pair, Unreadable, describe
+from torchdelta.compare.leaves import Container, Pair, Unreadable, brief, describe
 from torchdelta.records.comparison import Breach, Comparison, Unmatched
 from torchdelta.records.verdict import Verdict
 
@@ -50,7 +50,7 @@ def compare_objects(pair: Pair, terms: Terms) -> Comparison:
     try:
         breach = _difference(reference, candidate, terms)
     except Exception as error:
-        reason = f"two {type(reference).__name__} cannot be compared: {type(error).__name__}: {error}"
+        reason = brief(f"two {type(reference).__name__} cannot be compared: {type(error).__name__}: {error}")
         return _object(pair, Verdict.INCONCLUSIVE, reason)
     if breach is None:
         return _object(pair, Verdict.EQUIVALENT, "equal")
