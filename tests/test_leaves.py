@@ -1,6 +1,7 @@
 """Taking values apart and pairing their leaves: whatever differs somewhere inside is found, and nothing is dropped."""
 
 import collections
+import collections.abc
 import copy
 import enum
 import functools
@@ -68,6 +69,21 @@ class Slotted:
     def __init__(self, inner):
         self.open = 1
         self.__secret = inner
+
+
+class Fresh(collections.abc.Sequence):
+    """Makes its only item when asked, and keeps it nowhere."""
+
+    def __init__(self, depth):
+        self.depth = depth
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        if index:
+            raise IndexError
+        return Fresh(self.depth - 1) if self.depth > 1 else ONE
 
 
 class NamedList(list):
@@ -488,6 +504,9 @@ class TestValuesInsideThemselves:
 
         assert verdict_of(selfish(ONE), selfish(ONE.clone())) is EQUIVALENT
         assert verdict_of(selfish(ONE), selfish(TWO)) is DIVERGED
+
+    def test_are_not_mistaken_for_values_that_are_made_anew_at_the_same_address(self):
+        assert len(leaves_of(Fresh(50))) == 51
 
     def test_a_value_that_occurs_twice_is_no_ring(self):
         assert paths_of([[ONE], [ONE]]) == paths_of([shared := [ONE], shared]) == ["value[0][0]", "value[1][0]"]

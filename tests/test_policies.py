@@ -180,6 +180,13 @@ class TestTolerance:
         assert verdict_of(even, odd, policy) is DIVERGED
         assert verdict_of(odd, odd.clone(), policy) is EQUIVALENT
         assert seen_in(odd, even, policy).error == INF
+        assert math.isfinite(seen_in(odd, even, policy).allowed)
+
+    def test_tells_a_nan_in_one_component_from_one_in_the_other(self):
+        one, other = torch.tensor([complex(NAN, 1.0)]), torch.tensor([complex(1.0, NAN)])
+
+        assert verdict_of(one, one.clone(), "close") is EQUIVALENT
+        assert verdict_of(one, other, "close") is DIVERGED
 
     def test_says_what_was_allowed_at_the_worst_element(self):
         seen = seen_in(torch.tensor([1000.0, 1.0]), torch.tensor([1000.0, 1.5]), "rtol=0.25,atol=0.125")
@@ -348,9 +355,10 @@ class TestNoise:
 
     def test_sees_a_single_element(self):
         candidate = rounded(1)
-        candidate[500] += 1e-3
+        candidate[500] += 2e-5  # too little to show in the root mean square
+        seen = seen_in(rounded(1), candidate, "noise", TRUTH)
 
-        assert verdict_of(rounded(1), candidate, "noise", TRUTH) is DIVERGED
+        assert (seen.verdict, seen.details["statistic"], seen.worst.index) == (DIVERGED, "max", (500,))
 
     def test_allows_a_few_units_in_the_last_place_where_the_reference_is_exact(self):
         exact = torch.full((1000,), 2.0)
@@ -432,12 +440,17 @@ class TestNoiseOfWhatIsNotFinite:
     def test_does_not_hide_a_second_one(self):
         reference, candidate = torch.tensor([INF, 1.0, 2.0]), torch.tensor([NAN, NAN, 2.0])
 
-        assert verdict_of(reference, candidate, "noise", torch.tensor([1e39, 1.0, 2.0]).double()) is DIVERGED
+        assert (
+            verdict_of(reference, candidate, "noise", torch.tensor([1e39, 1.0, 2.0], dtype=torch.float64)) is DIVERGED
+        )
 
-    def test_does_not_hide_other_elements(self):
-        reference, candidate = torch.tensor([NAN, 1.0, 1.0]), torch.tensor([NAN, 777.0, 777.0])
+    @pytest.mark.parametrize(
+        ("reference", "candidate", "truth"), [(NAN, NAN, NAN), (INF, NAN, 1e39), (1.0, 2.0, NAN), (INF, 1e38, 1e38)]
+    )
+    def test_does_not_hide_other_elements(self, reference, candidate, truth):
+        sides = torch.tensor([reference, 1.0, 1.0]), torch.tensor([candidate, 777.0, 777.0])
 
-        assert verdict_of(reference, candidate, "noise", reference.double()) is DIVERGED
+        assert verdict_of(*sides, "noise", torch.tensor([truth, 1.0, 1.0], dtype=torch.float64)) is DIVERGED
 
     def test_in_the_truth_alone_leaves_that_element_unjudged(self):
         assert self.judged(1.0, 777.0, NAN) is INCONCLUSIVE
