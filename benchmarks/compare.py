@@ -11,7 +11,10 @@ from collections.abc import Callable
 
 import torch
 
+from torchdelta.compare.judge import Judge
 from torchdelta.compare.kernels import measure
+from torchdelta.compare.leaves import leaves_of
+from torchdelta.compare.policies import parse
 
 Row = tuple[str, float, str]
 """What was compared, the number and its unit."""
@@ -51,11 +54,19 @@ def large_tensors(dtype: torch.dtype) -> list[Row]:
 
 
 def small_tensors() -> list[Row]:
-    """`measure` of tensors so small that only the overhead counts."""
+    """Tensors so small that only the overhead counts."""
     reference, candidate = _noisy_pair(_SMALL, torch.float32)
-    measure(reference, candidate)
-    seconds = [_seconds(lambda: measure(reference, candidate)) for _ in range(3_000)]
-    return [(f"float32, {_SMALL} elements: measure", 1e6 * statistics.median(seconds), "µs")]
+    judge = Judge(policy=parse("close"))
+    runs: dict[str, Callable[[], object]] = {
+        "measure": lambda: measure(reference, candidate),
+        "comparison, from values to verdict": lambda: judge.compare(leaves_of(reference), leaves_of(candidate)),
+    }
+    rows: list[Row] = []
+    for name, run in runs.items():
+        run()
+        seconds = [_seconds(run) for _ in range(3_000)]
+        rows.append((f"float32, {_SMALL} elements: {name}", 1e6 * statistics.median(seconds), "µs"))
+    return rows
 
 
 def _noisy_pair(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -214,3 +214,8 @@ def test_dtypes_are_converted_on_the_way_with_the_aliasing_kept():
     assert wide.dtype is view.dtype is torch.float64
     assert wide.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
     assert view.tolist() == [1, 2, 3]
+
+
+def test_a_module_with_uninitialized_parameters_is_refused_with_a_reason():
+    with pytest.raises(td.ProgramError, match="cannot be copied"):
+        td.check(nn.LazyLinear(3), (torch.ones(2, 2),), transform="eager")

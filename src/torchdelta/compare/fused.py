@@ -64,7 +64,7 @@ def measure_span(reference: torch.Tensor, candidate: torch.Tensor, rtol: float, 
             ulp_shift = _scan_contiguous(*piece, by_value, rtol, atol, tally)
     numbers = dict(zip(_FIELDS, tally.tolist()[0], strict=True))
     numbers["max_ulp"] = None if by_value else numbers["max_ulp"] >> ulp_shift
-    return Measurement(**numbers)
+    return Measurement.of(numbers)
 
 
 def _is_read_in_place(reference: torch.Tensor, candidate: torch.Tensor) -> bool:

@@ -27,10 +27,9 @@ def copy_together(values: Any, *, name: str, convert: Convert = lambda dtype: dt
     found = reach.everything_in(values)
     _refuse_shared(found, name)
     memo: dict[int, Any] = {}
-    _copy_tensors([value for value in found if isinstance(value, torch.Tensor)], memo, convert)
-    shells = _function_shells(found, memo)
     try:
-        for function, shell in shells:
+        _copy_tensors([value for value in found if isinstance(value, torch.Tensor)], memo, convert)
+        for function, shell in _function_shells(found, memo):
             _fill(function, shell, memo)
         return copy.deepcopy(values, memo)
     except Exception as error:

@@ -244,7 +244,7 @@ def _snapshot(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     taken = value.detach()
-    if not tensors.has_own_buffer(value):
+    if not tensors.has_own_buffer(value) or type(value) not in (torch.Tensor, torch.nn.Parameter):
         return taken.clone().requires_grad_(value.requires_grad)
     # an expanded dimension is copied once and expanded again
     steps = list(zip(taken.size(), taken.stride(), strict=True))
