@@ -509,6 +509,7 @@ def test_the_native_run_keeps_the_users_flags_and_deterministic_mode_is_asked_fo
     report = td.check(look, (torch.ones(2),), candidate=look, deterministic=True)
     assert set(seen) == {True}
     assert report.case.deterministic
+    assert any("not the native run" in note for note in report.notes)
 
 
 def test_the_same_random_numbers_under_a_compiler_are_said_to_be_an_extra():

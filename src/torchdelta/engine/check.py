@@ -52,6 +52,11 @@ class Check:
     def run(self) -> Report:
         """Answer; raise for what is the user's or the machine's fault, and report what is the candidate's."""
         versions.require_supported()
+        if self.case.deterministic:
+            self.notes.append(
+                "both sides ran with deterministic algorithms, which change generated code and fill empty memory: "
+                "this is not the native run"
+            )
         with runtime.preserved(), _set_aside():
             return self._report()
 
