@@ -101,7 +101,7 @@ def test_sparse_empty_and_conjugated_tensors_are_copied():
 def test_a_closure_over_a_module_is_copied_with_it():
     model = nn.Linear(2, 2)
     duplicate = copied(lambda x: model(x))
-    parameters, _ = state_of(duplicate)
+    parameters = state_of(duplicate).parameters
 
     assert list(parameters) == ["model.weight", "model.bias"]
     assert parameters["model.weight"] is not model.weight
@@ -133,7 +133,7 @@ def helper(x):
 
 def test_module_level_state_that_a_function_uses_is_copied_too():
     duplicate = copied(uses_shared)
-    parameters, buffers = state_of(duplicate)
+    parameters, buffers = state_of(duplicate).parameters, state_of(duplicate).buffers
 
     assert parameters["SHARED.weight"] is not SHARED.weight
     assert buffers["TABLE"] is not TABLE
@@ -219,3 +219,94 @@ def test_dtypes_are_converted_on_the_way_with_the_aliasing_kept():
 def test_a_module_with_uninitialized_parameters_is_refused_with_a_reason():
     with pytest.raises(td.ProgramError, match="cannot be copied"):
         td.check(nn.LazyLinear(3), (torch.ones(2, 2),), transform="eager")
+
+
+def test_a_closure_over_an_imported_module_is_no_obstacle():
+    import math
+
+    model = nn.Linear(2, 2)
+
+    def call(x):
+        return model(x) * math.pi
+
+    assert td.check(call, (torch.ones(1, 2),), transform="eager").verdict is td.Verdict.EQUIVALENT
+
+
+weight = torch.ones(3, requires_grad=True)
+
+
+def test_an_attribute_is_not_taken_for_a_global_of_the_same_name():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            return x * self.weight
+
+    assert td.check(Scaled(), (torch.ones(2),), transform="eager").verdict is td.Verdict.EQUIVALENT
+
+
+def test_a_forward_that_was_replaced_on_the_instance_is_copied_with_it():
+    import types
+
+    model = nn.Linear(2, 2)
+    old = model.forward
+    model.forward = types.MethodType(lambda self, x: old(x) * 2, model)
+    td.check(model, (torch.ones(1, 2),), transform="eager")
+
+    assert model.weight.grad is None
+
+
+def test_caches_and_counters_in_a_closure_are_copied():
+    cache, counted = {}, 0
+
+    def call(x):
+        nonlocal counted
+        counted += 1
+        cache["last"] = x
+        return x + counted
+
+    assert td.check(call, (torch.ones(2),), candidate=call).verdict is td.Verdict.EQUIVALENT
+    assert (cache, counted) == ({}, 0)
+
+
+def test_a_bound_method_of_a_tensor_is_copied_with_its_tensor():
+    w = torch.ones(2, 2, requires_grad=True)
+    td.check(w.matmul, (torch.ones(2, 2),), candidate=lambda x: torch.ones(2, 2) @ x, stages="forward")
+
+    assert w.grad is None
+
+
+def test_a_trained_tensor_of_a_class_is_refused():
+    class Shared(nn.Module):
+        w = torch.ones(2, requires_grad=True)
+
+        def forward(self, x):
+            return x * self.w
+
+    with pytest.raises(td.ProgramError, match=r"Shared\.w"):
+        td.check(Shared(), (torch.ones(2),), transform="eager")
+
+
+def test_the_model_of_another_module_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "holds_model.py").write_text("import torch\nnet = torch.nn.Linear(2, 2)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import holds_model
+
+    def call(x):
+        return holds_model.net(x)
+
+    namespace = {"holds_model": holds_model}
+    exec("def foreign(x):\n    return holds_model.net(x)\n", namespace)
+    with pytest.raises(td.ProgramError, match=r"holds_model\.net\.weight"):
+        td.check(namespace["foreign"], (torch.ones(1, 2),), transform="eager")
+
+
+def test_a_large_list_beside_the_model_costs_no_time_to_speak_of():
+    numbers, model = list(range(300_000)), nn.Linear(2, 2)
+
+    def call(x):
+        return model(x) + numbers[0]
+
+    assert td.check(call, (torch.ones(1, 2),), candidate=call).verdict is td.Verdict.EQUIVALENT

@@ -113,3 +113,19 @@ def test_random_inputs_that_the_program_rejects_leave_the_rest_of_the_answer_and
     assert "iteration 1 did not run" in report.stage("forward").reason
     assert "ends must be sorted" in report.stage("forward").reason
     assert all(seen.verdict is Verdict.EQUIVALENT for seen in report.comparisons)
+
+
+def test_every_side_gets_the_same_fresh_inputs():
+    x = torch.randn(64, 64)
+    report = td.check(lambda x: torch.frac(x * 4096), (x,), candidate=lambda x: torch.frac(x * 4096), iterations=2)
+    fresh = next(seen for seen in report.comparisons if seen.path == "iterations[1].outputs")
+
+    assert report.verdict is Verdict.EQUIVALENT
+    assert fresh.noise < 1e-6
+
+
+def test_a_long_list_of_plain_arguments_costs_no_comparisons():
+    report = td.check(lambda x, numbers: x + len(numbers), (torch.ones(2), list(range(50_000))), transform="eager")
+
+    assert report.verdict is Verdict.EQUIVALENT
+    assert len(report.comparisons) < 10

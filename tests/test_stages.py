@@ -170,14 +170,15 @@ def test_a_program_that_fails_eagerly_is_the_users_and_never_the_transforms():
 
 
 def test_anomaly_mode_is_on_only_when_asked_for():
-    seen = []
-
     def look(x):
-        seen.append(torch.is_anomaly_enabled())
-        return x + 1
+        return x + torch.is_anomaly_enabled()
 
-    td.check(look, (torch.ones(2),), candidate=look, anomaly=True)
-    assert set(seen) == {True}
+    def output(**options):
+        report = td.check(look, (torch.ones(2),), candidate=look, **options)
+        return next(seen.worst.reference for seen in report.comparisons if seen.path == "outputs")
+
+    assert output() == 1.0
+    assert output(anomaly=True) == 2.0
     assert not torch.is_anomaly_enabled()
 
 
@@ -186,3 +187,18 @@ def test_peak_memory_and_seconds_are_on_the_report():
 
     assert report.cost.peak_bytes > 10 * 2**20
     assert set(report.cost.seconds) >= {"reference", "candidate", "truth", "comparison"}
+
+
+def test_sparse_gradients_are_compared():
+    table = nn.Embedding(5, 4, sparse=True)
+    stages = ["forward", "gradients", "steps"]
+    report = td.check(table, (torch.tensor([1, 2]),), transform="eager", stages=stages, optimizer="sgd")
+
+    assert report.verdict is Verdict.EQUIVALENT
+
+
+def test_a_loss_that_requires_no_gradient_is_inconclusive():
+    report = td.check(Small(), (torch.ones(5, 4),), transform="eager", loss=lambda output: output.detach().sum())
+
+    assert report.stage("gradients").verdict is Verdict.INCONCLUSIVE
+    assert "the loss" in report.stage("gradients").reason

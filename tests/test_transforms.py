@@ -31,6 +31,7 @@ class Renamed(nn.Module):
 def same(): return Same()
 def scaled(): return Same(1.01)
 def renamed(): return Renamed()
+def reseeded(): torch.manual_seed(7); return Same()
 def rename(state): return {key.replace("linear", "dense"): value for key, value in state.items()}
 def program(): return Same(), (torch.randn(5, 4),)
 """
@@ -190,7 +191,8 @@ def test_another_implementation_takes_over_the_state(module_file):
 
     assert verdict("same") is Verdict.EQUIVALENT
     assert verdict("scaled") is Verdict.DIVERGED
-    assert verdict("same", state="none") is Verdict.DIVERGED
+    assert verdict("reseeded", state="none") is Verdict.DIVERGED
+    assert verdict("reseeded") is Verdict.EQUIVALENT
 
 
 def test_another_implementation_with_other_names_needs_a_mapping(module_file):
@@ -198,9 +200,10 @@ def test_another_implementation_with_other_names_needs_a_mapping(module_file):
 
     with pytest.raises(td.ProgramError, match=r"state=file\.py:fn"):
         td.check(program, transform=transform)
-    report = td.check(program, transform=transform, options={"state": f"{module_file}:rename"}, stages=["forward"])
-    outputs = next(seen for seen in report.comparisons if seen.path == "outputs")
-    assert outputs.verdict is Verdict.EQUIVALENT
+    report = td.check(program, transform=transform, options={"state": f"{module_file}:rename"})
+    assert report.verdict is Verdict.EQUIVALENT
+    assert {leaf.path for leaf in report.unmatched} >= {"parameters['linear.weight']", "parameters['dense.weight']"}
+    assert any("name on one side only" in note for note in report.notes)
 
 
 @pytest.mark.parametrize(
@@ -242,3 +245,40 @@ def test_dynamic_shapes_reach_the_backend():
     td.check(lambda x: x + 1, (X,), transform=look, options={"dynamic": True}, stages=["forward"])
 
     assert any(isinstance(value, torch.SymInt) for value in seen)
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast")
+def test_a_cast_and_an_autocast_that_do_nothing_are_inconclusive():
+    assert td.check(relu_net(), (X,), transform="cast:float32").verdict is Verdict.INCONCLUSIVE
+    assert td.check(relu_net(), (X,), transform="autocast:float32").verdict is Verdict.INCONCLUSIVE
+
+
+@pytest.mark.parametrize("transform", ["export", "decompose"])
+def test_bound_methods_and_partials_can_be_exported(transform):
+    import functools
+
+    net = relu_net()
+    for call in (net.forward, functools.partial(lambda model, x: model(x), net)):
+        assert td.check(call, (X,), transform=transform).verdict is Verdict.EQUIVALENT
+
+
+def test_a_candidate_that_calls_its_parameters_otherwise_is_compared_by_what_it_computes():
+    net = nn.Linear(4, 3)
+    report = td.check(net, (X,), candidate=lambda x: nn.functional.linear(x, net.weight, net.bias))
+
+    assert report.verdict is Verdict.EQUIVALENT
+    assert report.unmatched
+
+
+def test_a_pass_on_the_exported_graph_may_return_any_callable():
+    report = td.check(
+        relu_net(), (X,), transform=lambda module, inputs: lambda *args: module(*args), options={"graph": "export"}
+    )
+
+    assert report.verdict is Verdict.EQUIVALENT
+    assert any(seen.path == "parameters['0.weight'].grad" for seen in report.comparisons)
+
+
+def test_options_without_a_transform_that_takes_them_are_a_mistake():
+    with pytest.raises(td.UsageError, match="options"):
+        td.check(relu_net(), (X,), candidate=relu_net(), options={"dynamic": True})

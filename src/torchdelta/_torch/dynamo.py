@@ -37,6 +37,17 @@ class Witness:
         return list(dict.fromkeys(str(message).strip().splitlines()[0] for message in messages))
 
 
+def uncompiled(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what a callable was before torch.compile wrapped it."""
+    while True:
+        inner = vars(call).get("_torchdynamo_orig_callable") if hasattr(call, "__dict__") else None
+        if isinstance(call, torch._dynamo.OptimizedModule):
+            inner = call._orig_mod
+        if inner is None:
+            return call
+        call = inner
+
+
 def backend_named(name: str) -> Backend:
     """Return a registered torch.compile backend; UsageError names the nearest."""
     try:
@@ -85,7 +96,8 @@ def compiling(
     witness = Witness(is_compiler=True)
     torch._dynamo.reset()
     counters.clear()
-    with torch._inductor.config.patch(dict(config or {})):
+    # the user's own run may go on eagerly after a failure of the compiler; here that failure is the answer
+    with torch._inductor.config.patch(dict(config or {})), torch._dynamo.config.patch(suppress_errors=False):
         compiled = torch.compile(call, backend=witnessed(backend, witness), dynamic=dynamic, fullgraph=fullgraph)
         try:
             yield compiled, witness

@@ -121,11 +121,18 @@ def _take_flags() -> dict[str, Any]:
         "device": torch.get_default_device(),
         "grad": torch.is_grad_enabled(),
         "anomaly": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        "precision": torch.get_float32_matmul_precision(),
+        "precision": _matmul_precision(),
         "cudnn": {name: getattr(torch.backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")},
         "mkldnn": torch.backends.mkldnn.enabled,
         "threads": torch.get_num_threads(),
     }
+
+
+def _matmul_precision() -> str | None:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # set per backend, which this setting cannot express
+        return None
 
 
 def _put_flags(flags: dict[str, Any]) -> None:
@@ -137,9 +144,12 @@ def _put_flags(flags: dict[str, Any]) -> None:
         torch.set_default_device(flags["device"])
     torch.set_grad_enabled(flags["grad"])
     torch.set_anomaly_enabled(*flags["anomaly"])
-    torch.set_float32_matmul_precision(flags["precision"])
+    # torch keeps two kinds of this setting that must not be mixed: one that is as it was is not written
+    if _matmul_precision() != flags["precision"] and flags["precision"] is not None:
+        torch.set_float32_matmul_precision(flags["precision"])
     for name, value in flags["cudnn"].items():
-        setattr(torch.backends.cudnn, name, value)
+        if getattr(torch.backends.cudnn, name) != value:
+            setattr(torch.backends.cudnn, name, value)
     torch.backends.mkldnn.enabled = flags["mkldnn"]
     if torch.get_num_threads() != flags["threads"]:
         torch.set_num_threads(flags["threads"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -108,8 +109,16 @@ def has_own_buffer(tensor: torch.Tensor) -> bool:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """Return a number that grows with each change in place."""
-    return tensor._version
+    """Return a number that grows with each change in place; an inference tensor does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def copy_hooks(tensor: torch.Tensor, duplicate: torch.Tensor, copied: Callable[[Any], Any]) -> None:
+    """Register copies of a leaf's hooks on its duplicate."""
+    for hook in (tensor._backward_hooks or {}).values():
+        duplicate.register_hook(copied(hook))  # type: ignore[no-untyped-call]
+    for hook in (tensor._post_accumulate_grad_hooks or {}).values():
+        duplicate.register_post_accumulate_grad_hook(copied(hook))  # type: ignore[no-untyped-call]
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:

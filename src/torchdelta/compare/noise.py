@@ -42,11 +42,16 @@ class Noise:
         slack = SLACK * (1.0 + 4.0 / math.sqrt(max(seen.finite, 1)))
         scale = of_reference.rms_reference
         floor = _ulp_floor(sample, scale)
+        # one large element rounds more coarsely than the others: by its own size
+        at_worst = _ulp_floor(sample, _size_at(sample.truth, of_candidate.worst))
         judged = max(
             _judge("rms", of_candidate.rms_error, max(of_reference.rms_error, floor), slack, scale),
-            _judge("max", of_candidate.max_abs, max(of_reference.max_abs, floor), slack, scale),
+            _judge("max", of_candidate.max_abs, max(of_reference.max_abs, floor, at_worst), slack, scale),
             key=_excess,
         )
+        judged = judged._replace(details={**(judged.details or {}), "floor": floor})
+        if not seen.mismatches:
+            return judged._replace(verdict=Verdict.EQUIVALENT, reason="bitwise identical")
         if judged.verdict is Verdict.EQUIVALENT and seen.mismatches and slack * floor > COARSEST * scale:
             reason = f"{judged.reason}, but rounding alone may be that large in so coarse a dtype"
             judged = judged._replace(verdict=Verdict.INCONCLUSIVE, reason=reason)
@@ -62,6 +67,11 @@ def _ulp_floor(sample: Sample, scale: float) -> float:
     if scale > MASK:
         return 0.0
     return 0.5 * scale * max(unit_roundoff(dtype) for dtype in (sample.reference.dtype, sample.lowered_to) if dtype)
+
+
+def _size_at(truth: torch.Tensor, flat: int) -> float:
+    size = float(truth.detach().reshape(-1)[flat].abs()) if truth.is_contiguous() and flat >= 0 else 0.0
+    return size if math.isfinite(size) else 0.0
 
 
 def _judge(statistic: str, error: float, noise: float, slack: float, scale: float) -> Judgement:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchdelta import errors, transforms
-from torchdelta._torch import versions
+from torchdelta._torch import runtime, versions
 from torchdelta.compare.contract import Terms
 from torchdelta.compare.judge import Judge
 from torchdelta.compare.leaves import leaves_of
@@ -68,9 +68,10 @@ def check(
         transform = Replacement(candidate)
     if transform is None:
         raise UsageError("name a transform or a candidate to hold the program against")
-    source = _program(program, args, kwargs)
+    if options and not isinstance(transform, str) and (candidate is not None or isinstance(transform, Transform)):
+        raise UsageError("options belong to a transform that is named or to a pass: this one was built without them")
     case = Case(
-        program=source.name,
+        program=_name(program),
         transform="candidate" if candidate is not None else _name(transform),
         options=dict(options or {}),
         stages=_words(stages) if stages is not None else DEFAULT_STAGES,
@@ -85,6 +86,10 @@ def check(
         deterministic=deterministic,
         anomaly=anomaly,
     )
+    # a factory draws its weights: from the seed of the case, and without changing anybody's generators
+    with runtime.preserved():
+        runtime.seed_everything(seed)
+        source = _program(program, args, kwargs)
     plan = Plan(
         stages=case.stages,
         seed=seed,
@@ -104,9 +109,14 @@ def check(
     ).run()
 
 
-def assert_equivalent(program: Callable[..., Any] | str, args: tuple[Any, ...] = (), **options: Any) -> Report:
+def assert_equivalent(
+    program: Callable[..., Any] | str,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Report:
     """Check, and raise `Diverged`, `Crashed`, `TimedOut` or `Inconclusive` unless the verdict is equivalent."""
-    report = check(program, args, **options)
+    report = check(program, args, kwargs, **options)
     if report.verdict is not Verdict.EQUIVALENT:
         raise _RAISED[report.verdict](_evidence(report), report=report)
     return report
@@ -118,8 +128,8 @@ def compare(
     *,
     truth: Any = None,
     policy: str | None = None,
-    ignore: Sequence[str] = (),
-    strict: Sequence[str] = (),
+    ignore: str | Sequence[str] = (),
+    strict: str | Sequence[str] = (),
 ) -> Report:
     """Compare two values of any structure, without running anything.
 
@@ -133,10 +143,10 @@ def compare(
         transform="none",
         stages=(VALUES,),
         policy=chosen,
-        ignore=tuple(ignore),
-        strict=tuple(strict),
+        ignore=_words(ignore),
+        strict=_words(strict),
     )
-    judge = Judge(policy=parse(chosen), terms=Terms(ignore=frozenset(ignore), strict=frozenset(strict)))
+    judge = Judge(policy=parse(chosen), terms=Terms(ignore=frozenset(_words(ignore)), strict=frozenset(_words(strict))))
     comparisons, unmatched = judge.compare(
         leaves_of(reference), leaves_of(candidate), leaves_of(truth) if has_truth else None
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import resource
 import sys
 import time
@@ -15,6 +16,7 @@ import torch
 from torchdelta._torch import lift, runtime, versions
 from torchdelta.compare.contract import Terms
 from torchdelta.compare.judge import Judge
+from torchdelta.compare.leaves import Leaves, describe
 from torchdelta.compare.policy import Policy
 from torchdelta.engine import steadiness
 from torchdelta.engine.candidate import CandidateRun, run_candidate
@@ -81,6 +83,7 @@ class Check:
         if any(steadiness.rests_on_steadiness(seen) for stage in stages for seen in stage.comparisons):
             with self._timed("second reference"):
                 stages = self._hold_steady(stages, reference)
+        stages = [steadiness.doubt_coarse(stage) for stage in stages]
         return Report(
             verdict=worst_of(stage.verdict for stage in stages),
             environment=versions.environment(),
@@ -101,7 +104,7 @@ class Check:
         """Run the reference; random inputs that it rejects are not the program's fault, and end the iterations."""
         try:
             with shared_state_unchanged(self.program.call, name=self.program.name):
-                return observe(Side.copied_from(self.program), self.plan, self._original(), self._scope)
+                return observe(Side.copied_from(self.program), self.plan, self._original(), self._eager_scope)
         except SideFailed as failed:
             if failed.iteration:
                 self.shortfall = (
@@ -116,7 +119,7 @@ class Check:
 
     def _run_truth(self) -> Observation | None:
         original = self._original()
-        started_from = (*original.parameters.values(), *original.args, *original.kwargs.values())
+        started_from = (*original.state.parameters.values(), *original.args, *original.kwargs.values())
         floats = (
             value.dtype for value in started_from if isinstance(value, torch.Tensor) and value.is_floating_point()
         )
@@ -124,11 +127,12 @@ class Check:
 
         @contextmanager
         def lifted() -> Iterator[None]:
-            with self._scope(), lift.Lift(drawn_in):
+            with self._eager_scope(), lift.Lift(drawn_in):
                 yield
 
         try:
-            return observe(Side.copied_from(self.program, convert=lift.widened), self.plan, original, lifted)
+            side = Side.copied_from(self.program, convert=lift.widened)
+            return observe(side, self.plan, original, lifted, lift.widened)
         except (SideFailed, ProgramError) as error:
             self.notes.append(
                 f"no truth: the program does not run in float64 ({error}). "
@@ -154,22 +158,36 @@ class Check:
             if name not in reference.stages:
                 stages += self._without_gradients(name)
                 continue
+            of_reference, of_candidate = reference.stages[name], candidate.observation.stages.get(name, {})
+            if not self.transform.keeps_names:
+                of_reference, of_candidate, nameless = _common_state(of_reference, of_candidate)
+                unmatched += nameless
             found, alone = judge.compare(
-                reference.stages[name],
-                candidate.observation.stages.get(name, {}),
+                of_reference,
+                of_candidate,
                 truth.stages.get(name) if truth else None,
                 (reference.aliases, candidate.observation.aliases),
             )
-            doubt = _vacuous(found) or candidate.untransformed() or self.shortfall
+            vacuous = _vacuous(found)
+            if vacuous and stages and self.stages_by_default and not self.transform.keeps_names:
+                self.notes.append(f"{name} were not compared: no name is the same on both sides")
+                continue
+            doubt = vacuous or candidate.untransformed() or self.shortfall
             stages.append(Stage.of(name, tuple(found), doubt))
             unmatched += alone
+        if unmatched and not self.transform.keeps_names:
+            self.notes.append(
+                f"{len(unmatched)} parameters, buffers or gradients have a name on one side only: another "
+                "implementation has its own, and what it computes was compared without them"
+            )
         return stages, unmatched
 
     def _without_gradients(self, name: str) -> list[Stage]:
-        if self.stages_by_default:
+        if self.stages_by_default and self.plan.loss is None:
             self.notes.append(f"{name} were not compared: no output of the reference requires grad")
             return []
-        reason = "no output requires grad, so there is nothing to compare"
+        what = "no output requires grad" if self.plan.loss is None else "the loss does not require grad"
+        reason = f"{what}, so there is nothing to compare"
         return [Stage(name=name, verdict=Verdict.INCONCLUSIVE, reason=reason)]
 
     def _hold_steady(self, stages: list[Stage], reference: Observation) -> list[Stage]:
@@ -193,7 +211,13 @@ class Check:
             if self.case.deterministic:
                 runtime.use_deterministic()
             if self.case.anomaly:
-                torch.autograd.set_detect_anomaly(True, check_nan=False)
+                torch.autograd.set_detect_anomaly(True)
+            yield
+
+    @contextmanager
+    def _eager_scope(self) -> Iterator[None]:
+        # a program that compiles a part of itself is no reference as long as it does
+        with self._scope(), torch.compiler.set_stance("force_eager"):
             yield
 
     @contextmanager
@@ -207,6 +231,22 @@ class Check:
             # what a side leaves in cycles and caches must not add to the peak of the next
             gc.collect()
             runtime.release_memory()
+
+
+_STATE = re.compile(r"(iterations\[\d+\]\.|steps\[\d+\]\.)?(parameters|buffers|attributes|optimizer)\[")
+
+
+def _common_state(reference: Leaves, candidate: Leaves) -> tuple[Leaves, Leaves, list[Unmatched]]:
+    """Leave out the state that only one side has a name for; return it apart."""
+    nameless = [
+        Unmatched(path=path, side=side, what=describe(leaf))
+        for side, leaves, others in (("reference", reference, candidate), ("candidate", candidate, reference))
+        for path, leaf in leaves.items()
+        if _STATE.match(path) and path not in others
+    ]
+    left_out = {leaf.path for leaf in nameless}
+    kept = ({path: leaf for path, leaf in leaves.items() if path not in left_out} for leaves in (reference, candidate))
+    return next(kept), next(kept), nameless
 
 
 def _vacuous(comparisons: list[Comparison]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 
 from torchdelta.compare.judge import Judge
@@ -12,16 +14,46 @@ from torchdelta.records.report import Stage
 from torchdelta.records.verdict import Verdict
 
 COARSE = 0.3
-"""A resolution above this share of the values themselves says that the noise is as large as they are."""
+"""An error that may be this share of the values themselves and pass tells nothing."""
+NEAR_ZERO = 1e-4
+"""A tensor whose noise is below this share of the largest values of its stage is zero but for rounding."""
+SUSPECT = 100.0
+"""Noise this many times the rounding of a single operation may be another draw, and not rounding."""
 
 
 def rests_on_steadiness(seen: Comparison) -> bool:
     """Tell whether a verdict rests on the reference being the same each time it runs.
 
-    A divergence does. So does noise as large as the values: a reference that draws other numbers each time is far
-    from the truth too, and would let any candidate pass.
+    A divergence does. So does noise far above rounding: a reference that draws other numbers each time is far from
+    the truth too, and would let any candidate pass.
     """
-    return seen.verdict is Verdict.DIVERGED or (seen.resolution or 0.0) > COARSE
+    floor = float(seen.details.get("floor", 0.0))
+    is_suspect = seen.noise is not None and seen.noise > SUSPECT * floor
+    return seen.verdict is Verdict.DIVERGED or (is_suspect and _differs(seen))
+
+
+def doubt_coarse(stage: Stage) -> Stage:
+    """Return the stage with what passed only because its noise is as large as its values inconclusive.
+
+    A gradient that is zero in exact arithmetic is all noise too, but tiny beside the others: that one may pass.
+    """
+    scales = [float(seen.details["rms_of_truth"]) for seen in stage.comparisons if "rms_of_truth" in seen.details]
+    largest = max((scale for scale in scales if math.isfinite(scale)), default=0.0)
+
+    def doubted(seen: Comparison) -> Comparison:
+        is_coarse = seen.resolution is None or seen.resolution > COARSE
+        if seen.verdict is not Verdict.EQUIVALENT or not _differs(seen) or seen.noise is None or not is_coarse:
+            return seen
+        if seen.noise <= NEAR_ZERO * largest:
+            return seen
+        reason = f"{seen.reason}, but the reference is as far from the truth as its values are large"
+        return replace(seen, verdict=Verdict.INCONCLUSIVE, reason=reason)
+
+    return _changed(stage, doubted)
+
+
+def _differs(seen: Comparison) -> bool:
+    return seen.measurement is not None and seen.measurement.mismatches > 0
 
 
 def differing_runs(first: Observation, second: Observation) -> dict[tuple[str, str], Comparison]:
@@ -36,16 +68,19 @@ def differing_runs(first: Observation, second: Observation) -> dict[tuple[str, s
 
 
 def excuse(stage: Stage, unsteady: dict[tuple[str, str], Comparison]) -> Stage:
-    """Return the stage with every difference of an unsteady leaf inconclusive; a broken contract stays broken."""
+    """Return the stage with every unsteady leaf inconclusive; a broken contract stays broken."""
+
+    def excused(seen: Comparison) -> Comparison:
+        other = unsteady.get((stage.name, seen.path))
+        if other is None or any(not breach.excused for breach in seen.contract):
+            return seen
+        reason = f"the reference itself differs between two eager runs ({other.reason}); {seen.reason}"
+        return replace(seen, verdict=Verdict.INCONCLUSIVE, reason=reason)
+
+    return _changed(stage, excused)
+
+
+def _changed(stage: Stage, change: Callable[[Comparison], Comparison]) -> Stage:
     if not stage.comparisons:
         return stage
-    comparisons = (_excuse(seen, unsteady.get((stage.name, seen.path))) for seen in stage.comparisons)
-    return Stage.of(stage.name, tuple(comparisons), stage.reason)
-
-
-def _excuse(seen: Comparison, unsteady: Comparison | None) -> Comparison:
-    broken = any(not breach.excused for breach in seen.contract)
-    if unsteady is None or broken or not (seen.measurement and seen.measurement.mismatches):
-        return seen
-    reason = f"the reference itself differs between two eager runs ({unsteady.reason}); {seen.reason}"
-    return replace(seen, verdict=Verdict.INCONCLUSIVE, reason=reason)
+    return Stage.of(stage.name, tuple(change(seen) for seen in stage.comparisons), stage.reason)

@@ -7,10 +7,10 @@ would close over the same tensors).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from types import CellType, FunctionType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -26,12 +26,15 @@ def copy_together(values: Any, *, name: str, convert: Convert = lambda dtype: dt
     """Copy a value of any kind; dtypes of tensors go through `convert`. What two parts share, their copies share."""
     found = reach.everything_in(values)
     _refuse_shared(found, name)
-    memo: dict[int, Any] = {}
+    # an imported module is what it is: deepcopy would try to take it apart
+    memo: dict[int, Any] = {id(value): value for value in found if isinstance(value, ModuleType)}
     try:
         _copy_tensors([value for value in found if isinstance(value, torch.Tensor)], memo, convert)
         for function, shell in _function_shells(found, memo):
             _fill(function, shell, memo)
-        return copy.deepcopy(values, memo)
+        for tensor in (value for value in found if isinstance(value, torch.Tensor) and value.is_leaf):
+            tensors.copy_hooks(tensor, memo[id(tensor)], lambda hook: copy.deepcopy(hook, memo))
+        return _rebound(copy.deepcopy(values, memo), memo)
     except Exception as error:
         raise ProgramError(
             f"{name} cannot be copied ({type(error).__name__}: {error}), and a reference and a candidate that share "
@@ -40,30 +43,30 @@ def copy_together(values: Any, *, name: str, convert: Convert = lambda dtype: dt
 
 
 def _refuse_shared(found: list[Any], name: str) -> None:
-    # a class is never copied, so a parameter that its methods read from module level would be trained by both sides
-    trained = [path for path, tensor in reach.shared_globals(found).items() if tensor.requires_grad]
+    # classes and modules are never copied, so a parameter in one would be trained by both sides
+    trained = [path for path, tensor in reach.shared_state(found).items() if tensor.requires_grad]
     if trained:
         raise ProgramError(
-            f"{name}: a method uses the module-level {', '.join(sorted(trained))}, which both sides would share; "
-            "make it an attribute of the module"
+            f"{name}: it uses {', '.join(sorted(trained))} of a module or class, which both sides would share; "
+            "make it an attribute of the module that is checked, or an argument"
         )
 
 
-@contextmanager
+@contextlib.contextmanager
 def shared_state_unchanged(value: Any, *, name: str) -> Iterator[None]:
-    """Raise ProgramError when what runs inside changes a module-level tensor that every copy of the value shares."""
+    """Raise ProgramError when what runs inside changes a tensor that every copy of the value shares."""
     before = {path: (tensor, tensors.version(tensor)) for path, tensor in _shared_by(value).items()}
     yield
     changed = [path for path, (tensor, version) in before.items() if tensors.version(tensor) != version]
     if changed:
         raise ProgramError(
-            f"{name}: a method changes the module-level {', '.join(sorted(changed))}, which both sides share; "
-            "make it a buffer of the module"
+            f"{name}: it changes {', '.join(sorted(changed))} of a module or class, which both sides share; "
+            "make it a buffer of the module that is checked, or an argument"
         )
 
 
 def _shared_by(value: Any) -> dict[str, torch.Tensor]:
-    return reach.shared_globals(reach.everything_in(value))
+    return reach.shared_state(reach.everything_in(value))
 
 
 def _copy_tensors(originals: list[torch.Tensor], memo: dict[int, Any], convert: Convert) -> None:
@@ -86,8 +89,11 @@ def _copy_tensors(originals: list[torch.Tensor], memo: dict[int, Any], convert: 
             )
         memo[id(tensor)] = _dressed_as(tensor, duplicate)
     for tensor in originals:
+        duplicate = memo[id(tensor)]
+        if tensor.is_leaf and tensor.grad is not None:
+            duplicate.grad = tensor.grad.detach().clone().to(convert(tensor.grad.dtype))
         if vars(tensor):
-            memo[id(tensor)].__dict__.update(copy.deepcopy(vars(tensor), memo))
+            duplicate.__dict__.update(copy.deepcopy(vars(tensor), memo))
 
 
 def _dressed_as(tensor: torch.Tensor, duplicate: torch.Tensor) -> torch.Tensor:
@@ -104,14 +110,14 @@ def _copy_special(tensor: torch.Tensor, convert: Convert) -> torch.Tensor:
 
 
 def _function_shells(found: list[Any], memo: dict[int, Any]) -> list[tuple[FunctionType, FunctionType]]:
-    """Make an empty double of each function that reaches state; functions of one module share its doubled globals."""
+    """Make an empty double of each function of the user's that reaches state; those of one module share its globals."""
     doubles: dict[int, dict[str, Any]] = {}
     shells = []
     for function in found:
-        if not isinstance(function, FunctionType) or not _reaches_state(function):
+        if not isinstance(function, FunctionType) or not _keeps_state(function):
             continue
         namespace = function.__globals__
-        if any(_is_state(value) for value in reach.used_globals(function).values()):
+        if any(reach.has_state(value) for value in reach.used_globals(function).values()):
             namespace = doubles.setdefault(id(namespace), dict(namespace))
         cells = tuple(CellType() for _ in function.__closure__ or ())
         shell = FunctionType(function.__code__, namespace, function.__name__, None, cells)
@@ -120,19 +126,14 @@ def _function_shells(found: list[Any], memo: dict[int, Any]) -> list[tuple[Funct
     return shells
 
 
-def _reaches_state(function: FunctionType) -> bool:
-    return any(isinstance(value, (torch.Tensor, torch.nn.Module)) for value in reach.everything_in(function))
-
-
-def _is_state(value: Any) -> bool:
-    if isinstance(value, FunctionType):
-        return _reaches_state(value)
-    return any(isinstance(inner, (torch.Tensor, torch.nn.Module)) for inner in reach.everything_in(value))
+def _keeps_state(function: FunctionType) -> bool:
+    # what a closure holds may be counted up or replaced, whatever it is
+    return reach.has_state(function) or (bool(function.__closure__) and not reach.is_installed(function))
 
 
 def _fill(function: FunctionType, shell: FunctionType, memo: dict[int, Any]) -> None:
     for original, cell in zip(function.__closure__ or (), shell.__closure__ or (), strict=True):
-        if not reach.is_empty(original):
+        with contextlib.suppress(ValueError):  # a cell that was not filled yet
             cell.cell_contents = copy.deepcopy(original.cell_contents, memo)
     shell.__defaults__ = copy.deepcopy(function.__defaults__, memo)
     shell.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, memo)
@@ -140,4 +141,15 @@ def _fill(function: FunctionType, shell: FunctionType, memo: dict[int, Any]) -> 
     shell.__dict__.update(copy.deepcopy(vars(function), memo))
     if shell.__globals__ is not function.__globals__:
         used: Mapping[str, Any] = reach.used_globals(function)
-        shell.__globals__.update({name: copy.deepcopy(value, memo) for name, value in used.items() if _is_state(value)})
+        shell.__globals__.update(
+            {name: copy.deepcopy(value, memo) for name, value in used.items() if reach.has_state(value)}
+        )
+
+
+def _rebound(duplicate: Any, memo: dict[int, Any]) -> Any:
+    """Give bound methods their copied functions: deepcopy copies what a method is bound to, and not its function."""
+    for holder in reach.everything_in(duplicate):
+        for name, value in list(getattr(holder, "__dict__", {}).items()):
+            if isinstance(value, MethodType) and id(value.__func__) in memo:
+                vars(holder)[name] = MethodType(memo[id(value.__func__)], value.__self__)
+    return duplicate

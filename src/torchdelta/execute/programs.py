@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torchdelta._torch import dynamo
 from torchdelta.errors import ProgramError, UsageError
 from torchdelta.registry import nearest
 
@@ -27,6 +28,8 @@ class Program:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # the reference is the program as it was written, and a transform starts from that too
+        object.__setattr__(self, "call", dynamo.uncompiled(self.call))
         if not callable(self.call):
             raise ProgramError(f"{self.name}: {type(self.call).__name__} cannot be called")
         if not isinstance(self.args, tuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
@@ -16,14 +16,26 @@ from torchdelta.execute.programs import Program
 
 
 @dataclass(frozen=True, kw_only=True)
+class State:
+    """What a callable keeps between calls, by name."""
+
+    parameters: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    attributes: dict[str, torch.Tensor]
+    """Tensors that a module holds without registering them."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Side:
     """What is run: nothing in it is shared with another side."""
 
     call: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    parameters: dict[str, torch.Tensor]
-    buffers: dict[str, torch.Tensor]
+    owner: Callable[..., Any]
+    """Whose state this is; `call` may be a wrapper of it."""
+    names: Mapping[str, str] | None = None
+    """The owner's names of the state, and those they have here; None where they are the same."""
 
     @classmethod
     def copied_from(cls, program: Program, *, convert: Convert = lambda dtype: dtype) -> Side:
@@ -35,26 +47,53 @@ class Side:
 
     @classmethod
     def of(cls, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Side:
-        """Take a callable as it is and find its parameters and buffers."""
-        parameters, buffers = state_of(call)
-        return cls(call=call, args=args, kwargs=kwargs, parameters=parameters, buffers=buffers)
+        """Take a callable as it is."""
+        return cls(call=call, args=args, kwargs=kwargs, owner=call)
+
+    @property
+    def state(self) -> State:
+        """The state as it is now: a call may have put another tensor in the place of one."""
+        state = state_of(self.owner)
+        if self.names is None:
+            return state
+        return State(
+            parameters={self.names[name]: tensor for name, tensor in state.parameters.items() if name in self.names},
+            buffers={self.names[name]: tensor for name, tensor in state.buffers.items() if name in self.names},
+            attributes={},
+        )
 
 
-def state_of(call: Callable[..., Any]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return the parameters and the buffers that a callable reaches, by name; a tensor in a closure counts as one."""
-    named: dict[int, tuple[str, torch.Tensor]] = {}
+def started_from(side: Side) -> list[torch.Tensor]:
+    """Return every tensor that a run of the side starts from: its state and its inputs."""
+    state = side.state
+    inputs = [value for value in reach.everything_in((side.args, side.kwargs)) if isinstance(value, torch.Tensor)]
+    return [*state.parameters.values(), *state.buffers.values(), *inputs]
+
+
+def state_of(call: Callable[..., Any]) -> State:
+    """Return the state that a callable reaches; a tensor in a closure is a parameter or a buffer of its own."""
+    state = State(parameters={}, buffers={}, attributes={})
+    met: set[int] = set()
+
+    def take(kind: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
+        if id(tensor) not in met:
+            met.add(id(tensor))
+            kind[name] = tensor
+
     for name, holder in state_holders(call):
         if isinstance(holder, torch.Tensor):
-            named.setdefault(id(holder), (name, holder))
+            take(state.parameters if holder.requires_grad else state.buffers, name, holder)
             continue
         prefix = f"{name}." if name else ""
-        for inner, tensor in (*holder.named_parameters(), *holder.named_buffers()):
-            named.setdefault(id(tensor), (f"{prefix}{inner}", tensor))
-    parameters: dict[str, torch.Tensor] = {}
-    buffers: dict[str, torch.Tensor] = {}
-    for name, tensor in named.values():
-        (parameters if tensor.requires_grad or isinstance(tensor, torch.nn.Parameter) else buffers)[name] = tensor
-    return parameters, buffers
+        for inner, parameter in holder.named_parameters():
+            take(state.parameters, f"{prefix}{inner}", parameter)
+        for inner, buffer in holder.named_buffers():
+            take(state.buffers, f"{prefix}{inner}", buffer)
+        for inner, module in holder.named_modules():
+            for attribute, value in vars(module).items():
+                if isinstance(value, torch.Tensor):
+                    take(state.attributes, f"{prefix}{inner}.{attribute}" if inner else f"{prefix}{attribute}", value)
+    return state
 
 
 def state_holders(call: Callable[..., Any]) -> Iterator[tuple[str, torch.nn.Module | torch.Tensor]]:

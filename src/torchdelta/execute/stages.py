@@ -21,6 +21,7 @@ from torchdelta._torch import runtime, tensors
 from torchdelta.compare.judge import is_inexact
 from torchdelta.compare.kernels import measure
 from torchdelta.compare.leaves import Container, Leaves, leaves_of
+from torchdelta.execute.copies import Convert, copy_together
 from torchdelta.execute.inputs import randomise
 from torchdelta.execute.optimizers import OptimizerFactory
 from torchdelta.execute.sides import Side
@@ -64,20 +65,27 @@ class SideFailed(Exception):
 Scope = Callable[[], AbstractContextManager[Any]]
 
 
-def observe(side: Side, plan: Plan, original: Side, scope: Scope = nullcontext) -> Observation:
-    """Run the side, each part of it within `scope`.
+def observe(
+    side: Side, plan: Plan, original: Side, scope: Scope = nullcontext, convert: Convert = lambda dtype: dtype
+) -> Observation:
+    """Run the side, each part of it within `scope`; `convert` tells which dtypes it has in place of the original's.
 
     `original` is the untouched program: its tensors stand for those that the run did not change.
     """
-    return _Observer(side, plan, original, scope).run()
+    return _Observer(side, plan, original, scope, convert).run()
 
 
 class _Observer:
-    def __init__(self, side: Side, plan: Plan, original: Side, scope: Scope) -> None:
+    def __init__(self, side: Side, plan: Plan, original: Side, scope: Scope, convert: Convert) -> None:
         self.side = side
         self.plan = plan
+        self.original = original
         self.scope = scope
-        self.originals = _tensors_in(_inputs_and_state(original))
+        self.convert = convert
+        self.loss = copy_together(plan.loss, name="the loss", convert=convert) if plan.loss else None
+        self.original_tensors = _tensors_in(_inputs_and_state(original))
+        self.original_attributes = original.state.attributes
+        self.original_plain = _plain_leaves(_inputs(original))
         self.seen = Observation()
         self.iteration = 0
 
@@ -87,7 +95,7 @@ class _Observer:
             prefix = f"iterations[{iteration}]." if iteration else ""
             self.iteration = iteration
             if iteration:
-                randomise((self.side.args, self.side.kwargs), seed=self.plan.seed + iteration)
+                self._draw_inputs(iteration)
             outputs = self._call("forward", self.plan.seed + iteration)
             self._keep_forward(outputs, prefix)
             if self.plan.stages != ("forward",):
@@ -115,27 +123,54 @@ class _Observer:
         self.seen.draws_random |= runtime.random_state() != before
         return outputs
 
+    def _draw_inputs(self, iteration: int) -> None:
+        """Give the side fresh inputs: drawn in the original's dtypes, so that every side gets the same ones."""
+        drawn = copy_together(_inputs(self.original), name="the inputs")
+        randomise(drawn, seed=self.plan.seed + iteration)
+        fresh = _tensors_in(drawn)
+        with torch.no_grad():
+            for path, tensor in _tensors_in(_inputs(self.side)).items():
+                if path in fresh and tensor.shape == fresh[path].shape:
+                    tensor.copy_(fresh[path])
+
     def _keep_forward(self, outputs: Any, prefix: str) -> None:
         kept = self.seen.stages.setdefault("forward", {})
         for path, value in leaves_of(outputs, "outputs").items():
             kept[prefix + path] = _snapshot(value)
+        for path, value in _plain_leaves(_inputs(self.side)).items():
+            if path not in self.original_plain or not _is_equal(value, self.original_plain[path]):
+                kept[prefix + path] = _snapshot(value)
         around = _tensors_in(_inputs_and_state(self.side))
-        for path, value in _plain_leaves({"args": self.side.args, "kwargs": self.side.kwargs}).items():
-            kept[prefix + path] = value
         for path, tensor in around.items():
-            kept[prefix + path] = self._original_or_snapshot(path, tensor)
+            original = self.original_tensors.get(path)
+            kept[prefix + path] = original if self._is_unchanged(tensor, original) else _snapshot(tensor)
+            # a call may run a backward of its own
+            if not prefix and tensor.is_leaf and tensor.grad is not None:
+                kept.update(_snapshots(tensor.grad, f"{path}.grad"))
+        for name, tensor in self.side.state.attributes.items():
+            if not self._is_unchanged(tensor, self.original_attributes.get(name)):
+                kept.update(_snapshots(tensor, f"{prefix}attributes[{name!r}]"))
         self.seen.aliases.update({prefix + path: others for path, others in _aliases(outputs, around).items()})
 
-    def _original_or_snapshot(self, path: str, tensor: torch.Tensor) -> torch.Tensor:
-        original = self.originals.get(path)
-        return original if original is not None and _is_unchanged(tensor, original) else _snapshot(tensor)
+    def _is_unchanged(self, tensor: torch.Tensor, original: torch.Tensor | None) -> bool:
+        return (
+            original is not None
+            and tensor.shape == original.shape
+            and tensor.dtype == self.convert(original.dtype)
+            and tensor.stride() == original.stride()
+            and tensor.device == original.device
+            and tensor.requires_grad == original.requires_grad
+            and tensors.has_own_buffer(tensor)
+            and tensors.has_own_buffer(original)
+            and measure(original, tensor).mismatches == 0
+        )
 
     def _backward(self, stage: str, outputs: Any, prefix: str = "") -> None:
         for tensor in self._trained().values():
             tensor.grad = None
-        if self.plan.loss is not None:
+        if self.loss is not None:
             with self._stage(stage):
-                roots = {"loss": self.plan.loss(outputs)}
+                roots = {"loss": self.loss(outputs)}
             cotangents = [torch.ones_like(roots["loss"])]
         else:
             leaves = leaves_of(outputs, "outputs").items()
@@ -149,14 +184,14 @@ class _Observer:
     def _keep_gradients(self, prefix: str) -> None:
         kept = self.seen.stages.setdefault("gradients", {})
         for path, tensor in self._trained().items():
-            kept[f"{prefix}{path}.grad"] = _snapshot(tensor.grad)
+            kept.update(_snapshots(tensor.grad, f"{prefix}{path}.grad"))
 
     def _trained(self) -> dict[str, torch.Tensor]:
         tensors_now = _tensors_in(_inputs_and_state(self.side))
         return {path: tensor for path, tensor in tensors_now.items() if tensor.requires_grad and tensor.is_leaf}
 
     def _take_steps(self) -> None:
-        trained = {name: tensor for name, tensor in self.side.parameters.items() if tensor.requires_grad}
+        trained = {name: tensor for name, tensor in self.side.state.parameters.items() if tensor.requires_grad}
         if not trained:
             return
         names = list(trained)
@@ -169,10 +204,10 @@ class _Observer:
             with self._stage("steps"):
                 optimizer.step()
             state = {names[index]: entry for index, entry in optimizer.state_dict()["state"].items()}
-            after = {"parameters": self.side.parameters, "buffers": self.side.buffers, "optimizer": state}
+            now = self.side.state
+            after = {"parameters": now.parameters, "buffers": now.buffers, "optimizer": state}
             for name, values in after.items():
-                for path, value in leaves_of(values, f"steps[{step}].{name}").items():
-                    kept[path] = _snapshot(value)
+                kept.update(_snapshots(values, f"steps[{step}].{name}"))
 
 
 def cotangent_for(output: torch.Tensor, path: str, seed: int) -> torch.Tensor:
@@ -190,8 +225,13 @@ def _is_differentiable(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad and is_inexact(value.dtype)
 
 
+def _inputs(side: Side) -> dict[str, Any]:
+    return {"args": side.args, "kwargs": side.kwargs}
+
+
 def _inputs_and_state(side: Side) -> dict[str, Any]:
-    return {"args": side.args, "kwargs": side.kwargs, "parameters": side.parameters, "buffers": side.buffers}
+    state = side.state
+    return {**_inputs(side), "parameters": state.parameters, "buffers": state.buffers}
 
 
 def _tensors_in(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -205,13 +245,19 @@ def _tensors_in(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 def _plain_leaves(values: Mapping[str, Any]) -> Leaves:
     """Return the containers and plain values among the inputs: a call may append to a list or count in a cache."""
-    plain = (Container, bool, int, float, complex, str, type(None))
+    plain = (Container, bool, int, float, complex, str, type(None), np.ndarray)
     return {
         path: leaf
         for name, value in values.items()
         for path, leaf in leaves_of(value, name).items()
         if isinstance(leaf, plain)
     }
+
+
+def _is_equal(value: Any, original: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return bool(np.array_equal(value, original))
+    return bool(value == original and type(value) is type(original))
 
 
 def _aliases(outputs: Any, around: Mapping[str, torch.Tensor]) -> dict[str, frozenset[str]]:
@@ -225,16 +271,8 @@ def _aliases(outputs: Any, around: Mapping[str, torch.Tensor]) -> dict[str, froz
     return {path: frozenset(partners.get(path, ())) - {path} for path in returned}
 
 
-def _is_unchanged(tensor: torch.Tensor, original: torch.Tensor) -> bool:
-    return (
-        tensor.shape == original.shape
-        and tensor.stride() == original.stride()
-        and tensor.device == original.device
-        and tensor.requires_grad == original.requires_grad
-        and tensors.has_own_buffer(tensor)
-        and tensors.has_own_buffer(original)
-        and measure(original, tensor).mismatches == 0
-    )
+def _snapshots(value: Any, path: str) -> Leaves:
+    return {place: _snapshot(leaf) for place, leaf in leaves_of(value, path).items()}
 
 
 def _snapshot(value: Any) -> Any:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from torchdelta.execute.sides import Side
+from torchdelta._torch.dynamo import Witness
+from torchdelta.execute.sides import Side, started_from
 from torchdelta.transforms.base import Options, Transform, Transformed, dtype_named, require_known
 
 
@@ -24,15 +25,13 @@ class Autocast(Transform):
     @contextmanager
     def applied(self, side: Side, *, draws_random: bool) -> Iterator[Transformed]:  # noqa: ARG002 — runs eagerly
         """Call the side under autocast; the backward runs outside of it, as it does in training."""
-        device = self.device or _device_of(side)
+        device = self.device or next((tensor.device.type for tensor in started_from(side)), "cpu")
+        witness = Witness()
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with torch.autocast(device, dtype=self.lowered_to):
+                # a dtype that the device has no autocast for only makes torch warn
+                witness.calls += torch.is_autocast_enabled(device)
                 return side.call(*args, **kwargs)
 
-        yield Transformed.whole(replace(side, call=call))
-
-
-def _device_of(side: Side) -> str:
-    tensors = [*side.parameters.values(), *(value for value in side.args if isinstance(value, torch.Tensor))]
-    return tensors[0].device.type if tensors else "cpu"
+        yield Transformed(side=replace(side, call=call), witness=witness)

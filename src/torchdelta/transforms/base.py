@@ -26,10 +26,10 @@ class Transformed:
     notes: list[str] = field(default_factory=list)
 
     @classmethod
-    def whole(cls, side: Side, *, captured: int = 0, notes: Iterable[str] = ()) -> Transformed:
+    def whole(cls, side: Side, *, captured: int = 0) -> Transformed:
         """Wrap a side whose every call is transformed as a whole."""
         witness = Witness(captured=captured)
-        return cls(side=replace(side, call=counted(side.call, witness)), witness=witness, notes=list(notes))
+        return cls(side=replace(side, call=counted(side.call, witness)), witness=witness)
 
 
 class Transform(ABC):
@@ -37,6 +37,9 @@ class Transform(ABC):
 
     lowered_to: torch.dtype | None = None
     """The lower dtype that this transform computes in on purpose."""
+
+    keeps_names: bool = True
+    """Whether the candidate's parameters and buffers have the reference's names; another implementation has its own."""
 
     @abstractmethod
     def applied(self, side: Side, *, draws_random: bool) -> AbstractContextManager[Transformed]:

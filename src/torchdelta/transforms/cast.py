@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
 from torchdelta.execute.copies import copy_together
-from torchdelta.execute.sides import Side
+from torchdelta.execute.sides import Side, started_from
 from torchdelta.transforms.base import Options, Transform, Transformed, dtype_named, require_known
 
 
@@ -29,4 +30,7 @@ class Cast(Transform):
             return target if dtype.is_floating_point else dtype
 
         made = Side.of(*copy_together((side.call, side.args, side.kwargs), name="cast", convert=convert))
-        yield Transformed.whole(made)
+        transformed = Transformed.whole(made)
+        if not any(tensor.dtype != convert(tensor.dtype) for tensor in started_from(side)):
+            transformed = replace(transformed, side=made)  # nothing was cast, so no call counts as transformed
+        yield transformed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,31 +34,28 @@ def exported(
     side: Side, *, strict: bool, then: Callable[[ExportedProgram], ExportedProgram] = lambda program: program
 ) -> tuple[GraphModule, Side]:
     """Export a side, change the exported program by `then`, and return its module and the side that runs it."""
-    program = then(torch.export.export(_as_module(side), side.args, side.kwargs, strict=strict))
+    owner, names = _as_module(side)
+    program = then(torch.export.export(owner, side.args, side.kwargs, strict=strict))
     module = program.module()
     assert isinstance(module, GraphModule)
-    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    # a constant that the trace made for itself is no state of the program
-    return module, Side(
-        call=module,
-        args=side.args,
-        kwargs=side.kwargs,
-        parameters={name: state.get(name, tensor) for name, tensor in side.parameters.items()},
-        buffers={name: state.get(name, tensor) for name, tensor in side.buffers.items()},
-    )
+    return module, replace(side, call=module, owner=module, names=names)
 
 
-def _as_module(side: Side) -> torch.nn.Module:
-    """Return the side's callable as a module: export takes nothing else, and takes only registered state for state."""
+def _as_module(side: Side) -> tuple[torch.nn.Module, dict[str, str]]:
+    """Return the side's callable as a module, and its names of the state: export takes only what is registered."""
+    state = side.state
     if isinstance(side.call, torch.nn.Module):
-        return side.call
+        return side.call, {name: name for name in (*state.parameters, *state.buffers)}
 
     class Called(torch.nn.Module):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return side.call(*args, **kwargs)
 
     module = Called()
-    for name, holder in state_holders(side.call):
-        if isinstance(holder, torch.nn.Module) and name.isidentifier():
-            module.add_module(name, holder)
-    return module
+    names: dict[str, str] = {}
+    for index, (name, holder) in enumerate(state_holders(side.call)):
+        if isinstance(holder, torch.nn.Module):
+            module.add_module(f"held_{index}", holder)
+            for inner in (*dict(holder.named_parameters()), *dict(holder.named_buffers())):
+                names[f"held_{index}.{inner}"] = f"{name}.{inner}" if name else inner
+    return module, names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import GraphModule
@@ -43,7 +44,7 @@ class FxPass(Transform):
         module, made = exported(side, strict=False)
         inputs = (*made.args, *made.kwargs.values())
         call = graphs.runnable(self.function(module, inputs), module)
-        yield Transformed.whole(Side.of(call, made.args, made.kwargs), captured=1)
+        yield Transformed.whole(replace(made, call=call), captured=1)
 
     def _backend(self, graph_module: GraphModule, example_inputs: list[Any], **_: Any) -> Any:
         return graphs.runnable(self.function(graph_module, example_inputs), graph_module)

@@ -20,6 +20,8 @@ StateMap = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 class Replacement(Transform):
     """A callable that takes the same inputs."""
 
+    keeps_names = False
+
     def __init__(self, call: Callable[..., Any]) -> None:
         if not callable(call):
             raise UsageError(f"a candidate must be callable, and {type(call).__name__} is not")
@@ -37,6 +39,8 @@ class OtherModule(Transform):
 
     `state=file.py:fn` maps the reference's state dict to the module's; `state=none` leaves the module as it was built.
     """
+
+    keeps_names = False
 
     def __init__(self, factory: str, options: Options) -> None:
         require_known("module", options, ("state",))
