@@ -310,3 +310,22 @@ def test_a_large_list_beside_the_model_costs_no_time_to_speak_of():
         return model(x) + numbers[0]
 
     assert td.check(call, (torch.ones(1, 2),), candidate=call).verdict is td.Verdict.EQUIVALENT
+
+
+def test_a_lock_or_a_logger_beside_the_model_is_no_obstacle():
+    import logging
+    import threading
+
+    lock, logger, model, notes = (
+        threading.Lock(),
+        logging.getLogger("test"),
+        nn.Linear(2, 2),
+        {"lock": threading.Lock()},
+    )
+
+    def call(x):
+        with lock, notes["lock"]:
+            logger.debug("called")
+            return model(x)
+
+    assert td.check(call, (torch.ones(1, 2),), candidate=call).verdict is td.Verdict.EQUIVALENT

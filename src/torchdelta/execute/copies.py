@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -128,22 +128,35 @@ def _function_shells(found: list[Any], memo: dict[int, Any]) -> list[tuple[Funct
 
 def _keeps_state(function: FunctionType) -> bool:
     # what a closure holds may be counted up or replaced, whatever it is
-    return reach.has_state(function) or (bool(function.__closure__) and not reach.is_installed(function))
+    has_own_closure = bool(function.__closure__) and not reach.is_installed(function)
+    return has_own_closure or any(reach.has_state(value) for _, value in reach.captured_by(function))
 
 
 def _fill(function: FunctionType, shell: FunctionType, memo: dict[int, Any]) -> None:
     for original, cell in zip(function.__closure__ or (), shell.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # a cell that was not filled yet
-            cell.cell_contents = copy.deepcopy(original.cell_contents, memo)
-    shell.__defaults__ = copy.deepcopy(function.__defaults__, memo)
-    shell.__kwdefaults__ = copy.deepcopy(function.__kwdefaults__, memo)
+        if reach.is_filled(original):
+            cell.cell_contents = _copied(original.cell_contents, memo)
+    shell.__defaults__ = tuple(_copied(value, memo) for value in function.__defaults__ or ()) or None
+    shell.__kwdefaults__ = {name: _copied(value, memo) for name, value in (function.__kwdefaults__ or {}).items()}
     shell.__qualname__, shell.__doc__, shell.__module__ = function.__qualname__, function.__doc__, function.__module__
-    shell.__dict__.update(copy.deepcopy(vars(function), memo))
+    shell.__dict__.update({name: _copied(value, memo) for name, value in vars(function).items()})
     if shell.__globals__ is not function.__globals__:
-        used: Mapping[str, Any] = reach.used_globals(function)
-        shell.__globals__.update(
-            {name: copy.deepcopy(value, memo) for name, value in used.items() if reach.has_state(value)}
-        )
+        used = reach.used_globals(function)
+        shell.__globals__.update({name: _copied(value, memo) for name, value in used.items()})
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """Copy what a function carries as far as runs could meet in it: a logger or a lock is nobody's state."""
+    if isinstance(value, FunctionType):
+        return memo.get(id(value), value)
+    if not reach.has_state(value):
+        return value
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:
+        if reach.has_tensors(value):
+            raise
+        return value
 
 
 def _rebound(duplicate: Any, memo: dict[int, Any]) -> Any:

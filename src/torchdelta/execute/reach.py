@@ -8,23 +8,21 @@ package's business.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dis
 import functools
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Set
-from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-
-
 _ATOMS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
-_MUTABLE = (torch.Tensor, torch.nn.Module, torch.Generator, np.ndarray, list, dict, set, collections.deque)
+_STATE = (torch.Tensor, torch.nn.Module, torch.Generator, np.ndarray)
+_CONTAINERS = (list, dict, set, collections.deque)
 
 
 def everything_in(value: Any) -> list[Any]:
@@ -68,20 +66,34 @@ def children(value: Any) -> Iterator[tuple[str, Any]]:
                 yield name, getattr(value, name)
 
 
+def has_tensors(value: Any) -> bool:
+    """Tell whether anything that a program computes with can be reached from the value."""
+    return any(isinstance(inner, _STATE) for inner in everything_in(value))
+
+
 def has_state(value: Any) -> bool:
-    """Tell whether running something that uses the value could change what it holds."""
-    return any(isinstance(inner, _MUTABLE) for inner in everything_in(value))
+    """Tell whether two runs that share the value could get in each other's way: it holds tensors, or fills up."""
+    return isinstance(value, _CONTAINERS) or has_tensors(value)
 
 
 def captured_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield what a function carries besides its arguments: closure, defaults, attributes and the globals it names."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # a cell that was not filled yet
+        if is_filled(cell):
             yield name, cell.cell_contents
     yield from ((f"default[{index}]", item) for index, item in enumerate(function.__defaults__ or ()))
     yield from (function.__kwdefaults__ or {}).items()
     yield from vars(function).items()
     yield from used_globals(function).items()
+
+
+def is_filled(cell: CellType) -> bool:
+    """Tell whether a cell of a closure was given its value already."""
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
 
 
 def used_globals(function: FunctionType) -> dict[str, Any]:
