@@ -36,6 +36,10 @@ class Witness:
         messages = [message for category in ("graph_break", "unimplemented") for message in counters[category]]
         return list(dict.fromkeys(str(message).strip().splitlines()[0] for message in messages))
 
+    def has_reached_recompile_limit(self) -> bool:
+        """Tell whether the compiler gave up compiling some frame anew, and ran it eagerly from then on."""
+        return any("recompile limit" in reason for reason in self.eager_reasons())
+
 
 def uncompiled(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return what a callable was before torch.compile wrapped it."""

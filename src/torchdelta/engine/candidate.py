@@ -24,7 +24,7 @@ class CandidateRun:
     observation: Observation = field(default_factory=Observation)
     graphs: Graphs = field(default_factory=lambda: Graphs(captured=0, transformed_calls=0))
     notes: list[str] = field(default_factory=list)
-    eager_reasons: list[str] = field(default_factory=list)
+    has_reached_recompile_limit: bool = False
     failure: Failure | None = None
     failed_in: int = 0
     """Where in the order of the stages it failed; what fails before the first stage fails in it."""
@@ -40,7 +40,7 @@ class CandidateRun:
         if self.graphs.untransformed_calls:
             calls = self.graphs.untransformed_calls
             return f"the transform did not happen in {calls} calls, which ran as the reference does"
-        if any("recompile limit" in reason for reason in self.eager_reasons):
+        if self.has_reached_recompile_limit:
             return "the compiler reached its recompile limit, and ran some calls as the reference does"
         return ""
 
@@ -82,8 +82,8 @@ def _attend(transformed: Transformed, run: CandidateRun, watch: Callable[[Side],
         run.graphs = Graphs(
             captured=witness.captured, transformed_calls=witness.calls, untransformed_calls=untransformed
         )
-        run.eager_reasons = witness.eager_reasons()
-        run.notes += [f"part of the program ran eagerly: {reason}" for reason in run.eager_reasons]
+        run.has_reached_recompile_limit = witness.has_reached_recompile_limit()
+        run.notes += [f"part of the program ran eagerly: {reason}" for reason in witness.eager_reasons()]
 
 
 def _failure(error: BaseException, stage: str) -> Failure:
