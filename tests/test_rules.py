@@ -574,6 +574,8 @@ def test_a_truth_that_takes_another_branch_lets_nothing_pass():
 
     assert td.check(by_dtype, (x,), candidate=lambda x: x * 2.9).verdict is INCONCLUSIVE
     assert td.check(by_dtype, (x,), candidate=by_dtype).verdict is EQUIVALENT
+    far = td.compare(torch.ones(100), torch.full((100,), 5.0), truth=torch.full((100,), 3.0, dtype=torch.float64))
+    assert far.verdict is INCONCLUSIVE
 
 
 def test_a_gradient_that_is_zero_but_for_rounding_is_no_reason_for_doubt():
@@ -730,3 +732,14 @@ def test_a_factory_leaves_the_generators_alone_and_draws_from_the_seed(tmp_path)
 
     assert torch.equal(torch.get_rng_state(), state)
     assert reports[0].comparisons[0].worst == reports[1].comparisons[0].worst
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_rounding_in_bfloat16_is_no_reason_for_doubt():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4)).to(torch.bfloat16)
+    report = td.check(model, (torch.randn(8, 16, dtype=torch.bfloat16),), transform="inductor")
+
+    assert any(seen.measurement and seen.measurement.mismatches for seen in report.comparisons)
+    assert report.verdict is EQUIVALENT

@@ -49,7 +49,9 @@ class Noise:
             _judge("max", of_candidate.max_abs, max(of_reference.max_abs, floor, at_worst), slack, scale),
             key=_excess,
         )
-        judged = judged._replace(details={**(judged.details or {}), "floor": floor})
+        judged = judged._replace(
+            details={**(judged.details or {}), "floor": floor, "roundoff": _coarsest_roundoff(sample)}
+        )
         if not seen.mismatches:
             return judged._replace(verdict=Verdict.EQUIVALENT, reason="bitwise identical")
         if judged.verdict is Verdict.EQUIVALENT and seen.mismatches and slack * floor > COARSEST * scale:
@@ -64,9 +66,11 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def _ulp_floor(sample: Sample, scale: float) -> float:
-    if scale > MASK:
-        return 0.0
-    return 0.5 * scale * max(unit_roundoff(dtype) for dtype in (sample.reference.dtype, sample.lowered_to) if dtype)
+    return 0.0 if scale > MASK else 0.5 * scale * _coarsest_roundoff(sample)
+
+
+def _coarsest_roundoff(sample: Sample) -> float:
+    return max(unit_roundoff(dtype) for dtype in (sample.reference.dtype, sample.lowered_to) if dtype)
 
 
 def _size_at(truth: torch.Tensor, flat: int) -> float:

@@ -13,6 +13,7 @@ from torchdelta.compare.contract import Terms
 from torchdelta.compare.judge import Judge
 from torchdelta.compare.leaves import leaves_of
 from torchdelta.compare.policies import parse
+from torchdelta.engine import steadiness
 from torchdelta.engine.check import Check, Progress
 from torchdelta.errors import UsageError
 from torchdelta.execute.optimizers import OPTIMIZERS, OptimizerFactory
@@ -151,6 +152,7 @@ def compare(
         leaves_of(reference), leaves_of(candidate), leaves_of(truth) if has_truth else None
     )
     stage = Stage.of(VALUES, tuple(comparisons), "" if comparisons else "nothing was compared: both are empty")
+    stage = steadiness.doubt_coarse(stage)
     if not has_truth:
         questions = Questions(native="not asked: no truth was given")
     elif not judge.policy.needs_truth:

@@ -14,9 +14,9 @@ from torchdelta.records.report import Stage
 from torchdelta.records.verdict import Verdict
 
 COARSE = 0.3
-"""An error that may be this share of the values themselves and pass tells nothing."""
-NEAR_ZERO = 1e-4
-"""A tensor whose noise is below this share of the largest values of its stage is zero but for rounding."""
+"""Noise that is this share of the values themselves is no rounding: it would let anything pass."""
+NEAR_ZERO = 64.0
+"""Noise within so many units of rounding of the largest values of a stage is that of a tensor that should be zero."""
 SUSPECT = 100.0
 """Noise this many times the rounding of a single operation may be another draw, and not rounding."""
 
@@ -41,10 +41,11 @@ def doubt_coarse(stage: Stage) -> Stage:
     largest = max((scale for scale in scales if math.isfinite(scale)), default=0.0)
 
     def doubted(seen: Comparison) -> Comparison:
-        is_coarse = seen.resolution is None or seen.resolution > COARSE
-        if seen.verdict is not Verdict.EQUIVALENT or not _differs(seen) or seen.noise is None or not is_coarse:
+        if seen.verdict is not Verdict.EQUIVALENT or not _differs(seen) or seen.noise is None:
             return seen
-        if seen.noise <= NEAR_ZERO * largest:
+        is_coarse = seen.noise > COARSE * float(seen.details["rms_of_truth"])
+        is_near_zero = seen.noise <= NEAR_ZERO * float(seen.details["roundoff"]) * largest
+        if not is_coarse or is_near_zero:
             return seen
         reason = f"{seen.reason}, but the reference is as far from the truth as its values are large"
         return replace(seen, verdict=Verdict.INCONCLUSIVE, reason=reason)
