@@ -294,9 +294,6 @@ def test_the_model_of_another_module_is_refused(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     import holds_model
 
-    def call(x):
-        return holds_model.net(x)
-
     namespace = {"holds_model": holds_model}
     exec("def foreign(x):\n    return holds_model.net(x)\n", namespace)
     with pytest.raises(td.ProgramError, match=r"holds_model\.net\.weight"):

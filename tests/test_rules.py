@@ -623,6 +623,8 @@ def test_a_tensor_that_a_module_keeps_unregistered_is_seen():
 
     assert td.check(Plain(1.0), (x,), candidate=Plain(1.0)).verdict is EQUIVALENT
     assert verdict_of(td.check(Plain(1.0), (x,), candidate=Plain(7.0)), "attributes['plain']") is DIVERGED
+    # one that never updates it leaves nothing behind for it, and that is a difference too
+    assert verdict_of(td.check(Plain(1.0), (x,), candidate=Averages(0.0)), "attributes['plain']") is DIVERGED
 
 
 def test_gradients_that_the_call_itself_leaves_are_seen():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import resource
 import sys
 import time
@@ -16,14 +15,14 @@ import torch
 from torchdelta._torch import lift, runtime, versions
 from torchdelta.compare.contract import Terms
 from torchdelta.compare.judge import Judge
-from torchdelta.compare.leaves import Leaves, describe
 from torchdelta.compare.policy import Policy
 from torchdelta.engine import steadiness
 from torchdelta.engine.candidate import CandidateRun, run_candidate
+from torchdelta.engine.pairing import common_state
 from torchdelta.errors import ProgramError
 from torchdelta.execute.copies import shared_state_unchanged
 from torchdelta.execute.programs import Program
-from torchdelta.execute.sides import Side
+from torchdelta.execute.sides import Side, started_from
 from torchdelta.execute.stages import Observation, Plan, SideFailed, observe
 from torchdelta.records.case import Case
 from torchdelta.records.comparison import Comparison, Unmatched
@@ -119,10 +118,7 @@ class Check:
 
     def _run_truth(self) -> Observation | None:
         original = self._original()
-        started_from = (*original.state.parameters.values(), *original.args, *original.kwargs.values())
-        floats = (
-            value.dtype for value in started_from if isinstance(value, torch.Tensor) and value.is_floating_point()
-        )
+        floats = (tensor.dtype for tensor in started_from(original) if tensor.is_floating_point())
         drawn_in = next(floats, torch.get_default_dtype())
 
         @contextmanager
@@ -160,7 +156,7 @@ class Check:
                 continue
             of_reference, of_candidate = reference.stages[name], candidate.observation.stages.get(name, {})
             if not self.transform.keeps_names:
-                of_reference, of_candidate, nameless = _common_state(of_reference, of_candidate)
+                of_reference, of_candidate, nameless = common_state(name, reference, candidate.observation)
                 unmatched += nameless
             found, alone = judge.compare(
                 of_reference,
@@ -231,22 +227,6 @@ class Check:
             # what a side leaves in cycles and caches must not add to the peak of the next
             gc.collect()
             runtime.release_memory()
-
-
-_STATE = re.compile(r"(iterations\[\d+\]\.|steps\[\d+\]\.)?(parameters|buffers|attributes|optimizer)\[")
-
-
-def _common_state(reference: Leaves, candidate: Leaves) -> tuple[Leaves, Leaves, list[Unmatched]]:
-    """Leave out the state that only one side has a name for; return it apart."""
-    nameless = [
-        Unmatched(path=path, side=side, what=describe(leaf))
-        for side, leaves, others in (("reference", reference, candidate), ("candidate", candidate, reference))
-        for path, leaf in leaves.items()
-        if _STATE.match(path) and path not in others
-    ]
-    left_out = {leaf.path for leaf in nameless}
-    kept = ({path: leaf for path, leaf in leaves.items() if path not in left_out} for leaves in (reference, candidate))
-    return next(kept), next(kept), nameless
 
 
 def _vacuous(comparisons: list[Comparison]) -> str:

@@ -47,6 +47,8 @@ class Observation:
 
     stages: dict[str, Leaves] = field(default_factory=dict)
     aliases: dict[str, frozenset[str]] = field(default_factory=dict)
+    state_names: set[str] = field(default_factory=set)
+    """The paths of all state that the side has, whether or not a stage left anything behind for it."""
     draws_random: bool = False
     is_differentiable: bool = False
 
@@ -147,7 +149,10 @@ class _Observer:
             # a call may run a backward of its own
             if not prefix and tensor.is_leaf and tensor.grad is not None:
                 kept.update(_snapshots(tensor.grad, f"{path}.grad"))
-        for name, tensor in self.side.state.attributes.items():
+        attributes = self.side.state.attributes
+        self.seen.state_names.update(path for path in around if path.startswith(("parameters", "buffers")))
+        self.seen.state_names.update(f"attributes[{name!r}]" for name in attributes)
+        for name, tensor in attributes.items():
             if not self._is_unchanged(tensor, self.original_attributes.get(name)):
                 kept.update(_snapshots(tensor, f"{prefix}attributes[{name!r}]"))
         self.seen.aliases.update({prefix + path: others for path, others in _aliases(outputs, around).items()})

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 
+from torchdelta._torch.dynamo import Witness
 from torchdelta.execute.copies import copy_together
 from torchdelta.execute.sides import Side, started_from
 from torchdelta.transforms.base import Options, Transform, Transformed, dtype_named, require_known
@@ -30,7 +30,5 @@ class Cast(Transform):
             return target if dtype.is_floating_point else dtype
 
         made = Side.of(*copy_together((side.call, side.args, side.kwargs), name="cast", convert=convert))
-        transformed = Transformed.whole(made)
-        if not any(tensor.dtype != convert(tensor.dtype) for tensor in started_from(side)):
-            transformed = replace(transformed, side=made)  # nothing was cast, so no call counts as transformed
-        yield transformed
+        is_cast = any(tensor.dtype != convert(tensor.dtype) for tensor in started_from(side))
+        yield Transformed.whole(made) if is_cast else Transformed(side=made, witness=Witness())
