@@ -15,6 +15,7 @@ import torch._inductor.config
 from torch._dynamo.utils import counters
 from torch._inductor.exc import InvalidCxxCompiler
 
+from torchdelta._torch.lift_graph import lift_graph
 from torchdelta.errors import UsageError
 from torchdelta.registry import nearest
 
@@ -92,11 +93,15 @@ def compiling(
     dynamic: bool | None = None,
     fullgraph: bool = False,
     config: Mapping[str, Any] | None = None,
+    lifted: bool = False,
 ) -> Iterator[tuple[Callable[..., Any], Witness]]:
     """Compile a callable afresh with the backend, and witness it; the settings hold while the context is open.
 
-    Compilation is lazy, of the backward too, so whatever is run must be run inside.
+    Compilation is lazy, of the backward too, so whatever is run must be run inside. `lifted` rewrites each captured
+    graph so that nothing in it rounds below float64.
     """
+    if lifted:
+        backend = _lifting(backend)
     witness = Witness(is_compiler=True)
     torch._dynamo.reset()
     counters.clear()
@@ -129,6 +134,14 @@ def witnessed(backend: Backend, witness: Witness) -> Backend:
     # the compiler names its backend in what it says when that fails
     counting_backend.__name__ = getattr(backend, "__name__", "backend")
     return counting_backend
+
+
+def _lifting(backend: Backend) -> Backend:
+    def lifting_backend(graph_module: torch.fx.GraphModule, example_inputs: list[Any], **options: Any) -> Any:
+        return backend(lift_graph(graph_module), example_inputs, **options)
+
+    lifting_backend.__name__ = getattr(backend, "__name__", "backend")
+    return lifting_backend
 
 
 def counted(function: Callable[..., Any], witness: Witness) -> Callable[..., Any]:

@@ -23,9 +23,24 @@ _WIDE = {
 }
 
 
+# what these return is drawn, and depends on the dtype it is drawn in; other operations may draw and compute too
+_DRAWS = frozenset(
+    {
+        "bernoulli", "bernoulli_", "binomial", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial",
+        "normal", "normal_", "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like",
+        "random_", "randperm", "uniform_",
+    }
+)  # fmt: skip
+
+
 def widened(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that stands for this one in the lifted program."""
     return _WIDE.get(dtype, dtype)
+
+
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Tell whether another dtype stands for this one in the lifted program."""
+    return dtype in _WIDE
 
 
 class Lift(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -40,8 +55,11 @@ class Lift(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run one operation lifted."""
         kwargs = dict(kwargs or {})
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        name = func._schema.name.partition("::")[2]
+        if name in _DRAWS:
             return self._draw(func, args, kwargs)
+        if name == "native_dropout":
+            return self._drop(func, *args)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not tensors:
             # a constant is made as the program made it and widened then: 0.1 in float32 is the program's 0.1
@@ -50,7 +68,11 @@ class Lift(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args = tuple(widened(value) if isinstance(value, torch.dtype) else value for value in args)
         if any(tensor.dtype in _WIDE for tensor in tensors) and not func._schema.is_mutable:
             args, kwargs = tree_map(_widen, (args, kwargs))
-        return func(*args, **kwargs)
+        made = func(*args, **kwargs)
+        is_rounded = any(isinstance(leaf, torch.Tensor) and leaf.dtype in _WIDE for leaf in tree_leaves(made))
+        if is_rounded and not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
+            return func(*tree_map(_as_float64, args), **kwargs)  # an operation that makes floats of integers
+        return made
 
     def _draw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def narrow(value: Any) -> Any:
@@ -62,6 +84,14 @@ class Lift(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if args and isinstance(args[0], torch.Tensor) and drawn is narrow_args[0]:  # drawn in place
             return args[0].copy_(drawn)
         return tree_map(_widen, drawn)
+
+    def _drop(self, func: Callable[..., Any], values: torch.Tensor, share: float, train: bool | None) -> Any:
+        kept, mask = func(torch.ones_like(values, dtype=self.drawn_in), share, train)
+        return values * (kept != 0) / (1.0 - share if 0.0 < share < 1.0 and train is not False else 1.0), mask
+
+
+def _as_float64(value: Any) -> Any:
+    return value.to(torch.float64) if isinstance(value, torch.Tensor) else value
 
 
 def _widen(value: Any) -> Any:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -27,16 +28,19 @@ class Judge:
 
     policy: Policy
     terms: Terms = field(default_factory=Terms)
+    is_stepped: bool = False
+    """Whether an optimizer made what is compared."""
 
     def compare(
         self,
         reference: Leaves,
         candidate: Leaves,
         truth: Leaves | None = None,
+        noisy: Sequence[Leaves] = (),
         aliases: tuple[Aliases, Aliases] = ({}, {}),
     ) -> tuple[list[Comparison], list[Unmatched]]:
         """Compare two values leaf by leaf; a leaf without a partner is a comparison that diverged, and is named."""
-        pairs, unmatched = align(reference, candidate, truth)
+        pairs, unmatched = align(reference, candidate, truth, noisy)
         comparisons = [self._compare_pair(pair, aliases) for pair in pairs]
         comparisons += [compare_alone(leaf) for leaf in unmatched]
         return comparisons, unmatched
@@ -54,7 +58,7 @@ class Judge:
         elif reference is candidate:
             judged = _UNTOUCHED
         else:
-            sample = self._sample(reference, candidate, as_tensor(pair.truth))
+            sample = self._sample(reference, candidate, as_tensor(pair.truth), pair.noisy)
             judged = self._judge(sample)
         contract = broken + self._aliasing(pair.path, aliases) + judged.breaches
         verdict, reason = judged.verdict, judged.reason
@@ -77,8 +81,10 @@ class Judge:
             details=judged.details or {},
         )
 
-    def _sample(self, reference: torch.Tensor, candidate: torch.Tensor, truth: torch.Tensor | None) -> Sample:
-        if truth is not None and (truth.shape != reference.shape or not tensors.has_values(truth)):
+    def _sample(
+        self, reference: torch.Tensor, candidate: torch.Tensor, truth: torch.Tensor | None, noisy: tuple[Any, ...]
+    ) -> Sample:
+        if truth is not None and not _is_like(truth, reference):
             truth = None
         rtol, atol = self.policy.rtol, self.policy.atol
         if rtol is None or atol is None:
@@ -93,6 +99,8 @@ class Judge:
             rtol=rtol,
             atol=atol,
             lowered_to=self.terms.lowered_to,
+            noisy=tuple(run for run in noisy if isinstance(run, torch.Tensor) and _is_like(run, reference)),
+            is_stepped=self.is_stepped,
         )
 
     def _judge(self, sample: Sample) -> Judgement:
@@ -128,6 +136,10 @@ _UNTOUCHED = Judgement(
 def is_inexact(dtype: torch.dtype) -> bool:
     """Tell whether values of the dtype are rounded."""
     return dtype.is_floating_point or dtype.is_complex
+
+
+def _is_like(tensor: torch.Tensor, reference: torch.Tensor) -> bool:
+    return tensor.shape == reference.shape and tensors.has_values(tensor)
 
 
 def _partners(paths: frozenset[str]) -> str:

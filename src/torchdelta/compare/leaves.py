@@ -60,6 +60,7 @@ class Pair(NamedTuple):
     reference: Any
     candidate: Any
     truth: Any = None
+    noisy: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -116,14 +117,16 @@ def leaves_of(value: Any, path: str = "value") -> Leaves:
     return found
 
 
-def align(reference: Leaves, candidate: Leaves, truth: Leaves | None = None) -> tuple[list[Pair], list[Unmatched]]:
-    """Pair leaves by path, with the truth's leaf where there is one; name those without partner.
+def align(
+    reference: Leaves, candidate: Leaves, truth: Leaves | None = None, noisy: Sequence[Leaves] = ()
+) -> tuple[list[Pair], list[Unmatched]]:
+    """Pair leaves by path, with those of the truth and of noisy runs where there are any; name those without partner.
 
     Containers of the same kind are structure and no evidence: only those that differ are among the pairs.
     """
     truth = truth or {}
     pairs = [
-        Pair(path, value, candidate[path], truth.get(path))
+        Pair(path, value, candidate[path], truth.get(path), tuple(run[path] for run in noisy if path in run))
         for path, value in reference.items()
         if path in candidate and not (isinstance(value, Container) and value.is_same_as(candidate[path]))
     ]

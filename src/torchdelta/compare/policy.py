@@ -28,6 +28,10 @@ class Sample(NamedTuple):
     atol: float
     """The tolerances that the measurement counted with."""
     lowered_to: torch.dtype | None = None
+    noisy: tuple[torch.Tensor, ...] = ()
+    """The reference run with every rounding moved."""
+    is_stepped: bool = False
+    """Whether an optimizer made these values."""
 
     @property
     def size_at_worst(self) -> float:

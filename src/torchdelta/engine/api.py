@@ -14,7 +14,8 @@ from torchdelta.compare.judge import Judge
 from torchdelta.compare.leaves import leaves_of
 from torchdelta.compare.policies import parse
 from torchdelta.engine import steadiness
-from torchdelta.engine.check import Check, Progress
+from torchdelta.engine.baseline import Baseline, Progress
+from torchdelta.engine.check import Check
 from torchdelta.errors import UsageError
 from torchdelta.execute.optimizers import OPTIMIZERS, OptimizerFactory
 from torchdelta.execute.programs import Program, load_callable, load_program
@@ -55,6 +56,7 @@ def check(
     loss: str | Loss | None = None,
     deterministic: bool = False,
     anomaly: bool = False,
+    semantic: bool = True,
     progress: Progress = lambda _: None,
 ) -> Report:
     """Run a program and what a transform made of it, and say whether both compute the same.
@@ -86,6 +88,7 @@ def check(
         loss=_name(loss) if loss is not None else None,
         deterministic=deterministic,
         anomaly=anomaly,
+        semantic=semantic,
     )
     # a factory draws its weights: from the seed of the case, and without changing anybody's generators
     with runtime.preserved():
@@ -101,12 +104,10 @@ def check(
     )
     return Check(
         case=case,
-        program=source,
+        baseline=Baseline(program=source, plan=plan, deterministic=deterministic, anomaly=anomaly, progress=progress),
         transform=transforms.build(transform, case.options),
         policy=parse(policy),
-        plan=plan,
         stages_by_default=stages is None,
-        progress=progress,
     ).run()
 
 

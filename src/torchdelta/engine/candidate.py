@@ -7,7 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from torchdelta._torch import dynamo
+from torchdelta._torch.lift import widened
 from torchdelta.errors import EnvironmentUnfit, TorchDeltaError
 from torchdelta.execute.sides import Side
 from torchdelta.execute.stages import Observation, Plan, Scope, SideFailed, observe
@@ -46,14 +49,27 @@ class CandidateRun:
 
 
 def run_candidate(
-    transform: Transform, side: Side, plan: Plan, *, original: Side, scope: Scope, draws_random: bool
+    transform: Transform,
+    side: Side,
+    plan: Plan,
+    *,
+    original: Side,
+    scope: Scope,
+    draws_random: bool,
+    lifted: Scope | None = None,
 ) -> CandidateRun:
-    """Transform a fresh side and run it; what the candidate raises is its result, what the machine lacks is raised."""
+    """Transform a fresh side and run it; what the candidate raises is its result, what the machine lacks is raised.
+
+    `lifted` is the scope of a side in float64, in which a candidate that is not compiled runs.
+    """
     run = CandidateRun()
+    run_scope = scope if lifted is None or transform.is_compiler else lifted
+    convert = widened if lifted else _as_it_is
     try:
-        with scope(), transform.applied(side, draws_random=draws_random) as transformed:
+        applied = transform.applied(side, draws_random=draws_random, lifted=lifted is not None)
+        with scope(), applied as transformed:
             run.notes += transformed.notes
-            _attend(transformed, run, lambda attended: observe(attended, plan, original, scope))
+            _attend(transformed, run, lambda attended: observe(attended, plan, original, run_scope, convert))
     except TorchDeltaError:
         raise
     except SideFailed as failed:
@@ -62,6 +78,10 @@ def run_candidate(
     except (Exception, SystemExit) as error:
         run.failure = _failure(error, "transform")
     return run
+
+
+def _as_it_is(dtype: torch.dtype) -> torch.dtype:
+    return dtype
 
 
 def _attend(transformed: Transformed, run: CandidateRun, watch: Callable[[Side], Observation]) -> None:

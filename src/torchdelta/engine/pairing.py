@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 
+import torch
+
 from torchdelta.compare.leaves import Leaves, describe
 from torchdelta.execute.stages import Observation
 from torchdelta.records.comparison import Unmatched
@@ -16,6 +18,30 @@ _STATE = re.compile(
     r"(?:iterations\[\d+\]\.|steps\[\d+\]\.)?(?P<kind>parameters|buffers|attributes|optimizer)"
     r"(?P<key>\['(?:[^'\\]|\\.)*'\]|\[\"(?:[^\"\\]|\\.)*\"\])"
 )
+
+
+def paired(
+    stage: str, reference: Observation, candidate: Observation, *, keeps_names: bool
+) -> tuple[Leaves, Leaves, list[Unmatched]]:
+    """Return the leaves of a stage to hold against each other, and the state that another implementation has alone."""
+    if keeps_names:
+        return reference.stages.get(stage, {}), candidate.stages.get(stage, {}), []
+    return common_state(stage, reference, candidate)
+
+
+def differing(reference: Observation, candidate: Observation) -> bool:
+    """Tell whether any tensor of the same path has other values: only then does anyone ask for noise."""
+    return any(
+        isinstance(leaf, torch.Tensor) and isinstance(other, torch.Tensor) and not _is_equal(leaf, other)
+        for stage, leaves in reference.stages.items()
+        for path, leaf in leaves.items()
+        if (other := candidate.stages.get(stage, {}).get(path)) is not leaf
+    )
+
+
+def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    is_comparable = first.dtype == second.dtype and first.layout == second.layout == torch.strided
+    return is_comparable and first.device == second.device and torch.equal(first, second)
 
 
 def common_state(stage: str, reference: Observation, candidate: Observation) -> tuple[Leaves, Leaves, list[Unmatched]]:

@@ -65,9 +65,13 @@ class Side:
 
 def started_from(side: Side) -> list[torch.Tensor]:
     """Return every tensor that a run of the side starts from: its state and its inputs."""
-    state = side.state
+    return [*side.state.buffers.values(), *varied_in(side)]
+
+
+def varied_in(side: Side) -> list[torch.Tensor]:
+    """Return what varies from one use of the program to the next: parameters and inputs, and no constants."""
     inputs = [value for value in reach.everything_in((side.args, side.kwargs)) if isinstance(value, torch.Tensor)]
-    return [*state.parameters.values(), *state.buffers.values(), *inputs]
+    return [*side.state.parameters.values(), *inputs]
 
 
 def state_of(call: Callable[..., Any]) -> State:

@@ -2,7 +2,7 @@
 
 `forward` leaves outputs, and inputs, parameters and buffers as the call left them; `gradients` leaves those of every
 parameter and input under a seeded random cotangent; `steps` leaves parameters, buffers and optimizer state after each
-optimizer step. Nothing that is kept shares memory with the side, except for state that the run did not change: that is
+optimizer step, and the gradients that later ones took. Nothing that is kept shares memory with the side, except for state that the run did not change: that is
 kept as the original it still equals, which costs no memory and no comparison.
 """
 
@@ -67,23 +67,46 @@ class SideFailed(Exception):
 Scope = Callable[[], AbstractContextManager[Any]]
 
 
+Keeps = Callable[[str, str], bool]
+"""Tells by stage and path whether a leaf is worth its memory."""
+BeforeStep = Callable[[int, Mapping[str, torch.Tensor]], None]
+"""Gets the gradients of a step, by the name of their parameter, before the optimizer does."""
+
+
 def observe(
-    side: Side, plan: Plan, original: Side, scope: Scope = nullcontext, convert: Convert = lambda dtype: dtype
+    side: Side,
+    plan: Plan,
+    original: Side,
+    scope: Scope = nullcontext,
+    convert: Convert = lambda dtype: dtype,
+    keeps: Keeps = lambda stage, path: True,
+    before_step: BeforeStep = lambda step, gradients: None,
 ) -> Observation:
     """Run the side, each part of it within `scope`; `convert` tells which dtypes it has in place of the original's.
 
     `original` is the untouched program: its tensors stand for those that the run did not change.
     """
-    return _Observer(side, plan, original, scope, convert).run()
+    return _Observer(side, plan, original, scope, convert, keeps, before_step).run()
 
 
 class _Observer:
-    def __init__(self, side: Side, plan: Plan, original: Side, scope: Scope, convert: Convert) -> None:
+    def __init__(
+        self,
+        side: Side,
+        plan: Plan,
+        original: Side,
+        scope: Scope,
+        convert: Convert,
+        keeps: Keeps,
+        before_step: BeforeStep,
+    ) -> None:
         self.side = side
         self.plan = plan
         self.original = original
         self.scope = scope
         self.convert = convert
+        self.keeps = keeps
+        self.before_step = before_step
         self.loss = copy_together(plan.loss, name="the loss", convert=convert) if plan.loss else None
         self.original_tensors = _tensors_in(_inputs_and_state(original))
         self.original_attributes = original.state.attributes
@@ -107,6 +130,9 @@ class _Observer:
         if "steps" in self.plan.stages and self.seen.is_differentiable:
             self._take_steps()
         return self.seen
+
+    def _kept(self, stage: str) -> Leaves:
+        return self.seen.stages.setdefault(stage, {})
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
@@ -136,7 +162,7 @@ class _Observer:
                     tensor.copy_(fresh[path])
 
     def _keep_forward(self, outputs: Any, prefix: str) -> None:
-        kept = self.seen.stages.setdefault("forward", {})
+        kept = self._kept("forward")
         for path, value in leaves_of(outputs, "outputs").items():
             kept[prefix + path] = _snapshot(value)
         for path, value in _plain_leaves(_inputs(self.side)).items():
@@ -145,7 +171,8 @@ class _Observer:
         around = _tensors_in(_inputs_and_state(self.side))
         for path, tensor in around.items():
             original = self.original_tensors.get(path)
-            kept[prefix + path] = original if self._is_unchanged(tensor, original) else _snapshot(tensor)
+            if self.keeps("forward", prefix + path):
+                kept[prefix + path] = original if self._is_unchanged(tensor, original) else _snapshot(tensor)
             # a call may run a backward of its own
             if not prefix and tensor.is_leaf and tensor.grad is not None:
                 kept.update(_snapshots(tensor.grad, f"{path}.grad"))
@@ -187,7 +214,7 @@ class _Observer:
                 torch.autograd.backward(list(roots.values()), cotangents)
 
     def _keep_gradients(self, prefix: str) -> None:
-        kept = self.seen.stages.setdefault("gradients", {})
+        kept = self._kept("gradients")
         for path, tensor in self._trained().items():
             kept.update(_snapshots(tensor.grad, f"{prefix}{path}.grad"))
 
@@ -202,10 +229,14 @@ class _Observer:
         names = list(trained)
         with self._stage("steps"):
             optimizer = self.plan.optimizer(list(trained.values()))
-        kept = self.seen.stages.setdefault("steps", {})
+        kept = self._kept("steps")
         for step in range(self.plan.steps):
             if step:  # the first one takes the gradients that are there
                 self._backward("steps", self._call("steps", self.plan.seed + self.plan.iterations + step))
+            gradients = {name: tensor.grad for name, tensor in trained.items() if tensor.grad is not None}
+            if step or "gradients" not in self.plan.stages:
+                kept.update(_snapshots(gradients, f"steps[{step}].gradients"))
+            self.before_step(step, gradients)
             with self._stage("steps"):
                 optimizer.step()
             state = {names[index]: entry for index, entry in optimizer.state_dict()["state"].items()}

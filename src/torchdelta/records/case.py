@@ -34,6 +34,8 @@ class Case:
     loss: str | None = None
     deterministic: bool = False
     anomaly: bool = False
+    semantic: bool = True
+    """Whether to ask the semantic question too, which takes a second application of the transform."""
 
     def __post_init__(self) -> None:
         known_stages = STAGES if self.stages != (VALUES,) else (VALUES,)

@@ -23,7 +23,7 @@ class Autocast(Transform):
         self.device = str(options.get("device", ""))
 
     @contextmanager
-    def applied(self, side: Side, *, draws_random: bool) -> Iterator[Transformed]:  # noqa: ARG002 — runs eagerly
+    def applied(self, side: Side, *, draws_random: bool, lifted: bool = False) -> Iterator[Transformed]:  # noqa: ARG002 — runs eagerly
         """Call the side under autocast; the backward runs outside of it, as it does in training."""
         device = self.device or next((tensor.device.type for tensor in started_from(side)), "cpu")
         witness = Witness()

@@ -41,11 +41,16 @@ class Transform(ABC):
     keeps_names: bool = True
     """Whether the candidate's parameters and buffers have the reference's names; another implementation has its own."""
 
+    is_compiler: bool = False
+    """Whether a dispatch mode around the candidate would switch the transform off."""
+
     @abstractmethod
-    def applied(self, side: Side, *, draws_random: bool) -> AbstractContextManager[Transformed]:
+    def applied(self, side: Side, *, draws_random: bool, lifted: bool = False) -> AbstractContextManager[Transformed]:
         """Transform a fresh side; it runs while the context is open.
 
-        `draws_random` tells that the reference drew random numbers: the candidate must draw the same ones.
+        `draws_random` tells that the reference drew random numbers: the candidate must draw the same ones. `lifted`
+        tells that the side is in float64 and nothing may round below that: a compiler rewrites what it captures;
+        everything else is run under a mode by the caller, and need not care.
         """
 
 

@@ -21,7 +21,7 @@ class Cast(Transform):
         self.lowered_to = dtype_named(dtype)
 
     @contextmanager
-    def applied(self, side: Side, *, draws_random: bool) -> Iterator[Transformed]:  # noqa: ARG002 — runs eagerly
+    def applied(self, side: Side, *, draws_random: bool, lifted: bool = False) -> Iterator[Transformed]:  # noqa: ARG002 — runs eagerly
         """Cast the side."""
         target = self.lowered_to
         assert target is not None

@@ -19,6 +19,8 @@ SAME_RANDOM = (
 class Compiler(Transform):
     """`torch.compile(program, backend=…)`, with its options and inductor's settings as `config.KEY`."""
 
+    is_compiler = True
+
     def __init__(self, backend: str | dynamo.Backend, options: Options) -> None:
         name = backend if isinstance(backend, str) else getattr(backend, "__name__", "backend")
         settings = {key.removeprefix("config."): value for key, value in options.items() if key.startswith("config.")}
@@ -32,11 +34,11 @@ class Compiler(Transform):
         self.config = {**(dynamo.mode_config(str(mode), dynamic=self.dynamic) if mode else {}), **settings}
 
     @contextmanager
-    def applied(self, side: Side, *, draws_random: bool) -> Iterator[Transformed]:
+    def applied(self, side: Side, *, draws_random: bool, lifted: bool = False) -> Iterator[Transformed]:
         """Compile afresh, and draw the same random numbers as eager where any are drawn."""
         config = {**self.config, "fallback_random": True} if draws_random else self.config
         compiling = dynamo.compiling(
-            side.call, self.backend, dynamic=self.dynamic, fullgraph=self.fullgraph, config=config
+            side.call, self.backend, dynamic=self.dynamic, fullgraph=self.fullgraph, config=config, lifted=lifted
         )
         with compiling as (call, witness):
             notes = [SAME_RANDOM] if draws_random else []

@@ -24,7 +24,7 @@ class Decompose(Transform):
         self.table = _table(str(options["table"])) if "table" in options else None
 
     @contextmanager
-    def applied(self, side: Side, *, draws_random: bool) -> Iterator[Transformed]:  # noqa: ARG002 — runs eagerly
+    def applied(self, side: Side, *, draws_random: bool, lifted: bool = False) -> Iterator[Transformed]:  # noqa: ARG002 — runs eagerly
         """Export the side and decompose it."""
         module, made = exported(side, strict=self.strict, then=lambda program: program.run_decompositions(self.table))
         graphs.read_before_update(module)

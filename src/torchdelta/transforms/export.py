@@ -25,7 +25,7 @@ class Export(Transform):
         self.strict = bool(flag(options, "strict"))
 
     @contextmanager
-    def applied(self, side: Side, *, draws_random: bool) -> Iterator[Transformed]:  # noqa: ARG002 — runs eagerly
+    def applied(self, side: Side, *, draws_random: bool, lifted: bool = False) -> Iterator[Transformed]:  # noqa: ARG002 — runs eagerly
         """Export the side; its parameters keep their names."""
         yield Transformed.whole(exported(side, strict=self.strict)[1], captured=1)
 

@@ -32,13 +32,14 @@ class FxPass(Transform):
         self.function = function
         self.compiler: Compiler | None = None
         if self.graph != "export":
+            self.is_compiler = True
             self.compiler = Compiler(graphs.aten_backend(function) if self.graph == "aten" else self._backend, rest)
 
     @contextmanager
-    def applied(self, side: Side, *, draws_random: bool) -> Iterator[Transformed]:
+    def applied(self, side: Side, *, draws_random: bool, lifted: bool = False) -> Iterator[Transformed]:
         """Run the pass on each captured graph."""
         if self.compiler is not None:
-            with self.compiler.applied(side, draws_random=draws_random) as transformed:
+            with self.compiler.applied(side, draws_random=draws_random, lifted=lifted) as transformed:
                 yield transformed
             return
         module, made = exported(side, strict=False)

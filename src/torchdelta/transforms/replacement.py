@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from torchdelta._torch.lift import widened
 from torchdelta.errors import ProgramError, UsageError
 from torchdelta.execute.copies import copy_together
 from torchdelta.execute.programs import load_callable
@@ -28,9 +29,9 @@ class Replacement(Transform):
         self.call = call
 
     @contextmanager
-    def applied(self, side: Side, *, draws_random: bool) -> Iterator[Transformed]:  # noqa: ARG002 — runs as it is
+    def applied(self, side: Side, *, draws_random: bool, lifted: bool = False) -> Iterator[Transformed]:  # noqa: ARG002 — runs as it is
         """Run a copy of the candidate on the side's inputs."""
-        call = copy_together(self.call, name="the candidate")
+        call = copy_together(self.call, name="the candidate", convert=widened if lifted else lambda dtype: dtype)
         yield Transformed.whole(Side.of(call, side.args, side.kwargs))
 
 
@@ -52,7 +53,7 @@ class OtherModule(Transform):
             self.state_map = load_callable(state, what="state-dict mapping")
 
     @contextmanager
-    def applied(self, side: Side, *, draws_random: bool) -> Iterator[Transformed]:  # noqa: ARG002 — runs as it is
+    def applied(self, side: Side, *, draws_random: bool, lifted: bool = False) -> Iterator[Transformed]:  # noqa: ARG002 — runs as it is
         """Build the module and give it the reference's state."""
         try:
             built = self.factory()
@@ -71,4 +72,6 @@ class OtherModule(Transform):
                     f"{self.factory_name} does not take the reference's state dict: {error}. "
                     "Give a mapping with -O state=file.py:fn, or -O state=none"
                 ) from error
+        if lifted:
+            module = copy_together(module, name="the candidate", convert=widened)
         yield Transformed.whole(Side.of(module, side.args, side.kwargs))

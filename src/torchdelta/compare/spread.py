@@ -1,0 +1,133 @@
+"""How far a run lies from the truth, block by block: what a norm over the whole tensor hides shows in one row of it.
+
+A block is a run of trailing dimensions, at least `_ENOUGH` elements of them, so that its mean square is an estimate
+and not one draw. What is not finite on both sides, and what is a mask constant, lies at no distance and is counted.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Array = npt.NDArray[np.float64]
+
+MASK = 1e30
+"""Beyond this a value among smaller ones is a mask constant, which says nothing of their scale."""
+
+_ENOUGH = 32
+_SPAN = 2**20
+_NATIVE = (torch.float64, torch.float32, torch.bfloat16)
+
+
+class Spread(NamedTuple):
+    """The distances of one run from the truth."""
+
+    squares: Array
+    """The mean square of run − truth, by block."""
+    peak: float
+    at: int
+    """The flat index of the largest distance; −1 without any."""
+    skipped: int
+    """Elements that are not finite in the run or in the truth."""
+    unmasked: int
+    """Elements where the truth is a mask constant and the run is not one of the same sign."""
+
+    @property
+    def rms(self) -> float:
+        """The root mean square over the whole tensor; the peak where squares are more than float64 can hold."""
+        mean = float(self.squares.mean())
+        return math.sqrt(mean) if math.isfinite(mean) else self.peak
+
+
+def block_length(shape: torch.Size) -> int:
+    """Return how many elements a block of a tensor of this shape has."""
+    length = 1
+    for size in reversed(shape):
+        if length >= _ENOUGH:
+            break
+        length *= size
+    return length
+
+
+def spread(truth: torch.Tensor, run: torch.Tensor, mask: float = MASK) -> Spread:
+    """Return how far the run lies from the truth, beyond `mask` by sign only."""
+    if truth.shape != run.shape or truth.is_complex() != run.is_complex():
+        raise ValueError(f"a run of {run.dtype} {tuple(run.shape)} does not lie around a truth of {truth.dtype} {tuple(truth.shape)}")
+    flat_truth, flat_run, length = _flat(truth).double(), _flat(run), _length(truth)
+    squares = np.zeros(max(flat_truth.numel() // max(length, 1), 1))
+    if not flat_truth.numel():
+        return Spread(squares, 0.0, -1, 0, 0)
+    scan = _scan()
+    step = max(_SPAN // length, 1)
+
+    def scan_blocks(start: int) -> tuple[float, int, int, int]:
+        elements = slice(start * length, (start + step) * length)
+        found = scan(flat_truth[elements], flat_run[elements], length, mask, squares[start : start + step])
+        return found[0], found[1] + start * length, found[2], found[3]
+
+    starts = range(0, squares.size, step)
+    if len(starts) == 1:
+        found = [scan_blocks(0)]
+    else:
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            found = list(pool.map(scan_blocks, starts))
+    peak, at = max((peak, -at) for peak, at, _, _ in found)
+    skipped, unmasked = (sum(numbers) for numbers in zip(*(rest for _, _, *rest in found), strict=True))
+    return Spread(squares, peak, -at if peak else -1, skipped, unmasked)
+
+
+def sizes(truth: torch.Tensor, mask: float = MASK) -> Spread:
+    """Return how large the values themselves are."""
+    nothing = torch.zeros((), dtype=torch.complex64 if truth.is_complex() else torch.float32, device=truth.device)
+    return spread(truth, nothing.expand(truth.shape), mask)
+
+
+def are_masks(truth: torch.Tensor) -> bool:
+    """Tell whether values beyond `MASK` are the exception: where they are the rule, they are data."""
+    size = truth.detach().abs()
+    return int((size > MASK).sum()) * 2 <= int((size > 0).sum())
+
+
+def _length(tensor: torch.Tensor) -> int:
+    return block_length(tensor.shape) * (2 if tensor.is_complex() else 1)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    real = tensor.detach().resolve_conj().resolve_neg()
+    real = torch.view_as_real(real) if real.is_complex() else real
+    real = real.cpu() if real.dtype in _NATIVE else real.float().cpu()
+    return real.contiguous().view(-1)
+
+
+Scan = Callable[[torch.Tensor, torch.Tensor, int, float, Array], tuple[float, int, int, int]]
+
+
+@functools.cache
+def _scan() -> Scan:
+    """The compiled loop if numba is there; it is imported when first needed, because that takes half a second."""
+    try:
+        from torchdelta.compare import fused_spread
+    except ImportError:
+        return scan_with_torch
+    return fused_spread.scan
+
+
+def scan_with_torch(
+    truth: torch.Tensor, run: torch.Tensor, length: int, mask: float, squares: Array
+) -> tuple[float, int, int, int]:
+    """Fill in the mean squares of contiguous blocks; return peak, where it is, and both counts of `Spread`."""
+    wide = run.double()
+    is_told = truth.isfinite() & wide.isfinite()
+    is_mask = is_told & (truth.abs() > mask)
+    kept = is_mask & (wide.abs() > mask) & (wide.sign() == truth.sign())
+    error = (wide - truth).where(is_told & ~is_mask, 0.0).abs()
+    squares[:] = error.square().view(-1, length).mean(-1).numpy()
+    at = int(error.argmax())
+    return float(error[at]), at, int((~is_told).sum()), int((is_mask & ~kept).sum())

@@ -1,0 +1,185 @@
+"""What a program does without any candidate: the reference, the truth and noisy runs, each run once and when needed."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+
+from torchdelta._torch import lift, runtime
+from torchdelta._torch.noisy import Noisy
+from torchdelta.engine.undecided import Undecided
+from torchdelta.errors import ProgramError
+from torchdelta.execute.copies import shared_state_unchanged
+from torchdelta.execute.programs import Program
+from torchdelta.execute.sides import Side, started_from, varied_in
+from torchdelta.execute.stages import Observation, Plan, Scope, SideFailed, observe
+
+Progress = Callable[[str], None]
+
+
+@dataclass(kw_only=True)
+class Baseline:
+    """A program under a plan; several candidates may be held against one."""
+
+    program: Program
+    plan: Plan
+    deterministic: bool = False
+    anomaly: bool = False
+    progress: Progress = lambda _: None
+    notes: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    shortfall: str = ""
+    """Why less was run than was asked for."""
+    no_truth: str = ""
+    """Why there is no truth."""
+    noisy_runs: dict[tuple[int, bool, torch.dtype | None], Observation | None] = field(default_factory=dict)
+
+    @cached_property
+    def original(self) -> Side:
+        """The program itself, which nobody runs: its tensors stand for those that a run left as they were."""
+        return Side.of(self.program.call, self.program.args, dict(self.program.kwargs))
+
+    @cached_property
+    def reference(self) -> Observation:
+        """The program run eagerly."""
+        with self.timed("reference"):
+            return self.run_reference()
+
+    @cached_property
+    def truth(self) -> Observation | None:
+        """The program run in float64; None where that is not possible, and `no_truth` says why."""
+        with self.timed("truth"):
+            return self._run_lifted(self._drawn_in)
+
+    @cached_property
+    def lifted_reference(self) -> Observation | None:
+        """The truth as a lifted candidate sees it: random numbers are drawn in float64 by both."""
+        if self.truth is None or self.lifted_draws == self._drawn_in:
+            return self.truth
+        with self.timed("semantic"):
+            return self._run_lifted(self.lifted_draws)
+
+    @property
+    def lifted_draws(self) -> torch.dtype:
+        """The dtype in which a lifted candidate draws random numbers, if it does."""
+        return torch.float64 if self.reference.draws_random else self._drawn_in
+
+    def noisy(self, count: int, *, lifted: bool = False, lowered_to: torch.dtype | None = None) -> list[Observation]:
+        """Return noisy runs of the program, native or in float64, or lifted and rounded to a lower dtype."""
+        for index in range(count):
+            if (index, lifted, lowered_to) not in self.noisy_runs:
+                with self.timed("noise"):
+                    self.noisy_runs[index, lifted, lowered_to] = self._run_noisy(index, lifted, lowered_to)
+        runs = (self.noisy_runs[index, lifted, lowered_to] for index in range(count))
+        return [run for run in runs if run is not None]
+
+    def run_reference(self) -> Observation:
+        """Run the reference; random inputs that it rejects are not the program's fault, and end the iterations."""
+        try:
+            with shared_state_unchanged(self.program.call, name=self.program.name):
+                return observe(Side.copied_from(self.program), self.plan, self.original, self.eager_scope)
+        except SideFailed as failed:
+            if failed.iteration:
+                self.shortfall = (
+                    f"iteration {failed.iteration} did not run: the program rejects random inputs ({failed})"
+                )
+                self.plan = replace(self.plan, iterations=failed.iteration)
+                return self.run_reference()
+            remedy = "" if failed.stage == "forward" else f", or leave the stage {failed.stage} out"
+            raise ProgramError(
+                f"{self.program.name} fails when run eagerly, before any transform: {failed}. Mend it{remedy}"
+            ) from failed.error
+
+    @property
+    def _drawn_in(self) -> torch.dtype:
+        floats = (tensor.dtype for tensor in started_from(self.original) if tensor.is_floating_point())
+        return next(floats, torch.get_default_dtype())
+
+    def _run_lifted(self, drawn_in: torch.dtype) -> Observation | None:
+        try:
+            side = Side.copied_from(self.program, convert=lift.widened)
+            return observe(side, self.plan, self.original, self.lifted_scope(drawn_in), lift.widened)
+        except (SideFailed, ProgramError) as error:
+            self.no_truth = f"the program does not run in float64 ({error})"
+            return None
+
+    def _run_noisy(self, index: int, lifted: bool, lowered_to: torch.dtype | None) -> Observation | None:
+        """Run the program with every rounding moved; what the reference left as it was, nobody asks about."""
+        in_float64 = lifted or lowered_to is not None
+        convert = lift.widened if in_float64 else lambda dtype: dtype
+        unit = None if lowered_to is None else float(torch.finfo(lowered_to).eps)
+        mode = Noisy(seed=self.plan.seed + index, unit=unit)
+        drawn_in = self.lifted_draws if lifted else self._drawn_in
+        scope = self.lifted_scope(drawn_in) if in_float64 else self.eager_scope
+        side = Side.copied_from(self.program, convert=convert)
+
+        @contextmanager
+        def noisy_scope() -> Iterator[None]:
+            with scope(), mode:
+                yield
+
+        reference = self.reference
+        mode.start_from(varied_in(side))
+        originals = {id(tensor) for tensor in started_from(self.original)}
+        undecided = Undecided(reference, self.truth, seed=self.plan.seed + index)
+        try:
+            return observe(
+                side,
+                self.plan,
+                self.original,
+                noisy_scope,
+                convert,
+                keeps=lambda stage, path: id(reference.stages[stage].get(path)) not in originals,
+                before_step=undecided.flip,
+            )
+        except SideFailed as failed:
+            self.notes.append(f"a noisy run of the program failed, so its noise is not known: {failed}")
+            return None
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Hold the flags that the case asks for."""
+        with runtime.preserved_flags():
+            if self.deterministic:
+                runtime.use_deterministic()
+            if self.anomaly:
+                torch.autograd.set_detect_anomaly(True)
+            yield
+
+    @contextmanager
+    def eager_scope(self) -> Iterator[None]:
+        """Run as `scope` does, and eagerly: a program that compiles a part of itself is no reference while it does."""
+        with self.scope(), torch.compiler.set_stance("force_eager"):
+            yield
+
+    def lifted_scope(self, drawn_in: torch.dtype) -> Scope:
+        """Return a scope in which nothing rounds below float64."""
+
+        @contextmanager
+        def lifted() -> Iterator[None]:
+            with self.eager_scope(), lift.Lift(drawn_in):
+                yield
+
+        return lifted
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Time a part of the work; parts within parts count once."""
+        self.progress(part)
+        started = time.perf_counter()
+        inner = sum(self.seconds.values())
+        try:
+            yield
+        finally:
+            within = sum(self.seconds.values()) - inner
+            elapsed = time.perf_counter() - started - within
+            self.seconds[part] = self.seconds.get(part, 0.0) + elapsed
+            # what a side leaves in cycles and caches must not add to the peak of the next
+            gc.collect()
+            runtime.release_memory()

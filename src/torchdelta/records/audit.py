@@ -1,0 +1,88 @@
+"""What an audit found: which of the faults planted in a program a check caught."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torchdelta.records.case import Case
+from torchdelta.records.verdict import Verdict
+
+SCHEMA_VERSION = 1
+"""Of an audit's JSON, which is not that of a report."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a fault is planted, or could be."""
+
+    kind: str
+    node: str
+    op: str
+    module_path: str
+    """The module that the node belongs to; empty for the outermost."""
+    source_line: str
+    """`file:line: code` of the user's own code that the node comes from; empty where it is not known."""
+
+    def __str__(self) -> str:
+        module = f" of {self.module_path}" if self.module_path else ""
+        source = f", {self.source_line}" if self.source_line else ""
+        return f"{self.kind} at {self.node} ({self.op}){module}{source}"
+
+
+class Outcome(enum.Enum):
+    """What came of one planted fault."""
+
+    CAUGHT = "caught"
+    MISSED = "missed"
+    INCONCLUSIVE = "inconclusive"
+    CRASHED = "crashed"
+    """The transform of the faulty program raised, or did not end: nobody overlooks it, but no value was judged."""
+    NO_EFFECT = "no_effect"
+    """Without the transform the faulty program computes the same bits as the one without a fault."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One planted fault, and what came of it."""
+
+    place: Place
+    outcome: Outcome
+    reason: str = ""
+    """The evidence of the worst leaf or stage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """Every fault that was planted in a program, after a control without any."""
+
+    case: Case
+    control: Verdict
+    """The verdict without a fault: where it is not equivalent, a catch means nothing."""
+    control_reason: str
+    """Why it is not; empty where it is."""
+    trials: tuple[Trial, ...]
+    inapplicable: tuple[str, ...]
+    """The kinds of fault that the program has no place for."""
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of fault that were planted."""
+        return tuple(dict.fromkeys(trial.place.kind for trial in self.trials))
+
+    def of_kind(self, kind: str) -> tuple[Trial, ...]:
+        """Return the trials of one kind of fault."""
+        return tuple(trial for trial in self.trials if trial.place.kind == kind)
+
+    @property
+    def catch_rate(self) -> float | None:
+        """The share of the faults with an effect that were caught; None where none had any."""
+        effective = len(self.trials) - count(self.trials, Outcome.NO_EFFECT)
+        return count(self.trials, Outcome.CAUGHT) / effective if effective else None
+
+
+def count(trials: Iterable[Trial], outcome: Outcome) -> int:
+    """Return how many trials ended so."""
+    return sum(trial.outcome is outcome for trial in trials)
