@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchdelta._torch import tensors
+from torchdelta._torch.elide import is_narrowing
 
 aten = torch.ops.aten
 
@@ -86,6 +87,8 @@ class Noisy(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.steps = Steps(seed, unit)
         # a weak reference keeps the identity of a storage from being given to another one, and not its memory
         self.dependent: set[StorageWeakRef] = set()
+        self.has_narrowed = False
+        """Whether the program casts to a float that holds fewer digits."""
 
     def start_from(self, sources: Iterable[torch.Tensor]) -> None:
         """Round the sources anew, in place; from now on, what is computed from them is."""
@@ -102,6 +105,7 @@ class Noisy(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run one operation, and move what it rounded."""
         kwargs = kwargs or {}
+        self.has_narrowed |= is_narrowing(func, args, kwargs)
         if not self._is_dependent((args, kwargs)):
             return func(*args, **kwargs)
         if func in _ROUND_INSIDE:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from torchdelta._torch import tensors
+from torchdelta.records.case import STRICT
 from torchdelta.records.comparison import Breach
 
 
@@ -23,7 +24,7 @@ class Terms:
         """Tell whether a breach of this clause is only reported."""
         if clause == "aliasing" and self.lowered_to is not None:
             return True  # a cast to another dtype is a copy, where one to the same dtype is none
-        return clause in self.ignore or (clause == "stride" and "stride" not in self.strict)
+        return clause in self.ignore or (clause in STRICT and clause not in self.strict)
 
     def breach(self, clause: str, reference: object, candidate: object) -> Breach:
         """Return the breach of a clause that these terms may excuse."""

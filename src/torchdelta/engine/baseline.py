@@ -36,6 +36,8 @@ class Baseline:
     seconds: dict[str, float] = field(default_factory=dict)
     shortfall: str = ""
     """Why less was run than was asked for."""
+    has_narrowed: bool = False
+    """Whether a noisy run saw the program cast to a float that holds fewer digits."""
     no_truth: str = ""
     """Why there is no truth."""
     noisy_runs: dict[tuple[int, bool, torch.dtype | None], Observation | None] = field(default_factory=dict)
@@ -55,12 +57,12 @@ class Baseline:
     def truth(self) -> Observation | None:
         """The program run in float64; None where that is not possible, and `no_truth` says why."""
         with self.timed("truth"):
-            return self._run_lifted(self._drawn_in)
+            return self._run_lifted(self.drawn_in)
 
     @cached_property
     def lifted_reference(self) -> Observation | None:
         """The truth as a lifted candidate sees it: random numbers are drawn in float64 by both."""
-        if self.truth is None or self.lifted_draws == self._drawn_in:
+        if self.truth is None or self.lifted_draws == self.drawn_in:
             return self.truth
         with self.timed("semantic"):
             return self._run_lifted(self.lifted_draws)
@@ -68,7 +70,7 @@ class Baseline:
     @property
     def lifted_draws(self) -> torch.dtype:
         """The dtype in which a lifted candidate draws random numbers, if it does."""
-        return torch.float64 if self.reference.draws_random else self._drawn_in
+        return torch.float64 if self.reference.draws_random else self.drawn_in
 
     def noisy(self, count: int, *, lifted: bool = False, lowered_to: torch.dtype | None = None) -> list[Observation]:
         """Return noisy runs of the program, native or in float64, or lifted and rounded to a lower dtype."""
@@ -97,7 +99,8 @@ class Baseline:
             ) from failed.error
 
     @property
-    def _drawn_in(self) -> torch.dtype:
+    def drawn_in(self) -> torch.dtype:
+        """The dtype in which the program draws random numbers, as far as can be told."""
         floats = (tensor.dtype for tensor in started_from(self.original) if tensor.is_floating_point())
         return next(floats, torch.get_default_dtype())
 
@@ -115,8 +118,8 @@ class Baseline:
         convert = lift.widened if in_float64 else lambda dtype: dtype
         unit = None if lowered_to is None else float(torch.finfo(lowered_to).eps)
         mode = Noisy(seed=self.plan.seed + index, unit=unit)
-        drawn_in = self.lifted_draws if lifted else self._drawn_in
-        scope = self.lifted_scope(drawn_in) if in_float64 else self.eager_scope
+        draws = self.lifted_draws if lifted else self.drawn_in
+        scope = self.lifted_scope(draws) if in_float64 else self.eager_scope
         side = Side.copied_from(self.program, convert=convert)
 
         @contextmanager
@@ -129,7 +132,7 @@ class Baseline:
         originals = {id(tensor) for tensor in started_from(self.original)}
         undecided = Undecided(reference, self.truth, seed=self.plan.seed + index)
         try:
-            return observe(
+            run = observe(
                 side,
                 self.plan,
                 self.original,
@@ -138,6 +141,8 @@ class Baseline:
                 keeps=lambda stage, path: id(reference.stages[stage].get(path)) not in originals,
                 before_step=undecided.flip,
             )
+            self.has_narrowed |= mode.has_narrowed and not in_float64
+            return run
         except SideFailed as failed:
             self.notes.append(f"a noisy run of the program failed, so its noise is not known: {failed}")
             return None

@@ -13,7 +13,7 @@ from torchdelta._torch import runtime, versions
 from torchdelta.compare.contract import Terms
 from torchdelta.compare.judge import Judge
 from torchdelta.compare.policy import Policy
-from torchdelta.engine import semantic, steadiness
+from torchdelta.engine import casts, discontinuities, semantic, steadiness
 from torchdelta.engine.baseline import Baseline
 from torchdelta.engine.candidate import CandidateRun, run_candidate
 from torchdelta.engine.pairing import differing, paired
@@ -77,6 +77,10 @@ class Check:
             stages, unmatched = self._judge(noisy)
             if any(_is_near(seen) for stage in stages for seen in stage.comparisons) and noisy:
                 stages = self._look_again(stages)
+            stages = discontinuities.excuse(stages, baseline, self.candidate.observation, noisy) if has_truth else stages
+            if baseline.has_narrowed and noisy and self.transform.lowered_to is None:
+                stages, note = casts.notice(stages, baseline, self.candidate.observation, self._terms)
+                self.notes += [note] if note else []
             told = semantic.judge_lifted(lifted, baseline, keeps_names=self.transform.keeps_names)
             stages = [semantic.add(stage, told.get(stage.name, {}), baseline) for stage in stages]
         if any(steadiness.rests_on_steadiness(seen) for stage in stages for seen in stage.comparisons):
@@ -147,12 +151,7 @@ class Check:
     def _compare(
         self, stage: str, noisy: Sequence[Observation]
     ) -> tuple[list[Comparison], list[Unmatched], list[Unmatched]]:
-        terms = Terms(
-            ignore=frozenset(self.case.ignore),
-            strict=frozenset(self.case.strict),
-            lowered_to=self.transform.lowered_to,
-        )
-        judge = Judge(policy=self.policy, terms=terms, is_stepped=stage == "steps")
+        judge = Judge(policy=self.policy, terms=self._terms, is_stepped=stage == "steps")
         baseline, observed = self.baseline, self.candidate.observation
         truth = baseline.truth if self.policy.needs_truth else None
         of_reference, of_candidate, nameless = paired(
@@ -170,6 +169,14 @@ class Check:
             (baseline.reference.aliases, observed.aliases),
         )
         return found, alone, nameless
+
+    @property
+    def _terms(self) -> Terms:
+        return Terms(
+            ignore=frozenset(self.case.ignore),
+            strict=frozenset(self.case.strict),
+            lowered_to=self.transform.lowered_to,
+        )
 
     def _look_again(self, stages: list[Stage]) -> list[Stage]:
         """Judge what is near the threshold by more noisy runs."""

@@ -11,7 +11,7 @@ STAGES = ("forward", "gradients", "steps")
 VALUES = "values"
 """The stage of two values that were compared without running anything."""
 IGNORABLE = ("aliasing", "device", "dtype", "integers", "requires_grad", "stride")
-STRICT = ("stride",)
+STRICT = ("casts", "stride")
 """Clauses that are only reported unless a case holds them strictly."""
 
 
