@@ -32,7 +32,7 @@ def is_narrowing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
 
 class Elide(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is active, no narrowing cast rounds what pointwise operations and sums read; `elided` names the casts."""
+    """While active, no narrowing cast rounds what pointwise operations and sums read; `elided` names the casts."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -72,7 +72,7 @@ class Elide(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _forget(self) -> None:
         """Let go of what stands for tensors that are gone."""
-        for key in [key for key in self.wide if key[0].expired()]:
+        for key in [key for key in self.wide if key[0].expired()]:  # type: ignore[no-untyped-call]
             del self.wide[key]
 
     def _widened(self, value: Any) -> Any:
@@ -83,7 +83,7 @@ class Elide(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _key(tensor: torch.Tensor) -> Key:
     storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-    return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+    return storage, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
 
 
 def _place() -> str:

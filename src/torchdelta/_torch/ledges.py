@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-Margins = Callable[..., torch.Tensor]
+Margins = Callable[..., torch.Tensor | None]
 
 
 class Ledges(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -59,7 +59,8 @@ def _identity(tensor: torch.Tensor) -> StorageWeakRef:
 
 
 def _compared(_: torch.Tensor, first: torch.Tensor, second: Any, **__: Any) -> torch.Tensor:
-    return (first - second).abs()
+    distance: torch.Tensor = (first - second).abs()
+    return distance
 
 
 def _to_whole(_: torch.Tensor, values: torch.Tensor, *__: Any, **___: Any) -> torch.Tensor:
@@ -95,7 +96,9 @@ def _in_order(made: torch.Tensor, values: torch.Tensor, dim: int) -> torch.Tenso
     return found if made.dim() == values.dim() else found.squeeze(dim)
 
 
-def _top(made: torch.Tensor, values: torch.Tensor, count: int, dim: int = -1, *_: Any, **__: Any) -> torch.Tensor | None:
+def _top(
+    made: torch.Tensor, values: torch.Tensor, count: int, dim: int = -1, *_: Any, **__: Any
+) -> torch.Tensor | None:
     del count
     return _in_order(made, values, dim)
 

@@ -43,8 +43,8 @@ def _lift_node(node: Node) -> None:
         return
     if node.op == "call_method":
         node.target = _METHODS.get(str(node.target), node.target)
-    node.args = map_aggregate(node.args, _widened)  # type: ignore[assignment]
-    node.kwargs = map_aggregate(node.kwargs, _widened)  # type: ignore[assignment]
+    node.args = map_aggregate(node.args, _widened)
+    node.kwargs = map_aggregate(node.kwargs, _widened)
     is_counted = not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
     if is_counted and isinstance(made, torch.Tensor) and is_narrow(made.dtype) and not _names_dtype(node):
         _widen_before(node, made.dtype)

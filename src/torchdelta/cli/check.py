@@ -29,7 +29,14 @@ def command(
     stages: Annotated[str | None, typer.Option(help="Of forward,gradients,steps; default forward,gradients.")] = None,
     policy: Annotated[str, typer.Option(help="noise, bitwise, close, rtol=R,atol=A, sqnr>=X, cosine>=X.")] = "noise",
     ignore: Annotated[str, typer.Option(help="Clauses that don't count: dtype,stride,integers,aliasing,…")] = "",
-    strict: Annotated[str, typer.Option(help="Clauses that count although by default they don't: stride.")] = "",
+    strict: Annotated[str, typer.Option(help="Clauses that count although by default they don't: casts,stride.")] = "",
+    strict_casts: Annotated[
+        bool, typer.Option("--strict-casts", help="A narrowing cast that the candidate elides is a divergence.")
+    ] = False,
+    semantic: Annotated[
+        bool,
+        typer.Option("--semantic/--no-semantic", help="Ask in float64 too: one more application, compile included."),
+    ] = True,
     seed: Annotated[int, typer.Option(help="Of every random number.")] = 0,
     iterations: Annotated[int, typer.Option(help="Runs, all but the first on fresh random inputs.")] = 1,
     steps: Annotated[int, typer.Option(help="Optimizer steps of the stage steps.")] = 3,
@@ -62,7 +69,7 @@ def command(
             stages=stages,
             policy=policy,
             ignore=ignore,
-            strict=strict,
+            strict=f"{strict},casts" if strict_casts else strict,
             seed=seed,
             iterations=iterations,
             steps=steps,
@@ -70,6 +77,7 @@ def command(
             loss=loss,
             deterministic=deterministic,
             anomaly=anomaly,
+            semantic=semantic,
             progress=lambda part: status.update(Text(f"{transform}: {part}")),
         )
     print_report(report, verbose=verbose)

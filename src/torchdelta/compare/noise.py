@@ -31,7 +31,7 @@ class Slack(NamedTuple):
     limit: float
     """In multiples of the noise."""
     exaggeration: float
-    """How much further from the truth a noisy run is than a correct program: it moves every rounding by a whole unit."""
+    """How much further from the truth a noisy run is than a correct program: it moves roundings by a whole unit."""
 
 
 # measured: benchmarks/verdicts.py
@@ -134,7 +134,7 @@ class _Around:
         return max(self.reference.rms, self.floor, *(run.rms / exaggeration for run in self.noisy), 0.0)
 
     @property
-    def resolution(self) -> float:
+    def resolution(self) -> float | None:
         return relative(self.limit * self.rms_noise, self.scale)
 
     def judgements(self) -> list[Judgement]:

@@ -27,7 +27,7 @@ NATIVE = 2.0**-26
 
 @dataclass(frozen=True)
 class Semantic:
-    """Judges lifted values: `reference` and `candidate` in float64, `truth` and `noisy` as the native question has them."""
+    """Judges lifted values: `reference` and `candidate` in float64, `truth` and `noisy` as the native question has."""
 
     needs_truth = True
     rtol = 0.0

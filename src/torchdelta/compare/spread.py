@@ -59,7 +59,9 @@ def block_length(shape: torch.Size) -> int:
 def spread(truth: torch.Tensor, run: torch.Tensor, mask: float = MASK) -> Spread:
     """Return how far the run lies from the truth, beyond `mask` by sign only."""
     if truth.shape != run.shape or truth.is_complex() != run.is_complex():
-        raise ValueError(f"a run of {run.dtype} {tuple(run.shape)} does not lie around a truth of {truth.dtype} {tuple(truth.shape)}")
+        raise ValueError(
+            f"a run of {run.dtype} {tuple(run.shape)} does not lie around a truth of {truth.dtype} {tuple(truth.shape)}"
+        )
     flat_truth, flat_run, length = _flat(truth).double(), _flat(run), _length(truth)
     squares = np.zeros(max(flat_truth.numel() // max(length, 1), 1))
     if not flat_truth.numel():

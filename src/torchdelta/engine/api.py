@@ -154,12 +154,13 @@ def compare(
     )
     stage = Stage.of(VALUES, tuple(comparisons), "" if comparisons else "nothing was compared: both are empty")
     stage = steadiness.doubt_coarse(stage)
+    unasked = "not asked: nothing was run"
     if not has_truth:
-        questions = Questions(native="not asked: no truth was given")
+        questions = Questions(native="not asked: no truth was given", semantic=unasked)
     elif not judge.policy.needs_truth:
-        questions = Questions(native=f"not asked: the policy {chosen} needs no truth")
+        questions = Questions(native=f"not asked: the policy {chosen} needs no truth", semantic=unasked)
     else:
-        questions = Questions()
+        questions = Questions(semantic=unasked)
     return Report(
         verdict=stage.verdict,
         environment=versions.environment(),

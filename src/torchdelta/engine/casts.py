@@ -49,7 +49,7 @@ def notice(stages: list[Stage], baseline: Baseline, candidate: Observation, term
         return stages, ""
     return noticed, (
         f"narrowing casts were elided: {_named(mode)}. {count} leaves of the candidate are nearer to the program "
-        "without these casts, which is closer to the truth, than to the reference; --strict-casts makes that a divergence"
+        "without these casts, which is closer to the truth, than to the reference; --strict-casts makes that diverge"
     )
 
 

@@ -38,7 +38,7 @@ class _Edge:
 
 
 def excuse(stages: list[Stage], baseline: Baseline, candidate: Observation, noisy: list[Observation]) -> list[Stage]:
-    """Return the stages with every integer that is within noise of its edge inconclusive, and its margin as evidence."""
+    """Return the stages with every integer within noise of its edge inconclusive, and its margin as evidence."""
     return [_excused_stage(stage, baseline, candidate, noisy) for stage in stages]
 
 
@@ -111,7 +111,7 @@ def _outputs(
     baseline: Baseline,
     scopes: list[Callable[[], AbstractContextManager[Any]]],
     convert: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
-    start: Callable[[list[torch.Tensor]], None] = lambda tensors: None,
+    start: Callable[[list[torch.Tensor]], None] = lambda _: None,
 ) -> Leaves:
     side = Side.copied_from(baseline.program, convert=convert)
     start(varied_in(side))

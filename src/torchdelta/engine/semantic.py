@@ -25,7 +25,6 @@ from torchdelta.records.report import ASKED, Stage
 from torchdelta.records.verdict import Verdict
 from torchdelta.transforms.base import Transform
 
-
 FOREIGN = 100.0
 """A reference that is so many times its noise away from the truth is another function in float64."""
 
@@ -113,22 +112,31 @@ def add(stage: Stage, lifted: Mapping[str, Comparison], baseline: Baseline) -> S
             continue
         details = {**seen.details, "semantic_error": told.error, "semantic_noise": told.noise or 0.0}
         if told.verdict is Verdict.DIVERGED and seen.verdict is not Verdict.DIVERGED:
-            details["question"] = "semantic"
+            details |= {
+                "question": "semantic",
+                "native_error": seen.error or 0.0,
+                "native_allowed": seen.allowed or 0.0,
+            }
             verdict, reason = Verdict.DIVERGED, told.reason
             if _is_of_another_program(baseline, stage.name, seen.path):
                 verdict = Verdict.INCONCLUSIVE
-                reason = f"{reason}; but there the reference is another function too, further off than rounding takes it"
-            seen = replace(seen, verdict=verdict, reason=reason)
+                reason = (
+                    f"{reason}; but there the reference is another function too, further off than rounding takes it"
+                )
+            seen = replace(
+                seen, verdict=verdict, reason=reason, error=told.error, noise=told.noise, allowed=told.allowed
+            )
         comparisons.append(replace(seen, details=details))
     return Stage.of(stage.name, tuple(comparisons), stage.reason)
 
 
 def _is_of_another_program(baseline: Baseline, stage: str, path: str) -> bool:
     """Tell whether the truth is further from the reference than noise is: the program branches on its dtype."""
-    runs = [run.stages.get(stage, {}).get(path) for run in baseline.noisy(1)]
+    found = [run.stages.get(stage, {}).get(path) for run in baseline.noisy(1)]
+    runs = [run for run in found if isinstance(run, torch.Tensor)]
     reference = baseline.reference.stages[stage][path]
     truth = baseline.truth.stages[stage].get(path) if baseline.truth else None
-    if not isinstance(truth, torch.Tensor) or not all(isinstance(run, torch.Tensor) for run in runs):
+    if not isinstance(truth, torch.Tensor):
         return False
     of_truth = measure(truth, reference)
     noise = max((measure(run, reference).rms_error for run in runs), default=0.0)

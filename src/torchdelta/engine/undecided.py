@@ -1,4 +1,4 @@
-"""Gradients within noise of zero: their sign is nobody's, and an optimizer that divides by their size steps by it alone.
+"""Gradients within noise of zero: their sign is nobody's, and an optimizer that divides by their size steps by it.
 
 Where a gradient is undecided, a noisy run steps either way, and the parameters that such a step made are not judged:
 the gradient is, in its own place.

@@ -2,8 +2,8 @@
 
 `forward` leaves outputs, and inputs, parameters and buffers as the call left them; `gradients` leaves those of every
 parameter and input under a seeded random cotangent; `steps` leaves parameters, buffers and optimizer state after each
-optimizer step, and the gradients that later ones took. Nothing that is kept shares memory with the side, except for state that the run did not change: that is
-kept as the original it still equals, which costs no memory and no comparison.
+optimizer step, and the gradients that later ones took. Nothing that is kept shares memory with the side, except for
+state that the run did not change: that is kept as the original it still equals, which costs neither memory nor time.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def observe(
     original: Side,
     scope: Scope = nullcontext,
     convert: Convert = lambda dtype: dtype,
-    keeps: Keeps = lambda stage, path: True,
-    before_step: BeforeStep = lambda step, gradients: None,
+    keeps: Keeps = lambda *_: True,
+    before_step: BeforeStep = lambda *_: None,
 ) -> Observation:
     """Run the side, each part of it within `scope`; `convert` tells which dtypes it has in place of the original's.
 

@@ -9,7 +9,7 @@ from torchdelta.records.comparison import Comparison, Unmatched
 from torchdelta.records.failure import Failure
 from torchdelta.records.verdict import Verdict, worst_of
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 ASKED = "asked"
 
@@ -47,8 +47,8 @@ class Questions:
     """Which of the three questions was asked; otherwise why it was not."""
 
     native: str = ASKED
-    semantic: str = "not asked: this version asks the native question only"
-    local: str = "not asked: this version asks the native question only"
+    semantic: str = "not asked"
+    local: str = "not asked: no node was looked at by itself"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from rich.text import Text
 
 from torchdelta.records.case import VALUES, Case
 from torchdelta.records.comparison import Comparison, Scalar, Worst
-from torchdelta.records.report import Report, Stage
+from torchdelta.records.report import ASKED, Report, Stage
 from torchdelta.records.verdict import Verdict
 
 _STYLE = {
@@ -99,7 +100,13 @@ def _summary(stage: Stage) -> str:
     if guilty := [f"{counts[verdict]} {verdict.value}" for verdict in worst_first if verdict is not Verdict.EQUIVALENT]:
         return f"{leaves}, {', '.join(guilty)}"
     changed = sum(seen.measurement is not None and seen.measurement.mismatches > 0 for seen in stage.comparisons)
-    return f"{leaves}, {total - changed if changed else 'all'} bitwise identical"
+    return f"{leaves}, {total - changed if changed else 'all'} bitwise identical{_sight(stage)}"
+
+
+def _sight(stage: Stage) -> str:
+    """Say how small an error would have been seen, in the middle one of the leaves that were measured."""
+    resolutions = [seen.resolution for seen in stage.comparisons if seen.measurement and seen.resolution]
+    return f"; relative errors from {statistics.median(resolutions):.1g} would show" if resolutions else ""
 
 
 def _ranked(report: Report) -> list[tuple[str, Comparison]]:
@@ -184,6 +191,8 @@ def _notes(report: Report, *, verbose: bool) -> Iterator[tuple[str, str]]:
     if excused:
         where = "" if verbose else " (--verbose shows where)"
         notes.append(f"differs in {' and '.join(excused)}, which does not count here{where}")
+    if report.questions.semantic != ASKED and report.case.stages != (VALUES,):
+        notes.append(f"the semantic question was {report.questions.semantic}")
     if graphs := report.graphs:
         captured, calls = _count(graphs.captured, "graph"), _count(graphs.transformed_calls, "transformed call")
         untransformed = f", {graphs.untransformed_calls} untransformed" if graphs.untransformed_calls else ""
