@@ -78,7 +78,10 @@ def test_a_pass_is_given_the_graph_it_asks_for(graph):
     def look(graph_module, example_inputs):
         seen.append({str(node.target) for node in graph_module.graph.nodes})
 
-    assert td.check(relu_net(), (X,), transform=look, options={"graph": graph}, semantic=False).verdict is Verdict.EQUIVALENT
+    assert (
+        td.check(relu_net(), (X,), transform=look, options={"graph": graph}, semantic=False).verdict
+        is Verdict.EQUIVALENT
+    )
     has_aten = any("aten" in target for targets in seen for target in targets)
     assert has_aten == (graph != "dynamo")
     # the forward and the backward are two graphs after AOT, and one otherwise

@@ -28,14 +28,17 @@ from torchdelta.records.report import SCHEMA_VERSION, Report
 from torchdelta.records.verdict import Verdict
 
 if TYPE_CHECKING:
+    from torchdelta import faults
     from torchdelta.engine.api import assert_equivalent, check, compare
 else:  # out of a type checker's sight, which would take any name for one of ours
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module 'torchdelta' has no attribute {name!r}")
-        # whatever is public and was not imported above lives in the Python face of the engine
-        value = getattr(importlib.import_module("torchdelta.engine.api"), name)
+        if name == "faults":
+            value: Any = importlib.import_module("torchdelta.faults")
+        else:  # whatever is public and was not imported above lives in the Python face of the engine
+            value = getattr(importlib.import_module("torchdelta.engine.api"), name)
         globals()[name] = value
         return value
 
@@ -59,6 +62,7 @@ __all__ = [
     "assert_equivalent",
     "check",
     "compare",
+    "faults",
     "from_json",
     "read_report",
     "to_json",

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from torchdelta import __version__
-from torchdelta.cli import check, show
+from torchdelta.cli import audit, check, show
 from torchdelta.cli.exits import INTERNAL, USAGE
 from torchdelta.errors import TorchDeltaError
 
@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 app.command("check")(check.command)
 app.command("show")(show.command)
+app.command("audit")(audit.command)
 
 
 def _print_version(wanted: bool) -> None:
