@@ -26,7 +26,7 @@ from torchdelta.records.comparison import Scalar
 from torchdelta.records.report import Report
 from torchdelta.records.verdict import Verdict
 from torchdelta.transforms.base import Transform
-from torchdelta.transforms.export import Export
+from torchdelta.transforms.export import Export, Exports
 
 DEFAULT_STAGES = ("forward", "gradients")
 
@@ -107,7 +107,7 @@ class _Auditor:
         """Try one place after the other, until there are no more."""
         taken: list[str] = []
         while len(taken) < most:
-            alone = plant(kind, self.case.seed, excluding=taken)
+            alone = plant(kind, self.case.seed, excluding=taken, exports=self._exports)
             try:
                 faulty = self._run(alone)
             except NotPlantable:
@@ -120,7 +120,7 @@ class _Auditor:
                 yield Trial(place=alone.place, outcome=Outcome.NO_EFFECT)
             else:
                 # the same seed among the same places: the same place
-                report = self._check(plant(kind, self.case.seed, self.transform, excluding=taken))
+                report = self._check(plant(kind, self.case.seed, self.transform, excluding=taken, exports=self._exports))
                 yield Trial(place=alone.place, outcome=_OUTCOME[report.verdict], reason=_evidence(report))
             taken.append(alone.place.node)
 
@@ -162,6 +162,10 @@ class _Auditor:
             optimizer=OPTIMIZERS.get(self.case.optimizer),
         )
         return Baseline(program=self.program, plan=plan)
+
+    @cached_property
+    def _exports(self) -> Exports:
+        return Exports()
 
     @cached_property
     def _clean(self) -> CandidateRun:

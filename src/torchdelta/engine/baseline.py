@@ -54,6 +54,12 @@ class Baseline:
             return self.run_reference()
 
     @cached_property
+    def second_reference(self) -> Observation:
+        """The program run eagerly once more: where it differs from the first run, it is not deterministic."""
+        with self.timed("second reference"):
+            return self.run_reference()
+
+    @cached_property
     def truth(self) -> Observation | None:
         """The program run in float64; None where that is not possible, and `no_truth` says why."""
         with self.timed("truth"):

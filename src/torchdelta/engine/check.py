@@ -86,8 +86,7 @@ class Check:
             told = semantic.judge_lifted(lifted, baseline, keeps_names=self.transform.keeps_names)
             stages = [semantic.add(stage, told.get(stage.name, {}), baseline) for stage in stages]
         if any(steadiness.rests_on_steadiness(seen) for stage in stages for seen in stage.comparisons):
-            with baseline.timed("second reference"):
-                stages = self._hold_steady(stages)
+            stages = self._hold_steady(stages)
         stages = [steadiness.doubt_coarse(stage) for stage in stages]
         return Report(
             verdict=worst_of(stage.verdict for stage in stages),
@@ -203,7 +202,7 @@ class Check:
         return [Stage(name=name, verdict=Verdict.INCONCLUSIVE, reason=reason)]
 
     def _hold_steady(self, stages: list[Stage]) -> list[Stage]:
-        unsteady = steadiness.differing_runs(self.baseline.reference, self.baseline.run_reference())
+        unsteady = steadiness.differing_runs(self.baseline.reference, self.baseline.second_reference)
         if unsteady:
             named = ", ".join(path for _, path in list(unsteady)[:4])
             self.notes.append(

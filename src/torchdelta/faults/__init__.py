@@ -17,6 +17,7 @@ from torchdelta.faults.planted import Planted
 from torchdelta.records.audit import Place
 from torchdelta.registry import Registry
 from torchdelta.transforms.base import Transform
+from torchdelta.transforms.export import Exports
 
 __all__ = ["FAULTS", "Fault", "NotPlantable", "Place", "PlaceLost", "Planted", "eligible_places", "plant"]
 
@@ -32,14 +33,16 @@ def plant(
     then: str | Transform | Callable[..., Any] | None = None,
     *,
     excluding: Collection[str] = (),
+    exports: Exports | None = None,
 ) -> Planted:
     """Return a transform that plants a fault of that kind at one node of the exported program.
 
     The seed chooses the node among those that fit, but for the `excluding` ones, given by name; `place` tells which it
-    was once the transform was applied. `then` is the transform under test, which is given the faulty program.
+    was once the transform was applied. `then` is the transform under test, which is given the faulty program. `exports`
+    may be shared by many faults in one program, which is then traced once.
     """
     onward = None if then is None else transforms.build(then, {})
-    return Planted(FAULTS.get(kind), seed=seed, then=onward, excluding=excluding)
+    return Planted(FAULTS.get(kind), seed=seed, then=onward, excluding=excluding, exports=exports)
 
 
 def eligible_places(kind: str, graph_module: GraphModule) -> tuple[Place, ...]:

@@ -15,7 +15,7 @@ from torchdelta.execute.sides import Side
 from torchdelta.faults.base import Fault, NotPlantable, PlaceLost, eligible_nodes, place_of
 from torchdelta.records.audit import Place
 from torchdelta.transforms.base import Transform, Transformed
-from torchdelta.transforms.export import exported
+from torchdelta.transforms.export import Exports
 from torchdelta.transforms.replacement import OtherModule, Replacement
 
 
@@ -23,7 +23,13 @@ class Planted(Transform):
     """The program with one fault in it, and then another transform of that, if any."""
 
     def __init__(
-        self, fault: Fault, *, seed: int = 0, then: Transform | None = None, excluding: Collection[str] = ()
+        self,
+        fault: Fault,
+        *,
+        seed: int = 0,
+        then: Transform | None = None,
+        excluding: Collection[str] = (),
+        exports: Exports | None = None,
     ) -> None:
         if isinstance(then, (OtherModule, Replacement)):
             raise UsageError(
@@ -34,6 +40,7 @@ class Planted(Transform):
         self.seed = seed
         self.then = then
         self.excluding = frozenset(excluding)
+        self.exports = exports
         self.place: Place | None = None
         """Where the fault was planted; None until the transform was applied."""
         if then is not None:
@@ -42,7 +49,8 @@ class Planted(Transform):
     @contextmanager
     def applied(self, side: Side, *, draws_random: bool, lifted: bool = False) -> Iterator[Transformed]:
         """Export the side and plant the fault: in the lifted program where it was planted in the native one."""
-        module, faulty = exported(side, strict=False)
+        exports = self.exports or Exports()
+        module, faulty = exports.of(side, lifted=lifted)
         drop_metadata_assertions(module)
         if lifted and self.place is not None:
             node = self._found_again(module, self.place)

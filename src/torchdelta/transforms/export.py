@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -39,6 +40,23 @@ def exported(
     module = program.module()
     assert isinstance(module, GraphModule)
     return module, replace(side, call=module, owner=module, names=names)
+
+
+class Exports:
+    """Exports one program over and over, and traces it once in each precision: copying a graph is far cheaper."""
+
+    def __init__(self) -> None:
+        self._kept: dict[bool, tuple[GraphModule, Side]] = {}
+
+    def of(self, side: Side, *, lifted: bool) -> tuple[GraphModule, Side]:
+        """Return what `exported` would of a fresh side of the program."""
+        if lifted not in self._kept:
+            module, made = exported(side, strict=False)
+            self._kept[lifted] = copy.deepcopy(module), made
+            return module, made
+        kept, made = self._kept[lifted]
+        module = copy.deepcopy(kept)
+        return module, replace(side, call=module, owner=module, names=made.names)
 
 
 def _as_module(side: Side) -> tuple[torch.nn.Module, dict[str, str]]:
