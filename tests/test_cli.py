@@ -235,7 +235,7 @@ class TestBadInput:
             ([*BUILD, "--stages", "forward,backward"], "unknown stage 'backward': it is one of forward, gradients"),
             ([*BUILD, "--stages", ","], "no stage was asked for: name at least one of forward"),
             ([*BUILD, "--ignore", "colour"], "unknown clause to ignore 'colour': it is one of aliasing"),
-            ([*BUILD, "--strict", "dtype"], "unknown clause to hold strictly 'dtype': it is one of stride"),
+            ([*BUILD, "--strict", "dtype"], "unknown clause to hold strictly 'dtype': it is one of casts, stride"),
             ([*BUILD, "--optimizer", "adam"], "unknown optimizer 'adam': did you mean adamw"),
             ([*BUILD, "--loss", "mse"], "'mse' names no loss: write path/file.py:name"),
             ([*BUILD, "--iterations", "0"], "iterations must be at least 1, not 0"),

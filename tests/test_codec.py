@@ -142,12 +142,12 @@ class TestRoundTrip:
 
 # Whoever changes this changes what a report is: raise SCHEMA_VERSION with it.
 SCHEMA = (
-    1,
+    2,
     {
         "Breach": "clause: str, reference: str, candidate: str, excused: bool",
         "Case": "program: str, transform: str, options: dict[str, Scalar], stages: tuple[str, ...], policy: str, "
         "seed: int, ignore: tuple[str, ...], strict: tuple[str, ...], iterations: int, steps: int, optimizer: str, "
-        "loss: str | None, deterministic: bool, anomaly: bool",
+        "loss: str | None, deterministic: bool, anomaly: bool, semantic: bool",
         "Comparison": "path: str, verdict: Verdict, reason: str, kind: str, dtype: str | None, "
         "shape: tuple[int, ...] | None, contract: tuple[Breach, ...], error: float | None, noise: float | None, "
         "allowed: float | None, resolution: float | None, worst: Worst | None, measurement: Measurement | None, "

@@ -1,6 +1,7 @@
 """Real bugs of torch 2.13.0 under inductor are seen for what they are."""
 
 import pathlib
+import re
 
 import pytest
 
@@ -23,6 +24,15 @@ def test_an_elided_narrowing_cast_brings_the_candidate_closer_to_the_truth_and_i
     assert report.verdict is Verdict.EQUIVALENT
     assert seen.measurement.mismatches > 0
     assert seen.error < seen.noise
+    note = next(note for note in report.notes if "narrowing casts were elided" in note)
+    assert re.search(r"live_bugs\.py:\d+ \(to bfloat16\)", note)
+
+
+def test_an_elided_narrowing_cast_diverges_when_casts_are_held_strictly():
+    report = checked("pt181568_bf16_cast_elided", strict="casts")
+
+    assert report.verdict is Verdict.DIVERGED
+    assert "rounds at live_bugs.py:" in report.stage("forward").comparisons[0].reason
 
 
 def test_wrong_gradients_behind_a_right_forward_have_diverged():

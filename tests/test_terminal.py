@@ -40,8 +40,8 @@ def test_a_healthy_report_is_one_screen():
     assert lines == [
         "equivalent  models/mlp.py:build under inductor",
         "  policy noise, seed 0, torch 2.13.0",
-        "  forward    equivalent    13 leaves, 0 bitwise identical",
-        "  gradients  equivalent    12 leaves, 0 bitwise identical",
+        "  forward    equivalent    13 leaves, 0 bitwise identical; sees 1e-05",
+        "  gradients  equivalent    12 leaves, 0 bitwise identical; sees 1e-05",
         "",
         "   leaf                                             error  allowed   at  reference  candidate  truth",
         "=  parameters['transformer.layers.0.attention.proj  2e-07    1e-06  1,3       0.25  0.2500002   0.25",
@@ -66,7 +66,7 @@ def test_a_diverged_report_says_what_is_worst_and_why():
     assert rendered(reports.diverged()) == [
         "diverged  models/mlp.py:build under inductor",
         "  policy noise, seed 0, torch 2.13.0",
-        "  forward    equivalent    1 leaf, 0 bitwise identical",
+        "  forward    equivalent    1 leaf, 0 bitwise identical; sees 1e-05",
         "  gradients  diverged      5 leaves, 3 diverged, 1 inconclusive",
         "",
         "   leaf                       error  allowed   at  reference  candidate  truth",

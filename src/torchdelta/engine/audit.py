@@ -120,7 +120,8 @@ class _Auditor:
                 yield Trial(place=alone.place, outcome=Outcome.NO_EFFECT)
             else:
                 # the same seed among the same places: the same place
-                report = self._check(plant(kind, self.case.seed, self.transform, excluding=taken, exports=self._exports))
+                onward = plant(kind, self.case.seed, self.transform, excluding=taken, exports=self._exports)
+                report = self._check(onward)
                 yield Trial(place=alone.place, outcome=_OUTCOME[report.verdict], reason=_evidence(report))
             taken.append(alone.place.node)
 

@@ -48,7 +48,7 @@ def notice(stages: list[Stage], baseline: Baseline, candidate: Observation, term
     if not count:
         return stages, ""
     return noticed, (
-        f"narrowing casts were elided: {_named(mode)}. {count} leaves of the candidate are nearer to the program "
+        f"narrowing casts were elided: {_named(mode)}. In {count} of the leaves the candidate is nearer to the program "
         "without these casts, which is closer to the truth, than to the reference; --strict-casts makes that diverge"
     )
 

@@ -77,9 +77,7 @@ class Check:
             stages, unmatched = self._judge(noisy)
             if any(_is_near(seen) for stage in stages for seen in stage.comparisons) and noisy:
                 stages = self._look_again(stages)
-            stages = (
-                discontinuities.excuse(stages, baseline, self.candidate.observation, noisy) if has_truth else stages
-            )
+            stages = discontinuities.excuse(stages, baseline, self.candidate.observation, noisy)
             if baseline.has_narrowed and noisy and self.transform.lowered_to is None:
                 stages, note = casts.notice(stages, baseline, self.candidate.observation, self._terms)
                 self.notes += [note] if note else []

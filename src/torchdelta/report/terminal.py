@@ -13,7 +13,7 @@ from rich.text import Text
 
 from torchdelta.records.case import VALUES, Case
 from torchdelta.records.comparison import Comparison, Scalar, Worst
-from torchdelta.records.report import ASKED, Report, Stage
+from torchdelta.records.report import Report, Stage
 from torchdelta.records.verdict import Verdict
 
 _STYLE = {
@@ -104,9 +104,9 @@ def _summary(stage: Stage) -> str:
 
 
 def _sight(stage: Stage) -> str:
-    """Say how small an error would have been seen, in the middle one of the leaves that were measured."""
+    """Say how small a relative error is seen, in the middle one of the leaves that were measured."""
     resolutions = [seen.resolution for seen in stage.comparisons if seen.measurement and seen.resolution]
-    return f"; relative errors from {statistics.median(resolutions):.1g} would show" if resolutions else ""
+    return f"; sees {statistics.median(resolutions):.1g}" if resolutions else ""
 
 
 def _ranked(report: Report) -> list[tuple[str, Comparison]]:
@@ -191,8 +191,9 @@ def _notes(report: Report, *, verbose: bool) -> Iterator[tuple[str, str]]:
     if excused:
         where = "" if verbose else " (--verbose shows where)"
         notes.append(f"differs in {' and '.join(excused)}, which does not count here{where}")
-    if report.questions.semantic != ASKED and report.case.stages != (VALUES,):
-        notes.append(f"the semantic question was {report.questions.semantic}")
+    unasked, _, why = report.questions.semantic.partition(": ")
+    if why and report.case.semantic and report.case.stages != (VALUES,) and report.failure is None:
+        notes.append(f"float64 was {unasked} whether it is the same function: {why}")
     if graphs := report.graphs:
         captured, calls = _count(graphs.captured, "graph"), _count(graphs.transformed_calls, "transformed call")
         untransformed = f", {graphs.untransformed_calls} untransformed" if graphs.untransformed_calls else ""

@@ -1,0 +1,89 @@
+"""Lifted programs: nothing rounds below float64, by a mode or by rewriting the graph."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from torchdelta._torch.dynamo import compiling
+from torchdelta._torch.lift import Lift
+from torchdelta._torch.lift_graph import lift_graph
+
+
+def casts_inside(x):
+    hidden = x.to(torch.bfloat16).float() * torch.full((), 0.1)
+    hidden = F.softmax(hidden, -1, dtype=torch.float32).half()
+    return hidden.to(x.dtype) + torch.arange(4, dtype=torch.float32).to(torch.bfloat16).to(x.dtype)
+
+
+def counts(x):
+    return x * torch.arange(4).exp() / (torch.arange(4) + 3).sqrt()
+
+
+def attention(x):
+    return F.scaled_dot_product_attention(x, x, x).float() * 1.5
+
+
+PROGRAMS = [casts_inside, counts, attention]
+
+
+def exactly(function, x):
+    """The function as it would be without any cast: 0.1 is what the program's float32 made of it."""
+    if function is casts_inside:
+        tenth = torch.full((), 0.1).double()
+        return F.softmax(x * tenth, -1) + torch.arange(4.0, dtype=torch.float64)
+    if function is counts:
+        return x * torch.arange(4.0).double().exp() / (torch.arange(4.0).double() + 3).sqrt()
+    return torch.softmax(x @ x.transpose(-1, -2) / 2.0, -1) @ x * 1.5
+
+
+@pytest.mark.parametrize("function", PROGRAMS)
+def test_no_cast_and_no_integer_rounds_under_the_mode(function):
+    x = torch.randn(1, 1, 3, 4, dtype=torch.float64)
+    with Lift(torch.bfloat16):
+        lifted = function(x)
+
+    assert lifted.dtype is torch.float64
+    torch.testing.assert_close(lifted, exactly(function, x), rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("function", PROGRAMS)
+def test_no_cast_and_no_integer_rounds_in_a_rewritten_graph(function):
+    x = torch.randn(1, 1, 3, 4, dtype=torch.float64)
+    with compiling(function, lambda graph_module, _: graph_module, lifted=True) as (call, witness):
+        lifted = call(x)
+
+    assert witness.calls
+    assert lifted.dtype is torch.float64
+    torch.testing.assert_close(lifted, exactly(function, x), rtol=1e-14, atol=1e-14)
+
+
+def test_an_autocast_region_does_not_lower_a_rewritten_graph():
+    def lowered(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ x
+
+    x = torch.randn(8, 8, dtype=torch.float64)
+    with compiling(lowered, lambda graph_module, _: graph_module, lifted=True) as (call, _):
+        assert torch.equal(call(x), x @ x)
+
+
+def test_a_graph_without_casts_is_left_as_it_is():
+    traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+    before = traced.code
+
+    assert lift_graph(traced).code == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dropout_drops_what_the_program_drops_and_rounds_nothing(dtype):
+    x = torch.randn(64, 64, dtype=torch.float64)
+    for drop in (lambda x: torch.native_dropout(x, 0.3, True)[0], lambda x: F.dropout(x, 0.3)):
+        torch.manual_seed(0)
+        native = drop(x.to(dtype))
+        torch.manual_seed(0)
+        with Lift(dtype):
+            lifted = drop(x)
+
+        assert torch.equal(native == 0, lifted == 0)
+        torch.testing.assert_close(lifted, torch.where(lifted == 0, 0.0, x / 0.7), rtol=1e-14, atol=0)

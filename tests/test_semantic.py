@@ -1,0 +1,154 @@
+"""The semantic question: what a native run in a narrow dtype cannot see shows in float64, and rounding does not."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torchdelta as td
+from torchdelta import Verdict
+
+EQUIVALENT, DIVERGED, INCONCLUSIVE = Verdict.EQUIVALENT, Verdict.DIVERGED, Verdict.INCONCLUSIVE
+
+
+def narrow_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 16)).to(torch.bfloat16)
+
+
+X = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+
+
+class Changed(nn.Module):
+    """The net with one step of it replaced."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.net = narrow_net()
+        self.change = change
+
+    def forward(self, x):
+        hidden = self.net[0](x)
+        return self.change(self.net, hidden)
+
+
+def as_it_is(net, hidden):
+    return net[3](net[2](net[1](hidden)))
+
+
+def scaled(net, hidden):
+    return net[3](net[2](net[1](hidden)) * 1.001)
+
+
+def by_tanh(net, hidden):
+    return net[3](net[2](F.gelu(hidden, approximate="tanh")))
+
+
+def epsilon_lost(net, hidden):
+    return net[3](F.layer_norm(net[1](hidden), (64,), net[2].weight, net[2].bias, 1e-6))
+
+
+@pytest.mark.parametrize("change", [scaled, by_tanh, epsilon_lost])
+def test_a_change_below_the_rounding_of_bfloat16_is_seen(change):
+    reference, candidate = Changed(as_it_is), Changed(change)
+
+    report = td.check(reference, (X,), candidate=candidate)
+    output = next(seen for seen in report.comparisons if seen.path == "outputs")
+
+    assert report.questions.semantic == "asked"
+    assert output.verdict is DIVERGED
+    assert output.details["question"] == "semantic"
+    assert "not the same function" in output.reason
+    assert output.error > output.allowed > 0
+    assert td.check(reference, (X,), candidate=candidate, semantic=False).stage("forward").verdict is EQUIVALENT
+
+
+def test_another_order_of_the_same_sums_is_the_same_function():
+    def reordered(net, hidden):
+        return F.linear(net[2](net[1](hidden)).flip(-1), net[3].weight.flip(1), net[3].bias)
+
+    assert td.check(Changed(as_it_is), (X,), candidate=Changed(reordered)).verdict is EQUIVALENT
+
+
+@pytest.mark.parametrize("transform", ["aot_eager", "decompose", "export"])
+def test_the_question_is_asked_of_every_transform_that_keeps_the_precision(transform):
+    report = td.check(narrow_net(), (X,), transform=transform)
+
+    assert (report.verdict, report.questions.semantic) == (EQUIVALENT, "asked")
+
+
+def test_a_pass_that_is_wrong_by_a_hair_is_seen_on_each_graph():
+    def scale_linears(graph_module, _):
+        for node in list(graph_module.graph.nodes):
+            if "linear" in str(node.target) or "addmm" in str(node.target):
+                with graph_module.graph.inserting_after(node):
+                    scaled = graph_module.graph.call_function(torch.mul, (node, 1.001))
+                node.replace_all_uses_with(scaled, lambda user, made=scaled: user is not made)
+
+    for graph in ("dynamo", "aten", "export"):
+        report = td.check(narrow_net(), (X,), transform=scale_linears, options={"graph": graph}, stages="forward")
+        assert (graph, report.verdict) == (graph, DIVERGED)
+
+
+def test_internal_casts_are_lifted_for_a_compiler_too():
+    class Norm(nn.Module):
+        def forward(self, x):
+            wide = x.to(torch.float32)
+            return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+    report = td.check(Norm(), (X,), transform="aot_eager_decomp_partition")
+
+    assert (report.verdict, report.questions.semantic) == (EQUIVALENT, "asked")
+
+
+def test_a_transform_that_lowers_precision_is_not_asked():
+    report = td.check(nn.Linear(4, 4), (torch.randn(2, 4),), transform="cast:bfloat16")
+
+    assert report.questions.semantic == "not asked: the transform lowers precision on purpose"
+
+
+def test_a_candidate_that_refuses_float64_is_not_asked_and_says_why():
+    def refusing(x):
+        if x.dtype is torch.float64:
+            raise TypeError("no kernel for float64")
+        return x * 2
+
+    report = td.check(lambda x: x * 2, (torch.randn(4),), candidate=refusing)
+
+    assert report.verdict is EQUIVALENT
+    assert "fails on the program in float64 (TypeError: no kernel for float64)" in report.questions.semantic
+
+
+def test_a_program_that_refuses_float64_has_no_truth_and_is_inconclusive_where_it_differs():
+    def refusing(x):
+        if x.dtype is torch.float64:
+            raise TypeError("no kernel for float64")
+        return torch.exp(x)
+
+    def nearly(x):
+        return torch.exp(x) * (1 + 1e-6)
+
+    x = torch.randn(64)
+    report = td.check(refusing, (x,), candidate=nearly)
+
+    assert report.verdict is INCONCLUSIVE
+    assert "does not run in float64" in report.questions.semantic
+    assert any("no truth" in note for note in report.notes)
+    assert td.check(refusing, (x,), candidate=torch.exp).verdict is EQUIVALENT
+
+
+def test_random_programs_draw_the_same_numbers_in_float64():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.5), nn.Linear(64, 4))
+    report = td.check(model, (torch.randn(8, 16),), transform="aot_eager")
+
+    assert (report.verdict, report.questions.semantic) == (EQUIVALENT, "asked")
+
+
+def test_steps_are_asked_about_too():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(4, 8)
+    report = td.check(model, (x,), transform="aot_eager", stages="steps")
+
+    assert report.verdict is EQUIVALENT
+    assert all("semantic_error" in seen.details for seen in report.comparisons if seen.details)
