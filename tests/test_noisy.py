@@ -71,6 +71,17 @@ def test_a_long_sum_accumulates_its_roundings():
     assert expected < 2**20 * torch.finfo(torch.float32).eps
 
 
+@pytest.mark.parametrize("function", [torch.mean, lambda x: torch.var_mean(x)[1], lambda x: torch.std_mean(x)[1]])
+def test_a_mean_is_moved_by_the_rounding_of_its_sum_however_it_is_taken(function):
+    torch.manual_seed(0)
+    x = torch.randn(2**16)
+
+    moves = [abs(float(run_noisily(function, x, seed=seed) - function(x))) for seed in range(8)]
+
+    # of the size of the terms, and not of the mean, which is near zero
+    assert max(moves) > 0.1 * torch.finfo(torch.float32).eps
+
+
 @pytest.mark.parametrize(
     "function",
     [

@@ -64,9 +64,16 @@ _ROUND_INSIDE = get_decompositions(
         aten.tanh_backward,
     ]
 )
-_MEANS = frozenset({aten.mean.default, aten.mean.dim})
-_SUMS = frozenset({aten.sum.default, aten.sum.dim_IntList, *_MEANS})
-_NORMS = frozenset({aten.linalg_vector_norm.default, aten.var.correction})
+# what each output of a reduction is of its terms
+_REDUCTIONS = {
+    "linalg_vector_norm": ("root",),
+    "mean": ("mean",),
+    "std": ("root",),
+    "std_mean": ("root", "mean"),
+    "sum": ("sum",),
+    "var": ("root",),
+    "var_mean": ("root", "mean"),
+}
 # gradients of parameters that are sums over the batch, taken inside one operation
 _SUM_INSIDE = frozenset({"convolution_backward", "embedding_dense_backward", "mkldnn_rnn_layer_backward"})
 # these accumulate in float32 whatever they return, and round to their own dtype once
@@ -118,21 +125,21 @@ class Noisy(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name.partition("::")[2]
         if name not in _EXACT and not func.is_view:
             outputs = returned if isinstance(returned, (tuple, list)) else (returned,)
-            for output, slot in zip(outputs, func._schema.returns, strict=False):
+            for index, (output, slot) in enumerate(zip(outputs, func._schema.returns, strict=False)):
                 is_new = slot.alias_info is None or slot.alias_info.is_write
                 if isinstance(output, torch.Tensor) and is_new and output.is_floating_point() and output.numel():
-                    self._move(func, name, args, output)
+                    self._move(name, index, args, output)
         return returned
 
-    def _move(self, func: Any, name: str, args: tuple[Any, ...], output: torch.Tensor) -> None:
+    def _move(self, name: str, index: int, args: tuple[Any, ...], output: torch.Tensor) -> None:
         if output.dtype not in _NARROW:
-            if func in _SUMS or func in _NORMS:
-                self._running_sum(func, args, output)
+            if name in _REDUCTIONS:
+                self._running_sum(name, _REDUCTIONS[name][index], args, output)
             elif name in _SUM_INSIDE:
                 self._sum_inside(args, output)
         self.steps.take(output)
 
-    def _running_sum(self, func: Any, args: tuple[Any, ...], output: torch.Tensor) -> None:
+    def _running_sum(self, name: str, kind: str, args: tuple[Any, ...], output: torch.Tensor) -> None:
         """Add the rounding of a sum that is taken term by term: Σ S_k·δ_k over its partial sums S_k.
 
         With terms of mean μ and variance σ², E S_k² = k²μ² + kσ²; their sum over k gives the spread without running
@@ -142,15 +149,15 @@ class Noisy(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count = terms.numel() // output.numel()
         if not terms.is_floating_point() or count < 2:
             return
-        dims = _reduced_dims(func, args, terms.dim())
-        if func in _NORMS:
+        dims = _reduced_dims(name, args, terms.dim())
+        if kind == "root":
             terms = terms * terms
         variance, mean = torch.var_mean(terms, dims, correction=0)
         spread = torch.sqrt(count**3 * mean * mean / 3 + count**2 * variance / 2)
         error = spread * self.steps.normal(spread) * (self.steps.unit_of(output) / 2 / math.sqrt(3))
-        if func in _MEANS:
+        if kind == "mean":
             error = error / count
-        elif func in _NORMS:  # a norm or a variance is half as wrong, relatively, as the sum of squares in it
+        elif kind == "root":  # a norm or a variance is half as wrong, relatively, as the sum of squares in it
             total = (mean * count).clamp_min(torch.finfo(mean.dtype).tiny)
             error = 0.5 * error / total * output.reshape(error.shape)
         output.add_(torch.nan_to_num(error, nan=0.0, posinf=0.0, neginf=0.0).reshape(output.shape))
@@ -225,8 +232,8 @@ def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     return [piece for row in tensor.unbind() for piece in _pieces(row)]
 
 
-def _reduced_dims(func: Any, args: tuple[Any, ...], rank: int) -> list[int]:
-    position = 2 if func is aten.linalg_vector_norm.default else 1
+def _reduced_dims(name: str, args: tuple[Any, ...], rank: int) -> list[int]:
+    position = 2 if name == "linalg_vector_norm" else 1
     dims = args[position] if len(args) > position else None
     if isinstance(dims, int):
         return [dims]
