@@ -68,3 +68,20 @@ def test_a_program_without_narrowing_casts_says_nothing():
     report = td.check(keeping, INPUTS, candidate=lambda x, w: (x @ w) + (x @ w))
 
     assert not any("elided" in note for note in report.notes)
+
+
+def test_casts_are_held_strictly_under_any_policy():
+    report = td.check(rounding, INPUTS, candidate=keeping, strict="casts", policy="sqnr>=20")
+
+    assert report.verdict is Verdict.DIVERGED
+
+
+def test_a_narrow_tensor_that_was_written_to_is_read_as_it_is():
+    def written(x, w):
+        narrow = (x @ w).to(torch.bfloat16)
+        narrow.add_(100)
+        return narrow.float() * 2
+
+    report = td.check(written, INPUTS, candidate=lambda x, w: written(x, w) + 0.0, strict="casts")
+
+    assert report.verdict is Verdict.EQUIVALENT

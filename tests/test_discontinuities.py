@@ -90,3 +90,70 @@ def test_the_margin_of_a_largest_value_is_its_distance_from_the_next():
     torch.testing.assert_close(ledges.margin_of(chosen)[0], torch.tensor([1.5, 0.5]))
     torch.testing.assert_close(ledges.margin_of(ranked)[0], torch.tensor([[1.5, 1.5], [0.5, 0.5]]))
     assert ledges.margin_of(torch.arange(3)) is None
+
+
+@pytest.mark.parametrize("move", [lambda flags: flags.t(), lambda flags: flags.flip(1), lambda flags: flags.clone()])
+def test_a_margin_goes_where_its_element_is_moved(move):
+    values = torch.rand(5, 5, 8) + 1
+    threshold = values.sum(-1).roll(1, 0) + 1.0
+    threshold[1, 3] = values[1, 3].sum()
+
+    def reference(values, threshold):
+        return move(values.sum(-1) < threshold)
+
+    def nudged(values, threshold):
+        return move(values.sum(-1) * (1 - 2.0**-22) < threshold)
+
+    seen = first(td.check(reference, (values, threshold), candidate=nudged, semantic=False))
+
+    assert seen.verdict in (Verdict.INCONCLUSIVE, Verdict.EQUIVALENT)
+    assert seen.details.get("margin", 0.0) < 1e-4
+
+
+def test_the_smallest_is_held_against_the_next_smallest():
+    values = torch.tensor([5.0, 5.0, 3.0, 1.0, 0.0])
+    seen = first(td.check(lambda x: (x * 1.5).argmin(), (values,), candidate=lambda x: (x * 1.5).argmin() - 1))
+
+    assert seen.verdict is Verdict.DIVERGED
+    assert seen.details["margin"] == pytest.approx(1.5)
+
+
+def test_whole_numbers_that_are_computed_may_be_cut_either_way():
+    values = torch.arange(1.0, 200.0)
+
+    seen = first(
+        td.check(
+            lambda a: torch.sqrt(a * a).to(torch.int64),
+            (values,),
+            candidate=lambda a: (a * a * torch.rsqrt(a * a)).to(torch.int64),
+            semantic=False,
+        )
+    )
+
+    assert seen.verdict in (Verdict.INCONCLUSIVE, Verdict.EQUIVALENT)
+
+
+def test_a_candidate_that_is_as_the_truth_is_has_not_diverged():
+    values = torch.rand(1000)
+
+    def exact(a):
+        return ((a * 3) / 3 == a) & (a * 2 > 0)
+
+    seen = first(td.check(exact, (values,), candidate=lambda a: exact(a.double()), semantic=False))
+
+    assert seen.verdict is Verdict.INCONCLUSIVE
+    assert "as the truth is" in seen.reason
+
+
+def test_a_data_dependent_shape_and_a_program_that_asserts_end_in_a_verdict():
+    values = torch.tensor([0.25, 0.5, 0.75, 0.5])
+
+    def asserting(a):
+        assert float(a[1]) == 0.5
+        return (a * 2).long()
+
+    places = td.check(lambda a: (a * 1.1 >= 0.55).nonzero(), (values,), candidate=lambda a: (a >= 0.6).nonzero())
+    wrong = td.check(asserting, (values,), candidate=lambda a: (a * 2).long() + 1)
+
+    assert places.verdict is Verdict.DIVERGED
+    assert wrong.verdict is Verdict.DIVERGED

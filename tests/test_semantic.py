@@ -152,3 +152,126 @@ def test_steps_are_asked_about_too():
 
     assert report.verdict is EQUIVALENT
     assert all("semantic_error" in seen.details for seen in report.comparisons if seen.details)
+
+
+# what must not pass because float64 was asked
+
+
+def times_1_2_in_float32(graph_module, _):
+    for node in list(graph_module.graph.nodes):
+        if node.op == "output":
+            for value in node.all_input_nodes:
+                with graph_module.graph.inserting_before(node):
+                    wrong = graph_module.graph.call_function(_wrong_in_float32, (value,))
+                node.replace_input_with(value, wrong)
+
+
+def _wrong_in_float32(value):
+    return value * 1.2 if value.dtype is torch.float32 else value * 1.0
+
+
+def test_a_truth_of_another_program_lets_nothing_pass():
+    def by_precision(x):
+        return x * torch.finfo(x.dtype).eps * 1e7
+
+    x = torch.randn(64)
+
+    assert td.check(by_precision, (x,), transform=times_1_2_in_float32).verdict is not EQUIVALENT
+    by_dtype = td.check(lambda x: x * 1.1 if x.dtype is torch.float32 else x * 1.2, (x,), candidate=lambda x: x * 1.2)
+    assert by_dtype.verdict is not EQUIVALENT
+
+
+def test_what_float64_alone_vouches_for_is_said():
+    def chaotic(x):
+        for _ in range(60):
+            x = 3.9 * x * (1 - x)
+        return x
+
+    def reordered(x):
+        for _ in range(60):
+            x = 3.9 * (x - x * x)
+        return x
+
+    report = td.check(chaotic, (torch.rand(64),), candidate=reordered)
+
+    assert report.verdict is not DIVERGED
+    is_said = any("float64 alone vouches" in note for note in report.notes)
+    assert is_said or report.verdict is INCONCLUSIVE
+
+
+def test_a_candidate_that_compiles_itself_is_not_asked():
+    x = torch.randn(4, 4)
+    model = nn.Linear(4, 4)
+    report = td.check(model, (x,), candidate=torch.compile(model, backend="eager"))
+
+    assert "compiled before it came here" in report.questions.semantic
+
+
+@pytest.mark.parametrize("in_float64", [lambda x: x * 1.1 * torch.nan, lambda x: (x * 1.1)[:2], lambda x: (x * 1.1, x)])
+def test_nan_shape_and_structure_in_float64_are_not_dropped(in_float64):
+    def candidate(x):
+        return x * 1.1 if x.dtype is torch.float32 else in_float64(x)
+
+    assert td.check(lambda x: x * 1.1, (torch.randn(8),), candidate=candidate).verdict is not EQUIVALENT
+
+
+def test_large_values_that_are_no_masks_are_compared():
+    x = torch.randn(100)
+    x[:40] *= 1e31
+
+    def doubled(x):
+        return x * 1.5 * torch.where(x.abs() > 1e30, 2.0, 1.0)
+
+    assert td.check(lambda x: x * 1.5, (x,), candidate=doubled).verdict is DIVERGED
+    assert td.check(lambda x: x * 1.5, (x,), candidate=lambda x: x + x * 0.5).verdict is EQUIVALENT
+
+
+# what must not diverge because float64 was asked
+
+
+def test_a_loss_that_casts_is_lifted_with_a_compiler():
+    report = td.check(
+        nn.Linear(8, 8), (torch.randn(4, 8),), transform="aot_eager", loss=lambda out: out.float().square().mean()
+    )
+
+    assert (report.verdict, report.questions.semantic) == (EQUIVALENT, "asked")
+
+
+def test_a_part_that_is_not_compiled_does_not_make_another_function():
+    @torch.compiler.disable
+    def helper(x):
+        return x.float() * 1.5
+
+    report = td.check(lambda x: helper(x * 2) + 1, (torch.randn(8, 8),), transform="aot_eager")
+
+    assert report.verdict is EQUIVALENT
+
+
+@pytest.mark.parametrize(
+    "constant", [lambda: torch.tensor(1.1), lambda: torch.full((1,), 1.1), lambda: torch.linspace(1.1, 1.1, 8)]
+)
+def test_a_constant_that_is_kept_in_float32_is_no_other_function(constant):
+    assert td.check(lambda x: x * 1.1, (torch.randn(8),), candidate=lambda x: x * constant()).verdict is EQUIVALENT
+
+
+@pytest.mark.parametrize("transform", ["decompose", "aot_eager_decomp_partition"])
+def test_a_line_of_numbers_is_made_in_float64_on_both_sides(transform):
+    report = td.check(lambda x: x * torch.linspace(0, 1, 16), (torch.randn(4, 16),), transform=transform)
+
+    assert (report.verdict, report.questions.semantic) == (EQUIVALENT, "asked")
+
+
+@pytest.mark.parametrize(
+    "masked",
+    [
+        lambda x: x + torch.zeros(4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), -1e9),
+        lambda x: x * torch.where(torch.ones(4, 4).triu(1).bool(), torch.ones(4, 4), torch.zeros(4, 4)),
+        lambda x: x * torch.ones(32)[torch.arange(4)],
+        lambda x: x * torch.where(torch.ones(4, 4).triu(1).bool(), 0.1, 0.3),
+        lambda x: x * x.new_zeros(4).type("torch.FloatTensor"),
+    ],
+)
+def test_masks_and_indices_of_constants_can_be_lifted(masked):
+    report = td.check(masked, (torch.randn(4, 4),), transform="aot_eager")
+
+    assert (report.verdict, report.questions.semantic) == (EQUIVALENT, "asked")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchdelta.compare import fused_spread, spread
-from torchdelta.compare.spread import are_masks, block_length, sizes
+from torchdelta.compare.spread import are_masks, block_length, lost_masks, sizes
 
 SHAPES = [(), (1,), (7,), (64,), (3, 5), (7, 33), (2, 3, 16, 4), (0,), (4, 0)]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
@@ -37,7 +37,7 @@ def test_it_is_the_mean_square_of_each_block_and_the_largest_distance(shape, dty
     error = torch.view_as_real(error) if error.is_complex() else error
     assert seen.rms == pytest.approx(float(error.square().mean().sqrt()) if error.numel() else 0.0)
     assert seen.peak == pytest.approx(float(error.abs().max()) if error.numel() else 0.0)
-    assert (seen.skipped, seen.unmasked) == (0, 0)
+    assert (seen.skipped, seen.masked) == (0, 0)
 
 
 @settings(deadline=None, max_examples=60)
@@ -54,9 +54,9 @@ def test_it_is_the_mean_square_of_each_block_and_the_largest_distance(shape, dty
 def test_the_compiled_loop_and_torch_agree_on_anything(values):
     truth = torch.tensor([pair[0] for pair in values], dtype=torch.float64)
     run = torch.tensor([pair[1] for pair in values], dtype=torch.float32)
-    (peak, _, skipped, unmasked, squares), by_torch = both_ways(truth, run)
+    (peak, _, skipped, masked, squares), by_torch = both_ways(truth, run)
 
-    assert (skipped, unmasked) == by_torch[2:4]
+    assert (skipped, masked) == by_torch[2:4]
     assert peak == by_torch[0]
     np.testing.assert_allclose(squares, by_torch[4], rtol=1e-12)
 
@@ -79,12 +79,15 @@ def test_one_bad_row_shows_in_its_block_and_hides_in_the_whole():
     assert seen.rms < 1e-4
 
 
-def test_a_mask_constant_is_held_to_its_sign_only():
-    truth = torch.tensor([1.0, -1e308, 1e38, 2.0], dtype=torch.float64)
+def test_a_mask_constant_lies_at_no_distance_and_is_held_to_the_reference():
+    truth = torch.tensor([1.0, -1e308, 1e31, 2.0], dtype=torch.float64)
+    reference = torch.tensor([1.0, -3e38, 1e31, 2.0])
 
-    assert spread.spread(truth, torch.tensor([1.0, -3e38, 2e38, 2.0])).unmasked == 0
-    assert spread.spread(truth, torch.tensor([1.0, 3e38, 2e38, 2.0])).unmasked == 1
-    assert spread.spread(truth, torch.tensor([1.0, -3e38, 5.0, 2.0])).unmasked == 1
+    assert spread.spread(truth, reference).masked == 2
+    assert spread.spread(truth, reference).peak == 0.0
+    assert lost_masks(truth, reference, torch.tensor([5.0, -2e38, 1e31, 2.0])) == 0
+    assert lost_masks(truth, reference, torch.tensor([1.0, 3e38, 1e31, 2.0])) == 1
+    assert lost_masks(truth, reference, torch.tensor([1.0, -3e38, 2e31, 2.0])) == 1
 
 
 def test_large_values_are_masks_only_where_they_are_the_exception():

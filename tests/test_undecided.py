@@ -70,3 +70,34 @@ def test_a_model_of_dead_relus_is_equivalent_after_steps(optimizer):
     report = td.check(model, (torch.randn(4, 8),), transform="aot_eager", stages="gradients,steps", optimizer=optimizer)
 
     assert report.verdict is Verdict.EQUIVALENT
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_gradient_that_is_zero_in_every_run_settles_nothing(optimizer):
+    class Table(nn.Module):
+        def __init__(self, *, is_wrong=False):
+            super().__init__()
+            torch.manual_seed(0)
+            self.table = nn.Embedding(64, 16)
+            self.is_wrong = is_wrong
+            self.calls = 0
+
+        def forward(self, rows):
+            self.calls += 1
+            if self.is_wrong and self.calls > 1:
+                with torch.no_grad():
+                    self.table.weight[32:] *= 3
+            return self.table(rows)
+
+    rows = torch.arange(16)
+    stages = "forward,gradients,steps"
+    report = td.check(Table(), (rows,), candidate=Table(is_wrong=True), stages=stages, optimizer=optimizer)
+
+    assert report.stage("steps").verdict is Verdict.DIVERGED
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_an_empty_parameter_takes_its_steps():
+    model = nn.Sequential(nn.Linear(8, 0), nn.Linear(0, 4))
+
+    assert td.check(model, (torch.randn(2, 8),), transform="aot_eager", stages="steps").verdict is Verdict.EQUIVALENT

@@ -53,6 +53,14 @@ def uncompiled(call: Callable[..., Any]) -> Callable[..., Any]:
         call = inner
 
 
+def compiles_itself(call: Callable[..., Any]) -> bool:
+    """Tell whether a callable, or a module in it, was compiled already."""
+    if uncompiled(call) is not call:
+        return True
+    parts = call.modules() if isinstance(call, torch.nn.Module) else ()
+    return any(uncompiled(part) is not part or part._compiled_call_impl is not None for part in parts)
+
+
 def backend_named(name: str) -> Backend:
     """Return a registered torch.compile backend; UsageError names the nearest."""
     try:

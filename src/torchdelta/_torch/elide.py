@@ -31,6 +31,11 @@ def is_narrowing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     return bool(source.is_floating_point and torch.finfo(source).eps < torch.finfo(dtype).eps)
 
 
+def coarser(first: torch.dtype | None, second: torch.dtype) -> torch.dtype:
+    """Return which of two floats holds fewer digits."""
+    return second if first is None or torch.finfo(second).eps > torch.finfo(first).eps else first
+
+
 class Elide(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active, no narrowing cast rounds what pointwise operations and sums read; `elided` names the casts."""
 
@@ -60,7 +65,10 @@ class Elide(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return made
         name = func._schema.name.partition("::")[2]
         is_fused = torch.Tag.pointwise in func.tags or name in _FUSED_SUMS or func is aten._to_copy.default
-        if not is_fused or func._schema.is_mutable:
+        if func._schema.is_mutable:
+            self._forget(written=made)
+            return made
+        if not is_fused:
             return made
         exact = func(*tree_map(self._widened, args), **kwargs)
         self.elided |= places
@@ -70,9 +78,10 @@ class Elide(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return narrowed
         return exact
 
-    def _forget(self) -> None:
-        """Let go of what stands for tensors that are gone."""
-        for key in [key for key in self.wide if key[0].expired()]:  # type: ignore[no-untyped-call]
+    def _forget(self, written: torch.Tensor | None = None) -> None:
+        """Let go of what stands for tensors that are gone, or were written to."""
+        stale = None if written is None else _key(written)[0]
+        for key in [key for key in self.wide if key[0] == stale or key[0].expired()]:  # type: ignore[no-untyped-call]
             del self.wide[key]
 
     def _widened(self, value: Any) -> Any:

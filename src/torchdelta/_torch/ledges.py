@@ -15,7 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+aten = torch.ops.aten
 Margins = Callable[..., torch.Tensor | None]
+Key = tuple[StorageWeakRef, int, tuple[int, ...], tuple[int, ...]]
 
 
 class Ledges(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -23,12 +25,11 @@ class Ledges(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.margins: dict[StorageWeakRef, tuple[torch.Tensor, str]] = {}
+        self.margins: dict[Key, tuple[torch.Tensor, str]] = {}
 
     def margin_of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, str] | None:
         """Return the margin of each element and the operation that made it; None where that is not known."""
-        found = self.margins.get(_identity(tensor))
-        return found if found is not None and found[0].shape == tensor.shape else None
+        return self.margins.get(_key(tensor))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -38,48 +39,58 @@ class Ledges(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
         outputs = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
-        is_rounded = name in _ROUNDED
-        decided = [output for output in outputs if is_rounded or not output.is_floating_point()]
+        decided = [output for output in outputs if name in _ROUNDED or not output.is_floating_point()]
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not decided or not operands:
             return made
-        is_known = name == "_to_copy" and self.margin_of(operands[0]) is not None
-        if name in _MARGINS and operands[0].is_floating_point() and not is_known:
-            margin = _MARGINS[name](decided[0], *args, **kwargs)
-            if margin is not None:
-                self.margins[_identity(decided[0])] = margin, name
-        elif len(known := [found for operand in operands if (found := self.margin_of(operand))]) == 1:
-            # an integer computed from one that was decided has its margin
-            self.margins[_identity(decided[0])] = known[0]
+        known = [found for operand in operands if (found := self.margin_of(operand)) is not None]
+        is_decision = name in _MARGINS and operands[0].is_floating_point() and not (name == "_to_copy" and known)
+        margin: torch.Tensor | None = None
+        if is_decision:
+            margin = _MARGINS[name](name, decided[0], *args, **kwargs)
+        elif len(known) == 1:
+            # an integer computed from one that was decided has its margin, wherever it is moved to
+            margin, name = known[0]
+            if func.is_view or func in _MOVES:
+                margin = func(margin, *args[1:], **kwargs)
+            elif torch.Tag.pointwise not in func.tags and func is not aten._to_copy.default:
+                margin = None
+        if margin is not None and margin.shape == decided[0].shape:
+            self._forget()
+            self.margins[_key(decided[0])] = margin, name
         return made
 
+    def _forget(self) -> None:
+        for key in [key for key in self.margins if key[0].expired()]:  # type: ignore[no-untyped-call]
+            del self.margins[key]
 
-def _identity(tensor: torch.Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+def _key(tensor: torch.Tensor) -> Key:
+    storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    return storage, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
 
 
-def _compared(_: torch.Tensor, first: torch.Tensor, second: Any, **__: Any) -> torch.Tensor:
+def _compared(_: str, __: torch.Tensor, first: torch.Tensor, second: Any) -> torch.Tensor:
     distance: torch.Tensor = (first - second).abs()
     return distance
 
 
-def _to_whole(_: torch.Tensor, values: torch.Tensor, *__: Any, **___: Any) -> torch.Tensor:
-    margin = (values - values.round()).abs()
-    # a float that is a whole number was one before: it is at no edge
-    return margin.where(margin > 0, torch.inf)
+def _to_whole(_: str, __: torch.Tensor, values: torch.Tensor, **___: Any) -> torch.Tensor:
+    return (values - values.round()).abs()
 
 
-def _to_nearest(_: torch.Tensor, values: torch.Tensor, *__: Any, **___: Any) -> torch.Tensor:
+def _to_nearest(_: str, __: torch.Tensor, values: torch.Tensor, **___: Any) -> torch.Tensor:
     return 0.5 - (values - values.round()).abs()
 
 
-def _chosen(made: torch.Tensor, values: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor | None:
-    """Return the distance of the largest, or of each of the first few, from its neighbour in the order."""
-    dim = named.get("dim", next((value for value in rest if isinstance(value, int) and value < values.dim()), None))
-    if dim is None:
-        ordered = values.reshape(-1).sort(descending=True).values
-        return (ordered[0] - ordered[1]).reshape(made.shape) if ordered.numel() > 1 else None
-    return _in_order(made, values, int(dim))
+def _chosen(
+    name: str, made: torch.Tensor, values: torch.Tensor, dim: int | None = None, *_: Any, **__: Any
+) -> torch.Tensor | None:
+    """Return the distance of the largest or smallest from the next."""
+    if dim is not None:
+        return _in_order(made, values, dim)
+    ordered = values.reshape(-1).sort(descending=name in ("argmax", "max")).values
+    return (ordered[0] - ordered[1]).abs().reshape(made.shape) if ordered.numel() > 1 else None
 
 
 def _in_order(made: torch.Tensor, values: torch.Tensor, dim: int) -> torch.Tensor | None:
@@ -97,16 +108,18 @@ def _in_order(made: torch.Tensor, values: torch.Tensor, dim: int) -> torch.Tenso
 
 
 def _top(
-    made: torch.Tensor, values: torch.Tensor, count: int, dim: int = -1, *_: Any, **__: Any
+    _: str, made: torch.Tensor, values: torch.Tensor, __: int, dim: int = -1, *___: Any, **____: Any
 ) -> torch.Tensor | None:
-    del count
     return _in_order(made, values, dim)
 
 
-def _sorted(made: torch.Tensor, values: torch.Tensor, dim: int = -1, *_: Any, **__: Any) -> torch.Tensor | None:
+def _sorted(
+    _: str, made: torch.Tensor, values: torch.Tensor, dim: int = -1, *__: Any, **___: Any
+) -> torch.Tensor | None:
     return _in_order(made, values, dim)
 
 
+_MOVES = frozenset({aten.clone.default, aten.flip.default, aten.index_select.default, aten.roll.default})
 _ROUNDED = frozenset({"ceil", "floor", "round", "trunc"})
 _MARGINS: dict[str, Margins] = {
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), _compared),

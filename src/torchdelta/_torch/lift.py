@@ -59,8 +59,10 @@ class Lift(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _DRAWS:
             return self._draw(func, args, kwargs)
         if name == "native_dropout":
-            return self._drop(func, *args)
+            return self._drop(func, *args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not tensors and computes(name):
+            return func(*args, **{**kwargs, "dtype": widened(kwargs.get("dtype") or torch.get_default_dtype())})
         if not tensors:
             # a constant is made as the program made it and widened then: 0.1 in float32 is the program's 0.1
             return tree_map(_widen, func(*args, **kwargs))
@@ -85,9 +87,14 @@ class Lift(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].copy_(drawn)
         return tree_map(_widen, drawn)
 
-    def _drop(self, func: Callable[..., Any], values: torch.Tensor, share: float, train: bool | None) -> Any:
-        kept, mask = func(torch.ones_like(values, dtype=self.drawn_in), share, train)
-        return values * (kept != 0) / (1.0 - share if 0.0 < share < 1.0 and train is not False else 1.0), mask
+    def _drop(self, func: Callable[..., Any], input: torch.Tensor, p: float, train: bool | None) -> Any:
+        kept, mask = func(torch.ones_like(input, dtype=self.drawn_in), p, train)
+        return input * (kept != 0) / (1.0 - p if 0.0 < p < 1.0 and train is not False else 1.0), mask
+
+
+def computes(factory: str) -> bool:
+    """Tell whether what makes a tensor of no other rounds on the way: between its ends, a line of numbers does."""
+    return factory in ("linspace", "logspace") or factory.endswith("_window")
 
 
 def _as_float64(value: Any) -> Any:

@@ -12,9 +12,19 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from torchdelta._torch.lift import is_narrow, widened
+from torchdelta._torch.lift import computes, is_narrow, widened
 
 _METHODS = {"float": "double", "half": "double", "bfloat16": "double", "cfloat": "cdouble", "chalf": "cdouble"}
+
+
+# operations that make floats of integers when nobody names a dtype
+_ON_NUMBERS = frozenset(
+    {
+        "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cos", "cosh", "deg2rad", "div", "erf", "exp",
+        "exp2", "expm1", "itruediv", "lgamma", "log", "log10", "log1p", "log2", "rad2deg", "reciprocal", "rsqrt",
+        "rtruediv", "sigmoid", "sin", "sinc", "sinh", "sqrt", "tan", "tanh", "truediv", "true_divide",
+    }
+)  # fmt: skip
 
 
 def lift_graph(graph_module: GraphModule) -> GraphModule:
@@ -39,20 +49,32 @@ def _lift_node(node: Node) -> None:
     if not tensors:
         # a constant is made as the program made it and widened then: 0.1 in float32 is the program's 0.1
         if isinstance(made, torch.Tensor) and is_narrow(made.dtype):
-            _widen_after(node, made.dtype)
+            if computes(getattr(node.target, "__name__", "")):
+                node.kwargs = {**node.kwargs, "dtype": widened(made.dtype)}
+            else:
+                _widen_after(node, made)
         return
     if node.op == "call_method":
         node.target = _METHODS.get(str(node.target), node.target)
+        if node.target == "type" and isinstance(node.args[-1], str):  # torch.BFloat16Tensor and its like
+            node.args = (*node.args[:-1], widened(made.dtype))
     node.args = map_aggregate(node.args, _widened)
     node.kwargs = map_aggregate(node.kwargs, _widened)
     is_counted = not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
-    if is_counted and isinstance(made, torch.Tensor) and is_narrow(made.dtype) and not _names_dtype(node):
+    if (
+        is_counted
+        and _is_elementwise(node)
+        and isinstance(made, torch.Tensor)
+        and is_narrow(made.dtype)
+        and not _names_dtype(node)
+    ):
         _widen_before(node, made.dtype)
 
 
-def _widen_after(node: Node, dtype: torch.dtype) -> None:
+def _widen_after(node: Node, made: torch.Tensor) -> None:
     with node.graph.inserting_after(node):
-        wide = node.graph.call_method("to", (node, widened(dtype)))
+        wide = node.graph.call_method("to", (node, widened(made.dtype)))
+    wide.meta["example_value"] = made
     node.replace_all_uses_with(wide, lambda user: user is not wide)
 
 
@@ -62,6 +84,12 @@ def _widen_before(node: Node, dtype: torch.dtype) -> None:
         with node.graph.inserting_before(node):
             wide = node.graph.call_method("to", (source, widened(dtype)))
         node.replace_input_with(source, wide)
+
+
+def _is_elementwise(node: Node) -> bool:
+    # an index or a mask must stay what it is; arithmetic on numbers may be done on wide ones
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name.strip("_") in _ON_NUMBERS
 
 
 def _names_dtype(node: Node) -> bool:

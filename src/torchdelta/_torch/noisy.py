@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchdelta._torch import tensors
-from torchdelta._torch.elide import is_narrowing
+from torchdelta._torch.elide import coarser, is_narrowing
 
 aten = torch.ops.aten
 
@@ -94,15 +94,15 @@ class Noisy(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.steps = Steps(seed, unit)
         # a weak reference keeps the identity of a storage from being given to another one, and not its memory
         self.dependent: set[StorageWeakRef] = set()
-        self.has_narrowed = False
-        """Whether the program casts to a float that holds fewer digits."""
+        self.narrowed_to: torch.dtype | None = None
+        """The coarsest dtype that the program casts something finer to."""
 
     def start_from(self, sources: Iterable[torch.Tensor]) -> None:
         """Round the sources anew, in place; from now on, what is computed from them is."""
         for tensor in sources:
             if tensors.storage_key(tensor) and _identity(tensor) not in self.dependent:
                 self._mark(tensor)
-                if tensor.is_floating_point():
+                if _is_rounded(tensor):
                     whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
                     with torch.no_grad():
                         self.steps.take(whole)
@@ -112,7 +112,8 @@ class Noisy(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run one operation, and move what it rounded."""
         kwargs = kwargs or {}
-        self.has_narrowed |= is_narrowing(func, args, kwargs)
+        if is_narrowing(func, args, kwargs):
+            self.narrowed_to = coarser(self.narrowed_to, kwargs["dtype"])
         if not self._is_dependent((args, kwargs)):
             return func(*args, **kwargs)
         if func in _ROUND_INSIDE:
@@ -127,7 +128,7 @@ class Noisy(TorchDispatchMode):  # type: ignore[no-untyped-call]
             outputs = returned if isinstance(returned, (tuple, list)) else (returned,)
             for index, (output, slot) in enumerate(zip(outputs, func._schema.returns, strict=False)):
                 is_new = slot.alias_info is None or slot.alias_info.is_write
-                if isinstance(output, torch.Tensor) and is_new and output.is_floating_point() and output.numel():
+                if isinstance(output, torch.Tensor) and is_new and _is_rounded(output):
                     self._move(name, index, args, output)
         return returned
 
@@ -238,6 +239,11 @@ def _reduced_dims(name: str, args: tuple[Any, ...], rank: int) -> list[int]:
     if isinstance(dims, int):
         return [dims]
     return list(dims) if dims else list(range(rank))
+
+
+def _is_rounded(tensor: torch.Tensor) -> bool:
+    # a float of a single byte has no arithmetic, and is what something wider was cast to
+    return tensor.is_floating_point() and tensor.itemsize > 1 and tensor.layout == torch.strided and tensor.numel() > 0
 
 
 def _identity(tensor: torch.Tensor) -> StorageWeakRef:

@@ -92,7 +92,7 @@ def _sums_with_care(truth: Array, run: Array, mask: float, state: Array) -> tupl
         if not (np.isfinite(value) and np.isfinite(truth[i])):
             state[2] += 1
         elif abs(truth[i]) > mask:
-            state[3] += not (abs(value) > mask and (value > 0.0) == (truth[i] > 0.0))
+            state[3] += 1
         else:
             error = abs(value - truth[i])
             square += error * error

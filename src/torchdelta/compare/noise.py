@@ -17,7 +17,7 @@ import torch
 
 from torchdelta.compare.kernels import measure
 from torchdelta.compare.policy import Judgement, Sample, relative
-from torchdelta.compare.spread import MASK, Array, Spread, are_masks, sizes, spread
+from torchdelta.compare.spread import MASK, Array, Spread, are_masks, lost_masks, sizes, spread
 from torchdelta.records.comparison import Measurement
 from torchdelta.records.verdict import Verdict
 
@@ -76,6 +76,7 @@ class Noise:
                 **(judged.details or {}),
                 "rms_of_truth": around.scale,
                 "floor": around.floor,
+                "reference_error": around.reference.rms,
                 "roundoff": roundoff,
                 "noisy_runs": len(sample.noisy),
                 "question": "native",
@@ -252,12 +253,12 @@ def _judge_without_truth(seen: Measurement) -> Judgement:
 def _judge_non_finite(judged: Judgement, sample: Sample, around: _Around) -> Judgement:
     """Judge the NaNs and infinities too: they must be where reference and truth agree that they are."""
     seen = sample.measurement
-    if around.candidate.unmasked > around.reference.unmasked:
-        reason = f"{around.candidate.unmasked} mask constants are gone or have the other sign"
+    assert sample.truth is not None
+    if around.candidate.masked and (lost := lost_masks(sample.truth, sample.reference, sample.candidate)):
+        reason = f"{lost} values beyond {MASK:g}, which are taken for mask constants, are not what they were"
         return judged._replace(verdict=Verdict.DIVERGED, reason=reason, error=math.inf)
     if not (around.candidate.skipped or around.reference.skipped or seen.misplaced):
         return judged
-    assert sample.truth is not None
     of_reference, of_candidate = measure(sample.truth, sample.reference), measure(sample.truth, sample.candidate)
     places = f"NaN or Inf out of place at {seen.misplaced} of {seen.numel} elements"
     if seen.misplaced > of_reference.misplaced:

@@ -36,8 +36,8 @@ class Spread(NamedTuple):
     """The flat index of the largest distance; −1 without any."""
     skipped: int
     """Elements that are not finite in the run or in the truth."""
-    unmasked: int
-    """Elements where the truth is a mask constant and the run is not one of the same sign."""
+    masked: int
+    """Elements where the truth is a mask constant."""
 
     @property
     def rms(self) -> float:
@@ -57,7 +57,7 @@ def block_length(shape: torch.Size) -> int:
 
 
 def spread(truth: torch.Tensor, run: torch.Tensor, mask: float = MASK) -> Spread:
-    """Return how far the run lies from the truth, beyond `mask` by sign only."""
+    """Return how far the run lies from the truth where that is not beyond `mask`."""
     if truth.shape != run.shape or truth.is_complex() != run.is_complex():
         raise ValueError(
             f"a run of {run.dtype} {tuple(run.shape)} does not lie around a truth of {truth.dtype} {tuple(truth.shape)}"
@@ -81,8 +81,8 @@ def spread(truth: torch.Tensor, run: torch.Tensor, mask: float = MASK) -> Spread
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             found = list(pool.map(scan_blocks, starts))
     peak, at = max((peak, -at) for peak, at, _, _ in found)
-    skipped, unmasked = (sum(numbers) for numbers in zip(*(rest for _, _, *rest in found), strict=True))
-    return Spread(squares, peak, -at if peak else -1, skipped, unmasked)
+    skipped, masked = (sum(numbers) for numbers in zip(*(rest for _, _, *rest in found), strict=True))
+    return Spread(squares, peak, -at if peak else -1, skipped, masked)
 
 
 def sizes(truth: torch.Tensor, mask: float = MASK) -> Spread:
@@ -93,8 +93,26 @@ def sizes(truth: torch.Tensor, mask: float = MASK) -> Spread:
 
 def are_masks(truth: torch.Tensor) -> bool:
     """Tell whether values beyond `MASK` are the exception: where they are the rule, they are data."""
-    size = truth.detach().abs()
+    size = _wide(truth).abs()
     return int((size > MASK).sum()) * 2 <= int((size > 0).sum())
+
+
+def lost_masks(truth: torch.Tensor, reference: torch.Tensor, candidate: torch.Tensor) -> int:
+    """Count the mask constants that the candidate does not have as the reference has them.
+
+    One at the end of the dtype's range may be any number of the same sign there; another one is itself.
+    """
+    is_mask = _wide(truth).abs() > MASK
+    held, given = _wide(reference)[is_mask], _wide(candidate)[is_mask]
+    end = torch.finfo(reference.dtype).max / 4
+    at_end = (held.abs() >= end) & (given.abs() >= end) & (held.sign() == given.sign())
+    same = (given - held).abs() <= 64 * torch.finfo(reference.dtype).eps * held.abs()
+    return int((~(at_end | same | (held.isnan() & given.isnan()))).sum())
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return torch.view_as_real(tensor.to(torch.complex128)) if tensor.is_complex() else tensor.double()
 
 
 def _length(tensor: torch.Tensor) -> int:
@@ -128,8 +146,7 @@ def scan_with_torch(
     wide = run.double()
     is_told = truth.isfinite() & wide.isfinite()
     is_mask = is_told & (truth.abs() > mask)
-    kept = is_mask & (wide.abs() > mask) & (wide.sign() == truth.sign())
     error = (wide - truth).where(is_told & ~is_mask, 0.0).abs()
     squares[:] = error.square().view(-1, length).mean(-1).numpy()
     at = int(error.argmax())
-    return float(error[at]), at, int((~is_told).sum()), int((is_mask & ~kept).sum())
+    return float(error[at]), at, int((~is_told).sum()), int(is_mask.sum())

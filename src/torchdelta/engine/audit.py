@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from torchdelta import transforms
@@ -19,7 +19,7 @@ from torchdelta.execute.optimizers import OPTIMIZERS
 from torchdelta.execute.programs import Program, load_program
 from torchdelta.execute.sides import Side
 from torchdelta.execute.stages import Observation, Plan
-from torchdelta.faults import FAULTS, NotPlantable, PlaceLost, plant
+from torchdelta.faults import FAULTS, NotPlantable, plant
 from torchdelta.records.audit import Audit, Outcome, Trial
 from torchdelta.records.case import Case
 from torchdelta.records.comparison import Scalar
@@ -126,18 +126,11 @@ class _Auditor:
             taken.append(alone.place.node)
 
     def _check(self, transform: Transform) -> Report:
-        try:
-            return self._ask(transform, self.case)
-        except PlaceLost:
-            # the fault cannot be followed into float64, so only the native question is left
-            return self._ask(transform, replace(self.case, semantic=False))
-
-    def _ask(self, transform: Transform, case: Case) -> Report:
         return Check(
-            case=case,
+            case=self.case,
             baseline=self._baseline,
             transform=transform,
-            policy=parse(case.policy),
+            policy=parse(self.case.policy),
             stages_by_default=self.stages_by_default,
         ).run()
 

@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 
 from torchdelta._torch import lift, runtime
+from torchdelta._torch.elide import coarser
 from torchdelta._torch.noisy import Noisy
 from torchdelta.engine.undecided import Undecided
 from torchdelta.errors import ProgramError
@@ -36,8 +37,8 @@ class Baseline:
     seconds: dict[str, float] = field(default_factory=dict)
     shortfall: str = ""
     """Why less was run than was asked for."""
-    has_narrowed: bool = False
-    """Whether a noisy run saw the program cast to a float that holds fewer digits."""
+    narrowed_to: torch.dtype | None = None
+    """The coarsest dtype that the program casts something finer to, as noisy runs saw it."""
     no_truth: str = ""
     """Why there is no truth."""
     noisy_runs: dict[tuple[int, bool, torch.dtype | None], Observation | None] = field(default_factory=dict)
@@ -63,7 +64,8 @@ class Baseline:
     def truth(self) -> Observation | None:
         """The program run in float64; None where that is not possible, and `no_truth` says why."""
         with self.timed("truth"):
-            return self._run_lifted(self.drawn_in)
+            run, self.no_truth = self._run_lifted(self.drawn_in)
+            return run
 
     @cached_property
     def lifted_reference(self) -> Observation | None:
@@ -71,7 +73,7 @@ class Baseline:
         if self.truth is None or self.lifted_draws == self.drawn_in:
             return self.truth
         with self.timed("semantic"):
-            return self._run_lifted(self.lifted_draws)
+            return self._run_lifted(self.lifted_draws)[0]
 
     @property
     def lifted_draws(self) -> torch.dtype:
@@ -110,13 +112,12 @@ class Baseline:
         floats = (tensor.dtype for tensor in started_from(self.original) if tensor.is_floating_point())
         return next(floats, torch.get_default_dtype())
 
-    def _run_lifted(self, drawn_in: torch.dtype) -> Observation | None:
+    def _run_lifted(self, drawn_in: torch.dtype) -> tuple[Observation | None, str]:
         try:
             side = Side.copied_from(self.program, convert=lift.widened)
-            return observe(side, self.plan, self.original, self.lifted_scope(drawn_in), lift.widened)
+            return observe(side, self.plan, self.original, self.lifted_scope(drawn_in), lift.widened), ""
         except (SideFailed, ProgramError) as error:
-            self.no_truth = f"the program does not run in float64 ({error})"
-            return None
+            return None, f"the program does not run in float64 ({error})"
 
     def _run_noisy(self, index: int, lifted: bool, lowered_to: torch.dtype | None) -> Observation | None:
         """Run the program with every rounding moved; what the reference left as it was, nobody asks about."""
@@ -147,7 +148,8 @@ class Baseline:
                 keeps=lambda stage, path: id(reference.stages[stage].get(path)) not in originals,
                 before_step=undecided.flip,
             )
-            self.has_narrowed |= mode.has_narrowed and not in_float64
+            if mode.narrowed_to is not None and not in_float64:
+                self.narrowed_to = coarser(self.narrowed_to, mode.narrowed_to)
             return run
         except SideFailed as failed:
             self.notes.append(f"a noisy run of the program failed, so its noise is not known: {failed}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,6 +30,8 @@ class CandidateRun:
     notes: list[str] = field(default_factory=list)
     has_reached_recompile_limit: bool = False
     failure: Failure | None = None
+    is_partly_eager: bool = False
+    """Whether parts of the program ran as they were, between what a compiler captured."""
     failed_in: int = 0
     """Where in the order of the stages it failed; what fails before the first stage fails in it."""
 
@@ -64,12 +67,18 @@ def run_candidate(
     """
     run = CandidateRun()
     run_scope = scope if lifted is None or transform.is_compiler else lifted
+    # the loss is no part of what is compiled, and must not round either
+    loss_scope = lifted if lifted is not None and transform.is_compiler else nullcontext
     convert = widened if lifted else _as_it_is
     try:
         applied = transform.applied(side, draws_random=draws_random, lifted=lifted is not None)
         with scope(), applied as transformed:
             run.notes += transformed.notes
-            _attend(transformed, run, lambda attended: observe(attended, plan, original, run_scope, convert))
+            _attend(
+                transformed,
+                run,
+                lambda attended: observe(attended, plan, original, run_scope, convert, loss_scope=loss_scope),
+            )
     except TorchDeltaError:
         raise
     except SideFailed as failed:
@@ -103,6 +112,7 @@ def _attend(transformed: Transformed, run: CandidateRun, watch: Callable[[Side],
             captured=witness.captured, transformed_calls=witness.calls, untransformed_calls=untransformed
         )
         run.has_reached_recompile_limit = witness.has_reached_recompile_limit()
+        run.is_partly_eager = bool(witness.eager_reasons())
         run.notes += [f"part of the program ran eagerly: {reason}" for reason in witness.eager_reasons()]
 
 

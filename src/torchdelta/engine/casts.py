@@ -39,8 +39,10 @@ def notice(stages: list[Stage], baseline: Baseline, candidate: Observation, term
     try:
         with baseline.timed("casts"):
             elided = observe(Side.copied_from(baseline.program), baseline.plan, baseline.original, eliding)
-    except SideFailed:
-        return stages, ""
+    except SideFailed as failed:
+        why = f"whether narrowing casts were elided is not known: the program without them fails ({failed})"
+        is_strict = "casts" in terms.strict
+        return [Stage.of(stage.name, stage.comparisons, why) if is_strict else stage for stage in stages], why
     if not mode.elided:
         return stages, ""
     noticed = [_noticed(stage, baseline.reference, candidate, elided, mode, terms) for stage in stages]

@@ -17,7 +17,7 @@ from torchdelta.engine import casts, discontinuities, semantic, steadiness
 from torchdelta.engine.baseline import Baseline
 from torchdelta.engine.candidate import CandidateRun, run_candidate
 from torchdelta.engine.pairing import differing, paired
-from torchdelta.engine.undecided import settle
+from torchdelta.engine.undecided import settle, with_count
 from torchdelta.execute.sides import Side
 from torchdelta.execute.stages import Observation
 from torchdelta.records.case import Case
@@ -78,22 +78,21 @@ class Check:
             if any(_is_near(seen) for stage in stages for seen in stage.comparisons) and noisy:
                 stages = self._look_again(stages)
             stages = discontinuities.excuse(stages, baseline, self.candidate.observation, noisy)
-            if baseline.has_narrowed and noisy and self.transform.lowered_to is None:
+            if self._asks_for_casts(noisy):
                 stages, note = casts.notice(stages, baseline, self.candidate.observation, self._terms)
                 self.notes += [note] if note else []
-            told = semantic.judge_lifted(lifted, baseline, keeps_names=self.transform.keeps_names)
+            asked, told = semantic.judge_lifted(lifted, baseline, keeps_names=self.transform.keeps_names)
             stages = [semantic.add(stage, told.get(stage.name, {}), baseline) for stage in stages]
         if any(steadiness.rests_on_steadiness(seen) for stage in stages for seen in stage.comparisons):
             stages = self._hold_steady(stages)
         stages = [steadiness.doubt_coarse(stage) for stage in stages]
+        self.notes += steadiness.vouched_for(stages)
         return Report(
             verdict=worst_of(stage.verdict for stage in stages),
             environment=versions.environment(),
             case=self.case,
             stages=tuple(stages),
-            questions=Questions(
-                native="asked" if has_truth else f"not asked: {self._why_no_truth()}", semantic=lifted.asked
-            ),
+            questions=Questions(native="asked" if has_truth else f"not asked: {self._why_no_truth()}", semantic=asked),
             graphs=self.candidate.graphs,
             unmatched=tuple(unmatched),
             notes=tuple(dict.fromkeys((*self.notes, *baseline.notes, *self.candidate.notes))),
@@ -107,6 +106,11 @@ class Check:
         if self.candidate.failure is not None:
             return semantic.Lifted(asked="not asked: the candidate failed")
         return semantic.run_lifted(self.baseline, self.transform)
+
+    def _asks_for_casts(self, noisy: list[Observation]) -> bool:
+        if self.transform.lowered_to is not None or not self.candidate.observation.stages:
+            return False
+        return "casts" in self.case.strict or (bool(noisy) and self.baseline.narrowed_to is not None)
 
     def _noisy(self, count: int) -> list[Observation]:
         return self.baseline.noisy(count, lowered_to=self.transform.lowered_to)
@@ -157,9 +161,10 @@ class Check:
             stage, baseline.reference, observed, keeps_names=self.transform.keeps_names
         )
         runs = [run.stages.get(stage, {}) for run in noisy]
+        undecided: dict[str, int] = {}
         if stage == "steps" and truth is not None and noisy:
             sides = (of_reference, of_candidate, *runs)
-            of_reference, of_candidate, *runs = settle(sides, truth, (baseline.reference, *noisy))
+            (of_reference, of_candidate, *runs), undecided = settle(sides, truth, (baseline.reference, *noisy))
         found, alone = judge.compare(
             of_reference,
             of_candidate,
@@ -167,7 +172,7 @@ class Check:
             runs,
             (baseline.reference.aliases, observed.aliases),
         )
-        return found, alone, nameless
+        return [with_count(seen, undecided) for seen in found], alone, nameless
 
     @property
     def _terms(self) -> Terms:

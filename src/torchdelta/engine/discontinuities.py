@@ -46,13 +46,18 @@ def _excused_stage(stage: Stage, baseline: Baseline, candidate: Observation, noi
     suspects = [seen for seen in stage.comparisons if _is_suspect(seen)]
     if not suspects or baseline.truth is None:
         return stage
-    edges = _edges(baseline) if stage.name == "forward" else {}
+    edges: dict[str, _Edge] = {}
+    if stage.name == "forward":
+        try:
+            edges = _edges(baseline)
+        except Exception as error:  # the program's own: it runs on other values than it was given
+            baseline.notes.append(f"margins are not known: a noisy run of the program fails ({error})")
     changed = []
     for seen in stage.comparisons:
         if seen in suspects:
-            sides = [side.stages[stage.name][seen.path] for side in (baseline.truth, baseline.reference, candidate)]
-            runs = [run.stages.get(stage.name, {}).get(seen.path) for run in noisy]
-            seen = _excused(seen, sides, [run for run in runs if run is not None], edges.get(seen.path))
+            sides = (baseline.truth, baseline.reference, candidate, *noisy)
+            leaves = [side.stages.get(stage.name, {}).get(seen.path) for side in sides]
+            seen = _excused(seen, leaves, edges.get(seen.path))
         changed.append(seen)
     return Stage.of(stage.name, tuple(changed), stage.reason)
 
@@ -63,16 +68,20 @@ def _is_suspect(seen: Comparison) -> bool:
     return is_exact and not is_broken and seen.verdict is Verdict.DIVERGED and seen.measurement is not None
 
 
-def _excused(seen: Comparison, sides: list[Any], noisy: list[torch.Tensor], edge: _Edge | None) -> Comparison:
-    truth, reference, candidate = sides
+def _excused(seen: Comparison, leaves: list[Any], edge: _Edge | None) -> Comparison:
+    truth, reference, candidate, *noisy = leaves
     if not isinstance(truth, torch.Tensor) or truth.shape != reference.shape:
         return seen
+    noisy = [run for run in noisy if isinstance(run, torch.Tensor) and run.shape == truth.shape]
+    if torch.equal(candidate, truth):
+        reason = f"{seen.reason.partition(',')[0]}, and in all of them the candidate is as the truth is"
+        return replace(seen, verdict=Verdict.INCONCLUSIVE, reason=reason)
     differs = (candidate != reference) | (candidate != truth)
     if edge is not None and edge.margins.shape == differs.shape:
         margin = float(edge.margins[differs].max())
         details = {**seen.details, "margin": margin, "margin_noise": edge.noise, "decided_by": edge.operation}
         where = f"{seen.reason.partition(',')[0]}; {edge.operation} decided them by a margin of up to {margin:.3g}"
-        if margin <= WITHIN * edge.noise:
+        if edge.noise > 0.0 and margin <= WITHIN * edge.noise:
             reason = f"{where}, and rounding moves that margin by {edge.noise:.3g}: either way may be right"
             return replace(seen, verdict=Verdict.INCONCLUSIVE, reason=reason, details=details)
         return replace(seen, reason=f"{where}, and rounding moves it by {edge.noise:.3g} only", details=details)
@@ -101,7 +110,7 @@ def _edges(baseline: Baseline) -> dict[str, _Edge]:
             for ledges, outputs in ((native, plain), (noisy, moved))
             if isinstance(outputs.get(path), torch.Tensor) and (seen := ledges.margin_of(outputs[path])) is not None
         ]
-        moves = [torch.nan_to_num(other.double() - margins.double(), posinf=0.0, neginf=0.0).abs() for other in others]
+        moves = [torch.nan_to_num(other.double() - margins.double()).abs() for other in others]
         noise = max((float(move.max()) for move in moves if move.shape == margins.shape and move.numel()), default=0.0)
         edges[path] = _Edge(margins, noise, operation)
     return edges

@@ -10,6 +10,7 @@ import re
 
 import torch
 
+from torchdelta._torch import tensors
 from torchdelta.compare.leaves import Leaves, describe
 from torchdelta.execute.stages import Observation
 from torchdelta.records.comparison import Unmatched
@@ -40,8 +41,13 @@ def differing(reference: Observation, candidate: Observation) -> bool:
 
 
 def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
-    is_comparable = first.dtype == second.dtype and first.layout == second.layout == torch.strided
-    return is_comparable and first.device == second.device and torch.equal(first, second)
+    if first.shape != second.shape or first.dtype != second.dtype or first.device != second.device:
+        return False
+    if not (tensors.has_own_buffer(first) and tensors.has_own_buffer(second)) or first.dtype.itemsize == 1:
+        return False
+    if first.is_complex():
+        first, second = torch.view_as_real(first.resolve_conj()), torch.view_as_real(second.resolve_conj())
+    return torch.equal(first, second)
 
 
 def common_state(stage: str, reference: Observation, candidate: Observation) -> tuple[Leaves, Leaves, list[Unmatched]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,13 +11,14 @@ import torch
 from torchdelta._torch import lift
 from torchdelta.compare.contract import Terms
 from torchdelta.compare.judge import Judge
-from torchdelta.compare.kernels import measure
 from torchdelta.compare.noise import unit_roundoff
 from torchdelta.compare.semantic import Semantic
+from torchdelta.compare.spread import MASK, are_masks, sizes, spread
 from torchdelta.engine.baseline import Baseline
 from torchdelta.engine.candidate import run_candidate
 from torchdelta.engine.pairing import differing, paired
 from torchdelta.engine.undecided import settle
+from torchdelta.errors import ProgramError, UsageError
 from torchdelta.execute.sides import Side
 from torchdelta.execute.stages import Observation
 from torchdelta.records.case import IGNORABLE
@@ -36,6 +38,8 @@ class Lifted:
     asked: str = ASKED
     reference: Observation = field(default_factory=Observation)
     candidate: Observation = field(default_factory=Observation)
+    is_partly_eager: bool = False
+    """Whether parts of the candidate ran between the graphs, where nobody lifts what they round."""
 
     @property
     def differs(self) -> bool:
@@ -49,34 +53,43 @@ def run_lifted(baseline: Baseline, transform: Transform) -> Lifted:
         return Lifted(asked="not asked: the transform lowers precision on purpose")
     reference = baseline.lifted_reference
     if reference is None:
-        return Lifted(asked=f"not asked: {baseline.no_truth}")
-    with baseline.timed("semantic"):
-        candidate = run_candidate(
-            transform,
-            Side.copied_from(baseline.program, convert=lift.widened),
-            baseline.plan,
-            original=baseline.original,
-            scope=baseline.scope,
-            draws_random=baseline.reference.draws_random,
-            lifted=baseline.lifted_scope(baseline.lifted_draws),
-        )
+        why = baseline.no_truth or "the program does not run in float64 when it draws in it"
+        return Lifted(asked=f"not asked: {why}")
+    try:
+        with baseline.timed("semantic"):
+            candidate = run_candidate(
+                transform,
+                Side.copied_from(baseline.program, convert=lift.widened),
+                baseline.plan,
+                original=baseline.original,
+                scope=baseline.scope,
+                draws_random=baseline.reference.draws_random,
+                lifted=baseline.lifted_scope(baseline.lifted_draws),
+            )
+    except (ProgramError, UsageError) as error:  # what was no error natively
+        return Lifted(asked=f"not asked: {error}")
     if failure := candidate.failure:
         words = f"{failure.type}: {failure.message}".partition("\n")[0]
         return Lifted(asked=f"not asked: the transform fails on the program in float64 ({words})")
     if why := candidate.untransformed():
         return Lifted(asked=f"not asked: in float64 {why}")
-    return Lifted(reference=reference, candidate=candidate.observation)
+    return Lifted(reference=reference, candidate=candidate.observation, is_partly_eager=candidate.is_partly_eager)
 
 
-def judge_lifted(lifted: Lifted, baseline: Baseline, *, keeps_names: bool) -> dict[str, dict[str, Comparison]]:
-    """Return what float64 tells about each leaf, by stage and path."""
+def judge_lifted(
+    lifted: Lifted, baseline: Baseline, *, keeps_names: bool
+) -> tuple[str, dict[str, dict[str, Comparison]]]:
+    """Return whether the question could be asked, and what float64 tells about each leaf, by stage and path."""
     noisy = baseline.noisy(1) if lifted.differs else []
     found = _judge(lifted, baseline.truth, noisy, keeps_names)
     is_in_doubt = any(seen.verdict is Verdict.DIVERGED for stage in found.values() for seen in stage.values())
     if is_in_doubt and (in_float64 := baseline.noisy(1, lifted=True)):
         # the noise of the native run was an estimate of that in float64
         found = _judge(lifted, lifted.reference, in_float64, keeps_names)
-    return found
+        is_in_doubt = any(seen.verdict is Verdict.DIVERGED for stage in found.values() for seen in stage.values())
+    if is_in_doubt and lifted.is_partly_eager:
+        return "not asked: part of the program runs between the compiler's graphs, and rounds there in float64 too", {}
+    return lifted.asked, found
 
 
 def _judge(
@@ -90,44 +103,59 @@ def _judge(
         runs = [run.stages.get(stage, {}) for run in noisy]
         if stage == "steps":
             # what both sides differ by is all the noise that a gradient has in float64; it is judged by itself
-            reference, candidate, *_ = settle((reference, candidate), lifted.reference, (lifted.candidate,))
+            (reference, candidate), _ = settle((reference, candidate), lifted.reference, (lifted.candidate,))
         comparisons, _ = judge.compare(reference, candidate, truth.stages.get(stage) if truth else None, runs)
         found[stage] = {seen.path: seen for seen in comparisons if _tells(seen)}
     return found
 
 
 def _tells(seen: Comparison) -> bool:
-    return seen.measurement is not None and seen.dtype in ("float64", "complex128") and seen.noise is not None
+    # integers are exact natively; what cannot be measured is told if it is there on one side only
+    return seen.dtype in ("float64", "complex128") or (seen.measurement is None and seen.verdict is Verdict.DIVERGED)
 
 
 def add(stage: Stage, lifted: Mapping[str, Comparison], baseline: Baseline) -> Stage:
     """Return the stage with what float64 told about each of its leaves."""
     if not lifted or not stage.comparisons:
         return stage
-    comparisons = []
-    for seen in stage.comparisons:
-        told = lifted.get(seen.path)
-        if told is None or told.error is None:
-            comparisons.append(seen)
-            continue
-        details = {**seen.details, "semantic_error": told.error, "semantic_noise": told.noise or 0.0}
-        if told.verdict is Verdict.DIVERGED and seen.verdict is not Verdict.DIVERGED:
-            details |= {
-                "question": "semantic",
-                "native_error": seen.error or 0.0,
-                "native_allowed": seen.allowed or 0.0,
-            }
-            verdict, reason = Verdict.DIVERGED, told.reason
-            if _is_of_another_program(baseline, stage.name, seen.path):
-                verdict = Verdict.INCONCLUSIVE
-                reason = (
-                    f"{reason}; but there the reference is another function too, further off than rounding takes it"
-                )
-            seen = replace(
-                seen, verdict=verdict, reason=reason, error=told.error, noise=told.noise, allowed=told.allowed
-            )
-        comparisons.append(replace(seen, details=details))
-    return Stage.of(stage.name, tuple(comparisons), stage.reason)
+    return Stage.of(
+        stage.name,
+        tuple(_told(seen, lifted.get(seen.path), stage.name, baseline) for seen in stage.comparisons),
+        stage.reason,
+    )
+
+
+def _told(seen: Comparison, told: Comparison | None, stage: str, baseline: Baseline) -> Comparison:
+    if told is None or seen.verdict is Verdict.DIVERGED or seen.measurement is None:
+        return seen
+    if told.measurement is None:
+        reason = f"{seen.reason}; but in float64 it cannot be compared: {told.reason}"
+        return replace(seen, verdict=Verdict.INCONCLUSIVE, reason=reason)
+    if told.error is None:
+        return seen
+    details = {**seen.details, "semantic_error": told.error, "semantic_noise": told.noise or 0.0}
+    if told.verdict is Verdict.DIVERGED:
+        details |= {"question": "semantic", "native_error": seen.error or 0.0, "native_allowed": seen.allowed or 0.0}
+        verdict, reason = Verdict.DIVERGED, told.reason
+        if _is_of_another_program(baseline, stage, seen.path):
+            verdict, reason = Verdict.INCONCLUSIVE, f"{reason}; but {_FOREIGN_TRUTH}"
+        return replace(
+            seen,
+            verdict=verdict,
+            reason=reason,
+            error=told.error,
+            noise=told.noise,
+            allowed=told.allowed,
+            details=details,
+        )
+    is_far = float(seen.details.get("reference_error", 0.0)) > 2.0 * FOREIGN * float(seen.details.get("floor", 0.0))
+    if is_far and seen.verdict is Verdict.EQUIVALENT and _is_of_another_program(baseline, stage, seen.path):
+        reason = f"{seen.reason}, but {_FOREIGN_TRUTH}"
+        return replace(seen, verdict=Verdict.INCONCLUSIVE, reason=reason, details=details)
+    return replace(seen, details=details)
+
+
+_FOREIGN_TRUTH = "in float64 the reference is another function too, further off than rounding takes it"
 
 
 def _is_of_another_program(baseline: Baseline, stage: str, path: str) -> bool:
@@ -136,8 +164,11 @@ def _is_of_another_program(baseline: Baseline, stage: str, path: str) -> bool:
     runs = [run for run in found if isinstance(run, torch.Tensor)]
     reference = baseline.reference.stages[stage][path]
     truth = baseline.truth.stages[stage].get(path) if baseline.truth else None
-    if not isinstance(truth, torch.Tensor):
+    if not isinstance(truth, torch.Tensor) or truth.shape != reference.shape:
         return False
-    of_truth = measure(truth, reference)
-    noise = max((measure(run, reference).rms_error for run in runs), default=0.0)
-    return of_truth.rms_error > FOREIGN * max(noise, unit_roundoff(reference.dtype) * of_truth.rms_reference)
+    mask = MASK if are_masks(truth) else math.inf
+    around = [spread(run, reference, mask).rms for run in runs if run.shape == reference.shape]
+    noise = max(around, default=0.0)
+    unit = max(unit_roundoff(dtype) for dtype in (reference.dtype, baseline.narrowed_to) if dtype is not None)
+    floor = unit * sizes(truth, mask).rms
+    return bool(around) and spread(truth, reference, mask).rms > FOREIGN * max(noise, floor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torchdelta.compare.judge import Judge
@@ -47,14 +47,31 @@ def doubt_coarse(stage: Stage) -> Stage:
             return seen
         if "semantic_error" in seen.details:
             return seen  # float64 told it apart
-        is_coarse = (seen.resolution or 0.0) > COARSE
         is_near_zero = seen.noise <= NEAR_ZERO * float(seen.details["roundoff"]) * largest
-        if not is_coarse or is_near_zero:
+        if not _is_coarse(seen) or is_near_zero:
             return seen
         reason = f"{seen.reason}, but the reference is as far from the truth as its values are large"
         return replace(seen, verdict=Verdict.INCONCLUSIVE, reason=reason)
 
     return _changed(stage, doubted)
+
+
+def vouched_for(stages: Sequence[Stage]) -> list[str]:
+    """Return a note on what is too noisy natively to be told apart from anything, and passed in float64 alone."""
+    coarse = [
+        f"{stage.name} {seen.path}"
+        for stage in stages
+        for seen in stage.comparisons
+        if seen.verdict is Verdict.EQUIVALENT and "semantic_error" in seen.details and _is_coarse(seen)
+    ]
+    if not coarse:
+        return []
+    named = ", ".join(coarse[:3]) + (f" and {len(coarse) - 3} more" if len(coarse) > 3 else "")
+    return [f"float64 alone vouches for {named}: natively the noise is nearly as large as the values"]
+
+
+def _is_coarse(seen: Comparison) -> bool:
+    return _differs(seen) and (seen.resolution or 0.0) > COARSE
 
 
 def _differs(seen: Comparison) -> bool:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from torchdelta.compare.leaves import Leaves
 from torchdelta.compare.spread import block_length
 from torchdelta.execute.stages import Observation
+from torchdelta.records.comparison import Comparison
 
 NEAR = 4.0
 """Within so many times its noise of zero, a gradient may have either sign."""
@@ -49,18 +50,28 @@ class Undecided:
 
 
 def is_near_zero(truth: torch.Tensor, runs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Tell of each element whether the truth is within noise of zero; the noise is that of its block in these runs."""
+    """Tell of each element whether the truth is within noise of zero: the noise of its block in these runs."""
     length = block_length(truth.shape)
+    if not truth.numel():
+        return torch.zeros_like(truth, dtype=torch.bool)
     wide = truth.detach().double()
     noise = torch.zeros(wide.numel() // max(length, 1), 1, dtype=torch.float64, device=truth.device)
     for run in runs:
         error = torch.nan_to_num(run.detach().double() - wide).reshape(-1, length)
         noise = torch.maximum(noise, error.square().mean(-1, keepdim=True).sqrt())
-    return (wide.abs().reshape(-1, length) <= NEAR * noise).reshape(truth.shape)
+    near = (wide.abs().reshape(-1, length) <= NEAR * noise).reshape(truth.shape)
+    # a gradient that is zero in every run has been decided
+    return near & torch.stack([run != 0 for run in (truth, *runs)]).any(0)
 
 
-def settle(sides: Sequence[Leaves], truth: Observation, runs: Sequence[Observation]) -> list[Leaves]:
-    """Return the sides' leaves of `steps` with the truth wherever an undecided gradient made a parameter."""
+def settle(
+    sides: Sequence[Leaves], truth: Observation, runs: Sequence[Observation]
+) -> tuple[list[Leaves], dict[str, int]]:
+    """Return the sides' leaves of `steps` with the truth wherever an undecided gradient made a parameter.
+
+    With them comes how many elements of each leaf those are.
+    """
+    counts: dict[str, int] = {}
     settled = [dict(leaves) for leaves in sides]
     undecided: dict[str, torch.Tensor] = {}
     for path, value in truth.stages["steps"].items():
@@ -76,10 +87,20 @@ def settle(sides: Sequence[Leaves], truth: Observation, runs: Sequence[Observati
         # a step in doubt leaves every later value of the parameter in doubt
         undecided[name] = near | undecided[name] if name in undecided else near
         if undecided[name].any():
+            counts[path] = int(undecided[name].sum())
             for leaves in settled:
                 if path in leaves:
                     leaves[path] = _with_truth(leaves[path], value, undecided[name])
-    return settled
+    return settled, counts
+
+
+def with_count(seen: Comparison, counts: Mapping[str, int]) -> Comparison:
+    """Return the comparison with how many of its elements were not held against a step."""
+    if seen.path not in counts:
+        return seen
+    count = counts[seen.path]
+    reason = f"{seen.reason}, but for {count} elements whose gradient is within noise of zero"
+    return replace(seen, reason=reason, details={**seen.details, "undecided": count})
 
 
 def _with_truth(leaf: object, truth: torch.Tensor, where: torch.Tensor) -> object:

@@ -81,12 +81,13 @@ def observe(
     convert: Convert = lambda dtype: dtype,
     keeps: Keeps = lambda *_: True,
     before_step: BeforeStep = lambda *_: None,
+    loss_scope: Scope = nullcontext,
 ) -> Observation:
     """Run the side, each part of it within `scope`; `convert` tells which dtypes it has in place of the original's.
 
     `original` is the untouched program: its tensors stand for those that the run did not change.
     """
-    return _Observer(side, plan, original, scope, convert, keeps, before_step).run()
+    return _Observer(side, plan, original, scope, convert, keeps, before_step, loss_scope).run()
 
 
 class _Observer:
@@ -99,6 +100,7 @@ class _Observer:
         convert: Convert,
         keeps: Keeps,
         before_step: BeforeStep,
+        loss_scope: Scope,
     ) -> None:
         self.side = side
         self.plan = plan
@@ -107,6 +109,7 @@ class _Observer:
         self.convert = convert
         self.keeps = keeps
         self.before_step = before_step
+        self.loss_scope = loss_scope
         self.loss = copy_together(plan.loss, name="the loss", convert=convert) if plan.loss else None
         self.original_tensors = _tensors_in(_inputs_and_state(original))
         self.original_attributes = original.state.attributes
@@ -201,7 +204,7 @@ class _Observer:
         for tensor in self._trained().values():
             tensor.grad = None
         if self.loss is not None:
-            with self._stage(stage):
+            with self._stage(stage), self.loss_scope():
                 roots = {"loss": self.loss(outputs)}
             cotangents = [torch.ones_like(roots["loss"])]
         else:

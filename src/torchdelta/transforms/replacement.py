@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from torchdelta._torch.dynamo import compiles_itself
 from torchdelta._torch.lift import widened
 from torchdelta.errors import ProgramError, UsageError
 from torchdelta.execute.copies import copy_together
@@ -31,8 +32,14 @@ class Replacement(Transform):
     @contextmanager
     def applied(self, side: Side, *, draws_random: bool, lifted: bool = False) -> Iterator[Transformed]:  # noqa: ARG002 — runs as it is
         """Run a copy of the candidate on the side's inputs."""
-        call = copy_together(self.call, name="the candidate", convert=widened if lifted else lambda dtype: dtype)
+        call = _lifted(self.call) if lifted else copy_together(self.call, name="the candidate")
         yield Transformed.whole(Side.of(call, side.args, side.kwargs))
+
+
+def _lifted(call: Callable[..., Any]) -> Callable[..., Any]:
+    if compiles_itself(call):
+        raise TypeError("the candidate was compiled before it came here, and would run uncompiled")
+    return cast(Callable[..., Any], copy_together(call, name="the candidate", convert=widened))
 
 
 class OtherModule(Transform):
@@ -73,5 +80,5 @@ class OtherModule(Transform):
                     "Give a mapping with -O state=file.py:fn, or -O state=none"
                 ) from error
         if lifted:
-            module = copy_together(module, name="the candidate", convert=widened)
+            module = _lifted(module)
         yield Transformed.whole(Side.of(module, side.args, side.kwargs))
