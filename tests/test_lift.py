@@ -87,3 +87,21 @@ def test_dropout_drops_what_the_program_drops_and_rounds_nothing(dtype):
 
         assert torch.equal(native == 0, lifted == 0)
         torch.testing.assert_close(lifted, torch.where(lifted == 0, 0.0, x / 0.7), rtol=1e-14, atol=0)
+
+
+def test_what_has_no_float64_runs_natively_and_is_named():
+    unlifted = set()
+    codes = torch.randint(-100, 100, (16, 16), dtype=torch.int8)
+    scales = torch.rand(16, dtype=torch.float64)
+    x = torch.randn(4, 16, dtype=torch.float64)
+    with Lift(torch.float32, unlifted):
+        made = torch.ops.aten._weight_int8pack_mm(x, codes, scales)
+        x.to(torch.float8_e4m3fn)
+
+    assert made.dtype is torch.float64
+    assert unlifted == {"aten::_weight_int8pack_mm", "a cast to float8_e4m3fn"}
+
+
+def test_an_error_that_has_nothing_to_do_with_float64_stays_what_it_is():
+    with Lift(torch.float32), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        torch.mm(torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, 3, dtype=torch.float64))

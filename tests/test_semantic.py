@@ -275,3 +275,37 @@ def test_masks_and_indices_of_constants_can_be_lifted(masked):
     report = td.check(masked, (torch.randn(4, 4),), transform="aot_eager")
 
     assert (report.verdict, report.questions.semantic) == (EQUIVALENT, "asked")
+
+
+def test_an_operation_without_float64_leaves_the_native_question():
+    codes = torch.randint(-100, 100, (16, 16), dtype=torch.int8)
+    scales = torch.rand(16)
+
+    def packed(x):
+        return torch.ops.aten._weight_int8pack_mm(x, codes, scales) * 1.5
+
+    def summed(x):
+        made = torch.ops.aten._weight_int8pack_mm(x, codes, scales)
+        return made + made * 0.5
+
+    x = torch.randn(4, 16)
+    report = td.check(packed, (x,), candidate=summed)
+
+    assert report.verdict is EQUIVALENT
+    assert "_weight_int8pack_mm has no float64" in report.questions.semantic
+    assert any("the truth is not all in float64" in note for note in report.notes)
+    assert td.check(packed, (x,), candidate=lambda x: packed(x) * 1.01).verdict is DIVERGED
+
+
+def test_float8_is_named_as_what_cannot_be_lifted():
+    x = torch.randn(16, 16)
+
+    def rounded(x):
+        return x.to(torch.float8_e4m3fn).float() * 2
+
+    report = td.check(rounded, (x,), candidate=lambda x: rounded(x) + 0.0)
+    given = td.check(lambda x: x.float() * 2, (x.to(torch.float8_e4m3fn),), candidate=lambda x: x.float() + x.float())
+
+    assert (report.verdict, given.verdict) == (EQUIVALENT, EQUIVALENT)
+    assert "float8_e4m3fn" in report.questions.semantic
+    assert any("float8_e4m3fn" in note for note in given.notes)

@@ -44,11 +44,15 @@ def is_narrow(dtype: torch.dtype) -> bool:
 
 
 class Lift(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is active, no operation rounds below float64; `drawn_in` is the dtype random numbers come in."""
+    """While it is active, no operation rounds below float64; `drawn_in` is the dtype random numbers come in.
 
-    def __init__(self, drawn_in: torch.dtype = torch.float32) -> None:
+    What has no float64 runs as it would natively, and is named in `unlifted`.
+    """
+
+    def __init__(self, drawn_in: torch.dtype = torch.float32, unlifted: set[str] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.drawn_in = drawn_in
+        self.unlifted = set() if unlifted is None else unlifted
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -66,22 +70,43 @@ class Lift(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not tensors:
             # a constant is made as the program made it and widened then: 0.1 in float32 is the program's 0.1
             return tree_map(_widen, func(*args, **kwargs))
-        kwargs = {name: widened(value) if isinstance(value, torch.dtype) else value for name, value in kwargs.items()}
-        args = tuple(widened(value) if isinstance(value, torch.dtype) else value for value in args)
+        native = args, kwargs
+        kwargs = {key: self._dtype(value) for key, value in kwargs.items()}
+        args = tuple(self._dtype(value) for value in args)
         if any(tensor.dtype in _WIDE for tensor in tensors) and not func._schema.is_mutable:
             args, kwargs = tree_map(_widen, (args, kwargs))
-        made = func(*args, **kwargs)
+        try:
+            made = func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            return self._run_native(func, *native, error)
         is_rounded = any(isinstance(leaf, torch.Tensor) and leaf.dtype in _WIDE for leaf in tree_leaves(made))
         if is_rounded and not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
             return func(*tree_map(_as_float64, args), **kwargs)  # an operation that makes floats of integers
         return made
 
-    def _draw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        def narrow(value: Any) -> Any:
-            is_wide = isinstance(value, torch.Tensor) and value.dtype is torch.float64
-            return value.to(self.drawn_in) if is_wide else value
+    def _dtype(self, value: Any) -> Any:
+        if isinstance(value, torch.dtype) and value.is_floating_point and value.itemsize == 1:
+            self.unlifted.add(f"a cast to {str(value).removeprefix('torch.')}")
+        return widened(value) if isinstance(value, torch.dtype) else value
 
-        narrow_args, narrow_kwargs = tree_map(narrow, (args, kwargs))
+    def _run_native(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
+        """Run what may have no float64 in the program's own dtype; what fails there too has another reason to."""
+        narrow_args, narrow_kwargs = tree_map(self._narrow, (args, kwargs))
+        try:
+            made = func(*narrow_args, **narrow_kwargs)
+        except (NotImplementedError, RuntimeError):
+            raise error from None
+        if func._schema.is_mutable:
+            raise error
+        self.unlifted.add(func._schema.name)
+        return tree_map(_widen, made)
+
+    def _narrow(self, value: Any) -> Any:
+        is_wide = isinstance(value, torch.Tensor) and value.dtype is torch.float64
+        return value.to(self.drawn_in) if is_wide else value
+
+    def _draw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        narrow_args, narrow_kwargs = tree_map(self._narrow, (args, kwargs))
         drawn = func(*narrow_args, **narrow_kwargs)
         if args and isinstance(args[0], torch.Tensor) and drawn is narrow_args[0]:  # drawn in place
             return args[0].copy_(drawn)

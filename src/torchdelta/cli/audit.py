@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from torchdelta.cli.check import _counting_warnings, _option, _require_writable
+from torchdelta.cli.arguments import counting_warnings, read_option, require_writable
 from torchdelta.errors import EnvironmentUnfit, UsageError
 from torchdelta.records.audit import Audit
 from torchdelta.records.codec import encode
@@ -34,12 +34,12 @@ def command(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,  # noqa: ARG001 — read in main
 ) -> None:
     """How many of the faults planted in the program does a check catch? Ends with 0 whatever the answer."""
-    options = dict(_option(text) for text in option or ())
+    options = dict(read_option(text) for text in option or ())
     if json_file is not None:
-        _require_writable(json_file)
+        require_writable(json_file)
     console = Console(stderr=True)
     with (
-        nullcontext() if verbose else _counting_warnings(console),
+        nullcontext() if verbose else counting_warnings(console),
         console.status("loading torch", spinner="dots") as status,
     ):
         # torch takes seconds to import: `--help` is not to wait for it

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -13,10 +10,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from torchdelta.cli.arguments import counting_warnings, read_option, require_writable
 from torchdelta.cli.exits import EXIT_OF
-from torchdelta.errors import EnvironmentUnfit, UsageError
+from torchdelta.errors import EnvironmentUnfit
 from torchdelta.records.codec import write_report
-from torchdelta.records.comparison import Scalar
 from torchdelta.report.terminal import print_report
 
 
@@ -49,12 +46,12 @@ def command(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,  # noqa: ARG001 — read in main
 ) -> None:
     """Does the transformed program still compute the same thing?"""
-    options = dict(_option(text) for text in option or ())
+    options = dict(read_option(text) for text in option or ())
     if json_file is not None:
-        _require_writable(json_file)
+        require_writable(json_file)
     progress = Console(stderr=True)
     with (
-        nullcontext() if verbose else _counting_warnings(progress),
+        nullcontext() if verbose else counting_warnings(progress),
         progress.status("loading torch", spinner="dots") as status,
     ):
         # torch takes seconds to import: `--help` and `show` are not to wait for it
@@ -84,43 +81,3 @@ def command(
     if json_file is not None:
         write_report(report, json_file)
     raise typer.Exit(EXIT_OF[report.verdict])
-
-
-def _option(text: str) -> tuple[str, Scalar]:
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise UsageError(f"malformed option {text!r}: write -O key=value")
-    return name, _scalar(value)
-
-
-def _scalar(text: str) -> Scalar:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
-
-
-@contextmanager
-def _counting_warnings(console: Console) -> Iterator[None]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        yield
-    if caught:
-        said = "1 warning; --verbose shows it" if len(caught) == 1 else f"{len(caught)} warnings; --verbose shows them"
-        console.print(said, style="dim", highlight=False)
-
-
-def _require_writable(path: Path) -> None:
-    # minutes of compiling are not to be lost to a path that could never be written
-    if path.is_dir():
-        raise UsageError(f"cannot write {path}: it is a directory; name a file in it")
-    if path.exists() and not path.is_file():  # a pipe or a device needs no room beside it
-        return
-    if not path.parent.is_dir():
-        raise UsageError(f"cannot write {path}: there is no directory {path.parent}; make it first")
-    if not os.access(path.parent, os.W_OK):
-        raise UsageError(f"cannot write {path}: {path.parent} is not writable; name another place")

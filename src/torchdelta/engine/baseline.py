@@ -39,6 +39,8 @@ class Baseline:
     """Why less was run than was asked for."""
     narrowed_to: torch.dtype | None = None
     """The coarsest dtype that the program casts something finer to, as noisy runs saw it."""
+    unlifted: set[str] = field(default_factory=set)
+    """Operations and casts that have no float64, and ran in the truth as they do natively."""
     no_truth: str = ""
     """Why there is no truth."""
     noisy_runs: dict[tuple[int, bool, torch.dtype | None], Observation | None] = field(default_factory=dict)
@@ -65,6 +67,12 @@ class Baseline:
         """The program run in float64; None where that is not possible, and `no_truth` says why."""
         with self.timed("truth"):
             run, self.no_truth = self._run_lifted(self.drawn_in)
+            held = {tensor.dtype for tensor in started_from(self.original) if tensor.is_floating_point()}
+            coarse = (dtype for dtype in held if lift.widened(dtype) is not torch.float64)
+            self.unlifted |= {f"what is given in {str(dtype).removeprefix('torch.')}" for dtype in coarse}
+            if run is not None and self.unlifted:
+                named = ", ".join(sorted(self.unlifted))
+                self.notes.append(f"the truth is not all in float64: {named} is as in the reference")
             return run
 
     @cached_property
@@ -176,7 +184,7 @@ class Baseline:
 
         @contextmanager
         def lifted() -> Iterator[None]:
-            with self.eager_scope(), lift.Lift(drawn_in):
+            with self.eager_scope(), lift.Lift(drawn_in, self.unlifted):
                 yield
 
         return lifted

@@ -7,13 +7,13 @@ import resource
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torchdelta._torch import runtime, versions
 from torchdelta.compare.contract import Terms
 from torchdelta.compare.judge import Judge
 from torchdelta.compare.policy import Policy
-from torchdelta.engine import casts, discontinuities, semantic, steadiness
+from torchdelta.engine import casts, discontinuities, replay, semantic, steadiness
 from torchdelta.engine.baseline import Baseline
 from torchdelta.engine.candidate import CandidateRun, run_candidate
 from torchdelta.engine.pairing import differing, paired
@@ -77,6 +77,8 @@ class Check:
             stages, unmatched = self._judge(noisy)
             if any(_is_near(seen) for stage in stages for seen in stage.comparisons) and noisy:
                 stages = self._look_again(stages)
+            if noisy and any(steadiness.is_coarse(seen) for stage in stages for seen in stage.comparisons):
+                stages = self._replay(stages)
             stages = discontinuities.excuse(stages, baseline, self.candidate.observation, noisy)
             if self._asks_for_casts(noisy):
                 stages, note = casts.notice(stages, baseline, self.candidate.observation, self._terms)
@@ -152,11 +154,11 @@ class Check:
         return stages, unmatched
 
     def _compare(
-        self, stage: str, noisy: Sequence[Observation]
+        self, stage: str, noisy: Sequence[Observation], truth: Observation | None = None
     ) -> tuple[list[Comparison], list[Unmatched], list[Unmatched]]:
         judge = Judge(policy=self.policy, terms=self._terms, is_stepped=stage == "steps")
         baseline, observed = self.baseline, self.candidate.observation
-        truth = baseline.truth if self.policy.needs_truth else None
+        truth = truth or (baseline.truth if self.policy.needs_truth else None)
         of_reference, of_candidate, nameless = paired(
             stage, baseline.reference, observed, keeps_names=self.transform.keeps_names
         )
@@ -195,6 +197,28 @@ class Check:
             closer.append(Stage.of(stage.name, comparisons, stage.reason))
         return closer
 
+    def _replay(self, stages: list[Stage]) -> list[Stage]:
+        """Judge what is coarse because of choices within rounding by a truth that chose as the reference did."""
+        found = replay.replayed(self.baseline)
+        if found is None:
+            return stages
+        sharper: list[Stage] = []
+        count = 0
+        for stage in stages:
+            if not any(steadiness.is_coarse(seen) for seen in stage.comparisons):
+                sharper.append(stage)
+                continue
+            again = {seen.path: seen for seen in self._compare(stage.name, [found.noisy], found.truth)[0]}
+            comparisons = [_sharper(seen, again[seen.path]) for seen in stage.comparisons]
+            count += sum(old is not new for old, new in zip(stage.comparisons, comparisons, strict=True))
+            sharper.append(Stage.of(stage.name, tuple(comparisons), stage.reason))
+        if count:
+            self.notes.append(
+                f"{found.count} choices (topk, argmax, sort) are within rounding: in {count} leaves the candidate was "
+                "held against a truth that chose as the reference did"
+            )
+        return sharper
+
     def _without_gradients(self, name: str) -> list[Stage]:
         loss = self.baseline.plan.loss
         if self.stages_by_default and loss is None:
@@ -216,6 +240,14 @@ class Check:
 
 def _is_near(seen: Comparison) -> bool:
     return seen.noise is not None and NEAR < seen.ratio < FAR
+
+
+def _sharper(seen: Comparison, replayed: Comparison) -> Comparison:
+    """Return the comparison with the replayed truth where that tells more, and the candidate chose alike."""
+    tells_more = (replayed.resolution or 0.0) < (seen.resolution or 0.0)
+    if not steadiness.is_coarse(seen) or replayed.verdict is not Verdict.EQUIVALENT or not tells_more:
+        return seen
+    return replace(replayed, details={**replayed.details, "replayed": True})
 
 
 def _vacuous(comparisons: list[Comparison]) -> str:

@@ -55,6 +55,8 @@ def run_lifted(baseline: Baseline, transform: Transform) -> Lifted:
     if reference is None:
         why = baseline.no_truth or "the program does not run in float64 when it draws in it"
         return Lifted(asked=f"not asked: {why}")
+    if baseline.unlifted:
+        return Lifted(asked=f"not asked: {', '.join(sorted(baseline.unlifted))} has no float64")
     try:
         with baseline.timed("semantic"):
             candidate = run_candidate(

@@ -48,7 +48,7 @@ def doubt_coarse(stage: Stage) -> Stage:
         if "semantic_error" in seen.details:
             return seen  # float64 told it apart
         is_near_zero = seen.noise <= NEAR_ZERO * float(seen.details["roundoff"]) * largest
-        if not _is_coarse(seen) or is_near_zero:
+        if not is_coarse(seen) or is_near_zero:
             return seen
         reason = f"{seen.reason}, but the reference is as far from the truth as its values are large"
         return replace(seen, verdict=Verdict.INCONCLUSIVE, reason=reason)
@@ -62,7 +62,7 @@ def vouched_for(stages: Sequence[Stage]) -> list[str]:
         f"{stage.name} {seen.path}"
         for stage in stages
         for seen in stage.comparisons
-        if seen.verdict is Verdict.EQUIVALENT and "semantic_error" in seen.details and _is_coarse(seen)
+        if seen.verdict is Verdict.EQUIVALENT and "semantic_error" in seen.details and is_coarse(seen)
     ]
     if not coarse:
         return []
@@ -70,7 +70,8 @@ def vouched_for(stages: Sequence[Stage]) -> list[str]:
     return [f"float64 alone vouches for {named}: natively the noise is nearly as large as the values"]
 
 
-def _is_coarse(seen: Comparison) -> bool:
+def is_coarse(seen: Comparison) -> bool:
+    """Tell whether noise nearly as large as the values would let anything pass."""
     return _differs(seen) and (seen.resolution or 0.0) > COARSE
 
 
