@@ -6,8 +6,10 @@ STAMP  := $(VENV)/.installed
 # What compilers and numba cache lives in the tree: warm on the second run, gone with `make clean`.
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 export NUMBA_CACHE_DIR ?= $(CURDIR)/.cache/numba
+# oneDNN's bf16 matmul dies with SIGILL on some x86 machines.
+export ONEDNN_MAX_CPU_ISA ?= AVX2
 
-.PHONY: demo test test-fast lint bench setup lock clean
+.PHONY: demo test test-fast lint bench bench-verdicts setup lock clean
 
 setup: $(STAMP)
 
@@ -37,6 +39,11 @@ test-fast: setup
 bench: setup
 	$(BIN)/python benchmarks/compare.py
 	$(BIN)/python benchmarks/check.py
+	$(BIN)/python benchmarks/verdicts.py --subset --out build/verdicts-subset
+
+# Hours; interrupted, it goes on where it was. The table is in build/verdicts/table.md.
+bench-verdicts: setup
+	$(BIN)/python benchmarks/verdicts.py --out build/verdicts
 
 # Writes the lock anew from what is installed in .venv.
 lock:

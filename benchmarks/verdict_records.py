@@ -1,0 +1,100 @@
+"""What came of a trial, one JSON line each: a run that is interrupted goes on where it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from verdict_cases import Subject, Trial
+
+DONE = "done"
+NOT_PLANTABLE = "not plantable"
+CRASHED = "crashed"
+"""The candidate raised: loud, and so no matter of judging values."""
+FAILED = "failed"
+"""The benchmark itself raised."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRecord:
+    """One stage of a trial: our verdict, and every rule that raised the alarm."""
+
+    verdict: str
+    flagged: list[str]
+    reasons: list[str] = field(default_factory=list)
+    matters: bool = False
+    """Of a fault: whether this stage differs from the program exported without it, natively or in float64."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One finished trial."""
+
+    trial: Trial
+    status: str
+    seconds: float
+    error: str = ""
+    place: str = ""
+    """Where a fault was planted."""
+    stages: dict[str, StageRecord] = field(default_factory=dict)
+
+    @property
+    def matters(self) -> bool:
+        """Tell whether a fault can be seen at all."""
+        return any(stage.matters for stage in self.stages.values())
+
+    def is_flagged(self, rule: str, stages: tuple[str, ...]) -> bool:
+        """Tell whether a rule raised the alarm in any of these stages."""
+        return any(rule in self.stages[name].flagged for name in stages if name in self.stages)
+
+
+class Ledger:
+    """The records of one folder, by key."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = folder / "cases.jsonl"
+        self._running = folder / "running"
+        self.records: dict[str, Record] = dict(self._read())
+        if self._running.exists():
+            self._add_dead(json.loads(self._running.read_text()))
+
+    def add(self, record: Record) -> None:
+        """Keep a record, on disk at once; a later one of the same trial stands for an earlier one."""
+        with self._file.open("a", encoding="utf-8") as file:
+            # a break in front too: the last line may have been cut off when a run was killed
+            file.write("\n" + json.dumps(asdict(record)) + "\n")
+        self.records[record.trial.key] = record
+
+    @contextmanager
+    def running(self, trial: Trial) -> Iterator[None]:
+        """Remember which trial is under way: one that kills the process must not do so at every start."""
+        self._running.write_text(json.dumps(asdict(trial)))
+        try:
+            yield
+        finally:
+            self._running.unlink()
+
+    def _add_dead(self, trial: dict[str, object]) -> None:
+        self.add(Record(trial=_trial(trial), status=FAILED, seconds=0.0, error="the process died while it ran"))
+        self._running.unlink()
+
+    def _read(self) -> Iterator[tuple[str, Record]]:
+        lines = self._file.read_text(encoding="utf-8").splitlines() if self._file.exists() else []
+        for line in filter(None, lines):
+            try:
+                data = json.loads(line)
+            except json.JSONDecodeError:  # the line that was being written when the run was killed
+                continue
+            trial = _trial(data.pop("trial"))
+            stages = {name: StageRecord(**stage) for name, stage in data.pop("stages").items()}
+            yield trial.key, Record(trial=trial, stages=stages, **data)
+
+
+def _trial(data: dict[str, object]) -> Trial:
+    subject = data.pop("subject")
+    assert isinstance(subject, dict)
+    return Trial(subject=Subject(**subject), **data)  # type: ignore[arg-type]  # as `asdict` wrote it

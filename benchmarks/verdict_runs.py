@@ -1,0 +1,162 @@
+"""Run the trials of one subject: what does not depend on the candidate is computed once for all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+import traceback
+
+import torch
+
+from torchdelta import transforms
+from torchdelta._torch import lift
+from torchdelta.compare.policies import parse
+from torchdelta.engine.baseline import Baseline
+from torchdelta.engine.check import Check
+from torchdelta.execute.optimizers import OPTIMIZERS
+from torchdelta.execute.sides import Side
+from torchdelta.execute.stages import Observation, Plan, SideFailed, observe
+from torchdelta.faults import NotPlantable, PlaceLost, Planted, plant
+from torchdelta.records.case import Case
+from torchdelta.records.report import Report, Stage
+from torchdelta.records.verdict import Verdict
+from torchdelta.transforms.base import Transform
+from torchdelta.transforms.export import Exports
+from verdict_cases import FAULT, Subject, Trial
+from verdict_records import CRASHED, DONE, FAILED, NOT_PLANTABLE, Record, StageRecord
+from verdict_rules import flagged_by_others, is_identical
+
+NATIVE_ALONE, OURS = "torchdelta, native question alone", "torchdelta"
+_MOST_REASONS = 3
+_LONGEST_ERROR = 500
+_STEPS = 3
+
+
+class Bench:
+    """One subject run through some stages, and everything that its trials share."""
+
+    def __init__(self, subject: Subject, stages: tuple[str, ...]) -> None:
+        self.stages = stages
+        plan = Plan(stages=stages, seed=0, iterations=1, steps=_STEPS, optimizer=OPTIMIZERS.get("adamw"))
+        self.baseline = Baseline(program=subject.program(), plan=plan)
+        self.exports = Exports()
+
+    def run(self, trial: Trial) -> Record:
+        """Run a trial; whatever comes of it is its record."""
+        started = time.perf_counter()
+        transform = _transform(trial, self.exports)
+
+        def record(status: str, error: str = "", stages: dict[str, StageRecord] | None = None) -> Record:
+            return Record(
+                trial=trial,
+                status=status,
+                seconds=round(time.perf_counter() - started, 3),
+                error=error,
+                place=_place(transform),
+                stages=stages or {},
+            )
+
+        try:
+            report, candidate = checked(self.baseline, trial, transform)
+            if report.failure:
+                return record(CRASHED, f"{report.failure.type}: {report.failure.message}"[:_LONGEST_ERROR])
+            mattering = self._mattering(transform, candidate) if trial.kind == FAULT else set()
+            stages = {stage.name: self._judged(stage, candidate, mattering) for stage in report.stages}
+            return record(DONE, stages=stages)
+        except NotPlantable as error:
+            return record(NOT_PLANTABLE, str(error))
+        except Exception:
+            return record(FAILED, traceback.format_exc(limit=-6))
+
+    def _judged(self, stage: Stage, candidate: Observation, mattering: set[str]) -> StageRecord:
+        name = stage.name
+        others = flagged_by_others(
+            self.baseline.reference.stages[name], candidate.stages[name], self._wide_reference.stages[name]
+        )
+        return StageRecord(
+            verdict=stage.verdict.value,
+            flagged=[*_flagged_by_us(stage), *others],
+            reasons=_reasons(stage),
+            matters=name in mattering,
+        )
+
+    @functools.cached_property
+    def _wide_reference(self) -> Observation:
+        """The reference in float64 as the users of other rules have it, the casts inside it as they are."""
+        baseline = self.baseline
+        try:
+            side = Side.copied_from(baseline.program, convert=lift.widened)
+            return observe(side, baseline.plan, baseline.original, baseline.eager_scope, lift.widened)
+        except SideFailed:
+            return baseline.truth or baseline.reference
+
+    def _mattering(self, transform: Transform, candidate: Observation) -> set[str]:
+        """Return the stages in which a fault can be seen: natively, or else in float64."""
+        differing = self._differing(self._exported, candidate)
+        if differing != set(self.stages):
+            with contextlib.suppress(PlaceLost, SideFailed):  # not every faulty program has a float64 of its own
+                differing |= self._differing(self._lifted_export, self._run_alone(transform, lifted=True))
+        return differing
+
+    def _differing(self, first: Observation, second: Observation) -> set[str]:
+        return {name for name in self.stages if not is_identical(first.stages[name], second.stages[name])}
+
+    @functools.cached_property
+    def _exported(self) -> Observation:
+        return self._run_alone(transforms.build("export", {}), lifted=False)
+
+    @functools.cached_property
+    def _lifted_export(self) -> Observation:
+        return self._run_alone(transforms.build("export", {}), lifted=True)
+
+    def _run_alone(self, transform: Transform, *, lifted: bool) -> Observation:
+        """Run a transform that compiles nothing, without judging it."""
+        baseline = self.baseline
+        convert = lift.widened if lifted else _unchanged
+        scope = baseline.lifted_scope(torch.float64) if lifted else baseline.eager_scope
+        side = Side.copied_from(baseline.program, convert=convert)
+        with transform.applied(side, draws_random=False, lifted=lifted) as transformed:
+            return observe(transformed.side, baseline.plan, baseline.original, scope, convert)
+
+
+def checked(baseline: Baseline, trial: Trial, transform: Transform) -> tuple[Report, Observation]:
+    """Ask the engine; return its report and what the candidate left behind."""
+    check = Check(
+        case=Case(program=trial.subject.model, transform=trial.transform, stages=trial.stages, steps=_STEPS),
+        transform=transform,
+        policy=parse("noise"),
+        baseline=baseline,
+        stages_by_default=False,
+    )
+    return check.run(), check.candidate.observation
+
+
+def _transform(trial: Trial, exports: Exports) -> Transform:
+    if trial.kind == FAULT:
+        return plant(trial.transform, seed=trial.subject.seed, exports=exports)
+    return transforms.build(trial.transform, {})
+
+
+def _place(transform: Transform) -> str:
+    if not isinstance(transform, Planted) or transform.place is None:
+        return ""
+    return f"{transform.place.node} of {transform.place.module_path or 'the model'}"
+
+
+def _unchanged(dtype: torch.dtype) -> torch.dtype:
+    return dtype
+
+
+def _flagged_by_us(stage: Stage) -> list[str]:
+    diverged = [seen for seen in stage.comparisons if seen.verdict is Verdict.DIVERGED]
+    is_seen_natively = any(seen.details.get("question", "native") == "native" for seen in diverged)
+    return [*([NATIVE_ALONE] if is_seen_natively else []), *([OURS] if diverged else [])]
+
+
+def _reasons(stage: Stage) -> list[str]:
+    """Return why the verdict is what it is: the worst leaves, or the one that came closest."""
+    leaves = sorted(stage.comparisons, key=lambda seen: seen.rank, reverse=True)
+    guilty = [seen for seen in leaves if seen.verdict is not Verdict.EQUIVALENT]
+    told = [f"{seen.path}: {seen.reason}" for seen in (guilty[:_MOST_REASONS] or leaves[:1])]
+    return [*([stage.reason] if stage.reason else []), *told]

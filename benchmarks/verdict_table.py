@@ -1,0 +1,222 @@
+"""From records to markdown: false alarms, recall and what is inconclusive, for every rule, dtype and stage.
+
+A rule gets credit for a fault only where it passes that case's clean controls: the same program exported without a
+fault, and the same program under inductor. A rule that raises the alarm at everything finds every fault, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from verdict_cases import CLEAN, CONTROL, DTYPES, FAULT, HELD_OUT, TUNED, Subject
+from verdict_records import CRASHED, DONE, FAILED, NOT_PLANTABLE, Record
+from verdict_rules import OTHER_RULES
+from verdict_runs import NATIVE_ALONE, OURS
+
+RULES = (*OTHER_RULES, NATIVE_ALONE, OURS)
+_STAGES = ("forward", "gradients", "steps")
+_FAULT_STAGES = ("forward", "gradients")
+_INCONCLUSIVE = "inconclusive"
+_OVERALL = (
+    "false alarms fwd+grad",
+    "false alarms all stages",
+    "recall",
+    "recall with credit",
+    "inconclusive fwd+grad",
+    "inconclusive all stages",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """The records that count: clean cases, faults that matter, and the controls of both."""
+
+    clean: list[Record]
+    faults: list[Record]
+    controls: dict[Subject, list[Record]]
+
+    @classmethod
+    def of(cls, records: Iterable[Record]) -> Results:
+        """Sort the records; those that did not come to a verdict are left out here and listed apart."""
+        done = [record for record in records if record.status == DONE]
+        controls: dict[Subject, list[Record]] = {}
+        for record in done:
+            trial = record.trial
+            if trial.kind == CONTROL or (trial.kind == CLEAN and trial.transform == "inductor"):
+                controls.setdefault(trial.subject, []).append(record)
+        return cls(
+            clean=[record for record in done if record.trial.kind == CLEAN],
+            faults=[record for record in done if record.trial.kind == FAULT and record.matters],
+            controls=controls,
+        )
+
+    def where(self, holds: Callable[[Subject], bool]) -> Results:
+        """Return the results of some subjects only."""
+        return Results(
+            clean=[record for record in self.clean if holds(record.trial.subject)],
+            faults=[record for record in self.faults if holds(record.trial.subject)],
+            controls=self.controls,
+        )
+
+    def false_alarms(self, rule: str, stages: tuple[str, ...]) -> list[Record]:
+        """Return the clean cases in which a rule raised the alarm."""
+        return [record for record in self.clean if record.is_flagged(rule, stages)]
+
+    def inconclusive(self, stages: tuple[str, ...]) -> list[Record]:
+        """Return the clean cases that we could not decide."""
+        return [record for record in self.clean if _verdict(record, stages) == _INCONCLUSIVE]
+
+    def mattering(self, stages: tuple[str, ...]) -> list[Record]:
+        """Return the faults that can be seen in any of these stages."""
+        return [record for record in self.faults if any(record.stages[name].matters for name in stages)]
+
+    def caught(self, rule: str, stages: tuple[str, ...], *, with_credit: bool = False) -> list[Record]:
+        """Return the faults that a rule saw."""
+        seen = [record for record in self.mattering(stages) if record.is_flagged(rule, stages)]
+        return [record for record in seen if not with_credit or self._passes_controls(record, rule, stages)]
+
+    def _passes_controls(self, fault: Record, rule: str, stages: tuple[str, ...]) -> bool:
+        controls = self.controls.get(fault.trial.subject, [])
+        return bool(controls) and not any(control.is_flagged(rule, stages) for control in controls)
+
+
+def as_markdown(records: Sequence[Record]) -> str:
+    """Return everything but the cost."""
+    results = Results.of(records)
+    return "\n".join(
+        [
+            "# Verdicts",
+            "",
+            _counts(records, results),
+            *_overall("All", results),
+            *_overall("Held out", results.where(lambda subject: subject.half == HELD_OUT)),
+            *_overall("Tuned on", results.where(lambda subject: subject.half == TUNED)),
+            *_by_stage(results),
+            *_by_fault(results),
+            *_listed("False alarms", results.false_alarms(OURS, _STAGES), _STAGES),
+            *_listed("Inconclusive clean cases", results.inconclusive(_STAGES), _STAGES),
+            *_listed("Missed faults", _missed(results), _FAULT_STAGES),
+            *_without_verdict(records),
+            "",
+        ]
+    )
+
+
+def _counts(records: Sequence[Record], results: Results) -> str:
+    faults = [record for record in records if record.trial.kind == FAULT]
+    planted = [record for record in faults if record.status != NOT_PLANTABLE]
+    return (
+        f"{len(results.clean)} clean cases; {len(faults)} faults asked for, {len(planted)} planted, "
+        f"{len(results.faults)} that matter. All numbers but counts are percentages."
+    )
+
+
+def _overall(title: str, results: Results) -> list[str]:
+    clean, faults = len(results.clean), len(results.faults)
+    lines = [
+        "",
+        f"## {title}: {clean} clean cases, {faults} faults",
+        "",
+        _row("rule", _OVERALL),
+        _rule(1 + len(_OVERALL)),
+    ]
+    for rule in RULES:
+        numbers = [
+            _percent(results.false_alarms(rule, _FAULT_STAGES), clean),
+            _percent(results.false_alarms(rule, _STAGES), clean),
+            _percent(results.caught(rule, _FAULT_STAGES), faults),
+            _percent(results.caught(rule, _FAULT_STAGES, with_credit=True), faults),
+            _percent(results.inconclusive(_FAULT_STAGES), clean) if rule == OURS else "",
+            _percent(results.inconclusive(_STAGES), clean) if rule == OURS else "",
+        ]
+        lines.append(_row(rule, numbers))
+    return lines
+
+
+def _by_stage(results: Results) -> list[str]:
+    lines: list[str] = []
+    recalls = [f"{what} {name}" for name in _FAULT_STAGES for what in ("recall", "with credit")]
+    for dtype in DTYPES:
+        of_dtype = results.where(lambda subject, dtype=dtype: subject.dtype == dtype)  # type: ignore[misc]
+        lines += [
+            "",
+            f"## {dtype}",
+            "",
+            _row("rule", (*(f"false alarms {name}" for name in _STAGES), *recalls)),
+            _rule(8),
+        ]
+        for rule in RULES:
+            numbers = [_percent(of_dtype.false_alarms(rule, (name,)), len(of_dtype.clean)) for name in _STAGES]
+            for name in _FAULT_STAGES:
+                mattering = len(of_dtype.mattering((name,)))
+                numbers.append(_percent(of_dtype.caught(rule, (name,)), mattering))
+                numbers.append(_percent(of_dtype.caught(rule, (name,), with_credit=True), mattering))
+            lines.append(_row(rule, numbers))
+    return lines
+
+
+def _by_fault(results: Results) -> list[str]:
+    lines = [
+        "",
+        "## Recall with credit, by kind of fault",
+        "",
+        _row("fault", ("that matter", "native alone", "torchdelta", "best other rule")),
+        _rule(5),
+    ]
+    for kind in sorted({record.trial.transform for record in results.faults}):
+        of_kind = Results(
+            clean=[],
+            faults=[record for record in results.faults if record.trial.transform == kind],
+            controls=results.controls,
+        )
+        total = len(of_kind.faults)
+        caught = {rule: len(of_kind.caught(rule, _FAULT_STAGES, with_credit=True)) for rule in RULES}
+        best = max(OTHER_RULES, key=lambda rule: caught[rule])
+        numbers = [str(total), f"{caught[NATIVE_ALONE]}", f"{caught[OURS]}", f"{caught[best]} ({best})"]
+        lines.append(_row(kind, numbers))
+    return lines
+
+
+def _missed(results: Results) -> list[Record]:
+    return [record for record in results.faults if not record.is_flagged(OURS, _FAULT_STAGES)]
+
+
+def _listed(title: str, records: list[Record], stages: tuple[str, ...]) -> list[str]:
+    lines = ["", f"## {title}: {len(records)}", ""]
+    for record in records:
+        where = f" at {record.place}" if record.place else ""
+        lines.append(f"- {record.trial.key} ({record.trial.subject.half}){where}")
+        for name in stages:
+            stage = record.stages.get(name)
+            if stage and (stage.verdict != "equivalent" or stage.matters):
+                lines += [f"  - {name} {stage.verdict}: {reason}" for reason in stage.reasons]
+    return lines
+
+
+def _without_verdict(records: Sequence[Record]) -> list[str]:
+    """List what crashed or failed: nothing is dropped silently."""
+    lost = [record for record in records if record.status in (CRASHED, FAILED)]
+    lines = ["", f"## Without a verdict, and in no number above: {len(lost)}", ""]
+    for record in lost:
+        last_line = record.error.strip().rpartition("\n")[2]
+        lines.append(f"- {record.trial.key}: {record.status}, {last_line}")
+    return lines
+
+
+def _verdict(record: Record, stages: tuple[str, ...]) -> str:
+    severity = ("equivalent", _INCONCLUSIVE, "diverged", "timed_out", "crashed")
+    verdicts = [record.stages[name].verdict for name in stages if name in record.stages]
+    return max(verdicts, key=severity.index, default=_INCONCLUSIVE)
+
+
+def _percent(records: Sequence[Record], total: int) -> str:
+    return f"{100 * len(records) / total:.1f}" if total else "–"
+
+
+def _row(name: str, cells: Sequence[str]) -> str:
+    return f"| {name} | {' | '.join(cells)} |"
+
+
+def _rule(columns: int) -> str:
+    return "|" + "---|" * columns

@@ -1,0 +1,93 @@
+"""Noise or bug? How often the verdict is wrong on clean programs, and how many planted faults it sees.
+
+Every model runs under real compilers, where an alarm is false, and exported with faults planted, where silence is a
+miss. The same values are judged by the rules that people use otherwise. A run of everything takes hours, and goes on
+where it was interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import verdict_cases as cases
+from torchdelta.faults import FAULTS
+from verdict_cost import cost_section, measure_cost
+from verdict_records import FAILED, Ledger, Record
+from verdict_runs import Bench
+from verdict_table import as_markdown
+
+DEFAULT_OUT = Path("build/verdicts")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run what is missing, then print the table of all there is."""
+    options = _parser().parse_args(argv)
+    if options.subset:
+        _narrow_to_subset(options)
+    ledger = Ledger(options.out)
+    cost_file = options.out / "cost.json"
+    if not options.table_only:
+        # what torch and transformers say about themselves while they trace
+        warnings.simplefilter("ignore")
+        run(ledger, options)
+        if not (options.subset or cost_file.exists()):
+            measure_cost(cost_file)
+    text = as_markdown(list(ledger.records.values())) + cost_section(cost_file)
+    (options.out / "table.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+def run(ledger: Ledger, options: argparse.Namespace) -> None:
+    """Run every trial that has no record yet, or one that failed and is to be tried again."""
+    for subject in cases.subjects(options.models, options.dtypes, options.seeds):
+        asked = cases.trials(subject, options.faults)
+        missing = [trial for trial in asked if _is_missing(trial, ledger, options.retry)]
+        for stages, group in itertools.groupby(missing, key=lambda trial: trial.stages):
+            bench = Bench(subject, stages)
+            for trial in group:
+                with ledger.running(trial):
+                    record = bench.run(trial)
+                ledger.add(record)
+                print(_line(record), flush=True)
+            del bench
+            gc.collect()
+
+
+def _is_missing(trial: cases.Trial, ledger: Ledger, retry: bool) -> bool:
+    record = ledger.records.get(trial.key)
+    return record is None or (retry and record.status == FAILED)
+
+
+def _line(record: Record) -> str:
+    verdicts = " ".join(f"{name} {stage.verdict}" for name, stage in record.stages.items())
+    what = verdicts or record.error.strip().rpartition("\n")[2]
+    return f"{record.seconds:7.1f} s  {record.trial.key}: {record.status}, {what}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    models = cases.model_file().MODELS
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="where cases.jsonl, cost.json and table.md are")
+    parser.add_argument("--models", nargs="+", choices=models, default=models)
+    parser.add_argument("--dtypes", nargs="+", choices=cases.DTYPES, default=cases.DTYPES)
+    parser.add_argument("--seeds", nargs="+", type=int, default=cases.SEEDS)
+    parser.add_argument("--faults", nargs="*", choices=list(FAULTS), default=list(FAULTS), help="no kind: clean cases")
+    parser.add_argument("--subset", action="store_true", help="a few minutes' worth of everything")
+    parser.add_argument("--retry", action="store_true", help="run again what failed")
+    parser.add_argument("--table-only", action="store_true", help="run nothing")
+    return parser
+
+
+def _narrow_to_subset(options: argparse.Namespace) -> None:
+    options.models = cases.SUBSET_MODELS
+    options.seeds = cases.SUBSET_SEEDS
+    options.faults = options.faults[:: cases.SUBSET_FAULTS]
+
+
+if __name__ == "__main__":
+    main()
