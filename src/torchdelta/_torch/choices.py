@@ -39,7 +39,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run one operation, and keep what it chose."""
         made = func(*args, **(kwargs or {}))
-        if _is_choice(func, args):
+        if is_choice(func, args):
             self.chosen.append((made[1] if isinstance(made, tuple) else made).clone())
         return made
 
@@ -60,7 +60,7 @@ class Replay(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run one operation; where it chose otherwise by a hair, return what was chosen before."""
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
-        if not _is_choice(func, args):
+        if not is_choice(func, args):
             return made
         before = next(self.chosen, None)
         indices = made[1] if isinstance(made, tuple) else made
@@ -85,7 +85,8 @@ class Replay(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return torch.where(near, before, indices)
 
 
-def _is_choice(func: Any, args: tuple[Any, ...]) -> bool:
+def is_choice(func: Any, args: tuple[Any, ...]) -> bool:
+    """Tell whether an operation chooses among floats."""
     return func in _CHOICES and isinstance(args[0], torch.Tensor) and args[0].is_floating_point()
 
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchdelta._torch import tensors
+from torchdelta._torch.choices import is_choice
 from torchdelta._torch.elide import coarser, is_narrowing
 
 aten = torch.ops.aten
@@ -94,6 +95,8 @@ class Noisy(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.steps = Steps(seed, unit)
         # a weak reference keeps the identity of a storage from being given to another one, and not its memory
         self.dependent: set[StorageWeakRef] = set()
+        self.has_chosen = False
+        """Whether the program chooses among floats."""
         self.narrowed_to: torch.dtype | None = None
         """The coarsest dtype that the program casts something finer to."""
 
@@ -112,6 +115,7 @@ class Noisy(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run one operation, and move what it rounded."""
         kwargs = kwargs or {}
+        self.has_chosen |= is_choice(func, args)
         if is_narrowing(func, args, kwargs):
             self.narrowed_to = coarser(self.narrowed_to, kwargs["dtype"])
         if not self._is_dependent((args, kwargs)):

@@ -37,6 +37,8 @@ class Baseline:
     seconds: dict[str, float] = field(default_factory=dict)
     shortfall: str = ""
     """Why less was run than was asked for."""
+    has_chosen: bool = False
+    """Whether noisy runs saw the program choose among floats."""
     narrowed_to: torch.dtype | None = None
     """The coarsest dtype that the program casts something finer to, as noisy runs saw it."""
     unlifted: set[str] = field(default_factory=set)
@@ -156,6 +158,7 @@ class Baseline:
                 keeps=lambda stage, path: id(reference.stages[stage].get(path)) not in originals,
                 before_step=undecided.flip,
             )
+            self.has_chosen |= mode.has_chosen
             if mode.narrowed_to is not None and not in_float64:
                 self.narrowed_to = coarser(self.narrowed_to, mode.narrowed_to)
             return run

@@ -77,7 +77,8 @@ class Check:
             stages, unmatched = self._judge(noisy)
             if any(_is_near(seen) for stage in stages for seen in stage.comparisons) and noisy:
                 stages = self._look_again(stages)
-            if noisy and any(steadiness.is_coarse(seen) for stage in stages for seen in stage.comparisons):
+            is_coarse = any(steadiness.is_coarse(seen) for stage in stages for seen in stage.comparisons)
+            if is_coarse and baseline.has_chosen and self.transform.lowered_to is None:
                 stages = self._replay(stages)
             stages = discontinuities.excuse(stages, baseline, self.candidate.observation, noisy)
             if self._asks_for_casts(noisy):
