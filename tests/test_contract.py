@@ -191,7 +191,7 @@ class TestStride:
         assert broken_by(VALUES, (VALUES + 1).t().contiguous().t())[0] is DIVERGED
 
     def test_is_the_only_clause_to_hold_strictly(self):
-        with pytest.raises(UsageError, match="unknown clause to hold strictly 'dtype': it is one of stride"):
+        with pytest.raises(UsageError, match="unknown clause to hold strictly 'dtype': it is one of casts, stride"):
             td.compare(VALUES, VALUES, strict=["dtype"])
 
 

@@ -36,8 +36,8 @@ class Judge:
         reference: Leaves,
         candidate: Leaves,
         truth: Leaves | None = None,
-        noisy: Sequence[Leaves] = (),
         aliases: tuple[Aliases, Aliases] = ({}, {}),
+        noisy: Sequence[Leaves] = (),
     ) -> tuple[list[Comparison], list[Unmatched]]:
         """Compare two values leaf by leaf; a leaf without a partner is a comparison that diverged, and is named."""
         pairs, unmatched = align(reference, candidate, truth, noisy)

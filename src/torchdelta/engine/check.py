@@ -172,8 +172,8 @@ class Check:
             of_reference,
             of_candidate,
             truth.stages.get(stage) if truth else None,
-            runs,
             (baseline.reference.aliases, observed.aliases),
+            runs,
         )
         return [with_count(seen, undecided) for seen in found], alone, nameless
 

@@ -106,7 +106,7 @@ def _judge(
         if stage == "steps":
             # what both sides differ by is all the noise that a gradient has in float64; it is judged by itself
             (reference, candidate), _ = settle((reference, candidate), lifted.reference, (lifted.candidate,))
-        comparisons, _ = judge.compare(reference, candidate, truth.stages.get(stage) if truth else None, runs)
+        comparisons, _ = judge.compare(reference, candidate, truth.stages.get(stage) if truth else None, noisy=runs)
         found[stage] = {seen.path: seen for seen in comparisons if _tells(seen)}
     return found
 
