@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from torchdelta._torch.tensors import ViewKey, view_key
 
 aten = torch.ops.aten
 _FUSED_SUMS = frozenset({"amax", "amin", "mean", "prod", "sum", "var", "var_mean"})
 _TORCH = str(Path(torch.__file__).parent)
-
-Key = tuple[StorageWeakRef, int, tuple[int, ...], tuple[int, ...]]
 
 
 def is_narrowing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -43,7 +42,7 @@ class Elide(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.elided: set[str] = set()
         """Where a cast was elided, and to which dtype it was."""
-        self.wide: dict[Key, tuple[torch.Tensor, str]] = {}
+        self.wide: dict[ViewKey, tuple[torch.Tensor, str]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -52,16 +51,16 @@ class Elide(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
         if is_narrowing(func, args, kwargs):
-            before, place = self.wide.get(_key(args[0]), (args[0], ""))
+            before, place = self.wide.get(view_key(args[0]), (args[0], ""))
             self._forget()
-            self.wide[_key(made)] = before, place or f"{_place()} (to {_name(made.dtype)})"
+            self.wide[view_key(made)] = before, place or f"{_place()} (to {_name(made.dtype)})"
             return made
         known = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        places = {self.wide[_key(leaf)][1] for leaf in known if _key(leaf) in self.wide}
+        places = {self.wide[view_key(leaf)][1] for leaf in known if view_key(leaf) in self.wide}
         if not places or not isinstance(made, torch.Tensor) or not made.is_floating_point():
             return made
         if func.is_view:
-            self.wide[_key(made)] = func(*tree_map(self._widened, args), **kwargs), "; ".join(sorted(places))
+            self.wide[view_key(made)] = func(*tree_map(self._widened, args), **kwargs), "; ".join(sorted(places))
             return made
         name = func._schema.name.partition("::")[2]
         is_fused = torch.Tag.pointwise in func.tags or name in _FUSED_SUMS or func is aten._to_copy.default
@@ -74,25 +73,20 @@ class Elide(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.elided |= places
         if exact.dtype != made.dtype:
             narrowed = exact.to(made.dtype)
-            self.wide[_key(narrowed)] = exact, "; ".join(sorted(places))
+            self.wide[view_key(narrowed)] = exact, "; ".join(sorted(places))
             return narrowed
         return exact
 
     def _forget(self, written: torch.Tensor | None = None) -> None:
         """Let go of what stands for tensors that are gone, or were written to."""
-        stale = None if written is None else _key(written)[0]
+        stale = None if written is None else view_key(written)[0]
         for key in [key for key in self.wide if key[0] == stale or key[0].expired()]:  # type: ignore[no-untyped-call]
             del self.wide[key]
 
     def _widened(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and (kept := self.wide.get(_key(value))) is not None:
+        if isinstance(value, torch.Tensor) and (kept := self.wide.get(view_key(value))) is not None:
             return kept[0]
         return value
-
-
-def _key(tensor: torch.Tensor) -> Key:
-    storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-    return storage, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
 
 
 def _place() -> str:

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torchdelta._torch.tensors import ViewKey, view_key
+
 aten = torch.ops.aten
 Margins = Callable[..., torch.Tensor | None]
-Key = tuple[StorageWeakRef, int, tuple[int, ...], tuple[int, ...]]
 
 
 class Ledges(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -25,11 +25,11 @@ class Ledges(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.margins: dict[Key, tuple[torch.Tensor, str]] = {}
+        self.margins: dict[ViewKey, tuple[torch.Tensor, str]] = {}
 
     def margin_of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, str] | None:
         """Return the margin of each element and the operation that made it; None where that is not known."""
-        return self.margins.get(_key(tensor))
+        return self.margins.get(view_key(tensor))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -57,17 +57,12 @@ class Ledges(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 margin = None
         if margin is not None and margin.shape == decided[0].shape:
             self._forget()
-            self.margins[_key(decided[0])] = margin, name
+            self.margins[view_key(decided[0])] = margin, name
         return made
 
     def _forget(self) -> None:
         for key in [key for key in self.margins if key[0].expired()]:  # type: ignore[no-untyped-call]
             del self.margins[key]
-
-
-def _key(tensor: torch.Tensor) -> Key:
-    storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-    return storage, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
 
 
 def _compared(_: str, __: torch.Tensor, first: torch.Tensor, second: Any) -> torch.Tensor:

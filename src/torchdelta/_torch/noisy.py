@@ -93,7 +93,6 @@ class Noisy(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, *, seed: int, unit: float | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps = Steps(seed, unit)
-        # a weak reference keeps the identity of a storage from being given to another one, and not its memory
         self.dependent: set[StorageWeakRef] = set()
         self.has_chosen = False
         """Whether the program chooses among floats."""
@@ -103,7 +102,7 @@ class Noisy(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def start_from(self, sources: Iterable[torch.Tensor]) -> None:
         """Round the sources anew, in place; from now on, what is computed from them is."""
         for tensor in sources:
-            if tensors.storage_key(tensor) and _identity(tensor) not in self.dependent:
+            if tensors.storage_key(tensor) and tensors.storage_reference(tensor) not in self.dependent:
                 self._mark(tensor)
                 if _is_rounded(tensor):
                     whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
@@ -176,13 +175,13 @@ class Noisy(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _mark(self, tensor: torch.Tensor) -> None:
         if tensors.storage_key(tensor):
-            self.dependent.add(_identity(tensor))
+            self.dependent.add(tensors.storage_reference(tensor))
 
     def _is_dependent(self, values: Any) -> bool:
         return any(
             isinstance(leaf, torch.Tensor)
             and tensors.storage_key(leaf) is not None
-            and _identity(leaf) in self.dependent
+            and tensors.storage_reference(leaf) in self.dependent
             for leaf in tree_leaves(values)
         )
 
@@ -248,7 +247,3 @@ def _reduced_dims(name: str, args: tuple[Any, ...], rank: int) -> list[int]:
 def _is_rounded(tensor: torch.Tensor) -> bool:
     # a float of a single byte has no arithmetic, and is what something wider was cast to
     return tensor.is_floating_point() and tensor.itemsize > 1 and tensor.layout == torch.strided and tensor.numel() > 0
-
-
-def _identity(tensor: torch.Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]

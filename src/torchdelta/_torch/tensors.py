@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._subclasses import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -164,3 +165,19 @@ def _has_memory(tensor: torch.Tensor) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+ViewKey = tuple[StorageWeakRef, int, tuple[int, ...], tuple[int, ...]]
+
+
+def view_key(tensor: torch.Tensor) -> ViewKey:
+    """Return what stands for the elements of a tensor: two views of the same ones have the same.
+
+    A weak reference keeps the identity of a storage from being given to another one, and not its memory.
+    """
+    return storage_reference(tensor), int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
+
+
+def storage_reference(tensor: torch.Tensor) -> StorageWeakRef:
+    """Return a weak reference to the memory of a tensor, which equals that of any other view of it."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]

@@ -50,7 +50,7 @@ def doubt_coarse(stage: Stage) -> Stage:
         is_near_zero = seen.noise <= NEAR_ZERO * float(seen.details["roundoff"]) * largest
         if not is_coarse(seen) or is_near_zero:
             return seen
-        reason = f"{seen.reason}, but the reference is as far from the truth as its values are large"
+        reason = f"{seen.reason}, but the noise is nearly as large as the values are, and would let much pass"
         return replace(seen, verdict=Verdict.INCONCLUSIVE, reason=reason)
 
     return _changed(stage, doubted)
