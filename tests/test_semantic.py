@@ -309,3 +309,13 @@ def test_float8_is_named_as_what_cannot_be_lifted():
     assert (report.verdict, given.verdict) == (EQUIVALENT, EQUIVALENT)
     assert "float8_e4m3fn" in report.questions.semantic
     assert any("float8_e4m3fn" in note for note in given.notes)
+
+
+def test_a_change_far_below_float32_is_seen_in_what_a_transform_made_of_the_program():
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16, eps=1e-12), nn.Linear(16, 4))
+    x = torch.randn(8, 16)
+
+    clean = td.check(model, (x,), transform="export")
+    faulty = td.check(model, (x,), transform=td.faults.plant("epsilon_divided_by_10"))
+
+    assert (clean.verdict, faulty.verdict) == (EQUIVALENT, DIVERGED)

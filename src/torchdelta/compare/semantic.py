@@ -21,14 +21,16 @@ LIMIT = 100.0
 """Multiples of the noise of a float64 run that are still rounding."""
 ROW = 10.0
 """A block of a single noisy run may have less noise than it should: by so much more may one block be off."""
-NATIVE = 2.0**-23
-"""A relative error that float32 itself makes is none: a constant may have been kept in float32."""
+KEPT_IN_FLOAT32 = 2.0**-23
+"""The relative error of a constant that one of two implementations wrote down in float32."""
 
 
 @dataclass(frozen=True)
 class Semantic:
     """Judges lifted values: `reference` and `candidate` in float64, `truth` and `noisy` as the native question has."""
 
+    floor: float = 0.0
+    """A relative error that is none, however small the rounding is."""
     needs_truth = True
     rtol = 0.0
     atol = 0.0
@@ -48,7 +50,7 @@ class Semantic:
         squares, peak = _noise(sample, mask, error)
         unit = unit_roundoff(torch.float64)
         limit = LIMIT * (1.0 + 4.0 / math.sqrt(max(seen.numel, 1)))
-        own = (NATIVE / limit) ** 2 + (0.5 * unit) ** 2
+        own = (self.floor / limit) ** 2 + (0.5 * unit) ** 2
         blocks = squares + own * of_values.squares
         # among rows of one size an empty one is zero but for the rounding of the others
         blocks += (0.5 * unit * of_values.rms) ** 2

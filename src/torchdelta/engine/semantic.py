@@ -12,7 +12,7 @@ from torchdelta._torch import lift
 from torchdelta.compare.contract import Terms
 from torchdelta.compare.judge import Judge
 from torchdelta.compare.noise import unit_roundoff
-from torchdelta.compare.semantic import Semantic
+from torchdelta.compare.semantic import KEPT_IN_FLOAT32, Semantic
 from torchdelta.compare.spread import MASK, are_masks, sizes, spread
 from torchdelta.engine.baseline import Baseline
 from torchdelta.engine.candidate import run_candidate
@@ -98,7 +98,8 @@ def _judge(
     lifted: Lifted, truth: Observation | None, noisy: Sequence[Observation], keeps_names: bool
 ) -> dict[str, dict[str, Comparison]]:
     # a broken contract and integers show in the native run
-    judge = Judge(policy=Semantic(), terms=Terms(ignore=frozenset(IGNORABLE)))
+    floor = 0.0 if keeps_names else KEPT_IN_FLOAT32
+    judge = Judge(policy=Semantic(floor), terms=Terms(ignore=frozenset(IGNORABLE)))
     found = {}
     for stage in lifted.candidate.stages:
         reference, candidate, _ = paired(stage, lifted.reference, lifted.candidate, keeps_names=keeps_names)
