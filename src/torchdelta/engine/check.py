@@ -64,7 +64,7 @@ class Check:
         with baseline.timed("candidate"):
             self.candidate = run_candidate(
                 self.transform,
-                Side.copied_from(baseline.program),
+                Side.copied_from(baseline.program, with_callable=self.transform.reads_program),
                 baseline.plan,
                 original=baseline.original,
                 scope=baseline.scope,

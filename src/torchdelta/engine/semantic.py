@@ -61,7 +61,7 @@ def run_lifted(baseline: Baseline, transform: Transform) -> Lifted:
         with baseline.timed("semantic"):
             candidate = run_candidate(
                 transform,
-                Side.copied_from(baseline.program, convert=lift.widened),
+                Side.copied_from(baseline.program, convert=lift.widened, with_callable=transform.reads_program),
                 baseline.plan,
                 original=baseline.original,
                 scope=baseline.scope,

@@ -38,8 +38,16 @@ class Side:
     """The owner's names of the state, and those they have here; None where they are the same."""
 
     @classmethod
-    def copied_from(cls, program: Program, *, convert: Convert = lambda dtype: dtype) -> Side:
-        """Copy the program; `convert` may change the dtypes of its tensors."""
+    def copied_from(
+        cls, program: Program, *, convert: Convert = lambda dtype: dtype, with_callable: bool = True
+    ) -> Side:
+        """Copy the program; `convert` may change the dtypes of its tensors.
+
+        Without its callable the side has copies of the inputs only, and its call is not to be run.
+        """
+        if not with_callable:
+            args, kwargs = copy_together((program.args, dict(program.kwargs)), name=program.name, convert=convert)
+            return cls.of(program.call, args, kwargs)
         call, args, kwargs = copy_together(
             (program.call, program.args, dict(program.kwargs)), name=program.name, convert=convert
         )

@@ -41,6 +41,9 @@ class Transform(ABC):
     keeps_names: bool = True
     """Whether the candidate's parameters and buffers have the reference's names; another implementation has its own."""
 
+    reads_program: bool = True
+    """Whether the candidate is made of the program's callable; another implementation takes its inputs only."""
+
     is_compiler: bool = False
     """Whether a dispatch mode around the candidate would switch the transform off."""
 

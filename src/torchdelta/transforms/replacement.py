@@ -23,6 +23,7 @@ class Replacement(Transform):
     """A callable that takes the same inputs."""
 
     keeps_names = False
+    reads_program = False
 
     def __init__(self, call: Callable[..., Any]) -> None:
         if not callable(call):
