@@ -63,12 +63,9 @@ def test_a_long_sum_accumulates_its_roundings():
     x = torch.rand(1, 2**20)
 
     long = abs(float(run_noisily(lambda x: x.sum(-1), x)) - float(x.double().sum())) / float(x.double().sum())
-    running = torch.cumsum(x, -1)[0, -1]
-    expected = abs(float(running) - float(x.double().sum())) / float(x.double().sum())
 
     # far above the rounding of one operation, and within what a running sum may be off by
     assert 5 * torch.finfo(torch.float32).eps < long < 2**20 * torch.finfo(torch.float32).eps
-    assert expected < 2**20 * torch.finfo(torch.float32).eps
 
 
 @pytest.mark.parametrize("function", [torch.mean, lambda x: torch.var_mean(x)[1], lambda x: torch.std_mean(x)[1]])
@@ -135,11 +132,15 @@ def test_a_unit_of_ones_own_takes_the_place_of_the_dtypes():
 
 
 def test_two_views_of_one_memory_move_together():
-    x = torch.randn(10)
-    mode = Noisy(seed=0)
-    mode.start_from([x[:5], x])
+    torch.manual_seed(0)
+    x = torch.randn(1000)
+    alone, shared = x.clone(), x.clone()
+    Noisy(seed=0).start_from([alone])
+    Noisy(seed=0).start_from([shared[:500], shared])
 
-    assert torch.equal(x[:5], x.as_strided((5,), (1,)))
+    # a view that came first moves the whole memory, and the whole is not moved again
+    assert torch.equal(shared, alone)
+    assert not torch.equal(shared, x)
 
 
 def test_integers_are_never_moved():

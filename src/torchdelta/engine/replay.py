@@ -50,7 +50,8 @@ def replayed(baseline: Baseline) -> Replayed | None:
             side = Side.copied_from(baseline.program)
             noise.start_from(varied_in(side))
             noisy = observe(side, plan, original, _within(baseline.eager_scope, noise, of_noise))
-        except SideFailed:  # it ran before: with other choices it does not, and that is all there is to know
+        except SideFailed as failed:
+            baseline.notes.append(f"choices within rounding were not replayed: the program fails with them ({failed})")
             return None
     return Replayed(truth, noisy, of_truth.count)
 
