@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import resource
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,6 +16,7 @@ from torchdelta.engine.baseline import Baseline
 from torchdelta.engine.candidate import CandidateRun, run_candidate
 from torchdelta.engine.pairing import differing, paired
 from torchdelta.engine.undecided import settle, with_count
+from torchdelta.execute.memory import peak_bytes
 from torchdelta.execute.sides import Side
 from torchdelta.execute.stages import Observation
 from torchdelta.records.case import Case
@@ -100,7 +99,7 @@ class Check:
             unmatched=tuple(unmatched),
             notes=tuple(dict.fromkeys((*self.notes, *baseline.notes, *self.candidate.notes))),
             failure=self.candidate.failure,
-            cost=Cost(seconds=dict(baseline.seconds), peak_bytes=_peak_bytes()),
+            cost=Cost(seconds=dict(baseline.seconds), peak_bytes=peak_bytes()),
         )
 
     def _run_lifted(self) -> semantic.Lifted:
@@ -268,8 +267,3 @@ def _set_aside() -> Iterator[None]:
     finally:
         if is_ours:
             gc.unfreeze()
-
-
-def _peak_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
