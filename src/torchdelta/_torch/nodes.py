@@ -1,12 +1,43 @@
-"""Nodes of an exported graph: an operator's arguments by name, and the assertions that export leaves behind."""
+"""Nodes of a graph: where they come from, an operator's arguments by name, and assertions that export leaves behind."""
 
 from __future__ import annotations
 
+import os
+import re
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
+
+_FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+def op_name(node: Node) -> str:
+    """Return what a node calls, as a person would look for it."""
+    if node.op in ("get_attr", "placeholder", "output"):
+        return node.op
+    if node.op == "call_function" and not isinstance(node.target, OpOverload):
+        return getattr(node.target, "__name__", str(node.target))
+    return str(node.target)
+
+
+def module_path(node: Node) -> str:
+    """Return the path of the innermost module that the node was traced in."""
+    if node.op == "get_attr":
+        return str(node.target).rpartition(".")[0]
+    # a node of a backward graph has the modules of the forward one that it belongs to
+    stack = list((node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}).values())
+    return str(stack[-1][0]) if stack else ""
+
+
+def source_line(node: Node) -> str:
+    """Return the innermost line that is not torch's own; a parameter is where it is first read."""
+    reader = next(iter(node.users)) if node.op == "get_attr" and node.users else node
+    frames = list(_FRAME.finditer(reader.meta.get("stack_trace") or ""))
+    own = [frame for frame in frames if not frame["file"].startswith(_TORCH)]
+    return "{file}:{line}: {code}".format(**(own or frames)[-1].groupdict()) if frames else ""
 
 
 def arguments(node: Node) -> dict[str, Any]:

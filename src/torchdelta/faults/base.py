@@ -6,19 +6,14 @@ the graph there; choosing the node, and everything around it, is the work of `Pl
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
+from torchdelta._torch.nodes import module_path, op_name, source_line
 from torchdelta.errors import UsageError
 from torchdelta.records.audit import Place
-
-_FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
-_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 class NotPlantable(UsageError):
@@ -54,9 +49,9 @@ def place_of(fault: Fault, node: Node, names: Mapping[str, str] | None = None) -
     return Place(
         kind=fault.name,
         node=node.name,
-        op=node.op if node.op == "get_attr" else str(node.target),
-        module_path=_renamed(_module_path(node), names or {}),
-        source_line=_source_line(node),
+        op=op_name(node),
+        module_path=_renamed(module_path(node), names or {}),
+        source_line=source_line(node),
     )
 
 
@@ -72,13 +67,6 @@ def _live(graph: Graph) -> set[Node]:
     return live
 
 
-def _module_path(node: Node) -> str:
-    if node.op == "get_attr":
-        return str(node.target).rpartition(".")[0]
-    stack = list(node.meta.get("nn_module_stack", {}).values())
-    return str(stack[-1][0]) if stack else ""
-
-
 def _renamed(path: str, names: Mapping[str, str]) -> str:
     """Return a module's path in the program: what export takes is the program itself, or holds it under a name."""
     head, _, rest = path.partition(".")
@@ -87,14 +75,6 @@ def _renamed(path: str, names: Mapping[str, str]) -> str:
             renamed = original.removesuffix(own.removeprefix(f"{head}.")).rstrip(".")
             return ".".join(part for part in (renamed, rest) if part)
     return path
-
-
-def _source_line(node: Node) -> str:
-    """Return the innermost line that is not torch's own; a parameter is where it is first read."""
-    reader = next(iter(node.users)) if node.op == "get_attr" and node.users else node
-    frames = list(_FRAME.finditer(reader.meta.get("stack_trace") or ""))
-    own = [frame for frame in frames if not frame["file"].startswith(_TORCH)]
-    return "{file}:{line}: {code}".format(**(own or frames)[-1].groupdict()) if frames else ""
 
 
 def eligible_places(fault: Fault, graph_module: GraphModule) -> tuple[Place, ...]:
