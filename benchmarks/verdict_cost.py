@@ -14,6 +14,7 @@ from torch._inductor.utils import fresh_cache
 
 import torchdelta as td
 from torchdelta import transforms
+from torchdelta._torch.seams import Seam, hand_on
 from torchdelta.compare.leaves import leaves_of
 from torchdelta.execute.sides import Side
 from torchdelta.transforms.base import Transform, Transformed
@@ -35,10 +36,12 @@ class Warmed(Transform):
         self.seconds = dict.fromkeys(("candidate", "semantic"), 0.0)
 
     @contextmanager
-    def applied(self, side: Side, *, draws_random: bool, lifted: bool = False) -> Iterator[Transformed]:
+    def applied(
+        self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
+    ) -> Iterator[Transformed]:
         """Transform the side, and run it forward and backward: both are compiled then."""
         started = time.perf_counter()
-        with self.inner.applied(side, draws_random=draws_random, lifted=lifted) as transformed:
+        with self.inner.applied(side, draws_random=draws_random, lifted=lifted, seam=seam) as transformed:
             outputs = leaves_of(transformed.side.call(*side.args, **side.kwargs), "outputs").values()
             roots = [leaf for leaf in outputs if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])

@@ -24,12 +24,23 @@ from torchdelta.errors import (
     UsageError,
 )
 from torchdelta.records.codec import from_json, read_report, to_json, write_report
+from torchdelta.records.location import Location
 from torchdelta.records.report import SCHEMA_VERSION, Report
 from torchdelta.records.verdict import Verdict
 
 if TYPE_CHECKING:
     from torchdelta import faults
-    from torchdelta.engine.api import assert_equivalent, check, compare
+    from torchdelta.engine.api import (
+        assert_equivalent,
+        assign_handles,
+        capture,
+        check,
+        compare,
+        compare_captures,
+        handles_of,
+        locate,
+        read_capture,
+    )
 else:  # out of a type checker's sight, which would take any name for one of ours
 
     def __getattr__(name: str) -> Any:
@@ -51,6 +62,7 @@ __all__ = [
     "Diverged",
     "EnvironmentUnfit",
     "Inconclusive",
+    "Location",
     "NotEquivalent",
     "ProgramError",
     "Report",
@@ -60,10 +72,16 @@ __all__ = [
     "UsageError",
     "Verdict",
     "assert_equivalent",
+    "assign_handles",
+    "capture",
     "check",
     "compare",
+    "compare_captures",
     "faults",
     "from_json",
+    "handles_of",
+    "locate",
+    "read_capture",
     "read_report",
     "to_json",
     "write_report",

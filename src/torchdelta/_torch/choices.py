@@ -66,16 +66,16 @@ class Replay(TorchDispatchMode):  # type: ignore[no-untyped-call]
         indices = made[1] if isinstance(made, tuple) else made
         if before is None or before.shape != indices.shape:
             return made
-        dim = _dim(func, args, kwargs)
+        dim = choice_dim(func, args, kwargs)
         settled = self._settled(args[0], indices, before, dim)
         if not isinstance(made, tuple):
             return settled
-        return type(made)((_at(args[0], settled, dim), settled))
+        return type(made)((values_at(args[0], settled, dim), settled))
 
     def _settled(
         self, values: torch.Tensor, indices: torch.Tensor, before: torch.Tensor, dim: int | None
     ) -> torch.Tensor:
-        margin = (_at(values, indices, dim) - _at(values, before, dim)).abs()
+        margin = (values_at(values, indices, dim) - values_at(values, before, dim)).abs()
         size = values.abs().amax() if dim is None else values.abs().amax(dim, keepdim=indices.dim() == values.dim())
         near = margin <= NEAR * self.unit * size
         if dim is not None and near.dim() == values.dim():
@@ -90,14 +90,16 @@ def is_choice(func: Any, args: tuple[Any, ...]) -> bool:
     return func in _CHOICES and isinstance(args[0], torch.Tensor) and args[0].is_floating_point()
 
 
-def _dim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+def choice_dim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Return the dimension that an operation chooses along; None where it chooses among all values."""
     default = None if func in (aten.argmax.default, aten.argmin.default) else -1
     position = _CHOICES[func]
     dim = args[position] if position is not None and len(args) > position else kwargs.get("dim", default)
     return None if dim is None else int(dim)
 
 
-def _at(values: torch.Tensor, indices: torch.Tensor, dim: int | None) -> torch.Tensor:
+def values_at(values: torch.Tensor, indices: torch.Tensor, dim: int | None) -> torch.Tensor:
+    """Return the values at the chosen places."""
     if dim is None:
         return values.reshape(-1)[indices]
     if indices.dim() == values.dim():

@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.exc import InvalidCxxCompiler
 
 from torchdelta._torch.lift_graph import lift_graph
+from torchdelta._torch.seams import Handed, Seam, hand_on
 from torchdelta.errors import UsageError
 from torchdelta.registry import nearest
 
@@ -102,12 +103,14 @@ def compiling(
     fullgraph: bool = False,
     config: Mapping[str, Any] | None = None,
     lifted: bool = False,
+    seam: Seam = hand_on,
 ) -> Iterator[tuple[Callable[..., Any], Witness]]:
     """Compile a callable afresh with the backend, and witness it; the settings hold while the context is open.
 
     Compilation is lazy, of the backward too, so whatever is run must be run inside. `lifted` rewrites each captured
-    graph so that nothing in it rounds below float64.
+    graph so that nothing in it rounds below float64; then it comes to the `seam`.
     """
+    backend = _at_seam(backend, seam)
     if lifted:
         backend = _lifting(backend)
     witness = Witness(is_compiler=True)
@@ -142,6 +145,20 @@ def witnessed(backend: Backend, witness: Witness) -> Backend:
     # the compiler names its backend in what it says when that fails
     counting_backend.__name__ = getattr(backend, "__name__", "backend")
     return counting_backend
+
+
+def _at_seam(backend: Backend, seam: Seam) -> Backend:
+    if seam is hand_on:
+        return backend
+
+    def backend_at_seam(graph_module: torch.fx.GraphModule, example_inputs: list[Any], **options: Any) -> Any:
+        def make(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+            return backend(graph, list(inputs), **options)
+
+        return seam(Handed(graph=graph_module, example_inputs=example_inputs, make=make, level="dynamo"))
+
+    backend_at_seam.__name__ = getattr(backend, "__name__", "backend")
+    return backend_at_seam
 
 
 def _lifting(backend: Backend) -> Backend:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import heapq
 import inspect
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule, Node
+from torch.fx.graph import CodeGen, _PyTreeCodeGen
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 aten = torch.ops.aten
 
@@ -66,13 +69,15 @@ def sort_topologically(graph_module: GraphModule) -> None:
         raise ValueError(f"the graph has a cycle through {stuck.name}")
 
 
-def aten_backend(transform: Pass) -> Callable[..., Any]:
-    """Return a torch.compile backend that hands the pass the functionalised forward and backward graphs."""
+def after_aot(compiler: Callable[[GraphModule, Sequence[Any], str], Callable[..., Any]]) -> Callable[..., Any]:
+    """Return a torch.compile backend whose compiler gets each functionalised graph, and which of them it is."""
 
-    def compiler(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return make_boxed_func(runnable(transform(graph_module, example_inputs), graph_module))  # type: ignore[no-any-return]
+    def named(level: str) -> Callable[..., Any]:
+        return lambda graph_module, inputs: make_boxed_func(compiler(graph_module, inputs, level))
 
-    return aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
+    return aot_autograd(
+        fw_compiler=named("forward"), bw_compiler=named("backward"), inference_compiler=named("inference")
+    )
 
 
 def read_before_update(graph_module: GraphModule) -> None:
@@ -90,3 +95,36 @@ def read_before_update(graph_module: GraphModule) -> None:
             snapshot = graph.call_function(aten.clone.default, (node,))
         node.replace_all_uses_with(snapshot, lambda user, kept=(*writers, snapshot): user not in kept)
     graph_module.recompile()
+
+
+def flattened(graph_module: GraphModule) -> GraphModule:
+    """Let a graph take and return its values one by one, although its caller gives and takes structures."""
+    graph_module.graph.set_codegen(CodeGen())
+    graph_module.recompile()
+    return graph_module
+
+
+def flat_inputs(graph_module: GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> list[Any]:
+    """Return what the placeholders of a graph are given when it is called so."""
+    codegen = graph_module.graph._codegen
+    if isinstance(codegen, _PyTreeCodeGen):
+        return tree_leaves((tuple(args), dict(kwargs or {})))
+    return list(args)
+
+
+def restored_outputs(graph_module: GraphModule) -> Callable[[Sequence[Any]], Any]:
+    """Return what makes of a graph's values what it returned to its caller."""
+    codegen = graph_module.graph._codegen
+    if isinstance(codegen, _PyTreeCodeGen) and codegen.pytree_info.out_spec is not None:
+        spec = codegen.pytree_info.out_spec
+        return lambda values: tree_unflatten(list(values), spec)
+    returned = graph_module.graph.output_node().args[0]
+    return (lambda values: tuple(values)) if isinstance(returned, (list, tuple)) else (lambda values: values[0])
+
+
+def bytes_of(node: Node) -> int:
+    """Return how much memory a node's value takes, as far as the graph says."""
+    value = node.meta.get("val", node.meta.get("example_value"))
+    if not isinstance(value, torch.Tensor):
+        return 0
+    return math.prod(int(size) for size in value.shape) * value.itemsize

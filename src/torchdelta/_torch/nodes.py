@@ -11,6 +11,9 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
+# dynamo names a module as its frame reaches it: L['self'].layers[0], or L['fn']._modules['0']
+_SCAFFOLD = re.compile(r"^L\.\w+|\._modules(?=\.)")
+_INDEX = re.compile(r"\[(?P<quote>['\"]?)(?P<name>[^\]'\"]+)(?P=quote)\]")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
@@ -29,7 +32,7 @@ def module_path(node: Node) -> str:
         return str(node.target).rpartition(".")[0]
     # a node of a backward graph has the modules of the forward one that it belongs to
     stack = list((node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}).values())
-    return str(stack[-1][0]) if stack else ""
+    return _SCAFFOLD.sub("", _INDEX.sub(r".\g<name>", str(stack[-1][0]))).lstrip(".") if stack else ""
 
 
 def source_line(node: Node) -> str:
@@ -72,3 +75,24 @@ def drop_metadata_assertions(graph_module: GraphModule) -> None:
                 if node.target is torch.ops.aten._assert_tensor_metadata.default:
                     module.graph.erase_node(node)
             module.recompile()
+
+
+_WRITERS = frozenset({"batch_norm", "instance_norm", "iadd", "isub", "imul", "itruediv", "setitem", "copy_"})
+
+
+def writes_to(node: Node) -> bool:
+    """Tell whether a node may write to what it reads."""
+    if isinstance(node.target, OpOverload):
+        return bool(node.target._schema.is_mutable)
+    if node.op == "call_module":
+        return True
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    is_named = name in _WRITERS or (name.endswith("_") and not name.endswith("__"))
+    return is_named or "out" in node.kwargs or True in (node.kwargs.get("inplace"),)
+
+
+def draws_random(node: Node) -> bool:
+    """Tell whether what an operator returns is drawn."""
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags

@@ -99,6 +99,11 @@ class Noisy(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.narrowed_to: torch.dtype | None = None
         """The coarsest dtype that the program casts something finer to."""
 
+    def depend_on(self, sources: Iterable[torch.Tensor]) -> None:
+        """From now on, what is computed from the sources is rounded anew; they themselves are exact."""
+        for tensor in sources:
+            self._mark(tensor)
+
     def start_from(self, sources: Iterable[torch.Tensor]) -> None:
         """Round the sources anew, in place; from now on, what is computed from them is."""
         for tensor in sources:

@@ -40,6 +40,31 @@ def preserved() -> Iterator[None]:
         _put_generators(generators)
 
 
+Drawn = tuple[torch.Tensor, ...]
+"""Where torch's generators stand: those of operations, which is all that a node of a graph can draw from."""
+
+
+def drawn() -> Drawn:
+    """Return where torch's generators stand."""
+    return torch.get_rng_state(), *_accelerator_states()
+
+
+def has_drawn_since(state: Drawn) -> bool:
+    """Tell whether an operation drew random numbers since then."""
+    return not all(torch.equal(before, now) for before, now in zip(state, drawn(), strict=True))
+
+
+@contextmanager
+def drawing_from(state: Drawn | None = None) -> Iterator[None]:
+    """Draw as one did who stood there, or as one does now; afterwards the generators stand where they did."""
+    now = drawn()
+    _put_drawn(state or now)
+    try:
+        yield
+    finally:
+        _put_drawn(now)
+
+
 def seed_everything(seed: int) -> None:
     """Rewind the generators of torch (every device), random and numpy."""
     torch.manual_seed(seed)
@@ -98,14 +123,19 @@ def _accelerator_states() -> list[torch.Tensor]:
 
 
 def _take_generators() -> tuple[Any, ...]:
-    return torch.get_rng_state(), _accelerator_states(), random.getstate(), np.random.get_state()
+    return drawn(), random.getstate(), np.random.get_state()
 
 
-def _put_generators(state: tuple[Any, ...]) -> None:
-    cpu, devices, python, numpy = state
+def _put_drawn(state: Drawn) -> None:
+    cpu, *devices = state
     torch.set_rng_state(cpu)
     for index, device_state in enumerate(devices):
         torch.get_device_module(torch.accelerator.current_accelerator()).set_rng_state(device_state, index)
+
+
+def _put_generators(state: tuple[Any, ...]) -> None:
+    drawn_state, python, numpy = state
+    _put_drawn(drawn_state)
     random.setstate(python)
     np.random.set_state(numpy)
 

@@ -5,29 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
-from torchdelta import errors, transforms
-from torchdelta._torch import runtime, versions
+from torchdelta import errors
+from torchdelta._torch import versions
 from torchdelta.compare.contract import Terms
 from torchdelta.compare.judge import Judge
 from torchdelta.compare.leaves import leaves_of
 from torchdelta.compare.policies import parse
 from torchdelta.engine import steadiness
-from torchdelta.engine.baseline import Baseline, Progress
-from torchdelta.engine.check import Check
-from torchdelta.errors import UsageError
-from torchdelta.execute.optimizers import OPTIMIZERS, OptimizerFactory
-from torchdelta.execute.programs import Program, load_callable, load_program
-from torchdelta.execute.stages import Loss, Plan
+from torchdelta.engine.baseline import Progress
+from torchdelta.engine.locate import Locating
+from torchdelta.engine.prepare import prepare, words_of
+from torchdelta.execute.optimizers import OptimizerFactory
+from torchdelta.execute.stages import Loss
+from torchdelta.locate.capture import capture, read_capture
+from torchdelta.locate.compare_captures import compare_captures
+from torchdelta.locate.handles import assign_handles, handles_of
 from torchdelta.records.case import VALUES, Case
 from torchdelta.records.comparison import Comparison, Scalar
+from torchdelta.records.location import Location
 from torchdelta.records.report import Questions, Report, Stage
 from torchdelta.records.verdict import Verdict
 from torchdelta.transforms.base import Transform
-from torchdelta.transforms.replacement import Replacement
 
-DEFAULT_STAGES = ("forward", "gradients")
+__all__ = [
+    "assert_equivalent",
+    "assign_handles",
+    "capture",
+    "check",
+    "compare",
+    "compare_captures",
+    "handles_of",
+    "locate",
+    "read_capture",
+]
 
 _RAISED = {
     Verdict.DIVERGED: errors.Diverged,
@@ -65,49 +75,26 @@ def check(
     Without `stages`, `forward` is compared, and `gradients` where an output requires grad. Nothing of the caller's is
     run or changed: every side is a copy, and global state is as before afterwards.
     """
-    if candidate is not None:
-        if transform is not None:
-            raise UsageError("name either a transform or a candidate, not both")
-        transform = Replacement(candidate)
-    if transform is None:
-        raise UsageError("name a transform or a candidate to hold the program against")
-    if options and not isinstance(transform, str) and (candidate is not None or isinstance(transform, Transform)):
-        raise UsageError("options belong to a transform that is named or to a pass: this one was built without them")
-    case = Case(
-        program=_name(program),
-        transform="candidate" if candidate is not None else _name(transform),
-        options=dict(options or {}),
-        stages=_words(stages) if stages is not None else DEFAULT_STAGES,
+    return prepare(
+        program,
+        args,
+        kwargs,
+        transform=transform,
+        candidate=candidate,
+        options=options,
+        stages=stages,
         policy=policy,
+        ignore=ignore,
+        strict=strict,
         seed=seed,
-        ignore=_words(ignore),
-        strict=_words(strict),
         iterations=iterations,
         steps=steps,
-        optimizer=_name(optimizer),
-        loss=_name(loss) if loss is not None else None,
+        optimizer=optimizer,
+        loss=loss,
         deterministic=deterministic,
         anomaly=anomaly,
         semantic=semantic,
-    )
-    # a factory draws its weights: from the seed of the case, and without changing anybody's generators
-    with runtime.preserved():
-        runtime.seed_everything(seed)
-        source = _program(program, args, kwargs)
-    plan = Plan(
-        stages=case.stages,
-        seed=seed,
-        iterations=iterations,
-        steps=steps,
-        optimizer=_optimizer(optimizer),
-        loss=load_callable(loss, what="loss") if isinstance(loss, str) else loss,
-    )
-    return Check(
-        case=case,
-        baseline=Baseline(program=source, plan=plan, deterministic=deterministic, anomaly=anomaly, progress=progress),
-        transform=transforms.build(transform, case.options),
-        policy=parse(policy),
-        stages_by_default=stages is None,
+        progress=progress,
     ).run()
 
 
@@ -122,6 +109,28 @@ def assert_equivalent(
     if report.verdict is not Verdict.EQUIVALENT:
         raise _RAISED[report.verdict](_evidence(report), report=report)
     return report
+
+
+def locate(
+    program: Callable[..., Any] | str,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    mapping: Mapping[str, str] | None = None,
+    memory_bytes: int | None = None,
+    cause: bool = False,
+    **options: Any,
+) -> Location:
+    """Check, and name the operation that goes wrong first: the first that is wrong when fed the reference's own inputs.
+
+    Takes what `check` takes. `mapping` tells by name which node of the candidate's graph stands for which of the
+    reference's, `memory_bytes` bounds what taps on a compiler may hold, and with `cause` a setting is looked for that
+    makes the difference vanish although a node was named.
+    """
+    found = Locating(
+        check=prepare(program, args, kwargs, **options), given=mapping, limit_bytes=memory_bytes, with_cause=cause
+    )
+    return found.run()
 
 
 def compare(
@@ -145,10 +154,11 @@ def compare(
         transform="none",
         stages=(VALUES,),
         policy=chosen,
-        ignore=_words(ignore),
-        strict=_words(strict),
+        ignore=words_of(ignore),
+        strict=words_of(strict),
     )
-    judge = Judge(policy=parse(chosen), terms=Terms(ignore=frozenset(_words(ignore)), strict=frozenset(_words(strict))))
+    terms = Terms(ignore=frozenset(words_of(ignore)), strict=frozenset(words_of(strict)))
+    judge = Judge(policy=parse(chosen), terms=terms)
     comparisons, unmatched = judge.compare(
         leaves_of(reference), leaves_of(candidate), leaves_of(truth) if has_truth else None
     )
@@ -170,35 +180,6 @@ def compare(
         unmatched=tuple(unmatched),
         notes=() if policy is not None or has_truth else ("no truth was given: judged by torch.testing's tolerances",),
     )
-
-
-def _program(program: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Program:
-    if isinstance(program, str):
-        if args or kwargs:
-            raise UsageError(f"{program} brings its own arguments: give none, or give the callable itself")
-        return load_program(program)
-    return Program(name=_name(program), call=program, args=args, kwargs=kwargs or {})
-
-
-def _words(names: str | Sequence[str]) -> tuple[str, ...]:
-    """Return names given as a sequence, or as one text with commas."""
-    return tuple(name.strip() for name in names.split(",") if name.strip()) if isinstance(names, str) else tuple(names)
-
-
-def _optimizer(optimizer: str | OptimizerFactory) -> OptimizerFactory:
-    if not isinstance(optimizer, str):
-        return optimizer
-    if ":" in optimizer:
-        return load_callable(optimizer, what="optimizer factory")
-    return OPTIMIZERS.get(optimizer)
-
-
-def _name(thing: Any) -> str:
-    if isinstance(thing, str):
-        return thing
-    if isinstance(thing, torch.nn.Module):
-        return type(thing).__qualname__
-    return getattr(thing, "__qualname__", None) or type(thing).__qualname__
 
 
 def _evidence(report: Report) -> str:

@@ -11,7 +11,7 @@ from torchdelta._torch import runtime, versions
 from torchdelta.compare.contract import Terms
 from torchdelta.compare.judge import Judge
 from torchdelta.compare.policy import Policy
-from torchdelta.engine import casts, discontinuities, replay, semantic, steadiness
+from torchdelta.engine import casts, discontinuities, follow, replay, semantic, steadiness
 from torchdelta.engine.baseline import Baseline
 from torchdelta.engine.candidate import CandidateRun, run_candidate
 from torchdelta.engine.pairing import differing, paired
@@ -85,6 +85,8 @@ class Check:
                 self.notes += [note] if note else []
             asked, told = semantic.judge_lifted(lifted, baseline, keeps_names=self.transform.keeps_names)
             stages = [semantic.add(stage, told.get(stage.name, {}), baseline) for stage in stages]
+            if noisy and self.transform.lowered_to is None:
+                stages = self._follow(stages, told)
         if any(steadiness.rests_on_steadiness(seen) for stage in stages for seen in stage.comparisons):
             stages = self._hold_steady(stages)
         stages = [steadiness.doubt_coarse(stage) for stage in stages]
@@ -154,24 +156,29 @@ class Check:
         return stages, unmatched
 
     def _compare(
-        self, stage: str, noisy: Sequence[Observation], truth: Observation | None = None
+        self,
+        stage: str,
+        noisy: Sequence[Observation],
+        truth: Observation | None = None,
+        reference: Observation | None = None,
     ) -> tuple[list[Comparison], list[Unmatched], list[Unmatched]]:
         judge = Judge(policy=self.policy, terms=self._terms, is_stepped=stage == "steps")
         baseline, observed = self.baseline, self.candidate.observation
+        reference = reference or baseline.reference
         truth = truth or (baseline.truth if self.policy.needs_truth else None)
         of_reference, of_candidate, nameless = paired(
-            stage, baseline.reference, observed, keeps_names=self.transform.keeps_names
+            stage, reference, observed, keeps_names=self.transform.keeps_names
         )
         runs = [run.stages.get(stage, {}) for run in noisy]
         undecided: dict[str, int] = {}
         if stage == "steps" and truth is not None and noisy:
             sides = (of_reference, of_candidate, *runs)
-            (of_reference, of_candidate, *runs), undecided = settle(sides, truth, (baseline.reference, *noisy))
+            (of_reference, of_candidate, *runs), undecided = settle(sides, truth, (reference, *noisy))
         found, alone = judge.compare(
             of_reference,
             of_candidate,
             truth.stages.get(stage) if truth else None,
-            (baseline.reference.aliases, observed.aliases),
+            (reference.aliases, observed.aliases),
             runs,
         )
         return [with_count(seen, undecided) for seen in found], alone, nameless
@@ -218,6 +225,18 @@ class Check:
                 "held against a truth that chose as the reference did"
             )
         return sharper
+
+    def _follow(self, stages: list[Stage], told: follow.Told) -> list[Stage]:
+        """Judge what diverged natively alone by runs that decided as the candidate did where rounding decides."""
+        follower = follow.Follower(
+            baseline=self.baseline,
+            candidate=self.candidate.observation,
+            compare=lambda stage, runs: self._compare(stage, runs.noisy, runs.truth, runs.reference)[0],
+            told=told,
+        )
+        followed = follower.explain(stages)
+        self.notes += follower.notes
+        return followed
 
     def _without_gradients(self, name: str) -> list[Stage]:
         loss = self.baseline.plan.loss

@@ -49,19 +49,64 @@ class Undecided:
                 gradient.copy_(torch.where(near, gradient * signs, gradient))
 
 
+@dataclass(kw_only=True)
+class Followed:
+    """Gives the undecided elements of each step the candidate's gradients: whoever steps so is on its trajectory.
+
+    One element that was stepped the other way moves all gradients after it by far more than rounding does.
+    """
+
+    candidate: Observation
+    truth: Observation
+    runs: Sequence[Observation]
+    """Correct runs, for the noise of the first step: later ones may have gone other ways."""
+    where: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
+    """The undecided elements of each step, as the truth that follows had them."""
+    count: int = 0
+    """Elements whose step the candidate took the other way."""
+
+    def lead(self, step: int, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Follow the candidate in the truth, in place, and remember where."""
+        for name, gradient in gradients.items():
+            key = f"[{name!r}]"
+            first = [_gradient(side, 0, key) for side in (self.truth, *self.runs)]
+            given = _gradient(self.candidate, step, key)
+            runs = [run for run in first[1:] if run is not None and run.shape == gradient.shape]
+            if first[0] is None or given is None or not runs or given.shape != gradient.shape:
+                continue
+            noise = _noise(first[0], runs)
+            near = (gradient.abs() <= NEAR * noise) & (given.abs() <= 2.0 * NEAR * noise) & (given != gradient)
+            self.where[step, name] = near
+            self.count += int((near & (given.sign() != gradient.sign())).sum())
+        self.follow(step, gradients)
+
+    def follow(self, step: int, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Follow the candidate where the truth did, in place."""
+        for name, gradient in gradients.items():
+            near, given = self.where.get((step, name)), _gradient(self.candidate, step, f"[{name!r}]")
+            if near is not None and given is not None:
+                with torch.no_grad():
+                    gradient.copy_(torch.where(near, given.to(gradient.dtype), gradient))
+
+
 def is_near_zero(truth: torch.Tensor, runs: Sequence[torch.Tensor]) -> torch.Tensor:
     """Tell of each element whether the truth is within noise of zero: the noise of its block in these runs."""
-    length = block_length(truth.shape)
     if not truth.numel():
         return torch.zeros_like(truth, dtype=torch.bool)
+    near = truth.detach().double().abs() <= NEAR * _noise(truth, runs)
+    # a gradient that is zero in every run has been decided
+    return near & torch.stack([run != 0 for run in (truth, *runs)]).any(0)
+
+
+def _noise(truth: torch.Tensor, runs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return for each element the noise of its block in these runs."""
+    length = max(block_length(truth.shape), 1)
     wide = truth.detach().double()
-    noise = torch.zeros(wide.numel() // max(length, 1), 1, dtype=torch.float64, device=truth.device)
+    noise = torch.zeros(wide.numel() // length, 1, dtype=torch.float64, device=truth.device)
     for run in runs:
         error = torch.nan_to_num(run.detach().double() - wide).reshape(-1, length)
         noise = torch.maximum(noise, error.square().mean(-1, keepdim=True).sqrt())
-    near = (wide.abs().reshape(-1, length) <= NEAR * noise).reshape(truth.shape)
-    # a gradient that is zero in every run has been decided
-    return near & torch.stack([run != 0 for run in (truth, *runs)]).any(0)
+    return noise.expand(-1, length).reshape(truth.shape)
 
 
 def settle(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
 from torchdelta._torch.nodes import drop_metadata_assertions
+from torchdelta._torch.seams import Handed, Seam, hand_on
 from torchdelta.errors import UsageError
 from torchdelta.execute.sides import Side
 from torchdelta.faults.base import Fault, NotPlantable, PlaceLost, eligible_nodes, place_of
@@ -21,6 +23,8 @@ from torchdelta.transforms.replacement import OtherModule, Replacement
 
 class Planted(Transform):
     """The program with one fault in it, and then another transform of that, if any."""
+
+    has_seam = True
 
     def __init__(
         self,
@@ -47,7 +51,9 @@ class Planted(Transform):
             self.lowered_to, self.keeps_names, self.is_compiler = then.lowered_to, then.keeps_names, then.is_compiler
 
     @contextmanager
-    def applied(self, side: Side, *, draws_random: bool, lifted: bool = False) -> Iterator[Transformed]:
+    def applied(
+        self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
+    ) -> Iterator[Transformed]:
         """Export the side and plant the fault: in the lifted program where it was planted in the native one."""
         exports = self.exports or Exports()
         module, faulty = exports.of(side, lifted=lifted)
@@ -57,18 +63,25 @@ class Planted(Transform):
         else:
             node = self._chosen(module)
             self.place = place_of(self.fault, node, faulty.names)
-        self.fault.plant(node)
-        module.graph.lint()
-        module.recompile()
+        name = node.name
+
+        def make(graph: GraphModule, _: Sequence[Any]) -> GraphModule:
+            self.fault.plant(next(node for node in graph.graph.nodes if node.name == name))
+            graph.graph.lint()
+            graph.recompile()
+            return graph
+
         note = f"a fault was planted on purpose: {self.place}"
         if self.then is None:
-            transformed = Transformed.whole(faulty, captured=1)
+            call = seam(Handed(graph=module, example_inputs=side.args, make=make, level="export"))
+            transformed = Transformed.whole(replace(faulty, call=call), captured=1)
             yield replace(transformed, notes=[note])
             return
+        make(module, side.args)
         names = faulty.names or {}
         # what follows takes the graph module for the program: its names are the module's own
         own = replace(faulty, names={name: name for name in names})
-        with self.then.applied(own, draws_random=draws_random, lifted=lifted) as transformed:
+        with self.then.applied(own, draws_random=draws_random, lifted=lifted, seam=seam) as transformed:
             made = self._renamed(transformed.side, names)
             yield replace(transformed, side=made, notes=[note, *transformed.notes])
 

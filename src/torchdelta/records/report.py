@@ -9,7 +9,7 @@ from torchdelta.records.comparison import Comparison, Unmatched
 from torchdelta.records.failure import Failure
 from torchdelta.records.verdict import Verdict, worst_of
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 ASKED = "asked"
 
@@ -71,8 +71,12 @@ class Culprit:
     source_line: str
     local_error: float
     noise: float
+    stage: str | None = None
+    """`forward` or `gradients`: in which of them the node is wrong."""
+    reason: str = ""
     rung: str | None = None
     cause: str | None = None
+    """What the difference vanishes with, where a setting makes it vanish."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,11 @@ class Verdict(enum.Enum):
         """0 for equivalent; the higher, the worse."""
         return _SEVERITY[self]
 
+    @property
+    def is_failure(self) -> bool:
+        """Whether the candidate does something else, or does not come to an end."""
+        return self in (Verdict.DIVERGED, Verdict.TIMED_OUT, Verdict.CRASHED)
+
 
 _SEVERITY = {verdict: rank for rank, verdict in enumerate(Verdict)}
 

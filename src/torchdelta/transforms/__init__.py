@@ -17,6 +17,7 @@ from torchdelta.transforms.compiler import Compiler
 from torchdelta.transforms.decompose import Decompose
 from torchdelta.transforms.export import Export
 from torchdelta.transforms.fx_pass import FxPass
+from torchdelta.transforms.quantize import Quantize
 from torchdelta.transforms.replacement import OtherModule
 
 
@@ -39,6 +40,7 @@ TRANSFORMS.add("export", Named(lambda _, options: Export(options)))
 TRANSFORMS.add("decompose", Named(lambda _, options: Decompose(options)))
 TRANSFORMS.add("cast", Named(Cast, "DTYPE"))
 TRANSFORMS.add("autocast", Named(Autocast, "DTYPE"))
+TRANSFORMS.add("quantize", Named(Quantize, "QUANTIZER"))
 TRANSFORMS.add("module", Named(OtherModule, "FACTORY"))
 
 

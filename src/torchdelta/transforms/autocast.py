@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from torchdelta._torch.dynamo import Witness
+from torchdelta._torch.seams import Seam, hand_on
 from torchdelta.execute.sides import Side, started_from
 from torchdelta.transforms.base import Options, Transform, Transformed, dtype_named, require_known
 
@@ -23,7 +24,9 @@ class Autocast(Transform):
         self.device = str(options.get("device", ""))
 
     @contextmanager
-    def applied(self, side: Side, *, draws_random: bool, lifted: bool = False) -> Iterator[Transformed]:  # noqa: ARG002 — runs eagerly
+    def applied(
+        self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
+    ) -> Iterator[Transformed]:
         """Call the side under autocast; the backward runs outside of it, as it does in training."""
         device = self.device or next((tensor.device.type for tensor in started_from(side)), "cpu")
         witness = Witness()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from torchdelta._torch.dynamo import Witness, counted
+from torchdelta._torch.seams import Seam, hand_on
 from torchdelta.errors import UsageError
 from torchdelta.execute.sides import Side
 from torchdelta.records.comparison import Scalar
@@ -47,13 +48,19 @@ class Transform(ABC):
     is_compiler: bool = False
     """Whether a dispatch mode around the candidate would switch the transform off."""
 
+    has_seam: bool = False
+    """Whether it makes something of graphs, which pass the seam; otherwise there are only modules to look at."""
+
     @abstractmethod
-    def applied(self, side: Side, *, draws_random: bool, lifted: bool = False) -> AbstractContextManager[Transformed]:
+    def applied(
+        self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
+    ) -> AbstractContextManager[Transformed]:
         """Transform a fresh side; it runs while the context is open.
 
         `draws_random` tells that the reference drew random numbers: the candidate must draw the same ones. `lifted`
         tells that the side is in float64 and nothing may round below that: a compiler rewrites what it captures;
-        everything else is run under a mode by the caller, and need not care.
+        everything else is run under a mode by the caller, and need not care. At the `seam` stands whoever wants to see
+        each graph that the transform changes; a transform that has none ignores it.
         """
 
 

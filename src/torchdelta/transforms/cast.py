@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from torchdelta._torch.dynamo import Witness
+from torchdelta._torch.seams import Seam, hand_on
 from torchdelta.execute.copies import copy_together
 from torchdelta.execute.sides import Side, started_from
 from torchdelta.transforms.base import Options, Transform, Transformed, dtype_named, require_known
@@ -21,7 +22,9 @@ class Cast(Transform):
         self.lowered_to = dtype_named(dtype)
 
     @contextmanager
-    def applied(self, side: Side, *, draws_random: bool, lifted: bool = False) -> Iterator[Transformed]:  # noqa: ARG002 — runs eagerly
+    def applied(
+        self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
+    ) -> Iterator[Transformed]:
         """Cast the side."""
         target = self.lowered_to
         assert target is not None

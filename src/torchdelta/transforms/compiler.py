@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from torchdelta._torch import dynamo
+from torchdelta._torch.seams import Seam, hand_on
 from torchdelta.errors import UsageError
 from torchdelta.execute.sides import Side
 from torchdelta.transforms.base import Options, Transform, Transformed, require_known
@@ -20,12 +23,14 @@ class Compiler(Transform):
     """`torch.compile(program, backend=…)`, with its options and inductor's settings as `config.KEY`."""
 
     is_compiler = True
+    has_seam = True
 
     def __init__(self, backend: str | dynamo.Backend, options: Options) -> None:
         name = backend if isinstance(backend, str) else getattr(backend, "__name__", "backend")
         settings = {key.removeprefix("config."): value for key, value in options.items() if key.startswith("config.")}
         rest = {key: value for key, value in options.items() if not key.startswith("config.")}
         require_known(name, rest, ("dynamic", "fullgraph", "mode"))
+        self.is_inductor = backend == "inductor"
         self.backend = dynamo.backend_named(backend) if isinstance(backend, str) else backend
         self.dynamic = flag(rest, "dynamic")
         self.fullgraph = bool(flag(rest, "fullgraph"))
@@ -33,12 +38,32 @@ class Compiler(Transform):
         dynamo.require_known_config(settings)
         self.config = {**(dynamo.mode_config(str(mode), dynamic=self.dynamic) if mode else {}), **settings}
 
+    def with_backend(self, name: str) -> Compiler:
+        """Return the same compiler with another backend."""
+        changed = copy.copy(self)
+        changed.backend, changed.is_inductor = dynamo.backend_named(name), name == "inductor"
+        return changed
+
+    def with_config(self, settings: Mapping[str, Any]) -> Compiler:
+        """Return the same compiler with other settings."""
+        changed = copy.copy(self)
+        changed.config = {**self.config, **settings}
+        return changed
+
     @contextmanager
-    def applied(self, side: Side, *, draws_random: bool, lifted: bool = False) -> Iterator[Transformed]:
+    def applied(
+        self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
+    ) -> Iterator[Transformed]:
         """Compile afresh, and draw the same random numbers as eager where any are drawn."""
         config = {**self.config, "fallback_random": True} if draws_random else self.config
         compiling = dynamo.compiling(
-            side.call, self.backend, dynamic=self.dynamic, fullgraph=self.fullgraph, config=config, lifted=lifted
+            side.call,
+            self.backend,
+            dynamic=self.dynamic,
+            fullgraph=self.fullgraph,
+            config=config,
+            lifted=lifted,
+            seam=seam,
         )
         with compiling as (call, witness):
             notes = [SAME_RANDOM] if draws_random else []

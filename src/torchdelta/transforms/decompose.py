@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+from torch.fx import GraphModule
+
 from torchdelta._torch import graphs
+from torchdelta._torch.seams import Handed, Seam, hand_on
 from torchdelta.errors import UsageError
 from torchdelta.execute.programs import load_object
 from torchdelta.execute.sides import Side
@@ -18,17 +22,34 @@ from torchdelta.transforms.export import exported
 class Decompose(Transform):
     """`export` and `run_decompositions`, by torch's own table or by `table=file.py:name`."""
 
+    has_seam = True
+
     def __init__(self, options: Options) -> None:
         require_known("decompose", options, ("strict", "table"))
         self.strict = bool(flag(options, "strict"))
         self.table = _table(str(options["table"])) if "table" in options else None
 
     @contextmanager
-    def applied(self, side: Side, *, draws_random: bool, lifted: bool = False) -> Iterator[Transformed]:  # noqa: ARG002 — runs eagerly
+    def applied(
+        self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
+    ) -> Iterator[Transformed]:
         """Export the side and decompose it."""
+        if seam is hand_on:
+            yield Transformed.whole(self._decomposed(side), captured=1)
+            return
+        module, made = exported(side, strict=self.strict)
+
+        def make(graph: GraphModule, _: Sequence[Any]) -> GraphModule:
+            # what the one at the seam wrote on the nodes is kept by exporting them once more
+            return self._decomposed(replace(made, call=graph, owner=graph)).call  # type: ignore[return-value]
+
+        call = seam(Handed(graph=module, example_inputs=side.args, make=make, level="export"))
+        yield Transformed.whole(replace(made, call=call), captured=1)
+
+    def _decomposed(self, side: Side) -> Side:
         module, made = exported(side, strict=self.strict, then=lambda program: program.run_decompositions(self.table))
         graphs.read_before_update(module)
-        yield Transformed.whole(made, captured=1)
+        return made
 
 
 def _table(spec: str) -> dict[Any, Callable[..., Any]]:

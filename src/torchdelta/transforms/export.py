@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from torchdelta._torch.seams import Seam, hand_on
 from torchdelta.execute.sides import Side, state_holders
 from torchdelta.transforms.base import Options, Transform, Transformed, require_known
 from torchdelta.transforms.compiler import flag
@@ -26,7 +27,9 @@ class Export(Transform):
         self.strict = bool(flag(options, "strict"))
 
     @contextmanager
-    def applied(self, side: Side, *, draws_random: bool, lifted: bool = False) -> Iterator[Transformed]:  # noqa: ARG002 — runs eagerly
+    def applied(
+        self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
+    ) -> Iterator[Transformed]:
         """Export the side; its parameters keep their names."""
         yield Transformed.whole(exported(side, strict=self.strict)[1], captured=1)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from torchdelta._torch import graphs
+from torchdelta._torch.seams import Handed, Seam, hand_on
 from torchdelta.errors import UsageError
 from torchdelta.execute.sides import Side
 from torchdelta.transforms.base import Options, Transform, Transformed
@@ -22,6 +23,8 @@ GRAPHS = ("dynamo", "aten", "export")
 class FxPass(Transform):
     """The pass as a torch.compile backend (`graph=dynamo`, `graph=aten`) or on the exported graph (`graph=export`)."""
 
+    has_seam = True
+
     def __init__(self, function: graphs.Pass, options: Options) -> None:
         if not callable(function):
             raise UsageError(f"a pass is a function of a graph module and its inputs, not {type(function).__name__}")
@@ -30,22 +33,35 @@ class FxPass(Transform):
         if self.graph not in GRAPHS:
             raise UsageError(f"unknown graph {self.graph!r}: a pass works on {', '.join(GRAPHS)}")
         self.function = function
-        self.compiler: Compiler | None = None
-        if self.graph != "export":
-            self.is_compiler = True
-            self.compiler = Compiler(graphs.aten_backend(function) if self.graph == "aten" else self._backend, rest)
+        self.options = rest
+        self.is_compiler = self.graph != "export"
+        if self.is_compiler:
+            self._compiler(hand_on)  # checks the options
 
     @contextmanager
-    def applied(self, side: Side, *, draws_random: bool, lifted: bool = False) -> Iterator[Transformed]:
+    def applied(
+        self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
+    ) -> Iterator[Transformed]:
         """Run the pass on each captured graph."""
-        if self.compiler is not None:
-            with self.compiler.applied(side, draws_random=draws_random, lifted=lifted) as transformed:
+        if self.is_compiler:
+            with self._compiler(seam).applied(side, draws_random=draws_random, lifted=lifted) as transformed:
                 yield transformed
             return
         module, made = exported(side, strict=False)
-        inputs = (*made.args, *made.kwargs.values())
-        call = graphs.runnable(self.function(module, inputs), module)
+        call = self._at(seam, module, (*made.args, *made.kwargs.values()), "export")
         yield Transformed.whole(replace(made, call=call), captured=1)
 
-    def _backend(self, graph_module: GraphModule, example_inputs: list[Any], **_: Any) -> Any:
-        return graphs.runnable(self.function(graph_module, example_inputs), graph_module)
+    def _compiler(self, seam: Seam) -> Compiler:
+        def backend(graph_module: GraphModule, example_inputs: list[Any], **_: Any) -> Any:
+            return self._at(seam, graph_module, example_inputs, "dynamo")
+
+        def compiler(graph_module: GraphModule, example_inputs: Sequence[Any], level: str) -> Callable[..., Any]:
+            return self._at(seam, graph_module, example_inputs, level)
+
+        return Compiler(graphs.after_aot(compiler) if self.graph == "aten" else backend, self.options)
+
+    def _at(self, seam: Seam, module: GraphModule, inputs: Sequence[Any], level: str) -> Callable[..., Any]:
+        def make(graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            return graphs.runnable(self.function(graph, example_inputs), graph)
+
+        return seam(Handed(graph=module, example_inputs=inputs, make=make, level=level))

@@ -10,6 +10,7 @@ import torch
 
 from torchdelta._torch.dynamo import compiles_itself
 from torchdelta._torch.lift import widened
+from torchdelta._torch.seams import Seam, hand_on
 from torchdelta.errors import ProgramError, UsageError
 from torchdelta.execute.copies import copy_together
 from torchdelta.execute.programs import load_callable
@@ -31,7 +32,9 @@ class Replacement(Transform):
         self.call = call
 
     @contextmanager
-    def applied(self, side: Side, *, draws_random: bool, lifted: bool = False) -> Iterator[Transformed]:  # noqa: ARG002 — runs as it is
+    def applied(
+        self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
+    ) -> Iterator[Transformed]:
         """Run a copy of the candidate on the side's inputs."""
         call = _lifted(self.call) if lifted else copy_together(self.call, name="the candidate")
         yield Transformed.whole(Side.of(call, side.args, side.kwargs))
@@ -61,7 +64,9 @@ class OtherModule(Transform):
             self.state_map = load_callable(state, what="state-dict mapping")
 
     @contextmanager
-    def applied(self, side: Side, *, draws_random: bool, lifted: bool = False) -> Iterator[Transformed]:  # noqa: ARG002 — runs as it is
+    def applied(
+        self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
+    ) -> Iterator[Transformed]:
         """Build the module and give it the reference's state."""
         try:
             built = self.factory()

@@ -1,0 +1,82 @@
+"""AOTAutograd seen from inside: the forward and backward graphs that it hands to a backend's own compilers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch._functorch.config
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends import common
+from torch._guards import TracingContext
+from torch.fx import GraphModule
+
+from torchdelta._torch.seams import Handed, Seam
+
+Decompositions = Mapping[Any, Callable[..., Any]]
+
+
+@contextmanager
+def intercepting(seam: Seam, *, decompose: bool = True, compile_graphs: bool = True) -> Iterator[Decompositions]:
+    """Stand between AOTAutograd and the compilers of any backend that is built on it.
+
+    Without `decompose` the backend's own decompositions are left out; without `compile_graphs` its graphs run as they
+    are. Yields the decompositions that the backend asked for, filled when it did.
+    """
+    stock = vars(common)["aot_module_simplified"]
+    asked_for: dict[Any, Callable[..., Any]] = {}
+
+    def intercepted(
+        mod: Any, args: Any, fw_compiler: Any, bw_compiler: Any = None, inference_compiler: Any = None, **kwargs: Any
+    ) -> Any:
+        asked_for.update(kwargs.get("decompositions") or {})
+        if not decompose:
+            kwargs["decompositions"] = {}
+
+        def at_seam(compiler: Any, level: str) -> Any:
+            return _at_seam(compiler if compile_graphs else _as_it_is, level, seam)
+
+        return stock(
+            mod,
+            args,
+            fw_compiler=at_seam(fw_compiler, "forward"),
+            bw_compiler=at_seam(bw_compiler or fw_compiler, "backward"),
+            inference_compiler=at_seam(inference_compiler or fw_compiler, "inference"),
+            **kwargs,
+        )
+
+    vars(common)["aot_module_simplified"] = intercepted
+    try:
+        # a graph that came from a cache was handed to nobody
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            yield asked_for
+    finally:
+        vars(common)["aot_module_simplified"] = stock
+
+
+def _at_seam(compiler: Any, level: str, seam: Seam) -> Callable[..., Any]:
+    def compile_at_seam(graph_module: GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
+        outputs = len(list(cast(Sequence[Any], graph_module.graph.output_node().args[0])))
+
+        def make(graph: GraphModule, inputs: Any) -> Callable[..., Any]:
+            made = compiler(graph, inputs, **kwargs)
+            _forget_strides_beyond(outputs)
+            is_boxed = getattr(made, "_boxed_call", False)
+            return (lambda *args: made(list(args))) if is_boxed else made
+
+        handed = Handed(graph=graph_module, example_inputs=example_inputs, make=make, level=level)
+        return make_boxed_func(seam(handed))
+
+    return compile_at_seam
+
+
+def _as_it_is(graph_module: GraphModule, _: Any, **__: Any) -> Callable[..., Any]:
+    return cast(Callable[..., Any], make_boxed_func(graph_module.forward))
+
+
+def _forget_strides_beyond(count: int) -> None:
+    # a compiler reports the strides of what the forward returns, and AOTAutograd takes the last ones for the backward's
+    context = TracingContext.try_get()
+    if context is not None and context.output_strides is not None:
+        del context.output_strides[count:]

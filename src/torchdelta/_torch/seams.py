@@ -1,0 +1,47 @@
+"""Where a graph is handed over: whoever stands at the seam sees it, and may hand on another in its place.
+
+A compiler hands captured graphs to its backend, AOTAutograd its forward and backward graphs to a compiler, and a pass
+gets the graph that it changes. At a seam all of them look the same: a graph, and a way to make something callable of
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+from torch.fx import GraphModule
+
+Make = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handed:
+    """A graph on its way to whoever makes something else of it."""
+
+    graph: GraphModule
+    example_inputs: Sequence[Any]
+    make: Make
+    """Takes a graph and inputs like those that it will get; what comes back takes its arguments one by one."""
+    level: str
+    """`dynamo`, `export`, or after AOTAutograd `forward`, `backward` or `inference`."""
+
+    def on(self) -> Callable[..., Any]:
+        """Hand the graph on as it is."""
+        return self.make(self.graph, self.example_inputs)
+
+
+Seam = Callable[[Handed], Callable[..., Any]]
+
+
+def hand_on(handed: Handed) -> Callable[..., Any]:
+    """Be nobody at the seam."""
+    return handed.on()
+
+
+def graph_behind(made: Callable[..., Any]) -> GraphModule | None:
+    """Return the graph that a callable runs; None of a black box."""
+    owner = made.__self__ if isinstance(made, MethodType) else made
+    return owner if isinstance(owner, GraphModule) else None

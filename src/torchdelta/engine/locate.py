@@ -1,0 +1,242 @@
+"""Where does it go wrong first? The check tells which question failed, and that one is asked of node after node."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from torch.fx import Node
+
+from torchdelta._torch import runtime, versions
+from torchdelta._torch.seams import Seam
+from torchdelta.engine import semantic
+from torchdelta.engine.candidate import CandidateRun, run_candidate
+from torchdelta.engine.check import Check
+from torchdelta.execute.memory import peak_bytes
+from torchdelta.execute.sides import Side
+from torchdelta.locate.causes import find_cause
+from torchdelta.locate.decompositions import Decompositions
+from torchdelta.locate.found import Found, found_behind_taps, found_in_lockstep, found_in_modules
+from torchdelta.locate.hooks import locate_modules
+from torchdelta.locate.ladder import BACKEND, DECOMPOSED, climb
+from torchdelta.locate.local import LocalJudge
+from torchdelta.locate.side_by_side import SideBySide
+from torchdelta.locate.taps import Taps
+from torchdelta.records.comparison import Comparison
+from torchdelta.records.location import Location, Rung
+from torchdelta.records.report import Cost, Culprit, Report
+from torchdelta.records.verdict import Verdict, worst_of
+from torchdelta.transforms.base import Transform
+from torchdelta.transforms.compiler import Compiler
+from torchdelta.transforms.watched import Watched, WatchedAfterAot
+
+THINNINGS = (1, 2, 4)
+"""Every node has a tap; where the failure is gone with the taps, every second, then every fourth."""
+TOO_EARLY = "it goes wrong in {rung}, before there is a graph whose nodes could be held against those of another"
+BETWEEN = (
+    "no node is wrong by itself: the failure lies between two graphs, or taps change what it comes from; "
+    "what is named is the setting that it needs"
+)
+
+
+@dataclass(kw_only=True)
+class Locating:
+    """One search; `run` answers it."""
+
+    check: Check
+    given: Mapping[str, str] | None = None
+    """What the user says about which nodes match."""
+    limit_bytes: int | None = None
+    """How much the taps may hold."""
+    with_cause: bool = False
+    """Whether to look for the cause although a node was named."""
+    is_lifted: bool = False
+    is_disturbed: bool = False
+    """Whether taps made the failure vanish."""
+    compiles: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def run(self) -> Location:
+        """Check, then look for the node in the precision in which the check failed."""
+        report = self.check.run()
+        self.compiles += self.check.transform.is_compiler
+        self.is_lifted = any(seen.details.get("question") == "semantic" for seen in _wrong(report))
+        with runtime.preserved():
+            found, rungs = self._look(report)
+        bad = next((rung.name for rung in rungs if rung.verdict.is_failure), None)
+        notes = dict.fromkeys((*report.notes, *self.notes, *found.notes))
+        return Location(
+            verdict=_verdict(report, found),
+            environment=versions.environment(),
+            case=self.check.case,
+            culprits=tuple(replace(culprit, rung=bad) for culprit in found.culprits),
+            table=found.rows,
+            coverage=found.coverage,
+            unmatched_reference=found.unmatched_reference,
+            unmatched_candidate=found.unmatched_candidate,
+            rungs=rungs,
+            compiles=self.compiles,
+            notes=tuple(notes),
+            cost=Cost(seconds=dict(self.check.baseline.seconds), peak_bytes=peak_bytes()),
+        )
+
+    def _look(self, report: Report) -> tuple[Found, tuple[Rung, ...]]:
+        transform = self.check.transform
+        rungs: tuple[Rung, ...] = ()
+        if report.verdict.is_failure:
+            rungs = climb(transform, (report.verdict, _reason(report)), self._ask)
+        bad = next((rung.name for rung in rungs if rung.verdict.is_failure), None)
+        if report.failure is not None:
+            return Found(), rungs
+        if not transform.has_seam:
+            return self._by_modules(transform), rungs
+        if bad not in (None, BACKEND, DECOMPOSED) and isinstance(transform, Compiler):
+            return Found(notes=(TOO_EARLY.format(rung=bad),)), rungs
+        with self.check.baseline.timed("locating"):
+            if bad == DECOMPOSED:
+                found = self._by_decomposition(transform)
+            elif isinstance(transform, Compiler):
+                found = self._by_taps(lambda seam: WatchedAfterAot(transform, seam), report)
+                if not found.coverage or not found.coverage.total:
+                    found = self._by_taps(lambda seam: Watched(transform, seam), report)
+            else:
+                found = self._between_graphs(transform, report)
+        if bad == BACKEND and (self.with_cause or self.is_disturbed or not found.culprits):
+            found = self._with_cause(transform, found, report)
+        return found, rungs
+
+    def _between_graphs(self, transform: Transform, report: Report) -> Found:
+        has_gradients = any(stage.name != "forward" for stage in report.stages)
+        seam = SideBySide(judge=self._judge(), given=self.given, with_gradients=has_gradients)
+        self._run(Watched(transform, seam))
+        if seam.black_boxes:
+            return self._by_taps(lambda taps: Watched(transform, taps), report)
+        return found_in_lockstep(seam.seen)
+
+    def _by_taps(self, watched: Callable[[Seam], Transform], report: Report) -> Found:
+        """Tap, and see to it that the failure is still there; nothing that was seen without it counts."""
+        found = Found()
+        for every in THINNINGS:
+            place = count()
+
+            def is_chosen(_: Node, place: count[int] = place, every: int = every) -> bool:
+                return next(place) % every == 0
+
+            taps = Taps(judge=self._judge(), chosen=is_chosen, limit_bytes=self.limit_bytes)
+            transform = watched(taps)
+            verdict, reason = self._ask(transform)
+            self.compiles += transform.is_compiler
+            found = found_behind_taps(taps.seen, taps.total, (*taps.notes, *sorted(taps.judge.notes)))
+            if not taps.total or verdict.is_failure or not report.verdict.is_failure:
+                return found
+            self.is_disturbed = True
+            self.notes.append(
+                f"with taps at {taps.tapped} of {taps.total} nodes the failure is gone ({reason}): "
+                "they change what it comes from"
+            )
+        return replace(found, culprits=())
+
+    def _by_decomposition(self, transform: Transform) -> Found:
+        seam = Decompositions(judge=self._judge(), table=lambda: watched.decompositions)
+        watched = WatchedAfterAot(transform, seam, decompose=False, compile_graphs=False)
+        self._run(watched)
+        return found_behind_taps(seam.seen, seam.total, seam.notes)
+
+    def _by_modules(self, transform: Transform) -> Found:
+        baseline, case = self.check.baseline, self.check.case
+        side = Side.copied_from(baseline.program, with_callable=transform.reads_program)
+        with transform.applied(side, draws_random=baseline.reference.draws_random) as transformed:
+            located = locate_modules(
+                Side.copied_from(baseline.program),
+                transformed.side,
+                seed=case.seed,
+                gradients="gradients" in case.stages,
+                policy=self.check.policy,
+            )
+        return replace(
+            found_in_modules(located.rows, located.culprits, located.coverage),
+            unmatched_reference=located.unmatched_reference,
+            unmatched_candidate=located.unmatched_candidate,
+            notes=located.notes,
+        )
+
+    def _with_cause(self, transform: Transform, found: Found, report: Report) -> Found:
+        cause, tried = find_cause(transform, self._ask)
+        self.compiles += tried
+        if cause is None:
+            return found
+        if found.culprits:
+            return replace(found, culprits=tuple(replace(each, cause=str(cause)) for each in found.culprits))
+        worst = max(_wrong(report), key=lambda seen: seen.rank)
+        culprit = Culprit(
+            op="",
+            node="",
+            module_path="",
+            source_line="",
+            local_error=worst.error if worst.error is not None else math.inf,
+            noise=worst.noise or 0.0,
+            stage=next(stage.name for stage in report.stages if stage.verdict is Verdict.DIVERGED),
+            reason=worst.reason,
+            cause=str(cause),
+        )
+        return replace(found, culprits=(culprit,), notes=(*found.notes, BETWEEN))
+
+    def _judge(self) -> LocalJudge:
+        return LocalJudge(
+            seed=self.check.case.seed,
+            is_lifted=self.is_lifted,
+            lowered_to=self.check.transform.lowered_to,
+            policy=None if self.check.policy.needs_truth else self.check.policy,
+        )
+
+    def _ask(self, transform: Transform) -> tuple[Verdict, str]:
+        """Hold another transform against the same baseline, by the question that failed."""
+        baseline = self.check.baseline
+        if self.is_lifted:
+            lifted = semantic.run_lifted(baseline, transform)
+            asked, told = semantic.judge_lifted(lifted, baseline, keeps_names=transform.keeps_names)
+            seen = [comparison for stage in told.values() for comparison in stage.values()]
+            if not seen:
+                return Verdict.INCONCLUSIVE, asked
+            return worst_of(each.verdict for each in seen), max(seen, key=lambda each: each.rank).reason
+        case = replace(self.check.case, semantic=False)
+        report = replace(self.check, case=case, transform=transform, notes=[], candidate=CandidateRun()).run()
+        return report.verdict, _reason(report)
+
+    def _run(self, transform: Transform) -> None:
+        """Run a candidate in the precision that is looked at, for the sake of who stands at its seam."""
+        baseline = self.check.baseline
+        if self.is_lifted:
+            semantic.run_lifted(baseline, transform)
+            return
+        run_candidate(
+            transform,
+            Side.copied_from(baseline.program, with_callable=transform.reads_program),
+            baseline.plan,
+            original=baseline.original,
+            scope=baseline.scope,
+            draws_random=baseline.reference.draws_random,
+        )
+
+
+def _wrong(report: Report) -> list[Comparison]:
+    return [seen for seen in report.comparisons if seen.verdict is Verdict.DIVERGED]
+
+
+def _reason(report: Report) -> str:
+    if report.failure is not None:
+        return f"{report.failure.type}: {report.failure.message}".splitlines()[0]
+    worst = max(report.comparisons, key=lambda seen: seen.rank, default=None)
+    return next((stage.reason for stage in report.stages if stage.reason), worst.reason if worst else "")
+
+
+def _verdict(report: Report, found: Found) -> Verdict:
+    """Return the check's verdict; a node that is wrong by itself makes it worse, and nothing matched open."""
+    if found.culprits and not report.verdict.is_failure:
+        return Verdict.DIVERGED
+    is_blind = found.coverage is not None and found.coverage.total > 0 and not found.coverage.matched
+    if is_blind and report.verdict is Verdict.EQUIVALENT:
+        return Verdict.INCONCLUSIVE
+    return report.verdict

@@ -1,0 +1,79 @@
+"""Decompositions one by one: each operator that a backend decomposes runs whole and decomposed, on the same inputs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.node import map_arg
+
+from torchdelta._torch import runtime
+from torchdelta._torch.nodes import draws_random
+from torchdelta._torch.seams import Handed
+from torchdelta.locate.local import LocalJudge
+from torchdelta.locate.regions import Region, copied, run_node
+from torchdelta.locate.taps import Tapped
+
+
+@dataclass(kw_only=True)
+class Decompositions:
+    """Stands behind AOTAutograd, where nothing is decomposed yet."""
+
+    judge: LocalJudge
+    table: Callable[[], Mapping[Any, Callable[..., Any]]]
+    seen: list[Tapped] = field(default_factory=list)
+    total: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def __call__(self, handed: Handed) -> Callable[..., Any]:
+        """Hand the graph on, and compare on its first call."""
+        graph = copy.deepcopy(handed.graph)
+        made = handed.on()
+        has_run = False
+
+        def call(*args: Any) -> Any:
+            nonlocal has_run
+            if not has_run:
+                has_run = True
+                with torch.no_grad(), runtime.drawing_from():
+                    self.seen += self._judged(graph, copied(args), handed.level)
+            return made(*args)
+
+        return call
+
+    def _judged(self, graph: GraphModule, inputs: Sequence[Any], level: str) -> Iterator[Tapped]:
+        interpreter = Interpreter(graph, garbage_collect_values=False)
+        feed = iter(inputs)
+        values: dict[Node, Any] = {}
+        for node in graph.graph.nodes:
+            if node.op == "output":
+                continue
+            values[node] = next(feed) if node.op == "placeholder" else run_node(interpreter, node, values)
+            decomposition = self.table().get(node.target)
+            if decomposition is not None and not draws_random(node):
+                self.total += 1
+                yield self._judged_node(
+                    Region(graph, (node,), tuple(node.all_input_nodes)), decomposition, values, level
+                )
+
+    def _judged_node(
+        self, region: Region, decomposition: Callable[..., Any], values: Mapping[Node, Any], level: str
+    ) -> Tapped:
+        node = region.result
+        args, kwargs = copied(map_arg((node.args, node.kwargs), values.__getitem__))
+        given = {source: values[source] for source in region.reads}
+        try:
+            decomposed = decomposition(*args, **kwargs)
+        except Exception as error:  # what cannot be decomposed alone is told, and judged with the rest of the rung
+            self.notes.append(
+                f"{node.name} cannot be decomposed by itself: {type(error).__name__}: {error}".splitlines()[0]
+            )
+            return Tapped(node=node, level=level, local=(), region=(node,))
+        if decomposed is NotImplemented:
+            return Tapped(node=node, level=level, local=(), region=(node,))
+        found = self.judge.judge(node.name, values[node], decomposed, region.run, given)
+        return Tapped(node=node, level=level, local=found, region=(node,))

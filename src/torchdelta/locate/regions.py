@@ -1,0 +1,155 @@
+"""A region: the nodes of a graph between values that are known and the node in question, run by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.node import map_arg
+
+from torchdelta._torch import tensors
+from torchdelta._torch.nodes import op_name, writes_to
+from torchdelta.compare.leaves import leaves_of
+
+Values = Mapping[Node, Any]
+
+
+@dataclass(frozen=True)
+class Region:
+    """Nodes in the order of their graph, the last of them the one in question."""
+
+    module: GraphModule
+    nodes: tuple[Node, ...]
+    reads: tuple[Node, ...]
+    """What the region is given: nodes outside of it that it reads, in the order of the graph."""
+
+    @classmethod
+    def before(cls, node: Node, module: GraphModule, known: Collection[Node]) -> Region:
+        """Return the region from the known nodes to this one."""
+        inner: set[Node] = {node}
+        reads: dict[Node, None] = {}
+        waiting = list(node.all_input_nodes)
+        while waiting:
+            source = waiting.pop()
+            if source in known or source.op == "placeholder":
+                reads[source] = None
+            elif source not in inner:
+                inner.add(source)
+                waiting += source.all_input_nodes
+        if len(inner) == 1:
+            return cls(module, (node,), tuple(reads))
+        ordered = [each for each in module.graph.nodes if each in inner or each in reads]
+        return cls(
+            module, tuple(each for each in ordered if each in inner), tuple(each for each in ordered if each in reads)
+        )
+
+    @property
+    def result(self) -> Node:
+        """The node in question; one that is read itself where there is nothing to run."""
+        return self.nodes[-1] if self.nodes else self.reads[-1]
+
+    def run(self, given: Values, instead: Mapping[tuple[Node, Node], Any] | None = None) -> Any:
+        """Return the value of the last node, given those that the region reads.
+
+        `instead` has values for single edges, from the node that is read to the one that reads it. What is given is
+        not written to.
+        """
+        interpreter = Interpreter(self.module, garbage_collect_values=False)
+        values = dict(given)
+        for node in self.nodes:
+            values[node] = run_node(interpreter, node, values, instead or {})
+        return values[self.result]
+
+
+def run_node(
+    interpreter: Interpreter, node: Node, values: Values, instead: Mapping[tuple[Node, Node], Any] | None = None
+) -> Any:
+    """Run one node on copies of whatever it writes to."""
+    edges = instead or {}
+
+    def read(source: Node) -> Any:
+        return edges[source, node] if (source, node) in edges else values[source]
+
+    args, kwargs = map_arg((node.args, node.kwargs), read)
+    if writes_to(node):
+        args, kwargs = copied((args, kwargs))
+    return call_node(interpreter, node, args, kwargs)
+
+
+def call_node(interpreter: Interpreter, node: Node, args: Any, kwargs: Any) -> Any:
+    """Run one node on these arguments as they are."""
+    return getattr(interpreter, node.op)(node.target, args, kwargs)
+
+
+def copied(value: Any) -> Any:
+    """Return the value with a copy of every tensor, one for those that are the same."""
+    made: dict[int, torch.Tensor] = {}
+
+    def copy_leaf(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return made.setdefault(id(leaf), leaf.detach().clone())
+
+    return mapped(value, copy_leaf)
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return tuples, lists, dicts and slices with every leaf changed."""
+    if isinstance(value, tuple):
+        items = [mapped(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, list):
+        return [mapped(item, change) for item in value]
+    if isinstance(value, dict):
+        return {key: mapped(item, change) for key, item in value.items()}
+    if isinstance(value, slice):
+        return slice(*(mapped(item, change) for item in (value.start, value.stop, value.step)))
+    return change(value)
+
+
+# where a rounding is a step: a value that is exactly there must come out exactly
+_STEPS = frozenset(
+    {
+        "argmax", "argmin", "argsort", "ceil", "eq", "floor", "floor_divide", "floordiv", "fmod", "frac", "ge", "gt",
+        "heaviside", "isclose", "le", "lt", "mod", "ne", "nonzero", "remainder", "round", "searchsorted", "sgn",
+        "sign", "sort", "topk", "trunc",
+    }
+)  # fmt: skip
+
+
+def is_discontinuous(region: Region) -> bool:
+    """Tell whether a region is one operation that jumps: it has no rounding of its own, only that of its inputs."""
+    if len(region.nodes) != 1:
+        return False
+    node = region.result
+    name = op_name(node).removeprefix("aten.").partition(".")[0].strip("_")
+    return name in _STEPS or node.kwargs.get("rounding_mode") is not None
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor in a value."""
+    return (leaf for leaf in leaves_of(value).values() if isinstance(leaf, torch.Tensor))
+
+
+def is_identical(reference: Any, candidate: Any) -> bool:
+    """Tell whether two values are the same to the bit, without measuring anything."""
+    if isinstance(reference, torch.Tensor) and isinstance(candidate, torch.Tensor):
+        return reference is candidate or (
+            reference.dtype == candidate.dtype
+            and reference.shape == candidate.shape
+            and reference.layout == candidate.layout == torch.strided
+            and reference.device == candidate.device
+            and tensors.has_values(reference)
+            and not reference.is_quantized
+            and torch.equal(reference, candidate)
+        )
+    if isinstance(reference, (list, tuple)) and isinstance(candidate, (list, tuple)):
+        return len(reference) == len(candidate) and all(
+            is_identical(one, other) for one, other in zip(reference, candidate, strict=True)
+        )
+    if isinstance(reference, (torch.Tensor, dict)) or isinstance(candidate, (torch.Tensor, dict)):
+        return False
+    return type(reference) is type(candidate) and bool(reference == candidate)

@@ -1,0 +1,175 @@
+"""Taps: a black box is given a graph with extra outputs at many nodes, so that one compile shows what each computes.
+
+A node is judged on what the candidate itself fed it: the graph's own operation, run eagerly on the tapped inputs,
+against the tapped output. What a tap returns is detached and copied, so that nothing but the node's value leaves.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+
+from torchdelta._torch import graphs, runtime
+from torchdelta._torch.nodes import draws_random, writes_to
+from torchdelta._torch.seams import Handed
+from torchdelta.locate.local import LocalJudge
+from torchdelta.locate.regions import Region, copied, is_discontinuous, run_node
+from torchdelta.records.comparison import Comparison
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tapped:
+    """What was seen of one node behind a tap."""
+
+    node: Node
+    level: str
+    local: tuple[Comparison, ...]
+    region: tuple[Node, ...]
+    """The nodes that it may come from: this one, and those before it that had no tap."""
+
+
+@dataclass(kw_only=True)
+class Taps:
+    """Stands at a seam, taps every graph that passes, and judges what comes out on its first call."""
+
+    judge: LocalJudge
+    chosen: Callable[[Node], bool] = lambda _: True
+    """Which of the nodes that can be tapped are."""
+    limit_bytes: int | None = None
+    seen: list[Tapped] = field(default_factory=list)
+    graphs: int = 0
+    total: int = 0
+    """Nodes that could be tapped."""
+    tapped: int = 0
+    notes: list[str] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+
+    def __call__(self, handed: Handed) -> Callable[..., Any]:
+        """Hand the graph on with taps in it."""
+        original = copy.deepcopy(handed.graph)
+        self.graphs += 1
+        tappable = [node for node in original.graph.nodes if _is_tappable(node)]
+        chosen = self._within_limit([node for node in tappable if self.chosen(node)])
+        self.total += len(tappable)
+        self.tapped += len(chosen)
+        self.nodes += tappable
+        tapped, plain = tap(handed.graph, {node.name for node in chosen})
+        made = handed.make(tapped, graphs.flat_inputs(handed.graph, handed.example_inputs))
+        restore = graphs.restored_outputs(handed.graph)
+        has_run = False
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal has_run
+            inputs = graphs.flat_inputs(handed.graph, args, kwargs)
+            before = None if has_run else copied(tuple(inputs))
+            returned = made(*inputs)
+            if before is not None:
+                has_run = True
+                returns = _named_outputs(original, returned[:plain])
+                values = returns | dict(zip((node.name for node in chosen), returned[plain:], strict=True))
+                with torch.no_grad(), runtime.drawing_from():
+                    self.seen += self._judged(original, before, values, handed.level)
+            return restore(returned[:plain])
+
+        return call
+
+    def _within_limit(self, nodes: list[Node]) -> list[Node]:
+        if self.limit_bytes is None:
+            return nodes
+        kept, used = [], 0
+        for node in nodes:
+            size = graphs.bytes_of(node)
+            if used + size > self.limit_bytes:
+                continue
+            kept.append(node)
+            used += size
+        if len(kept) < len(nodes):
+            self.notes.append(
+                f"{len(nodes) - len(kept)} of {len(nodes)} nodes have no tap: their values do not fit into "
+                f"{self.limit_bytes} bytes"
+            )
+        return kept
+
+    def _judged(
+        self, graph: GraphModule, inputs: Sequence[Any], tapped: Mapping[str, Any], level: str
+    ) -> Iterator[Tapped]:
+        interpreter = Interpreter(graph, garbage_collect_values=False)
+        feed = iter(inputs)
+        values: dict[Node, Any] = {}
+        known: set[Node] = set()
+        for node in graph.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(feed)
+                known.add(node)
+            elif node.name in tapped:
+                values[node] = tapped[node.name]
+                if not draws_random(node):
+                    yield self._judged_node(Region.before(node, graph, known), values, level)
+                known.add(node)
+                _write_back(node, values)
+            elif node.op != "output":
+                values[node] = run_node(interpreter, node, values)
+                _write_back(node, values)
+
+    def _judged_node(self, region: Region, values: Mapping[Node, Any], level: str) -> Tapped:
+        given = {node: values[node] for node in region.reads}
+        reference = region.run(given)
+        node = region.result
+        is_exact = all(source.op == "placeholder" for source in region.reads)
+        found = self.judge.judge(
+            node.name, reference, values[node], region.run, given, is_exact=is_exact and is_discontinuous(region)
+        )
+        return Tapped(node=node, level=level, local=found, region=region.nodes)
+
+
+def tap(graph_module: GraphModule, names: Collection[str]) -> tuple[GraphModule, int]:
+    """Return a copy that returns these nodes' values too, and how many values it returned before."""
+    tapped = graphs.flattened(copy.deepcopy(graph_module))
+    output = tapped.graph.output_node()
+    plain = list(output.args[0]) if isinstance(output.args[0], (list, tuple)) else [output.args[0]]
+    taps = []
+    for node in list(tapped.graph.nodes):
+        if node.name in names:
+            with tapped.graph.inserting_after(node):
+                detached = tapped.graph.call_function(aten.detach.default, (node,))
+            with tapped.graph.inserting_after(detached):
+                taken = tapped.graph.call_function(aten.clone.default, (detached,))
+            for made in (detached, taken):
+                made.meta = {key: value for key, value in node.meta.items() if key in ("val", "example_value")}
+            taps.append(taken)
+    output.args = ((*plain, *taps),)
+    tapped.graph.lint()
+    tapped.recompile()
+    return tapped, len(plain)
+
+
+def _named_outputs(graph_module: GraphModule, returned: Sequence[Any]) -> dict[str, Any]:
+    """Return what the graph returns anyway, which takes no tap; a value that may be an input's memory is left out."""
+    output = graph_module.graph.output_node()
+    nodes = output.args[0] if isinstance(output.args[0], (list, tuple)) else (output.args[0],)
+    return {
+        node.name: copied(value)
+        for node, value in zip(nodes, returned, strict=True)
+        if isinstance(node, Node) and _is_tappable(node)
+    }
+
+
+def _write_back(node: Node, values: dict[Node, Any]) -> None:
+    """Let later readers of what a node wrote to see that."""
+    target = node.args[0] if node.args else None
+    if writes_to(node) and isinstance(target, Node) and isinstance(values[node], torch.Tensor):
+        values[target] = values[node]
+
+
+def _is_tappable(node: Node) -> bool:
+    if node.op not in ("call_function", "call_method", "call_module"):
+        return False
+    value = node.meta.get("val", node.meta.get("example_value"))
+    return isinstance(value, torch.Tensor) and bool(node.users)

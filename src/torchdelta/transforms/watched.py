@@ -1,0 +1,59 @@
+"""A transform with somebody at its seam, or stopped on its way: everything else about it stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torchdelta._torch import aot
+from torchdelta._torch.seams import Seam, hand_on
+from torchdelta.execute.sides import Side
+from torchdelta.transforms.base import Transform, Transformed
+
+
+class Watched(Transform):
+    """The same transform, whose graphs pass somebody on their way."""
+
+    def __init__(self, inner: Transform, seam: Seam) -> None:
+        self.inner = inner
+        self.seam = seam
+        self.lowered_to, self.is_compiler = inner.lowered_to, inner.is_compiler
+        self.has_seam = inner.has_seam
+        self.keeps_names, self.reads_program = inner.keeps_names, inner.reads_program
+
+    @contextmanager
+    def applied(
+        self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
+    ) -> Iterator[Transformed]:
+        """Apply the transform with its own seam."""
+        with self.inner.applied(side, draws_random=draws_random, lifted=lifted, seam=self.seam) as transformed:
+            yield transformed
+
+
+class WatchedAfterAot(Watched):
+    """A compiler whose graphs pass somebody after AOTAutograd made forward and backward of them.
+
+    Without `decompose` and `compile_graphs` it stops on its way to its backend.
+    """
+
+    def __init__(
+        self, inner: Transform, seam: Seam = hand_on, *, decompose: bool = True, compile_graphs: bool = True
+    ) -> None:
+        super().__init__(inner, seam)
+        self.decompose = decompose
+        self.compile_graphs = compile_graphs
+        self.decompositions: Mapping[Any, Callable[..., Any]] = {}
+        """Those that the backend asked for, once it did."""
+
+    @contextmanager
+    def applied(
+        self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
+    ) -> Iterator[Transformed]:
+        """Apply the compiler, and stand behind AOTAutograd."""
+        watching = aot.intercepting(self.seam, decompose=self.decompose, compile_graphs=self.compile_graphs)
+        with (
+            watching as self.decompositions,
+            self.inner.applied(side, draws_random=draws_random, lifted=lifted) as transformed,
+        ):
+            yield transformed
