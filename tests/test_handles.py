@@ -13,7 +13,8 @@ from torch.fx import GraphModule, symbolic_trace
 from torch.fx.passes.shape_prop import ShapeProp
 
 from torchdelta.errors import UsageError
-from torchdelta.locate.handles import assign_handles, handles_of, load_graph, merge_handles, save_graph
+from torchdelta.execute.graph_files import read_graph, write_graph
+from torchdelta.locate.handles import assign_handles, handles_of, merge_handles
 from torchdelta.locate.listing import node_records, placed_nodes
 
 
@@ -128,28 +129,37 @@ def test_an_exported_program_keeps_them_when_saved_and_loaded():
     assert by_name(loaded)["getitem"] == expected["split_with_sizes"]
 
 
-def test_a_traced_graph_keeps_them_when_saved_and_loaded_by_us(tmp_path):
-    graph = symbolic_trace(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2), nn.ReLU()))
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: symbolic_trace(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2), nn.ReLU())),
+        lambda: exported().module(),
+        lambda: exported(Branches()).graph_module,
+    ],
+    ids=["traced", "exported", "nested"],
+)
+def test_a_graph_keeps_them_when_written_and_read_by_us(make, tmp_path):
+    graph = make()
     assign_handles(graph)
-    save_graph(graph, tmp_path / "graph.pt")
+    write_graph(graph, tmp_path / "graph.json")
 
-    loaded = load_graph(tmp_path / "graph.pt")
+    loaded = read_graph(tmp_path / "graph.json")
 
-    assert by_name(loaded) == by_name(graph)
-    assert len(all_handles(loaded)) == 4
-    assert torch.equal(loaded(torch.ones(2, 3)), graph(torch.ones(2, 3)))
-
-
-def test_a_graph_that_cannot_be_pickled_is_refused_with_the_way_out(tmp_path):
-    with pytest.raises(UsageError, match=r"torch\.export\.save"):
-        save_graph(exported().module(), tmp_path / "graph.pt")
+    expected = [(node.name, handles_of(node)) for node in nodes_in(graph) if node.target != "_guards_fn"]
+    assert [(node.name, handles_of(node)) for node in nodes_in(loaded)] == expected
+    assert len(all_handles(loaded)) == len(expected) > 3
 
 
-def test_a_file_of_somebody_else_is_no_graph(tmp_path):
-    torch.save({"weight": torch.ones(2)}, tmp_path / "weights.pt")
+def test_a_fused_node_is_written_with_the_handles_of_all(tmp_path):
+    graph = exported().module()
+    assign_handles(graph)
+    merge_handles(first(graph, "relu"), first(graph, "conv2d"))
+    write_graph(graph, tmp_path / "graph.json")
 
-    with pytest.raises(UsageError, match=r"weights\.pt is no graph"):
-        load_graph(tmp_path / "weights.pt")
+    loaded = read_graph(tmp_path / "graph.json")
+
+    assert handles_of(first(loaded, "relu")) == handles_of(first(graph, "relu"))
+    assert len(handles_of(first(loaded, "relu"))) == 2
 
 
 def test_exporting_again_keeps_them():

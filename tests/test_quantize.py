@@ -1,6 +1,7 @@
 """A quantized program is held against the float one, and each of its nodes against the node that it was made of."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,12 +9,16 @@ from torch import nn
 
 import torchdelta as td
 from torchdelta import Verdict
+from torchdelta._torch.nodes import arguments, set_argument
+from torchdelta._torch.quantizing import Levels
+from torchdelta._torch.seams import hand_on
+from torchdelta.compare.steps import COARSER, RUNS, rounded, step_for
 from torchdelta.errors import EnvironmentUnfit, ProgramError, UsageError
 from torchdelta.execute.sides import Side
 from torchdelta.locate.align import align
 from torchdelta.locate.handles import assign_handles, handles_of
 from torchdelta.locate.listing import node_records
-from torchdelta.transforms.quantize import quantized, quantizer_named
+from torchdelta.transforms.quantize import Quantize, quantized, quantizer_named
 
 pytest.importorskip("torchao")
 
@@ -131,24 +136,27 @@ def three_levels():
     assert report.verdict is Verdict.DIVERGED
 
 
-def test_the_noise_of_floats_does_not_judge_it():
+def test_by_default_each_layer_is_held_to_its_own_steps():
     report = td.check(net(), (IMAGE,), transform="quantize:x86")
 
-    assert report.verdict is Verdict.INCONCLUSIVE
-    assert "so coarse a dtype" in report.stage("forward").comparisons[0].reason
+    assert report.verdict is Verdict.EQUIVALENT
+    assert report.questions.local == "asked"
+    assert report.questions.native == "not asked: what is quantized is judged layer by layer"
+    assert "is as right as its steps allow; its SQNR is" in report.stage("forward").comparisons[0].reason
 
 
 def test_the_backward_that_it_does_not_have_is_left_out_and_noted():
     report = td.check(net(), (IMAGE,), transform="quantize:x86", policy="sqnr>=20")
 
     assert [stage.name for stage in report.stages] == ["forward"]
-    assert any("has no backward" in note for note in report.notes)
+    assert "gradients were not compared: what quantize:x86 makes has no backward" in report.notes
 
 
 def test_asked_for_its_gradients_are_not_said_to_be_equivalent():
     report = td.check(net(), (IMAGE,), transform="quantize:x86", policy="sqnr>=20", stages="gradients")
 
     assert report.verdict is Verdict.INCONCLUSIVE
+    assert report.stages[0].reason == "what quantize:x86 makes has no backward, so there is nothing to compare"
 
 
 @pytest.mark.parametrize("name", ["Default", "dynamic"])
@@ -191,17 +199,18 @@ def test_without_torchao_it_says_what_to_install(monkeypatch):
         quantizer_named("x86")
 
 
+class Averaging(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 2)
+        self.register_buffer("total", torch.zeros(1))
+
+    def forward(self, x):
+        self.total.copy_(self.total + x.mean())
+        return self.linear(x) + self.total
+
+
 def test_calibrating_is_no_call_of_the_program():
-    class Averaging(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(8, 2)
-            self.register_buffer("total", torch.zeros(1))
-
-        def forward(self, x):
-            self.total.copy_(self.total + x.mean())
-            return self.linear(x) + self.total
-
     _, candidate, side = quantized(Side.of(Averaging(), (IMAGE + 1,), {}), "x86")
 
     assert candidate.total.item() == 0
@@ -308,3 +317,238 @@ def test_a_folded_batch_norm_is_matched_with_the_convolution_and_its_weights_wit
     assert matched["batch_norm"] == "conv2d"
     assert not {"conv2d", "conv_weight", "conv_bias", "norm_weight"} & matched.keys()
     assert {"conv2d", "conv_weight", "conv_bias", "norm_weight"} <= set(found.covered_reference)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x):
+        return torch.relu(self.second(torch.relu(self.norm(self.first(x)))) + x)
+
+
+def residual():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.MaxPool2d(2), Block(), Block()).eval()
+
+
+def linear():
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.GELU(), nn.Linear(16, 4)).eval()
+
+
+def sqnrs(comparisons):
+    return [seen.measurement.sqnr_db for seen in comparisons if seen.measurement is not None]
+
+
+@pytest.mark.parametrize("model", [net, residual, linear])
+def test_nothing_is_named_in_a_healthy_network_and_each_node_has_its_signal(model):
+    found = td.locate(model(), (IMAGE,), transform="quantize:x86")
+
+    assert found.verdict is Verdict.EQUIVALENT
+    assert not found.culprits
+    quantized_rows = [row for row in found.table if row.local]
+    assert len(quantized_rows) >= 3
+    assert not found.unmatched_candidate
+    assert all(seen.verdict is Verdict.EQUIVALENT for row in quantized_rows for seen in row.local)
+    assert all(sqnr >= 35 for row in found.table for sqnr in (*sqnrs(row.local), *sqnrs(row.inherited)))
+    assert any(sqnrs(row.inherited) for row in found.table)
+
+
+def test_layers_whose_scale_depends_on_the_input_are_judged_too(factories):
+    report = td.check(linear(), (IMAGE,), transform=f"quantize:{factories}:dynamic")
+
+    assert report.verdict is Verdict.EQUIVALENT
+    assert report.questions.local == "asked"
+
+
+class Spoilt(Quantize):
+    """Quantizes, and then changes one of the nodes that dequantize."""
+
+    def __init__(self, spoil):
+        super().__init__("x86", {})
+        self.spoil = spoil
+
+    def applied(self, side, *, draws_random, lifted=False, seam=hand_on):
+        def hand_over(handed):
+            def make(graph, inputs):
+                made = handed.make(graph, inputs)
+                self.spoil(made)
+                made.recompile()
+                return made
+
+            return seam(replace(handed, make=make))
+
+        return super().applied(side, draws_random=draws_random, lifted=lifted, seam=hand_over)
+
+
+def read_by(graph, reader, place):
+    """Return the node that dequantizes what another reads."""
+    return names(graph)[reader].args[place]
+
+
+def scaled(node, factor):
+    with torch.no_grad():
+        scale = arguments(node).get("scale")
+        if scale is not None:
+            set_argument(node, "scale", scale * factor)
+        else:
+            getattr(node.graph.owning_module, node.args[1].target).mul_(factor)
+
+
+@pytest.mark.parametrize(
+    ("reader", "place", "culprit"),
+    [
+        ("conv2d", 0, "batch_norm"),
+        ("conv2d", 1, "batch_norm"),
+        ("linear", 0, "mean"),
+        ("linear", 1, "hidden_weight"),
+        ("linear_1", 0, "relu_1"),
+        ("linear_1", 1, "head_weight"),
+    ],
+)
+def test_a_scale_that_is_twice_too_large_is_the_culprit_and_nothing_else_is(reader, place, culprit):
+    found = td.locate(net(), (IMAGE,), transform=Spoilt(lambda graph: scaled(read_by(graph, reader, place), 2)))
+
+    assert found.verdict is Verdict.DIVERGED
+    assert [each.node for each in found.culprits] == [culprit]
+    assert "what quantizing makes" in found.culprits[0].reason
+
+
+def test_a_spoilt_layer_in_a_residual_network_is_named_by_its_module():
+    def spoil(graph):
+        scaled(read_by(graph, "conv2d_3", 1), 1.1)
+
+    found = td.locate(residual(), (IMAGE,), transform=Spoilt(spoil))
+
+    # it is folded into the convolution, and what both compute together is wrong
+    assert [(each.op, each.module_path) for each in found.culprits] == [("aten.batch_norm.default", "3.norm")]
+
+
+def coarse(graph):
+    # as one would be that was calibrated on something else
+    dequantizer = read_by(graph, "linear", 0)
+    for node in (dequantizer, dequantizer.args[0]):
+        scaled(node, 30)
+
+
+def clipping(graph):
+    dequantizer = read_by(graph, "linear", 0)
+    for node in (dequantizer, dequantizer.args[0]):
+        scaled(node, 0.5)
+
+
+def shifted(graph):
+    node = read_by(graph, "linear", 0)
+    set_argument(node, "zero_point", arguments(node)["zero_point"] + 10)
+
+
+def permuted(graph):
+    node = read_by(graph, "linear", 1)
+    scale = getattr(graph, node.args[1].target)
+    scale.copy_(scale.sort().values.flip(0).roll(1))
+
+
+@pytest.mark.parametrize("spoil", [coarse, clipping, shifted, permuted])
+def test_a_check_names_the_layer_whose_parameters_are_wrong(spoil):
+    report = td.check(net(), (IMAGE,), transform=Spoilt(spoil))
+
+    assert report.verdict is Verdict.DIVERGED
+    reason = report.stage("forward").comparisons[0].reason
+    assert "aten.mean.dim" in reason if spoil is not permuted else "of hidden" in reason
+
+
+def test_an_operation_that_is_wrong_although_its_inputs_are_quantized_rightly_is_named():
+    def drop_bias(graph):
+        set_argument(names(graph)["linear"], "bias", None)
+
+    found = td.locate(net(), (IMAGE,), transform=Spoilt(drop_bias))
+
+    assert [each.node for each in found.culprits] == ["linear"]
+
+
+def test_so_few_levels_that_anything_would_pass_are_inconclusive(tmp_path):
+    file = tmp_path / "narrow.py"
+    file.write_text(
+        FACTORIES
+        + """
+from dataclasses import replace
+
+def three_levels():
+    config = get_default_x86_inductor_quantization_config()
+    weight = replace(config.weight, quant_min=-1, quant_max=1)
+    return X86InductorQuantizer().set_global(replace(config, weight=weight))
+"""
+    )
+
+    report = td.check(net(), (IMAGE,), transform=f"quantize:{file}:three_levels")
+
+    assert report.verdict is Verdict.INCONCLUSIVE
+    assert "the steps are so coarse" in report.stage("forward").comparisons[0].reason
+
+
+def test_buffers_that_a_quantized_program_writes_to_are_compared():
+    healthy = td.check(Averaging(), (IMAGE + 1,), transform="quantize:x86")
+    wrong = td.check(Averaging(), (IMAGE + 1,), transform=Spoilt(lambda graph: graph.total.add_(1)))
+
+    assert "buffers['total']" in [seen.path for seen in healthy.comparisons]
+    assert healthy.verdict is Verdict.EQUIVALENT
+    assert wrong.verdict is Verdict.DIVERGED
+
+
+def test_nobody_knows_the_steps_of_an_operator_of_ones_own():
+    # what is quantized in groups of 32 is rounded to levels of which this operator alone knows
+    with torch.library._scoped_library("torchdelta_test", "FRAGMENT") as library:
+        library.define("dequantize_strangely(Tensor x) -> Tensor")
+        library.impl("dequantize_strangely", lambda x: (x * 64).round() / 64, "CompositeExplicitAutograd")
+
+        def spoil(graph):
+            node = read_by(graph, "linear_1", 0)
+            node.args, node.target = (node.args[0].args[0],), torch.ops.torchdelta_test.dequantize_strangely.default
+
+        report = td.check(net(), (IMAGE,), transform=Spoilt(spoil))
+
+    assert report.verdict is Verdict.INCONCLUSIVE
+    assert "how it is quantized is not known" in report.stage("forward").comparisons[0].reason
+
+
+def channels(scale):
+    return Levels(scale=scale, zero_point=torch.zeros(2), low=-128, high=127, axes=(0,))
+
+
+def test_the_step_is_that_of_each_channel_and_a_scale_far_too_large_does_not_excuse_itself():
+    values = torch.tensor([[-1.0, 0.5], [100.0, 50.0]], dtype=torch.float64)
+    called_for = torch.tensor([[2.0 / 255], [200.0 / 255]], dtype=torch.float64)
+
+    assert torch.allclose(step_for(values, channels(None)), called_for)
+    assert torch.allclose(step_for(values, channels(called_for.flatten() * 2)), called_for * 2)
+    assert torch.allclose(step_for(values, channels(called_for.flatten() * 100)), called_for * COARSER)
+    assert torch.allclose(step_for(values, channels(called_for.flatten() / 100)), called_for)
+
+
+def test_equal_values_are_rounded_alike_and_in_one_run_by_at_least_a_third_of_a_step():
+    values = torch.full((4, 4), 0.7)
+    levels = Levels(scale=None, zero_point=torch.tensor(0.0), low=0, high=255, axes=())
+    runs = [rounded(values, levels, run, torch.Generator().manual_seed(0), apart=False) for run in range(RUNS)]
+    step = 0.7 / 255
+
+    assert all(len(run.unique()) == 1 for run in runs)
+    errors = [float((run - values).abs().max()) for run in runs]
+    assert max(errors) >= 0.33 * step
+    assert max(errors) <= 0.51 * step
+
+
+def test_cutting_off_a_single_outlier_is_noise_and_cutting_off_half_of_the_values_is_none():
+    torch.manual_seed(0)
+    values = torch.cat([torch.rand(9999), torch.tensor([8.0])])
+
+    def error(largest):
+        levels = Levels(scale=torch.tensor(largest / 255), zero_point=torch.tensor(0.0), low=0, high=255, axes=())
+        run = rounded(values, levels, 0, torch.Generator().manual_seed(0), apart=False)
+        return float((run - values).abs().max())
+
+    assert error(7.0) >= 0.9
+    assert error(0.5) < 0.1

@@ -17,7 +17,7 @@ _STANDARD: dict[str, Any] = {
     "tuple": tuple,
     "list": list,
     "dict": dict,
-    "namedtuple": collections.namedtuple,  # noqa: PYI024 - the key under which torch knows all of them
+    "namedtuple": collections.namedtuple,  # torch knows all of them under this key
     "OrderedDict": collections.OrderedDict,
     "defaultdict": collections.defaultdict,
     "deque": collections.deque,

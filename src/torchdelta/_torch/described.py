@@ -7,10 +7,11 @@ was computed from another is lost.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._dynamo.source import ConstantSource
+from torch._guards import Source
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.passes.shape_prop import TensorMetadata
@@ -59,6 +60,17 @@ def _describe_size(size: Any) -> Any:
     raise ValueError(f"{type(size).__name__} is neither a tensor nor a size")
 
 
+@dataclass(frozen=True)
+class _Place(Source):
+    """Where a symbol comes from; those of dynamo take as long to import as all of torch."""
+
+    text: str
+
+    @property
+    def _name_template(self) -> str:
+        return self.text
+
+
 class Redrawing:
     """Makes values of descriptions: fake tensors and symbols that belong together."""
 
@@ -101,11 +113,11 @@ class Redrawing:
         if kind != "symbol" or not isinstance(text, str) or not (hint is None or type(hint) is int):
             raise ValueError(f"{data} is no size")
         if text not in self._symbols:
-            self._symbols[text] = self._shapes.create_unbacked_symint() if hint is None else self._symbol(text, hint)
+            self._symbols[text] = self._shapes.create_unbacked_symint() if hint is None else self._symbol(hint)
         return self._symbols[text]
 
-    def _symbol(self, text: str, hint: int) -> Any:
-        source = ConstantSource(f"size_{len(self._symbols)}")
+    def _symbol(self, hint: int) -> Any:
+        source = _Place(f"size_{len(self._symbols)}")
         symbol = self._shapes.create_symbol(
             hint, source, DimDynamic.DYNAMIC, None, positive=None, do_not_specialize_zero_one=True
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import inspect
 import math
@@ -128,3 +129,22 @@ def bytes_of(node: Node) -> int:
     if not isinstance(value, torch.Tensor):
         return 0
     return math.prod(int(size) for size in value.shape) * value.itemsize
+
+
+def attribute(graph_module: GraphModule, target: str) -> Any:
+    """Return what a `get_attr` node of that target reads."""
+    return functools.reduce(getattr, target.split("."), graph_module)
+
+
+def known_value(node: Node, graph_module: GraphModule) -> Any:
+    """Return the value that a node stands for, real or fake; None where nobody said."""
+    if node.op == "get_attr":
+        return attribute(graph_module, str(node.target))
+    return node.meta.get("val", node.meta.get("example_value"))
+
+
+def has_fixed_float(node: Node, graph_module: GraphModule) -> bool:
+    """Tell whether a node stands for a float tensor whose size is a number."""
+    value = known_value(node, graph_module)
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return is_float and all(isinstance(size, int) for size in value.shape)

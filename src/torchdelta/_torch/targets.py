@@ -18,8 +18,11 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket, _higher_order_ops, _OpNamespace
 
 _BUILTINS = frozenset(
-    "abs all any bool complex dict divmod enumerate float frozenset getattr hasattr hash int isinstance issubclass "
-    "iter len list max min next pow print range repr reversed round set slice sorted str sum tuple zip".split()
+    {
+        *("abs", "all", "any", "bool", "complex", "dict", "divmod", "enumerate", "float", "frozenset", "getattr"),
+        *("hasattr", "hash", "int", "isinstance", "issubclass", "iter", "len", "list", "max", "min", "next", "pow"),
+        *("print", "range", "repr", "reversed", "round", "set", "slice", "sorted", "str", "sum", "tuple", "zip"),
+    }
 )
 """Those that neither run text as code nor reach for files."""
 _ROOTS = ("torch", "operator", "_operator", "math")
@@ -35,13 +38,14 @@ _PROCESS_BOUND = ("triton_kernel_wrapper_mutation", "triton_kernel_wrapper_funct
 def name_target(target: Any) -> str:
     """Return the name of a callable; ValueError says why it has none."""
     if isinstance(target, OpOverload):
-        return f"operator {target.name()}"
+        return f"operator {_registered_name(target)}"
     if isinstance(target, OpOverloadPacket):
         return f"packet {target._qualified_op_name}"
     if isinstance(target, HigherOrderOperator):
-        if target.name() in _PROCESS_BOUND:
-            raise ValueError(f"{target.name()} refers to a kernel that only the process that traced it has")
-        return f"higher_order {target.name()} {type(target).__module__}"
+        name = _registered_name(target)
+        if name in _PROCESS_BOUND:
+            raise ValueError(f"{name} refers to a kernel that only the process that traced it has")
+        return f"higher_order {name} {type(target).__module__}"
     return f"function {_name_function(target)}"
 
 
@@ -63,6 +67,10 @@ def find_target(name: str, allow: Iterable[str] = ()) -> Callable[..., Any]:
         module, _, path = rest.partition(":")
         return _find_function(module, path, tuple(allow))
     raise LookupError(f"{name!r} names nothing that can be called")
+
+
+def _registered_name(target: OpOverload | HigherOrderOperator) -> str:
+    return str(target.name())  # type: ignore[no-untyped-call]
 
 
 def _name_function(target: Any) -> str:

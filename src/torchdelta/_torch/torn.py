@@ -59,15 +59,14 @@ class Choice:
         taken = torch.where(is_largest, highest_out.indices, lowest_out.indices)
         return margins, torch.stack((given, taken), -1)
 
-    def changed(self, indices: torch.Tensor, row: int, pair: torch.Tensor) -> torch.Tensor:
-        """Return these indices with two places changed with each other in one row."""
-        by_row = indices.reshape(-1, 1) if self.dim is None else indices.movedim(self.dim, -1)
-        flat = by_row.reshape(-1, by_row.shape[-1]).clone()
-        before = flat[row].clone()
-        flat[row] = before.where(before != pair[0], pair[1]).where(before != pair[1], pair[0])
+    def changed(self, row: int, pair: torch.Tensor) -> torch.Tensor:
+        """Return the indices with two places changed with each other in one row."""
+        rows = self.chosen.clone()
+        before = rows[row].clone()
+        rows[row] = torch.where(before == pair[0], pair[1], torch.where(before == pair[1], pair[0], before))
         if self.dim is None:
-            return flat.reshape(indices.shape)
-        return flat.reshape(by_row.shape).movedim(-1, self.dim)
+            return rows.reshape(self.indices.shape)
+        return rows.reshape(self.indices.movedim(self.dim, -1).shape).movedim(-1, self.dim)
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from torchdelta import __version__
-from torchdelta.cli import audit, check, show
+from torchdelta.cli import audit, check, locate, show
 from torchdelta.cli.exits import INTERNAL, USAGE
 from torchdelta.errors import TorchDeltaError
 
@@ -21,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("check")(check.command)
+app.command("locate")(locate.command)
 app.command("show")(show.command)
 app.command("audit")(audit.command)
 

@@ -1,17 +1,122 @@
-"""What the commands have in common: options as they are typed, files to write, warnings to count."""
+"""What the commands have in common: options as they are typed, and the work around a run of the engine."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import json
 import os
+import re
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
+from rich.text import Text
 
-from torchdelta.errors import UsageError
+from torchdelta.errors import EnvironmentUnfit, UsageError
 from torchdelta.records.comparison import Scalar
+
+Program = Annotated[str, typer.Argument(help="path/file.py:factory or package.module:factory.")]
+Transform = Annotated[str, typer.Option("--transform", "-t", help="inductor, export, cast:bfloat16, file.py:fn, …")]
+Options = Annotated[list[str] | None, typer.Option("--option", "-O", help="An option of the transform, key=value.")]
+Stages = Annotated[str | None, typer.Option(help="Of forward,gradients,steps; default forward,gradients.")]
+Policy = Annotated[str, typer.Option(help="noise, bitwise, close, rtol=R,atol=A, sqnr>=X, cosine>=X.")]
+Seed = Annotated[int, typer.Option(help="Of every random number.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write what was found there.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{unit}": base ** (power + 1)
+    for power, prefix in enumerate("kmgt")
+    for unit, base in (("b", 1000), ("ib", 1024))
+}
+
+
+def read_case(
+    option: Options = None,
+    stages: Stages = None,
+    policy: Policy = "noise",
+    ignore: Annotated[str, typer.Option(help="Clauses that don't count: dtype,stride,integers,aliasing,…")] = "",
+    strict: Annotated[str, typer.Option(help="Clauses that count although by default they don't: casts,stride.")] = "",
+    strict_casts: Annotated[
+        bool, typer.Option("--strict-casts", help="A narrowing cast that the candidate elides is a divergence.")
+    ] = False,
+    semantic: Annotated[
+        bool,
+        typer.Option("--semantic/--no-semantic", help="Ask in float64 too: one more application, compile included."),
+    ] = True,
+    seed: Seed = 0,
+    iterations: Annotated[int, typer.Option(help="Runs, all but the first on fresh random inputs.")] = 1,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of the stage steps.")] = 3,
+    optimizer: Annotated[str, typer.Option(help="adamw, sgd, or file.py:factory of one from parameters.")] = "adamw",
+    loss: Annotated[str | None, typer.Option(help="file.py:fn of the outputs, instead of random cotangents.")] = None,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="With deterministic algorithms.")] = False,
+    anomaly: Annotated[bool, typer.Option("--anomaly", help="With autograd's anomaly mode.")] = False,
+) -> dict[str, Any]:
+    """Return what `check` and `locate` of the engine are told about a case besides program and transform."""
+    return {
+        "options": read_options(option),
+        "stages": stages,
+        "policy": policy,
+        "ignore": ignore,
+        "strict": f"{strict},casts" if strict_casts else strict,
+        "semantic": semantic,
+        "seed": seed,
+        "iterations": iterations,
+        "steps": steps,
+        "optimizer": optimizer,
+        "loss": loss,
+        "deterministic": deterministic,
+        "anomaly": anomaly,
+    }
+
+
+def taking_a_case(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of `read_case`, whose answer becomes its argument `case`."""
+    own = inspect.signature(command, eval_str=True).parameters
+    shared = inspect.signature(read_case, eval_str=True).parameters
+
+    @functools.wraps(command)
+    def run(**typed: Any) -> None:
+        case = read_case(**{name: typed.pop(name) for name in shared})
+        command(**typed, case=case)
+
+    # the options stand where the argument stood, so that they do in --help too
+    parameters = [each for name in own for each in (shared.values() if name == "case" else (own[name],))]
+    signature = inspect.Signature([each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters])
+    run.__signature__ = signature  # type: ignore[attr-defined]
+    return run
+
+
+@contextmanager
+def running(transform: str, json_file: Path | None, *, verbose: bool) -> Iterator[Callable[[str], None]]:
+    """See to what surrounds a run: a place for its result, warnings, and the part that is being done on stderr."""
+    if json_file is not None:
+        require_writable(json_file)
+    console = Console(stderr=True)
+    with (
+        nullcontext() if verbose else counting_warnings(console),
+        console.status("loading torch", spinner="dots") as status,
+    ):
+        yield lambda part: status.update(Text(f"{transform}: {part}"))
+
+
+@contextmanager
+def needing_torch(what: str) -> Iterator[None]:
+    """Say what lacks a package that the engine is imported with."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise EnvironmentUnfit(f"{what} needs {error.name}, which is not installed: install it first") from error
+
+
+def read_options(texts: list[str] | None) -> dict[str, Scalar]:
+    """Read every `key=value`."""
+    return dict(read_option(text) for text in texts or ())
 
 
 def read_option(text: str) -> tuple[str, Scalar]:
@@ -31,6 +136,44 @@ def _scalar(text: str) -> Scalar:
         except ValueError:
             continue
     return text
+
+
+def read_bytes(text: str) -> int:
+    """Read an amount of memory: `2GB`, `1.5 GiB`, or a number of bytes."""
+    written = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.strip().lower())
+    unit = _UNITS.get(written[2]) if written else None
+    amount = int(float(written[1]) * unit) if written and unit else 0
+    if amount < 1:
+        raise UsageError(f"malformed amount of memory {text!r}: write it as 2GB, 512MiB or a number of bytes")
+    return amount
+
+
+def read_mapping(path: Path) -> dict[str, str]:
+    """Read which node of the candidate stands for which of the reference, from a JSON object of names."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=lambda pairs: _once(pairs, path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"cannot read the mapping {path}: {getattr(error, 'strerror', None) or 'it is not text'}"
+        ) from error
+    except json.JSONDecodeError as error:
+        raise UsageError(f"the mapping {path} is not JSON (line {error.lineno}: {error.msg})") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"the mapping {path} is not JSON that can be read: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise UsageError(
+            f"the mapping {path} is no object of names: "
+            'write {"node of the reference": "node of the candidate"}, with both names as text'
+        )
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
+    made = dict(pairs)
+    for name in made:
+        if (times := sum(name == other for other, _ in pairs)) > 1:
+            raise UsageError(f"the mapping {path} names {name!r} {times} times: a node has one partner")
+    return made
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""`torchdelta show`: a saved report on the terminal; needs no torch."""
+"""`torchdelta show`: what was saved of a check, an audit or a search, on the terminal; needs no torch."""
 
 from __future__ import annotations
 
@@ -7,17 +7,28 @@ from typing import Annotated
 
 import typer
 
+from torchdelta.cli.arguments import Debug
 from torchdelta.cli.exits import EXIT_OF
+from torchdelta.records.audit import Audit
 from torchdelta.records.codec import read_report
+from torchdelta.records.location import Location
+from torchdelta.report.audit import print_audit
+from torchdelta.report.location import print_location
 from torchdelta.report.terminal import print_report
 
 
 def command(
-    report: Annotated[Path, typer.Argument(help="A report.json.")],
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Every leaf, every note, what it cost.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,  # noqa: ARG001 — read in main
+    report: Annotated[Path, typer.Argument(help="A file that --json wrote.")],
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", "--all", help="Everything that there is.")] = False,
+    debug: Debug = False,  # noqa: ARG001 — read in main
 ) -> None:
-    """Show a saved report, and exit as the check that wrote it did."""
-    found = read_report(report)
-    print_report(found, verbose=verbose)
+    """Show what a command saved, and exit as that did."""
+    found = read_report(report, None)
+    if isinstance(found, Audit):
+        print_audit(found, verbose=verbose)
+        return
+    if isinstance(found, Location):
+        print_location(found, show_all=verbose)
+    else:
+        print_report(found, verbose=verbose)
     raise typer.Exit(EXIT_OF[found.verdict])

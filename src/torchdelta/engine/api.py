@@ -15,6 +15,7 @@ from torchdelta.engine import steadiness
 from torchdelta.engine.baseline import Progress
 from torchdelta.engine.locate import Locating
 from torchdelta.engine.prepare import prepare, words_of
+from torchdelta.engine.thorough import ask_locally
 from torchdelta.execute.optimizers import OptimizerFactory
 from torchdelta.execute.stages import Loss
 from torchdelta.locate.capture import capture, read_capture
@@ -67,15 +68,17 @@ def check(
     deterministic: bool = False,
     anomaly: bool = False,
     semantic: bool = True,
+    thorough: bool = False,
     progress: Progress = lambda _: None,
 ) -> Report:
     """Run a program and what a transform made of it, and say whether both compute the same.
 
     `program` is a module or function with its `args` and `kwargs`, or the name of a factory (`file.py:factory`).
     Without `stages`, `forward` is compared, and `gradients` where an output requires grad. Nothing of the caller's is
-    run or changed: every side is a copy, and global state is as before afterwards.
+    run or changed: every side is a copy, and global state is as before afterwards. With `thorough`, each node is looked
+    at by itself too.
     """
-    return prepare(
+    prepared = prepare(
         program,
         args,
         kwargs,
@@ -94,8 +97,11 @@ def check(
         deterministic=deterministic,
         anomaly=anomaly,
         semantic=semantic,
+        thorough=thorough,
         progress=progress,
-    ).run()
+    )
+    report = prepared.run()
+    return ask_locally(prepared, report) if thorough else report
 
 
 def assert_equivalent(

@@ -66,6 +66,7 @@ def run_candidate(
     `lifted` is the scope of a side in float64, in which a candidate that is not compiled runs.
     """
     run = CandidateRun()
+    plan = plan if transform.has_backward else replace(plan, stages=("forward",))
     run_scope = scope if lifted is None or transform.is_compiler else lifted
     # the loss is no part of what is compiled, and must not round either
     loss_scope = lifted if lifted is not None and transform.is_compiler else nullcontext

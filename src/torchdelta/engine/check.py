@@ -14,6 +14,7 @@ from torchdelta.compare.policy import Policy
 from torchdelta.engine import casts, discontinuities, follow, replay, semantic, steadiness
 from torchdelta.engine.baseline import Baseline
 from torchdelta.engine.candidate import CandidateRun, run_candidate
+from torchdelta.engine.layers import Layered
 from torchdelta.engine.pairing import differing, paired
 from torchdelta.engine.undecided import settle, with_count
 from torchdelta.execute.memory import peak_bytes
@@ -45,6 +46,8 @@ class Check:
     """True where the user named no stages: one that does not apply is then left out, and noted."""
     notes: list[str] = field(default_factory=list)
     candidate: CandidateRun = field(default_factory=CandidateRun)
+    layered: Layered = field(default_factory=Layered)
+    """What the layers of a quantized program showed, once it has run."""
 
     def run(self) -> Report:
         """Answer; raise for what is the user's or the machine's fault, and report what is the candidate's."""
@@ -60,17 +63,19 @@ class Check:
     def _report(self) -> Report:
         baseline = self.baseline
         reference = baseline.reference
+        self.layered = Layered.of(self.transform, self.policy, self.case.seed)
         with baseline.timed("candidate"):
             self.candidate = run_candidate(
-                self.transform,
+                self.layered.watched(self.transform),
                 Side.copied_from(baseline.program, with_callable=self.transform.reads_program),
                 baseline.plan,
                 original=baseline.original,
                 scope=baseline.scope,
                 draws_random=reference.draws_random,
             )
-        has_truth = bool(self.policy.needs_truth and self.candidate.observation.stages and baseline.truth)
-        lifted = self._run_lifted() if has_truth else semantic.Lifted(asked=f"not asked: {self._why_no_truth()}")
+        has_truth = bool(self._policy.needs_truth and self.candidate.observation.stages and baseline.truth)
+        unasked = "" if has_truth else f"not asked: {self._why_no_truth()}"
+        lifted = self._run_lifted() if has_truth else semantic.Lifted(asked=unasked)
         noisy = self._noisy(1) if has_truth and differing(reference, self.candidate.observation) else []
         with baseline.timed("comparison"):
             stages, unmatched = self._judge(noisy)
@@ -96,7 +101,7 @@ class Check:
             environment=versions.environment(),
             case=self.case,
             stages=tuple(stages),
-            questions=Questions(native="asked" if has_truth else f"not asked: {self._why_no_truth()}", semantic=asked),
+            questions=Questions(native=unasked or "asked", semantic=asked, local=self.layered.asked),
             graphs=self.candidate.graphs,
             unmatched=tuple(unmatched),
             notes=tuple(dict.fromkeys((*self.notes, *baseline.notes, *self.candidate.notes))),
@@ -119,7 +124,13 @@ class Check:
     def _noisy(self, count: int) -> list[Observation]:
         return self.baseline.noisy(count, lowered_to=self.transform.lowered_to)
 
+    @property
+    def _policy(self) -> Policy:
+        return self.layered.policy or self.policy
+
     def _why_no_truth(self) -> str:
+        if self.layered.policy is not None:
+            return "what is quantized is judged layer by layer"
         if not self.policy.needs_truth:
             return f"policy {self.case.policy} needs no truth"
         return self.baseline.no_truth or "the candidate failed before anything could be compared"
@@ -128,7 +139,7 @@ class Check:
         candidate, baseline, keeps_names = self.candidate, self.baseline, self.transform.keeps_names
         stages: list[Stage] = []
         unmatched: list[Unmatched] = []
-        if self.policy.needs_truth and baseline.no_truth:
+        if self._policy.needs_truth and baseline.no_truth:
             self.notes.append(
                 f"no truth: {baseline.no_truth}. Pass policy 'rtol=…,atol=…' or 'close' to judge by fixed tolerances"
             )
@@ -136,7 +147,7 @@ class Check:
             if candidate.failure and candidate.has_failed_by(name):
                 reason = f"{candidate.failure.type}: {candidate.failure.message}"
                 return [*stages, Stage(name=name, verdict=Verdict.CRASHED, reason=reason)], unmatched
-            if name not in baseline.reference.stages:
+            if name not in baseline.reference.stages or (name != "forward" and not self.transform.has_backward):
                 stages += self._without_gradients(name)
                 continue
             found, alone, nameless = self._compare(name, noisy)
@@ -162,10 +173,10 @@ class Check:
         truth: Observation | None = None,
         reference: Observation | None = None,
     ) -> tuple[list[Comparison], list[Unmatched], list[Unmatched]]:
-        judge = Judge(policy=self.policy, terms=self._terms, is_stepped=stage == "steps")
+        judge = Judge(policy=self._policy, terms=self._terms, is_stepped=stage == "steps")
         baseline, observed = self.baseline, self.candidate.observation
         reference = reference or baseline.reference
-        truth = truth or (baseline.truth if self.policy.needs_truth else None)
+        truth = truth or (baseline.truth if self._policy.needs_truth else None)
         of_reference, of_candidate, nameless = paired(
             stage, reference, observed, keeps_names=self.transform.keeps_names
         )
@@ -186,7 +197,7 @@ class Check:
     @property
     def _terms(self) -> Terms:
         return Terms(
-            ignore=frozenset(self.case.ignore),
+            ignore=frozenset(self.case.ignore) | self.transform.changes,
             strict=frozenset(self.case.strict),
             lowered_to=self.transform.lowered_to,
         )
@@ -239,13 +250,13 @@ class Check:
         return followed
 
     def _without_gradients(self, name: str) -> list[Stage]:
-        loss = self.baseline.plan.loss
-        if self.stages_by_default and loss is None:
-            self.notes.append(f"{name} were not compared: no output of the reference requires grad")
+        has_loss = self.transform.has_backward and self.baseline.plan.loss is not None
+        what = "the loss does not require grad" if has_loss else "no output of the reference requires grad"
+        what = what if self.transform.has_backward else f"what {self.case.transform} makes has no backward"
+        if self.stages_by_default and not has_loss:
+            self.notes.append(f"{name} were not compared: {what}")
             return []
-        what = "no output requires grad" if loss is None else "the loss does not require grad"
-        reason = f"{what}, so there is nothing to compare"
-        return [Stage(name=name, verdict=Verdict.INCONCLUSIVE, reason=reason)]
+        return [Stage(name=name, verdict=Verdict.INCONCLUSIVE, reason=f"{what}, so there is nothing to compare")]
 
     def _hold_steady(self, stages: list[Stage]) -> list[Stage]:
         unsteady = steadiness.differing_runs(self.baseline.reference, self.baseline.second_reference)

@@ -9,20 +9,22 @@ choice within noise is tried the other way, and kept where that brings the truth
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeGuard
 
 import torch
 
 from torchdelta._torch import lift
 from torchdelta._torch.noisy import Noisy
 from torchdelta._torch.torn import Choice, Force, Watch
+from torchdelta.compare.judge import is_inexact
 from torchdelta.compare.spread import spread
 from torchdelta.engine.baseline import Baseline
+from torchdelta.engine.replay import within
 from torchdelta.engine.undecided import Followed
 from torchdelta.execute.sides import Side, varied_in
-from torchdelta.execute.stages import BeforeStep, Observation, Scope, SideFailed, observe
+from torchdelta.execute.stages import BeforeStep, Observation, Plan, Scope, SideFailed, observe
 from torchdelta.records.comparison import Comparison
 from torchdelta.records.report import Stage
 from torchdelta.records.verdict import Verdict
@@ -31,6 +33,8 @@ WITHIN = 4.0
 """So many times its noise apart, two values may be in either order."""
 TRIED = 32
 """Choices that are tried the other way, those with the smallest margins first."""
+FAR = 8.0
+"""An error this many times of what is allowed is not made by a few choices among many."""
 RUNS = 3
 """Noisy runs that follow."""
 
@@ -82,67 +86,69 @@ class Follower:
 
     def explain(self, stages: list[Stage]) -> list[Stage]:
         """Return the stages with what other decisions explain equivalent, and what they may explain inconclusive."""
-        is_other_function = any(
-            seen.verdict is Verdict.DIVERGED for leaves in self.told.values() for seen in leaves.values()
-        )
-        if is_other_function or not any(_is_suspect(seen) for stage in stages for seen in stage.comparisons):
+        suspects = [stage.name for stage in stages if _has_suspects(stage)]
+        if not suspects or any(_has_diverged(leaves.values()) for leaves in self.told.values()):
             return stages
         with self.baseline.timed("follow"):
             try:
                 if self.baseline.has_chosen:
                     self._turn_choices()
-                has_steps = any(stage.name == "steps" and _has_suspects(stage) for stage in stages)
-                return self._judged(stages) if self.turned or has_steps else [self._doubted(stage) for stage in stages]
+                if self.turned or suspects == ["steps"]:
+                    stages = self._judged(stages, has_steps="steps" in suspects)
             except SideFailed as failed:
                 self.notes.append(
                     f"decisions within rounding were not followed: the program fails with them ({failed})"
                 )
                 return stages
+        return [self._doubted(stage) for stage in stages]
 
-    def _judged(self, stages: list[Stage]) -> list[Stage]:
+    def _judged(self, stages: list[Stage], *, has_steps: bool) -> list[Stage]:
         signs = Followed(
             candidate=self.candidate,
             truth=self.baseline.truth or Observation(),
             runs=(self.baseline.reference, *self.baseline.noisy(1)),
         )
-        runs = self._runs(signs)
+        runs = self._runs(signs, has_steps)
         explained = 0
         judged = []
         for stage in stages:
             if _has_suspects(stage):
                 again = {seen.path: seen for seen in self.compare(stage.name, runs)}
-                found = [_explained(seen, again.get(seen.path)) for seen in stage.comparisons]
+                told = self.told.get(stage.name, {})
+                found = [_explained(seen, again.get(seen.path), told.get(seen.path)) for seen in stage.comparisons]
                 explained += sum(old is not new for old, new in zip(stage.comparisons, found, strict=True))
                 stage = Stage.of(stage.name, tuple(found), stage.reason)
-            judged.append(self._doubted(stage))
+            judged.append(stage)
         if explained:
-            decided = [f"chose otherwise in {len(self.turned)} places ({self.turned[0]})"] if self.turned else []
-            decided += [f"stepped otherwise in {signs.count} elements whose gradient is zero but for rounding"] * bool(
-                signs.count
-            )
+            decided = [f"{len(self.turned)} choices ({self.turned[0]})"] if self.turned else []
+            if signs.count:
+                decided.append(f"the steps of {signs.count} elements whose gradient is zero but for rounding")
             self.notes.append(
-                f"in {explained} leaves the candidate was held against a truth that decided as it did: it "
-                f"{' and '.join(decided) or 'took another trajectory'}"
+                f"{explained} leaves were held against a truth that decided as the candidate did where rounding "
+                f"decides: it made otherwise {' and '.join(decided) or 'nothing, but stepped by a little more or less'}"
             )
         return judged
 
     def _doubted(self, stage: Stage) -> Stage:
-        """Return the stage with what other choices may explain inconclusive: not all of them were tried."""
+        """Return the stage with what choices that were not tried may explain inconclusive.
+
+        Those of later steps are not tried at all.
+        """
         is_open = len(self.torn) > TRIED or (bool(self.torn) and stage.name == "steps")
-        if not is_open or not _has_suspects(stage):
+        if not is_open or not stage.comparisons:
             return stage
         doubt = (
             f"but {len(self.torn)} choices are within rounding, the closest {self.torn[0]}, and a correct program "
-            "that makes some of them the other way is as far off"
+            "that makes others of them may be as far off"
         )
         told = self.told.get(stage.name, {})
-        found = [
-            replace(seen, verdict=Verdict.INCONCLUSIVE, reason=f"{seen.reason}; {doubt}")
-            if _is_suspect(seen) and seen.path in told
-            else seen
-            for seen in stage.comparisons
-        ]
-        return Stage.of(stage.name, tuple(found), stage.reason)
+
+        def doubted(seen: Comparison) -> Comparison:
+            if not _is_suspect(seen) or seen.path not in told or (stage.name != "steps" and seen.ratio > FAR):
+                return seen
+            return replace(seen, verdict=Verdict.INCONCLUSIVE, reason=f"{seen.reason}; {doubt}")
+
+        return Stage.of(stage.name, tuple(doubted(seen) for seen in stage.comparisons), stage.reason)
 
     def _turn_choices(self) -> None:
         """Find the choices within noise, and turn those that bring the truth closer to the candidate."""
@@ -150,25 +156,32 @@ class Follower:
         noise = Noisy(seed=self.baseline.plan.seed)
         others = [
             self._watched(_same, self.baseline.eager_scope)[1],
-            self._watched(_same, _within(self.baseline.eager_scope, noise), noise)[1],
+            self._watched(_same, within(self.baseline.eager_scope, noise), noise)[1],
         ]
-        self.torn = sorted(_torn(choices, others), key=lambda found: found.margin / found.noise)
-        self._chosen = [choice.indices for choice in choices]
+        moved = _moved(choices, others)
+        self.torn = sorted(_torn(choices, moved), key=lambda found: found.margin / found.noise)
         nearest = self._distance(truth)
-        for torn in self.torn[:TRIED]:
-            turned = list(self._chosen)
-            turned[torn.choice] = choices[torn.choice].changed(turned[torn.choice], torn.row, torn.pair)
-            scope = _within(self._lifted, Force(turned))
-            distance = self._distance(self._forward(lift.widened, scope))
-            if distance < nearest:
-                nearest, self._chosen = distance, turned
+        # in their order: what lies behind a choice that was turned may be chosen by a wide margin now
+        pending = sorted(self.torn[:TRIED], key=lambda found: found.choice)
+        for _ in range(TRIED):
+            if not pending:
+                break
+            torn = pending.pop(0)
+            told = [choice.indices for choice in choices[: torn.choice]]
+            told.append(choices[torn.choice].changed(torn.row, torn.pair))
+            truth, made = self._watched(lift.widened, within(self._lifted, Force(told)))
+            if (distance := self._distance(truth)) < nearest:
+                nearest, choices = distance, made
                 self.turned.append(torn)
+                pending = [other for other in pending if other.choice == torn.choice]
+                pending += [other for other in _torn(choices, moved) if other.choice > torn.choice]
+        self._chosen = [choice.indices for choice in choices]
 
     def _watched(
         self, convert: Callable[[torch.dtype], torch.dtype], scope: Scope, noise: Noisy | None = None
     ) -> tuple[Observation, list[Choice]]:
         watch = Watch()
-        return self._forward(convert, _within(scope, watch), noise), watch.choices
+        return self._forward(convert, within(scope, watch), noise), watch.choices
 
     def _forward(
         self, convert: Callable[[torch.dtype], torch.dtype], scope: Scope, noise: Noisy | None = None
@@ -186,28 +199,31 @@ class Follower:
     def _distance(self, truth: Observation) -> float:
         """Return how far the candidate's outputs are from this truth, each in units of the reference's distance."""
         total = 0.0
+        first = self.baseline.truth or truth
         for path, value in truth.stages["forward"].items():
-            given, held = (side.stages["forward"].get(path) for side in (self.candidate, self.baseline.reference))
-            first = self.baseline.truth.stages["forward"].get(path) if self.baseline.truth else None
-            known = [leaf for leaf in (value, given, held, first) if isinstance(leaf, torch.Tensor)]
-            if len(known) < 4 or not value.is_floating_point() or any(leaf.shape != value.shape for leaf in known):
-                continue
-            unit = spread(first, held).rms
-            distance = spread(value, given).rms
-            total += (distance / unit) ** 2 if unit else 0.0
+            sides = (self.candidate, self.baseline.reference, first)
+            leaves = [leaf for side in sides if _is_like(leaf := side.stages["forward"].get(path), value)]
+            if len(leaves) == len(sides) and is_inexact(value.dtype):
+                given, held, before = leaves
+                unit = spread(before, held).rms
+                total += (spread(value, given).rms / unit) ** 2 if unit else 0.0
         return total if math.isfinite(total) else math.inf
 
-    def _runs(self, signs: Followed) -> Runs:
-        truth = self._full(lift.widened, self._lifted, signs.lead)
-        reference = self._full(_same, self.baseline.eager_scope, signs.follow)
+    def _runs(self, signs: Followed, has_steps: bool) -> Runs:
+        plan = self.baseline.plan
+        if not has_steps:
+            plan = replace(plan, stages=tuple(name for name in plan.stages if name != "steps"))
+        truth = self._full(plan, lift.widened, self._lifted, signs.lead)
+        reference = self._full(plan, _same, self.baseline.eager_scope, signs.follow)
         noisy = []
         for index in range(RUNS):
-            noise = Noisy(seed=self.baseline.plan.seed + index)
-            noisy.append(self._full(_same, _within(self.baseline.eager_scope, noise), signs.follow, noise))
+            noise = Noisy(seed=plan.seed + index)
+            noisy.append(self._full(plan, _same, within(self.baseline.eager_scope, noise), signs.follow, noise))
         return Runs(reference=reference, truth=truth, noisy=noisy)
 
     def _full(
         self,
+        plan: Plan,
         convert: Callable[[torch.dtype], torch.dtype],
         scope: Scope,
         before_step: BeforeStep,
@@ -217,22 +233,28 @@ class Follower:
         side = Side.copied_from(baseline.program, convert=convert)
         if noise is not None:
             noise.start_from(varied_in(side))
-        forced = _within(scope, Force(self._chosen)) if self.turned else scope
-        return observe(side, baseline.plan, baseline.original, forced, convert, before_step=before_step)
+        forced = within(scope, Force(self._chosen)) if self.turned else scope
+        return observe(side, plan, baseline.original, forced, convert, before_step=before_step)
 
 
 def _same(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def _torn(choices: Sequence[Choice], others: Sequence[Sequence[Choice]]) -> Iterator[_Torn]:
-    """Yield every row whose margin is within what correct runs move the values of that choice by."""
+def _moved(choices: Sequence[Choice], others: Sequence[Sequence[Choice]]) -> list[float]:
+    """Return by how much correct runs move the values of each choice."""
+    moved = []
     for index, choice in enumerate(choices):
         runs = [run[index].rows for run in others if index < len(run) and run[index].rows.shape == choice.rows.shape]
-        if not runs or not choice.rows.numel():
-            continue
-        # of a row that an earlier choice took elsewhere, the values moved for that reason
-        noise = max(float((run - choice.rows).abs().amax(-1).nanmedian()) for run in runs)
+        # the values of a row that an earlier choice took elsewhere moved for that reason: so it is the median
+        moves = [float((run - choice.rows).abs().amax(-1).nanmedian()) for run in runs if run.numel()]
+        moved.append(max(moves, default=0.0))
+    return moved
+
+
+def _torn(choices: Sequence[Choice], moved: Sequence[float]) -> Iterator[_Torn]:
+    """Yield every row of a choice whose margin is within noise."""
+    for index, (choice, noise) in enumerate(zip(choices, moved, strict=False)):
         margins, pairs = choice.other_way()
         for row in (margins <= WITHIN * noise).nonzero()[:, 0].tolist() if noise > 0.0 else ():
             yield _Torn(index, row, pairs[row], float(margins[row]), noise, choice.operation)
@@ -248,19 +270,18 @@ def _has_suspects(stage: Stage) -> bool:
     return any(_is_suspect(seen) for seen in stage.comparisons)
 
 
-def _explained(seen: Comparison, again: Comparison | None) -> Comparison:
+def _has_diverged(leaves: Iterable[Comparison]) -> bool:
+    return any(seen.verdict is Verdict.DIVERGED for seen in leaves)
+
+
+def _is_like(leaf: object, value: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(leaf, torch.Tensor) and isinstance(value, torch.Tensor) and leaf.shape == value.shape
+
+
+def _explained(seen: Comparison, again: Comparison | None, told: Comparison | None) -> Comparison:
     if again is None or not _is_suspect(seen) or again.verdict is not Verdict.EQUIVALENT:
         return seen
-    return replace(again, details={**again.details, "followed": True})
-
-
-def _within(scope: Scope, *modes: AbstractContextManager[object]) -> Scope:
-    @contextmanager
-    def nested() -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(scope())
-            for mode in modes:
-                stack.enter_context(mode)
-            yield
-
-    return nested
+    details = {**again.details, "followed": True}
+    if told is not None and told.error is not None:
+        details |= {"semantic_error": told.error, "semantic_noise": told.noise or 0.0}
+    return replace(again, details=details)

@@ -19,9 +19,11 @@ from torchdelta.execute.sides import Side
 from torchdelta.locate.causes import find_cause
 from torchdelta.locate.decompositions import Decompositions
 from torchdelta.locate.found import Found, found_behind_taps, found_in_lockstep, found_in_modules
+from torchdelta.locate.gates import Gates
 from torchdelta.locate.hooks import locate_modules
 from torchdelta.locate.ladder import BACKEND, DECOMPOSED, climb
 from torchdelta.locate.local import LocalJudge
+from torchdelta.locate.quantized import QuantizedJudge
 from torchdelta.locate.side_by_side import SideBySide
 from torchdelta.locate.taps import Taps
 from torchdelta.records.comparison import Comparison
@@ -90,30 +92,44 @@ class Locating:
         bad = next((rung.name for rung in rungs if rung.verdict.is_failure), None)
         if report.failure is not None:
             return Found(), rungs
-        if not transform.has_seam:
-            return self._by_modules(transform), rungs
         if bad not in (None, BACKEND, DECOMPOSED) and isinstance(transform, Compiler):
             return Found(notes=(TOO_EARLY.format(rung=bad),)), rungs
         with self.check.baseline.timed("locating"):
-            if bad == DECOMPOSED:
-                found = self._by_decomposition(transform)
-            elif isinstance(transform, Compiler):
-                found = self._by_taps(lambda seam: WatchedAfterAot(transform, seam), report)
-                if not found.coverage or not found.coverage.total:
-                    found = self._by_taps(lambda seam: Watched(transform, seam), report)
-            else:
-                found = self._between_graphs(transform, report)
+            found = self._by_decomposition(transform) if bad == DECOMPOSED else self.look_at_nodes(report)
         if bad == BACKEND and (self.with_cause or self.is_disturbed or not found.culprits):
             found = self._with_cause(transform, found, report)
         return found, rungs
 
+    def look_at_nodes(self, report: Report) -> Found:
+        """Judge every node that can be got at, in whatever way this transform allows."""
+        transform = self.check.transform
+        if not transform.has_seam:
+            return self._by_modules(transform)
+        if not isinstance(transform, Compiler):
+            return self._between_graphs(transform, report)
+        found = self._by_taps(lambda seam: WatchedAfterAot(transform, seam), report)
+        is_after_aot = found.coverage is not None and found.coverage.total > 0
+        return found if is_after_aot else self._in_black_box(transform, report)
+
     def _between_graphs(self, transform: Transform, report: Report) -> Found:
-        has_gradients = any(stage.name != "forward" for stage in report.stages)
+        has_gradients = transform.has_backward and any(stage.name != "forward" for stage in report.stages)
         seam = SideBySide(judge=self._judge(), given=self.given, with_gradients=has_gradients)
         self._run(Watched(transform, seam))
         if seam.black_boxes:
-            return self._by_taps(lambda taps: Watched(transform, taps), report)
+            return self._in_black_box(transform, report)
         return found_in_lockstep(seam.seen)
+
+    def _in_black_box(self, transform: Transform, report: Report) -> Found:
+        """Tap the graph as it is handed over; what only gradients show takes gates on its edges too."""
+        found = self._by_taps(lambda seam: Watched(transform, seam), report)
+        if found.culprits or all(
+            stage.verdict is not Verdict.DIVERGED for stage in report.stages if stage.name != "forward"
+        ):
+            return found
+        gates = Gates(judge=self._judge())
+        self._run(Watched(transform, gates))
+        self.compiles += transform.is_compiler
+        return found_behind_taps(gates.judged(), gates.total, sorted(gates.judge.notes))
 
     def _by_taps(self, watched: Callable[[Seam], Transform], report: Report) -> Found:
         """Tap, and see to it that the failure is still there; nothing that was seen without it counts."""
@@ -184,7 +200,9 @@ class Locating:
         return replace(found, culprits=(culprit,), notes=(*found.notes, BETWEEN))
 
     def _judge(self) -> LocalJudge:
-        return LocalJudge(
+        # a quantized layer is off by its own steps, which no dtype tells
+        kind = QuantizedJudge if self.check.transform.rounds_to_levels else LocalJudge
+        return kind(
             seed=self.check.case.seed,
             is_lifted=self.is_lifted,
             lowered_to=self.check.transform.lowered_to,

@@ -44,6 +44,7 @@ def prepare(
     deterministic: bool = False,
     anomaly: bool = False,
     semantic: bool = True,
+    thorough: bool = False,
     progress: Progress = lambda _: None,
 ) -> Check:
     """Return the check that `torchdelta.check` would run, where these words are explained."""
@@ -71,6 +72,7 @@ def prepare(
         deterministic=deterministic,
         anomaly=anomaly,
         semantic=semantic,
+        thorough=thorough,
     )
     # a factory draws its weights: from the seed of the case, and without changing anybody's generators
     with runtime.preserved():

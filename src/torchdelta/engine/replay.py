@@ -36,12 +36,12 @@ def replayed(baseline: Baseline) -> Replayed | None:
     noise = Noisy(seed=plan.seed)
     with baseline.timed("replay"):
         try:
-            observe(Side.copied_from(baseline.program), plan, original, _within(baseline.eager_scope, recorded))
+            observe(Side.copied_from(baseline.program), plan, original, within(baseline.eager_scope, recorded))
             if not recorded.chosen:
                 return None
             unit = unit_roundoff(baseline.drawn_in)
             of_truth, of_noise = Replay(recorded.chosen, unit), Replay(recorded.chosen, unit)
-            lifted = _within(baseline.lifted_scope(baseline.drawn_in), of_truth)
+            lifted = within(baseline.lifted_scope(baseline.drawn_in), of_truth)
             truth = observe(
                 Side.copied_from(baseline.program, convert=lift.widened), plan, original, lifted, lift.widened
             )
@@ -49,14 +49,16 @@ def replayed(baseline: Baseline) -> Replayed | None:
                 return None
             side = Side.copied_from(baseline.program)
             noise.start_from(varied_in(side))
-            noisy = observe(side, plan, original, _within(baseline.eager_scope, noise, of_noise))
+            noisy = observe(side, plan, original, within(baseline.eager_scope, noise, of_noise))
         except SideFailed as failed:
             baseline.notes.append(f"choices within rounding were not replayed: the program fails with them ({failed})")
             return None
     return Replayed(truth, noisy, of_truth.count)
 
 
-def _within(scope: Scope, *modes: AbstractContextManager[object]) -> Scope:
+def within(scope: Scope, *modes: AbstractContextManager[object]) -> Scope:
+    """Return a scope with these modes inside it."""
+
     @contextmanager
     def nested() -> Iterator[None]:
         with ExitStack() as stack:

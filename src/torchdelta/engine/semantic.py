@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -121,14 +122,18 @@ def add(stage: Stage, lifted: Mapping[str, Comparison], baseline: Baseline) -> S
     """Return the stage with what float64 told about each of its leaves."""
     if not lifted or not stage.comparisons:
         return stage
-    return Stage.of(
-        stage.name,
-        tuple(_told(seen, lifted.get(seen.path), stage.name, baseline) for seen in stage.comparisons),
-        stage.reason,
-    )
+
+    @functools.cache
+    def is_foreign(path: str) -> bool:
+        return _is_of_another_program(baseline, stage.name, path)
+
+    # after a step all leaves have one answer
+    asked = is_foreign if stage.name != "steps" else lambda _: is_foreign("")
+    comparisons = tuple(_told(seen, lifted.get(seen.path), asked) for seen in stage.comparisons)
+    return Stage.of(stage.name, comparisons, stage.reason)
 
 
-def _told(seen: Comparison, told: Comparison | None, stage: str, baseline: Baseline) -> Comparison:
+def _told(seen: Comparison, told: Comparison | None, is_foreign: Callable[[str], bool]) -> Comparison:
     if told is None or seen.verdict is Verdict.DIVERGED or seen.measurement is None:
         return seen
     if told.measurement is None:
@@ -140,7 +145,7 @@ def _told(seen: Comparison, told: Comparison | None, stage: str, baseline: Basel
     if told.verdict is Verdict.DIVERGED:
         details |= {"question": "semantic", "native_error": seen.error or 0.0, "native_allowed": seen.allowed or 0.0}
         verdict, reason = Verdict.DIVERGED, told.reason
-        if _is_of_another_program(baseline, stage, seen.path):
+        if is_foreign(seen.path):
             verdict, reason = Verdict.INCONCLUSIVE, f"{reason}; but {_FOREIGN_TRUTH}"
         return replace(
             seen,
@@ -152,7 +157,7 @@ def _told(seen: Comparison, told: Comparison | None, stage: str, baseline: Basel
             details=details,
         )
     is_far = float(seen.details.get("reference_error", 0.0)) > 2.0 * FOREIGN * float(seen.details.get("floor", 0.0))
-    if is_far and seen.verdict is Verdict.EQUIVALENT and _is_of_another_program(baseline, stage, seen.path):
+    if is_far and seen.verdict is Verdict.EQUIVALENT and is_foreign(seen.path):
         reason = f"{seen.reason}, but {_FOREIGN_TRUTH}"
         return replace(seen, verdict=Verdict.INCONCLUSIVE, reason=reason, details=details)
     return replace(seen, details=details)

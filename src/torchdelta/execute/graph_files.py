@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.fx import GraphModule
 
-from torchdelta._torch import targets
+from torchdelta._torch import modes, targets
 from torchdelta.errors import ReportUnreadable, TorchDeltaError, UsageError
 from torchdelta.execute.graph_modules import ModuleWriter, read_modules
 from torchdelta.execute.graph_tensors import StorageRow, TensorRow, TensorWriter, read_tensors
@@ -32,14 +32,15 @@ _FORMAT = "torchdelta graph"
 def write_graph(graph_module: GraphModule, path: str | os.PathLike[str]) -> None:
     """Write a graph with its tensors and handles: JSON to the path, tensors to `<path>.safetensors`.
 
-    UsageError says what cannot be written; then neither file is touched.
+    UsageError says what in the graph cannot be written; then no file is touched.
     """
     if not isinstance(graph_module, GraphModule):
         raise UsageError(f"{type(graph_module).__name__} is no graph: trace it, or take the `module()` of an export")
-    tensors = TensorWriter()
-    modules = ModuleWriter(tensors)
-    modules.add(graph_module)
-    rows, storages, data = tensors.rows()
+    with modes.outside_modes():
+        tensors = TensorWriter()
+        modules = ModuleWriter(tensors)
+        modules.add(graph_module)
+        rows, storages, data = tensors.rows()
     document = {
         "format": _FORMAT,
         "graph_version": GRAPH_VERSION,
@@ -65,8 +66,9 @@ def read_graph(path: str | os.PathLike[str], *, allow: Iterable[str] = ()) -> Gr
     try:
         rows = decode(tuple[TensorRow, ...], document.get("tensors"), "tensors")
         storages = decode(tuple[StorageRow, ...], document.get("storages"), "storages")
-        tensors = read_tensors(rows, storages, _read_data(tensors_path(path)))
-        return read_modules(document.get("modules"), tensors, _finder(tuple(allow)))
+        with modes.outside_modes():
+            tensors = read_tensors(rows, storages, _read_data(tensors_path(path)))
+            return read_modules(document.get("modules"), tensors, _finder(tuple(allow)))
     except RecursionError as error:
         raise ReportUnreadable(f"{os.fspath(path)}: it is nested too deeply") from error
     except TorchDeltaError as error:

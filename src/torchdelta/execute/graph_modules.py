@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import reprlib
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from torchdelta._torch import conventions, described
 from torchdelta.errors import ReportUnreadable, UsageError
-from torchdelta.execute.graph_nodes import Find, fetch_callable, read_nodes, refer_to_callable, write_nodes
+from torchdelta.execute.graph_nodes import Find, fetching, read_nodes, refer_to_callable, write_nodes
 from torchdelta.execute.graph_tensors import TensorWriter
 from torchdelta.execute.graph_values import Unwritable, decode_value, encode_value
 
@@ -36,6 +36,7 @@ class ModuleWriter:
         self.records: list[dict[str, Any]] = []
         self._tensors = tensors
         self._index: dict[int, int] = {}
+        self._read: set[tuple[int, str]] = set()
 
     def add(self, module: torch.nn.Module, path: str = "") -> int:
         """Return the row of a module; UsageError says what in it cannot be written."""
@@ -50,6 +51,8 @@ class ModuleWriter:
         _refuse_hooks(module, where)
         held = vars(module)
         is_graph = isinstance(module, GraphModule)
+        if isinstance(module, GraphModule):
+            self._read.update((id(owner), name) for owner, name in _attributes_read(module))
         modules = {
             name: None if child is None else self.add(child, f"{path}.{name}" if path else name)
             for name, child in held["_modules"].items()
@@ -91,8 +94,7 @@ class ModuleWriter:
         own = {name: value for name, value in vars(module).items() if name not in _MACHINERY}
         if isinstance(module, GraphModule):
             # the rest belongs to whoever traced it
-            read = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
-            own = {name: value for name, value in own.items() if name in read}
+            own = {name: value for name, value in own.items() if (id(module), name) in self._read}
         return {name: encode_value(value, self._refer) for name, value in own.items()}
 
     def _tensor(self, value: Any) -> int | None:
@@ -103,7 +105,7 @@ class ModuleWriter:
             return {"tensor": self._tensors.add(value)}
         if isinstance(value, weakref.ref) and isinstance(value(), torch.Tensor):
             # recurrent layers keep such of their weights
-            return {"weak": self._tensors.add(value())}
+            return {"weak": self._tensors.add(cast(torch.Tensor, value()))}
         return refer_to_callable(value)
 
 
@@ -131,12 +133,14 @@ def _read_module(
     if not isinstance(record, dict):
         raise ReportUnreadable(f"{where}: {reprlib.repr(record)} is no module")
 
+    fetch_other = fetching(find)
+
     def fetch(tag: str, data: Any, place: str) -> Any:
         if tag == "tensor":
             return _member(tensors, data, place)
         if tag == "weak":
             return weakref.ref(_member(tensors, data, place))
-        return fetch_callable(tag, data, place, find)
+        return fetch_other(tag, data, place)
 
     module = _bare(record, where, find)
     state = vars(module)
@@ -148,7 +152,8 @@ def _read_module(
         raise ReportUnreadable(f"{where}.parameters: one of them is a tensor, and no parameter")
     state["_non_persistent_buffers_set"].update(decode_value(record.get("not_persistent"), where))
     for name, value in _entries(record, "attributes", where).items():
-        if name in _MACHINERY:
+        # what a graph module has itself is called while its code is made
+        if name in _MACHINERY or (isinstance(module, GraphModule) and hasattr(module, name)):
             raise ReportUnreadable(f"{where}.attributes: {name} is torch's own")
         state[name] = decode_value(value, f"{where}.attributes.{name}", fetch)
     if isinstance(module, GraphModule):
@@ -159,8 +164,11 @@ def _read_module(
 def _bare(record: Mapping[str, Any], where: str, find: Find) -> torch.nn.Module:
     """Return a module without anything in it."""
     if "nodes" in record:
-        return GraphModule({}, Graph(), str(record.get("name", "GraphModule")))
-    kind = decode_value(record.get("class"), f"{where}.class", lambda *written: fetch_callable(*written, find))
+        name = record.get("name")
+        if not isinstance(name, str) or not name.isprintable():
+            raise ReportUnreadable(f"{where}.name: {reprlib.repr(name)} is no name of a class")
+        return GraphModule({}, Graph(), name)
+    kind = decode_value(record.get("class"), f"{where}.class", fetching(find))
     if not isinstance(kind, type) or not issubclass(kind, torch.nn.Module) or issubclass(kind, GraphModule):
         raise ReportUnreadable(f"{where}.class: {kind!r} is no module")
     module: torch.nn.Module = object.__new__(kind)
@@ -175,7 +183,7 @@ def _read_graph(
     place = f"{where}.convention"
 
     def decode(context: Any) -> Any:
-        return decode_value(context, place, lambda *written: fetch_callable(*written, find))
+        return decode_value(context, place, fetching(find))
 
     try:
         conventions.set_convention(graph, record.get("convention"), decode, lambda name: find(name, place))
@@ -183,10 +191,32 @@ def _read_graph(
         raise ReportUnreadable(f"{place}: {error}") from error
     meta = _entries(record, "meta", where)
     module.meta.update({key: decode_value(value, f"{where}.meta.{key}") for key, value in meta.items()})
+    for owner, name in _attributes_read(module, graph):
+        if not _has(owner, name):
+            raise ReportUnreadable(f"{where}.nodes: one of them reads or calls {name}, which no module has")
     try:
         module.graph = graph
     except Exception as error:
         raise ReportUnreadable(f"{where}: its nodes make no code: {error}") from error
+
+
+def _attributes_read(module: GraphModule, graph: Graph | None = None) -> Iterator[tuple[Any, str]]:
+    """Yield each attribute that a graph's nodes read or call, with the module that it belongs to."""
+    for node in (graph or module.graph).nodes:
+        if node.op in ("get_attr", "call_module"):
+            *path, name = str(node.target).split(".")
+            owner: Any = module
+            for step in path:
+                owner = vars(owner)["_modules"].get(step) if isinstance(owner, torch.nn.Module) else None
+            yield owner, name
+
+
+def _has(owner: Any, name: str) -> bool:
+    if not isinstance(owner, torch.nn.Module):
+        return False
+    state = vars(owner)
+    held = (state, state["_modules"], state["_parameters"], state["_buffers"])
+    return any(name in names for names in held) or hasattr(type(owner), name)
 
 
 def _entries(record: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 
 from torchdelta._torch import conventions, described, targets
 from torchdelta.errors import ReportUnreadable, UsageError
-from torchdelta.execute.graph_values import Refer, Unwritable, decode_value, encode_value
+from torchdelta.execute.graph_values import Fetch, Unwritable, decode_value, encode_value
 
 _OPS = ("placeholder", "get_attr", "call_function", "call_method", "call_module", "output")
 _DESCRIBED = ("val", "example_value", "tensor_meta")
@@ -32,7 +32,13 @@ Find = Callable[[str, str], Any]
 
 def write_nodes(graph: Graph, where: str, is_left_out: Callable[[Node], bool]) -> list[dict[str, Any]]:
     """Return the nodes of a graph in their order; UsageError says which of them cannot be written."""
-    return [_write_node(node, f"{where}{node.name}") for node in graph.nodes if not is_left_out(node)]
+    written: set[Node] = set()
+    records = []
+    for node in graph.nodes:
+        if not is_left_out(node):
+            records.append(_write_node(node, f"{where}{node.name}", written))
+            written.add(node)
+    return records
 
 
 def read_nodes(records: Any, where: str, find: Find, redrawing: described.Redrawing) -> Graph:
@@ -59,27 +65,41 @@ def refer_to_callable(value: Any) -> dict[str, Any] | None:
     return None
 
 
-def fetch_callable(tag: str, data: Any, where: str, find: Find) -> Any:
-    """Find what `refer_to_callable` wrote down."""
-    if tag == "target":
-        return find(_expect(data, str, where), where)
-    if tag == "enum":
-        name, member = _expect(data, list, where)
-        kind = find(name, where)
-        if not isinstance(kind, enum.EnumMeta) or member not in kind.__members__:
-            raise ReportUnreadable(f"{where}: {name} has no member {member!r}")
-        return kind.__members__[member]
-    if tag == "tree":
-        return conventions.rebuild_tree(
-            data,
-            lambda context: decode_value(context, where, lambda *written: fetch_callable(*written, find)),
-            lambda name: find(name, where),
-        )
-    raise ReportUnreadable(f"{where}: {tag!r} is no kind of value")
+def fetching(find: Find) -> Fetch:
+    """Return what finds what `refer_to_callable` wrote down."""
+
+    def fetch(tag: str, data: Any, where: str) -> Any:
+        if tag == "target":
+            return find(_expect(data, str, where), where)
+        if tag == "enum":
+            return _member(data, where, find)
+        if tag != "tree":
+            raise ReportUnreadable(f"{where}: {tag!r} is no kind of value")
+        try:
+            return conventions.rebuild_tree(
+                data, lambda context: decode_value(context, where, fetch), lambda name: find(name, where)
+            )
+        except (LookupError, TypeError, ValueError) as error:
+            raise ReportUnreadable(f"{where}: it describes no structure: {error}") from error
+
+    return fetch
 
 
-def _write_node(node: Node, where: str) -> dict[str, Any]:
-    refer = _refer_in(node.graph)
+def _member(data: Any, where: str, find: Find) -> Any:
+    if not isinstance(data, list) or len(data) != 2 or not all(isinstance(part, str) for part in data):
+        raise ReportUnreadable(f"{where}: {reprlib.repr(data)} is no member of an enumeration")
+    kind = find(data[0], where)
+    if not isinstance(kind, enum.EnumMeta) or data[1] not in kind.__members__:
+        raise ReportUnreadable(f"{where}: {data[0]} has no member {data[1]!r}")
+    return kind.__members__[data[1]]
+
+
+def _write_node(node: Node, where: str, written: Set[Node]) -> dict[str, Any]:
+    for source in node.all_input_nodes:
+        if source not in written:
+            raise UsageError(
+                f"{where} uses {source.name}, which its graph has not computed before it: sort the graph first"
+            )
     try:
         target = targets.name_target(node.target) if node.op == "call_function" else node.target
     except ValueError as error:
@@ -89,8 +109,8 @@ def _write_node(node: Node, where: str) -> dict[str, Any]:
             "op": node.op,
             "name": node.name,
             "target": target,
-            "args": [encode_value(argument, refer) for argument in node.args],
-            "kwargs": {name: encode_value(argument, refer) for name, argument in node.kwargs.items()},
+            "args": [encode_value(argument, _refer) for argument in node.args],
+            "kwargs": {name: encode_value(argument, _refer) for name, argument in node.kwargs.items()},
         }
     except Unwritable as error:
         raise UsageError(
@@ -105,15 +125,8 @@ def _write_node(node: Node, where: str) -> dict[str, Any]:
     return record
 
 
-def _refer_in(graph: Graph) -> Refer:
-    def refer(value: Any) -> dict[str, Any] | None:
-        if isinstance(value, Node):
-            if value.graph is not graph:
-                raise Unwritable(f"{value.name} is a node of another graph")
-            return {"node": value.name}
-        return refer_to_callable(value)
-
-    return refer
+def _refer(value: Any) -> dict[str, Any] | None:
+    return {"node": value.name} if isinstance(value, Node) else refer_to_callable(value)
 
 
 def _named(value: Any) -> str:
@@ -130,9 +143,11 @@ def _read_node(graph: Graph, record: dict[str, Any], where: str, made: Mapping[s
     args = _expect(record.get("args"), list, f"{where}.args")
     kwargs = _expect(record.get("kwargs"), dict, f"{where}.kwargs")
 
+    fetch_other = fetching(find)
+
     def fetch(tag: str, data: Any, place: str) -> Any:
         if tag != "node":
-            return fetch_callable(tag, data, place, find)
+            return fetch_other(tag, data, place)
         if not isinstance(data, str) or data not in made:
             raise ReportUnreadable(f"{place}: no node before it is called {data!r}")
         return made[data]
@@ -168,7 +183,7 @@ def _refuse_strange_names(op: str, target: str, kwargs: Mapping[str, Any], where
 
 
 def _write_annotation(annotation: Any) -> str | None:
-    """Return a class of torch's or Python's own by name: an annotation computes nothing, so that others are left out."""
+    """Return a class of torch's or Python's own by name; others are left out, since an annotation computes nothing."""
     try:
         name = targets.name_target(annotation) if isinstance(annotation, type) else None
         if name is not None:
@@ -228,7 +243,7 @@ def _refer_to_member(value: Any) -> dict[str, Any] | None:
 def _read_meta(data: Any, where: str, find: Find, redrawing: described.Redrawing) -> dict[str, Any]:
     def fetch(tag: str, content: Any, place: str) -> Any:
         if tag == "enum":
-            return fetch_callable(tag, content, place, find)
+            return _member(content, place, find)
         if tag != "described":
             raise ReportUnreadable(f"{place}: {tag!r} is no kind of plain data")
         try:

@@ -80,7 +80,7 @@ class TensorWriter:
                 StorageRow(
                     device=str(members[0].device),
                     size=stop - start,
-                    checksum=None if content is None else zlib.crc32(content.numpy()),
+                    checksum=None if content is None else zlib.crc32(content.numpy().data),
                 )
             )
         return [rows[index] for index in range(len(rows))], storages, data
@@ -95,9 +95,9 @@ def read_tensors(
 
 
 def _refuse_special(tensor: torch.Tensor) -> None:
-    what = tensors.describe(tensor)
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        raise Unwritable(f"a {what} is of class {type(tensor).__name__}, and only plain tensors can be kept")
+        raise Unwritable(f"a tensor is of class {type(tensor).__qualname__}, and only plain tensors can be kept")
+    what = tensors.describe(tensor)
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else "not strided"
         raise Unwritable(f"a {what} is {kind}, and only ordinary strided tensors can be kept")
@@ -116,7 +116,7 @@ def _reach(members: Sequence[torch.Tensor]) -> tuple[int, int]:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    first = tensor.storage_offset()
+    first = int(tensor.storage_offset())
     last = first + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return first * tensor.itemsize, (last + 1) * tensor.itemsize
 
@@ -128,7 +128,7 @@ def _bytes(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 def _row(tensor: torch.Tensor, storage: int, start: int) -> TensorRow:
     # an empty view may lie anywhere, also outside of what is kept
-    offset = tensor.storage_offset() - start // tensor.itemsize if tensor.numel() else 0
+    offset = int(tensor.storage_offset()) - start // tensor.itemsize if tensor.numel() else 0
     return TensorRow(
         storage=storage,
         offset=offset,
@@ -152,7 +152,7 @@ def _storage(index: int, row: StorageRow, data: Mapping[str, torch.Tensor]) -> t
     content = data.get(str(index))
     if content is None or content.dtype is not torch.uint8 or content.dim() != 1 or len(content) != row.size:
         raise ReportUnreadable(f"{where}: the file of tensors has not its {row.size} bytes")
-    if zlib.crc32(content.numpy()) != row.checksum:
+    if zlib.crc32(content.numpy().data) != row.checksum:
         raise ReportUnreadable(f"{where}: its bytes are not those that were written")
     try:
         # a copy: what was read may lie in the mapped file, at any address

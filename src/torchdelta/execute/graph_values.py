@@ -39,12 +39,11 @@ class Unwritable(ValueError):
     """A value that has no place in a file."""
 
 
-def refer_to_nothing(value: Any) -> None:
+def refer_to_nothing(_: Any) -> None:
     """Refuse every reference: the value must be plain data."""
-    return None
 
 
-def fetch_nothing(tag: str, data: Any, where: str) -> NoReturn:
+def fetch_nothing(tag: str, _: Any, where: str) -> NoReturn:
     """Refuse every reference: the value must be plain data."""
     raise ReportUnreadable(f"{where}: {tag!r} is no kind of plain data")
 

@@ -101,7 +101,13 @@ def found_in_modules(rows: tuple[Row, ...], culprits: tuple[Row, ...], coverage:
 
 def record_of(node: Node) -> NodeRecord:
     """Return what a node is, to somebody who has not its graph."""
-    return NodeRecord(name=node.name, op=op_name(node), module_path=module_path(node), source_line=source_line(node))
+    return NodeRecord(
+        name=node.name,
+        op=op_name(node),
+        module_path=module_path(node),
+        source_line=source_line(node),
+        inputs=tuple(source.name for source in node.all_input_nodes),
+    )
 
 
 def culprit_at(record: NodeRecord, seen: Sequence[Comparison], stage: str) -> Culprit:

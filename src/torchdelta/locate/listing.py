@@ -73,6 +73,7 @@ def _record(name: str, placed: Placed) -> NodeRecord:
         handles=tuple(sorted(handles)),
         module_path=nodes.module_path(node),
         source_line=nodes.source_line(node),
+        inputs=tuple(f"{name.removesuffix(node.name)}{source.name}" for source in node.all_input_nodes),
     )
 
 

@@ -8,7 +8,7 @@ what differs only on the candidate's own values inherited that.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
@@ -70,7 +70,8 @@ class Lockstep:
     candidate: GraphModule
     alignment: Alignment
     judge: LocalJudge
-    with_gradients: bool = True
+    trained: Collection[Node] = frozenset()
+    """The reference's nodes on the way of a gradient; without any, gradients are not looked at."""
     failure: BaseException | None = None
     """What a node raised; everything up to there was judged."""
     failed_at: str = ""
@@ -166,16 +167,16 @@ class Lockstep:
         name = pair.reference.result.name
         values = {node: ours.kept[node] for node in pair.needs if node in ours.kept}
         drawn = next((ours.drawn_from[node] for node in pair.reference.nodes if node in ours.drawn_from), None)
-        trial = _Trial(pair, values, self.partners, drawn, self.judge)
+        trial = _Trial(pair, values, self.partners, drawn, self.judge, self.trained)
         is_exact = is_discontinuous(pair.reference)
         found = self.judge.judge(name, reference, local, trial.again, trial.given, is_exact=is_exact)
         slopes: tuple[Comparison, ...] = ()
         culprit = None
         if is_wrong(found):
             culprit = trial.blame(lambda edges: not is_wrong(trial.judge_values(reference, edges)))
-        elif self.with_gradients and _is_trained(reference) and not _is_trained(local):
+        elif pair.reference.result in self.trained and _is_parameter(reference) and not _is_parameter(local):
             slopes, culprit = (_untrained(name),), pair.reference.result
-        elif self.with_gradients and not pair.is_same_call and pair.has_same_inputs:
+        elif trial.wanted and not pair.is_same_call and pair.has_same_inputs:
             slopes = trial.judge_gradients({})
             if is_wrong(slopes):
                 culprit = trial.blame(lambda edges: not is_wrong(trial.judge_gradients(edges)))
@@ -235,11 +236,19 @@ class _Trial:
     partners: Mapping[Node, Node]
     drawn: runtime.Drawn | None
     by: LocalJudge
+    trained: Collection[Node]
 
     @cached_property
     def given(self) -> dict[Node, Any]:
         """What the reference's region reads."""
         return {node: self.values[node] for node in self.pair.reference.reads if node in self.values}
+
+    @cached_property
+    def wanted(self) -> list[Node]:
+        """What both regions read and a gradient goes to."""
+        fed = (self.partners[node] for node in self.pair.candidate.reads)
+        read = dict.fromkeys((*self.pair.reference.reads, *fed))
+        return [node for node in read if node in self.values and node in self.trained]
 
     def again(self, values: Mapping[Any, Any]) -> Any:
         """Run the reference's region."""
@@ -257,14 +266,12 @@ class _Trial:
     def judge_gradients(self, edges: Edges) -> tuple[Comparison, ...]:
         """Judge the gradients of what both regions read, given the same cotangent."""
         name = self.pair.reference.result.name
-        fed = (self.partners[node] for node in self.pair.candidate.reads)
-        wanted = [node for node in dict.fromkeys((*self.pair.reference.reads, *fed)) if node in self.values]
 
         def slopes(run: Callable[[Mapping[Any, Any]], Any], values: Mapping[Any, Any]) -> Any:
-            return gradients(run, values, [node for node in wanted if node in values], name, self.by.seed)
+            return gradients(run, values, self.wanted, name, self.by.seed)
 
         try:
-            values = {node: self.values[node] for node in wanted}
+            values = {node: self.values[node] for node in (*self.pair.reference.reads, *self.wanted)}
             reference = slopes(self.again, values)
             candidate = slopes(lambda given: self._run_candidate({**self.values, **given}, edges), values)
         except Exception as error:
@@ -298,7 +305,7 @@ def is_wrong(comparisons: Sequence[Comparison]) -> bool:
     return any(seen.verdict is Verdict.DIVERGED for seen in comparisons)
 
 
-def _is_trained(value: Any) -> bool:
+def _is_parameter(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
 
 

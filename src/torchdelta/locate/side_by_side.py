@@ -17,6 +17,7 @@ from torchdelta.locate.handles import assign_handles
 from torchdelta.locate.listing import node_records
 from torchdelta.locate.local import LocalJudge
 from torchdelta.locate.lockstep import Judged, Lockstep
+from torchdelta.locate.trained import trained_nodes
 from torchdelta.records.location import NodeRecord
 
 
@@ -87,7 +88,11 @@ def compare_graphs(
     ours, theirs = node_records(reference), node_records(candidate)
     alignment = align(ours, theirs, given=given)
     lockstep = Lockstep(
-        reference=reference, candidate=candidate, alignment=alignment, judge=judge, with_gradients=with_gradients
+        reference=reference,
+        candidate=candidate,
+        alignment=alignment,
+        judge=judge,
+        trained=trained_nodes(reference, inputs) if with_gradients else (),
     )
     detached = [value.detach() if isinstance(value, torch.Tensor) else value for value in inputs]
     judged = tuple(lockstep.run(detached))

@@ -55,7 +55,7 @@ class Taps:
         """Hand the graph on with taps in it."""
         original = copy.deepcopy(handed.graph)
         self.graphs += 1
-        tappable = [node for node in original.graph.nodes if _is_tappable(node)]
+        tappable = [node for node in original.graph.nodes if is_tappable(node)]
         chosen = self._within_limit([node for node in tappable if self.chosen(node)])
         self.total += len(tappable)
         self.tapped += len(chosen)
@@ -100,23 +100,12 @@ class Taps:
     def _judged(
         self, graph: GraphModule, inputs: Sequence[Any], tapped: Mapping[str, Any], level: str
     ) -> Iterator[Tapped]:
-        interpreter = Interpreter(graph, garbage_collect_values=False)
-        feed = iter(inputs)
+        known = {node for node in graph.graph.nodes if node.op == "placeholder"}
         values: dict[Node, Any] = {}
-        known: set[Node] = set()
-        for node in graph.graph.nodes:
-            if node.op == "placeholder":
-                values[node] = next(feed)
-                known.add(node)
-            elif node.name in tapped:
-                values[node] = tapped[node.name]
-                if not draws_random(node):
-                    yield self._judged_node(Region.before(node, graph, known), values, level)
-                known.add(node)
-                _write_back(node, values)
-            elif node.op != "output":
-                values[node] = run_node(interpreter, node, values)
-                _write_back(node, values)
+        for node in fill_values(values, graph, inputs, tapped):
+            if node.name in tapped and not draws_random(node):
+                yield self._judged_node(Region.before(node, graph, known), values, level)
+            known |= {node} if node.name in tapped else set()
 
     def _judged_node(self, region: Region, values: Mapping[Node, Any], level: str) -> Tapped:
         given = {node: values[node] for node in region.reads}
@@ -131,7 +120,8 @@ class Taps:
 
 def tap(graph_module: GraphModule, names: Collection[str]) -> tuple[GraphModule, int]:
     """Return a copy that returns these nodes' values too, and how many values it returned before."""
-    tapped = graphs.flattened(copy.deepcopy(graph_module))
+    # the parameters stay those of the module: what trains them trains these
+    tapped = graphs.flattened(GraphModule(graph_module, copy.deepcopy(graph_module.graph)))
     output = tapped.graph.output_node()
     plain = list(output.args[0]) if isinstance(output.args[0], (list, tuple)) else [output.args[0]]
     taps = []
@@ -150,6 +140,31 @@ def tap(graph_module: GraphModule, names: Collection[str]) -> tuple[GraphModule,
     return tapped, len(plain)
 
 
+def values_between(graph: GraphModule, inputs: Sequence[Any], tapped: Mapping[str, Any]) -> dict[Node, Any]:
+    """Return every node's value: the candidate's own where there was a tap, and what eager makes of those elsewhere."""
+    values: dict[Node, Any] = {}
+    for _ in fill_values(values, graph, inputs, tapped):
+        pass
+    return values
+
+
+def fill_values(
+    values: dict[Node, Any], graph: GraphModule, inputs: Sequence[Any], tapped: Mapping[str, Any]
+) -> Iterator[Node]:
+    """Fill in value after value, and yield each node when its value and those before it are there."""
+    interpreter = Interpreter(graph, garbage_collect_values=False)
+    feed = iter(inputs)
+    for node in graph.graph.nodes:
+        if node.op == "output":
+            continue
+        if node.op == "placeholder":
+            values[node] = next(feed)
+        else:
+            values[node] = tapped[node.name] if node.name in tapped else run_node(interpreter, node, values)
+        yield node
+        _write_back(node, values)
+
+
 def _named_outputs(graph_module: GraphModule, returned: Sequence[Any]) -> dict[str, Any]:
     """Return what the graph returns anyway, which takes no tap; a value that may be an input's memory is left out."""
     output = graph_module.graph.output_node()
@@ -157,7 +172,7 @@ def _named_outputs(graph_module: GraphModule, returned: Sequence[Any]) -> dict[s
     return {
         node.name: copied(value)
         for node, value in zip(nodes, returned, strict=True)
-        if isinstance(node, Node) and _is_tappable(node)
+        if isinstance(node, Node) and is_tappable(node)
     }
 
 
@@ -168,7 +183,8 @@ def _write_back(node: Node, values: dict[Node, Any]) -> None:
         values[target] = values[node]
 
 
-def _is_tappable(node: Node) -> bool:
+def is_tappable(node: Node) -> bool:
+    """Tell whether a node has a value that a tap can return: a tensor that somebody reads."""
     if node.op not in ("call_function", "call_method", "call_module"):
         return False
     value = node.meta.get("val", node.meta.get("example_value"))

@@ -36,6 +36,8 @@ class Case:
     anomaly: bool = False
     semantic: bool = True
     """Whether to ask the semantic question too, which takes a second application of the transform."""
+    thorough: bool = False
+    """Whether to ask the local question too: each node by itself."""
 
     def __post_init__(self) -> None:
         known_stages = STAGES if self.stages != (VALUES,) else (VALUES,)

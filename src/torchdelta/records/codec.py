@@ -17,22 +17,45 @@ import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn, Union
+from typing import Any, NoReturn, TypeVar, Union, cast, overload
 
 from torchdelta.errors import ReportUnreadable, UsageError
-from torchdelta.records.report import SCHEMA_VERSION, Report
+from torchdelta.records.audit import Audit
+from torchdelta.records.location import Location
+from torchdelta.records.report import Report
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _ESCAPE = "\\"
 
+Saved = Report | Audit | Location
+"""What a command writes, and `torchdelta show` shows."""
+_Saved = TypeVar("_Saved", Report, Audit, Location)
 
-def to_json(report: Report) -> str:
-    """Return the report as strict JSON."""
-    return json.dumps(encode(report), indent=2, allow_nan=False) + "\n"
+
+# a report says nothing of its kind: it was there first
+_REPORT = "report"
+_KINDS: dict[str, type[Saved]] = {_REPORT: Report, "audit": Audit, "location": Location}
+_AGAIN = {_REPORT: "run the check again", "audit": "run the audit again", "location": "locate again"}
 
 
-def from_json(text: str) -> Report:
-    """Read a report back, exactly as it was; ReportUnreadable says where it is not one."""
+def to_json(report: Saved) -> str:
+    """Return a report, an audit or a location as strict JSON."""
+    name = _name_of(type(report))
+    kind = {} if name == _REPORT else {"kind": name}
+    return json.dumps({**kind, **encode(report)}, indent=2, allow_nan=False) + "\n"
+
+
+@overload
+def from_json(text: str) -> Report: ...
+@overload
+def from_json(text: str, kind: type[_Saved]) -> _Saved: ...
+@overload
+def from_json(text: str, kind: None) -> Saved: ...
+def from_json(text: str, kind: Any = Report) -> Saved:
+    """Read a report back, exactly as it was; ReportUnreadable says where it is not one.
+
+    `kind` is the class of what is expected instead; with None any of them is read.
+    """
     try:
         data = json.loads(text, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
@@ -42,18 +65,23 @@ def from_json(text: str) -> Report:
     version = data.get("schema_version") if isinstance(data, dict) else None
     if not isinstance(version, int):
         raise ReportUnreadable("this is JSON but not a torchdelta report: it has no schema_version")
-    if version != SCHEMA_VERSION:
-        remedy = "upgrade torchdelta to read it" if version > SCHEMA_VERSION else "run the check again"
-        raise ReportUnreadable(
-            f"this report has schema {version}, and this torchdelta reads {SCHEMA_VERSION}: {remedy}"
-        )
-    report = decode(Report, data, "report")
-    assert isinstance(report, Report)
-    return report
+    name = data.pop("kind", _REPORT)
+    found = _KINDS.get(name) if isinstance(name, str) else None
+    if found is None:
+        raise ReportUnreadable(f"this is of kind {reprlib.repr(name)}, which this torchdelta does not read: upgrade it")
+    if kind not in (None, found):
+        raise ReportUnreadable(f"this is a torchdelta {name}, not a {_name_of(kind)}: `torchdelta show` shows it")
+    reads = found.schema_version
+    if version != reads:
+        remedy = "upgrade torchdelta to read it" if version > reads else _AGAIN[name]
+        raise ReportUnreadable(f"this {name} has schema {version}, and this torchdelta reads {reads}: {remedy}")
+    saved = decode(found, data, name)
+    assert isinstance(saved, found)
+    return saved
 
 
-def write_report(report: Report, path: str | os.PathLike[str]) -> None:
-    """Write the report whole or not at all: a reader never sees half of one."""
+def write_report(report: Saved, path: str | os.PathLike[str]) -> None:
+    """Write a report, an audit or a location whole or not at all: a reader never sees half of one."""
     text = to_json(report)
     try:
         if os.path.exists(path) and not os.path.isfile(path):
@@ -65,16 +93,26 @@ def write_report(report: Report, path: str | os.PathLike[str]) -> None:
         raise UsageError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from error
 
 
-def read_report(path: str | os.PathLike[str]) -> Report:
-    """Read a report from a file; the error names the file."""
+@overload
+def read_report(path: str | os.PathLike[str]) -> Report: ...
+@overload
+def read_report(path: str | os.PathLike[str], kind: type[_Saved]) -> _Saved: ...
+@overload
+def read_report(path: str | os.PathLike[str], kind: None) -> Saved: ...
+def read_report(path: str | os.PathLike[str], kind: Any = Report) -> Saved:
+    """Read a report from a file, or what else `kind` says; the error names the file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ReportUnreadable(f"cannot read {os.fspath(path)}: {getattr(error, 'strerror', None) or error}") from error
     try:
-        return from_json(text)
+        return cast(Saved, from_json(text, kind))
     except ReportUnreadable as error:
         raise ReportUnreadable(f"{os.fspath(path)}: {error}") from error
+
+
+def _name_of(record: type[Saved]) -> str:
+    return next(name for name, known in _KINDS.items() if known is record)
 
 
 def encode(value: Any) -> Any:

@@ -9,6 +9,9 @@ from torchdelta.records.comparison import Comparison
 from torchdelta.records.report import Cost, Coverage, Culprit, Environment
 from torchdelta.records.verdict import Verdict
 
+SCHEMA_VERSION = 1
+"""Of a location's JSON, which is not that of a report."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class NodeRecord:
@@ -22,6 +25,8 @@ class NodeRecord:
     handles: tuple[int, ...] = ()
     module_path: str = ""
     source_line: str = ""
+    inputs: tuple[str, ...] = ()
+    """The names of the nodes that it reads, those included that compute nothing and have no record."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +72,8 @@ class Location:
     verdict: Verdict
     environment: Environment
     case: Case
+    reason: str = ""
+    """The worst that the check saw, or what the candidate raised."""
     culprits: tuple[Culprit, ...] = ()
     """The first is the one that goes wrong first."""
     table: tuple[Row, ...] = ()
@@ -78,3 +85,4 @@ class Location:
     compiles: int = 0
     notes: tuple[str, ...] = ()
     cost: Cost | None = None
+    schema_version: int = SCHEMA_VERSION

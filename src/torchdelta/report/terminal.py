@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from collections import Counter
 from collections.abc import Iterator
 
@@ -11,78 +10,34 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from torchdelta.records.case import VALUES, Case
-from torchdelta.records.comparison import Comparison, Scalar, Worst
+from torchdelta.records.case import VALUES
+from torchdelta.records.comparison import Comparison, Worst
 from torchdelta.records.report import Report, Stage
 from torchdelta.records.verdict import Verdict
+from torchdelta.report.marks import MARK, STYLE, TABLE_COLUMNS, console_for_stdout, count, headline, labelled, number
 
-_STYLE = {
-    Verdict.EQUIVALENT: "green",
-    Verdict.INCONCLUSIVE: "yellow",
-    Verdict.DIVERGED: "red",
-    Verdict.TIMED_OUT: "magenta",
-    Verdict.CRASHED: "magenta",
-}
-_MARK = {
-    Verdict.EQUIVALENT: "=",
-    Verdict.INCONCLUSIVE: "?",
-    Verdict.DIVERGED: "≠",
-    Verdict.TIMED_OUT: "!",
-    Verdict.CRASHED: "!",
-}
 _ROWS_WHEN_EQUIVALENT = 4
 _ROWS_OTHERWISE = 12
 _REASONS = 5
 _NOTES = 6
-# below it a table leaves less room for a leaf's path than most paths need
-_TABLE_COLUMNS = 96
 
 
 def print_report(report: Report, console: Console | None = None, *, verbose: bool = False) -> None:
     """Print the report; `verbose` shows every leaf, reason and note, the traceback and what it cost."""
-    # a pipe or a log file has no width to fold at
-    console = console or Console(width=None if sys.stdout.isatty() else 160)
-    parts = [_headline(report), *_stage_lines(report), *_evidence(report, width=console.width, verbose=verbose)]
+    console = console or console_for_stdout()
+    parts = [headline(report), *_stage_lines(report), *_evidence(report, width=console.width, verbose=verbose)]
     remarks = [*_reasons(report, verbose=verbose), *_notes(report, verbose=verbose)]
     if remarks:
-        parts += [Text(), _labelled(remarks)]
+        parts += [Text(), labelled(remarks)]
     if verbose:
         parts += _appendix(report)
     console.print(Group(*parts), highlight=False)
 
 
-def _headline(report: Report) -> RenderableType:
-    case = report.case
-    verdict = (report.verdict.value, f"bold {_STYLE[report.verdict]}")
-    what = case.program if case.stages == (VALUES,) else f"{case.program} under {case.transform}"
-    asked = ", ".join([*_asked(case), f"torch {report.environment.torch}"])
-    return Group(Text.assemble(verdict, f"  {what}"), Text(f"  {asked}", style="dim"))
-
-
-def _asked(case: Case) -> Iterator[str]:
-    yield from (f"{name}={value}" for name, value in case.options.items())
-    yield f"policy {case.policy}"
-    if case.ignore:
-        yield f"ignoring {' and '.join(case.ignore)}"
-    if case.strict:
-        yield f"strict about {' and '.join(case.strict)}"
-    if case.iterations > 1:
-        yield f"{case.iterations} iterations"
-    if "steps" in case.stages:
-        yield f"{_count(case.steps, 'step')} of {case.optimizer}"
-    if case.loss:
-        yield f"loss {case.loss}"
-    if case.deterministic:
-        yield "deterministic algorithms"
-    if case.anomaly:
-        yield "anomaly mode"
-    yield f"seed {case.seed}"
-
-
 def _stage_lines(report: Report) -> Iterator[Text]:
     for stage in report.stages:
         yield Text.assemble(
-            f"  {stage.name:<9}  ", (f"{stage.verdict.value:<12}", _STYLE[stage.verdict]), f"  {_summary(stage)}"
+            f"  {stage.name:<9}  ", (f"{stage.verdict.value:<12}", STYLE[stage.verdict]), f"  {_summary(stage)}"
         )
     ran = {stage.name for stage in report.stages}
     for name in report.case.stages:
@@ -94,7 +49,7 @@ def _summary(stage: Stage) -> str:
     if not stage.comparisons:
         return "nothing compared"
     total = len(stage.comparisons)
-    leaves = _count(total, "leaf", "leaves")
+    leaves = count(total, "leaf", "leaves")
     counts = Counter(seen.verdict for seen in stage.comparisons)
     worst_first = sorted(counts, key=lambda verdict: verdict.severity, reverse=True)
     if guilty := [f"{counts[verdict]} {verdict.value}" for verdict in worst_first if verdict is not Verdict.EQUIVALENT]:
@@ -120,7 +75,7 @@ def _evidence(report: Report, *, width: int, verbose: bool) -> Iterator[Renderab
     shown = rows if verbose else rows[:limit]
     if shown:
         yield Text()
-        yield _table(shown) if width >= _TABLE_COLUMNS else Group(*map(_entry, shown))
+        yield _table(shown) if width >= TABLE_COLUMNS else Group(*map(_entry, shown))
     if len(rows) > len(shown):
         yield Text(f"   and {len(rows) - len(shown)} more (--verbose)", style="dim")
 
@@ -137,8 +92,8 @@ def _table(rows: list[Comparison]) -> Table:
             _mark(seen),
             # as Text: a key such as torch.float32 in brackets would be taken for markup
             Text(seen.path),
-            _number(seen.error),
-            _number(seen.allowed),
+            number(seen.error),
+            number(seen.allowed),
             _index(worst) if worst else "",
             *(_values(worst) if worst else ()),
         )
@@ -147,7 +102,7 @@ def _table(rows: list[Comparison]) -> Table:
 
 def _entry(seen: Comparison) -> RenderableType:
     """Return one leaf on lines of its own, for a terminal too narrow for the table."""
-    lines = [Text.assemble(seen.path, (f": error {_number(seen.error)}, allowed {_number(seen.allowed)}", "dim"))]
+    lines = [Text.assemble(seen.path, (f": error {number(seen.error)}, allowed {number(seen.allowed)}", "dim"))]
     if seen.worst is not None:
         reference, candidate, truth = _values(seen.worst)
         place = f"at [{_index(seen.worst)}] " if seen.worst.index else ""
@@ -165,7 +120,7 @@ def _index(worst: Worst) -> str:
 
 
 def _mark(seen: Comparison) -> Text:
-    return Text(_MARK[seen.verdict], style=_STYLE[seen.verdict])
+    return Text(MARK[seen.verdict], style=STYLE[seen.verdict])
 
 
 def _reasons(report: Report, *, verbose: bool) -> Iterator[tuple[str, str]]:
@@ -195,22 +150,13 @@ def _notes(report: Report, *, verbose: bool) -> Iterator[tuple[str, str]]:
     if why and report.case.semantic and report.case.stages != (VALUES,) and report.failure is None:
         notes.append(f"float64 was {unasked} whether it is the same function: {why}")
     if graphs := report.graphs:
-        captured, calls = _count(graphs.captured, "graph"), _count(graphs.transformed_calls, "transformed call")
+        captured, calls = count(graphs.captured, "graph"), count(graphs.transformed_calls, "transformed call")
         untransformed = f", {graphs.untransformed_calls} untransformed" if graphs.untransformed_calls else ""
         notes.append(f"{captured} captured, {calls}{untransformed}")
     shown = notes if verbose else notes[:_NOTES]
     yield from (("note", note) for note in shown)
     if len(notes) > len(shown):
         yield "", f"and {len(notes) - len(shown)} more (--verbose)"
-
-
-def _labelled(remarks: list[tuple[str, str]]) -> Table:
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(style="bold")
-    grid.add_column(overflow="fold")
-    for label, text in remarks:
-        grid.add_row(label, Text(text, style="" if label else "dim"))
-    return grid
 
 
 def _appendix(report: Report) -> Iterator[Text]:
@@ -235,18 +181,8 @@ def _values(worst: Worst) -> list[str]:
     """Return reference, candidate and truth with as many digits as it takes to tell the first two apart."""
     telling = (digits for digits in range(4, 18) if not _looks_same(worst, digits))
     digits = next(telling, 4)
-    return [_number(value, digits) for value in (worst.reference, worst.candidate, worst.truth)]
+    return [number(value, digits) for value in (worst.reference, worst.candidate, worst.truth)]
 
 
 def _looks_same(worst: Worst, digits: int) -> bool:
-    return _number(worst.reference, digits) == _number(worst.candidate, digits)
-
-
-def _number(value: Scalar | None, digits: int = 4) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
-
-
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
+    return number(worst.reference, digits) == number(worst.candidate, digits)

@@ -45,6 +45,15 @@ class Transform(ABC):
     reads_program: bool = True
     """Whether the candidate is made of the program's callable; another implementation takes its inputs only."""
 
+    has_backward: bool = True
+    """Whether what it makes has a backward; otherwise only what the program returns can be compared."""
+
+    changes: frozenset[str] = frozenset()
+    """Clauses of the contract that it breaks on purpose: a breach is reported, and excused."""
+
+    rounds_to_levels: bool = False
+    """Whether it quantizes: each layer is then off by its own steps, and must be judged by itself."""
+
     is_compiler: bool = False
     """Whether a dispatch mode around the candidate would switch the transform off."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,6 @@ from torchdelta._torch import provenance
 from torchdelta._torch.dynamo import Witness, counted
 from torchdelta._torch.nodes import module_path
 from torchdelta._torch.seams import Handed, Seam, hand_on
-from torchdelta.compare.leaves import leaves_of
 from torchdelta.errors import EnvironmentUnfit, ProgramError, UsageError
 from torchdelta.execute.copies import copy_together
 from torchdelta.execute.programs import load_callable
@@ -33,7 +32,10 @@ _PT2E = "torchao.quantization.pt2e"
 _X86 = f"{_PT2E}.quantizer.x86_inductor_quantizer"
 _ANNOTATION = "quantization_annotation"
 
-NO_BACKWARD = "a quantized graph has no backward and weights of its own: what it returns was compared, and nothing else"
+OWN_WEIGHTS = "a quantized graph has weights of its own, which were not compared by themselves"
+
+IsInside = Callable[[Node, str], bool]
+"""Tells whether a node belongs to the module of that path."""
 
 Quantizer = Any
 """What torchao calls one: it annotates the nodes of a graph with how their values are to be quantized."""
@@ -42,12 +44,13 @@ Quantizer = Any
 class Quantize(Transform):
     """`quantize:x86`, or any quantizer by `file.py:factory`; `only=MODULE` quantizes what is in one module."""
 
-    lowered_to = torch.float8_e8m0fnu
-    """No float is as coarse as a step of a quantizer, and the noise policy knows floats only: by one whose unit is 1 it
-    finds its own resolution too poor, and says so. An SQNR floor does not ask."""
     has_seam = True
+    has_backward = False
+    rounds_to_levels = True
+    changes = frozenset({"requires_grad", "aliasing"})
+    """What has no backward requires no grad, and what is rounded is a copy."""
     keeps_names = False
-    """Weights are folded into others and become integers: there is nothing of the same name to compare."""
+    """Weights are folded into others and become integers: what has the same name need not be the same."""
 
     def __init__(self, quantizer: str, options: Options) -> None:
         require_known("quantize", options, ("only",))
@@ -59,21 +62,20 @@ class Quantize(Transform):
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[Transformed]:
         """Export the side, prepare it, calibrate it on its own inputs, and convert it."""
-        graph = exported_with_handles(side)
+        graph, names = exported_with_handles(side)
         witness = Witness(captured=1)
-        trained: set[str] = set()
+        last: GraphModule = graph
 
         def make(graph: GraphModule, _: Sequence[Any]) -> GraphModule:
-            made, outputs = quantize(graph, side, self.quantizer, only=self.only)
-            trained.update(outputs)
-            witness.captured = int(any(provenance.is_quantizing(node) for node in provenance.handled_nodes(made)))
-            return made
+            nonlocal last
+            last = quantize(graph, side, self.quantizer, only=self.only)
+            witness.captured = int(has_levels(last))
+            return last
 
-        call = seam(Handed(graph=graph, example_inputs=side.args, make=make, level="export"))
-        made = _without_backward(call, trained)
+        call = for_inference(seam(Handed(graph=graph, example_inputs=side.args, make=make, level="export")))
         if witness.captured:
-            made = counted(made, witness)
-        yield Transformed(side=_stateless(side, made), witness=witness, notes=[NO_BACKWARD])
+            call = counted(call, witness)
+        yield Transformed(side=_with_buffers(side, call, last, names), witness=witness, notes=[OWN_WEIGHTS])
 
 
 def quantized(
@@ -81,16 +83,21 @@ def quantized(
 ) -> tuple[GraphModule, GraphModule, Side]:
     """Return the exported graph of a side, the quantized one with its handles, and a side that runs the latter."""
     factory = quantizer_named(quantizer) if isinstance(quantizer, str) else quantizer
-    reference = exported_with_handles(side)
-    candidate, trained = quantize(reference, side, factory, only=only)
-    return reference, candidate, _stateless(side, _without_backward(candidate, trained))
+    reference, names = exported_with_handles(side)
+    candidate = quantize(reference, side, factory, only=only)
+    return reference, candidate, _with_buffers(side, for_inference(candidate), candidate, names)
 
 
-def exported_with_handles(side: Side) -> GraphModule:
-    """Export a side, and give every node a handle."""
-    graph, _ = exported(side, strict=False)
+def exported_with_handles(side: Side) -> tuple[GraphModule, Mapping[str, str]]:
+    """Export a side, and give every node a handle; return the names of its state in the program too."""
+    graph, made = exported(side, strict=False)
     provenance.assign_handles(graph)
-    return graph
+    return graph, made.names or {}
+
+
+def has_levels(graph: GraphModule) -> bool:
+    """Tell whether anything in a graph is quantized."""
+    return any(provenance.is_quantizing(node) for node in provenance.handled_nodes(graph))
 
 
 def quantizer_named(name: str) -> Callable[[], Quantizer]:
@@ -103,32 +110,45 @@ def quantizer_named(name: str) -> Callable[[], Quantizer]:
     return load_callable(name, what="quantizer")
 
 
+def is_within(node: Node, path: str) -> bool:
+    """Tell whether a node was traced in the module of that path, or in one of its parts."""
+    return f"{module_path(node)}.".startswith(f"{path}.")
+
+
 def quantize(
-    graph: GraphModule, side: Side, factory: Callable[[], Quantizer], *, only: str | None = None
-) -> tuple[GraphModule, set[str]]:
-    """Return a quantized copy of a graph, calibrated on the side's inputs, and which outputs had a backward before."""
+    graph: GraphModule,
+    side: Side,
+    factory: Callable[[], Quantizer],
+    *,
+    only: str | None = None,
+    is_inside: IsInside = is_within,
+) -> GraphModule:
+    """Return a quantized copy of a graph, calibrated on the side's inputs; of `only` one module, if that is named."""
     pt2e = _torchao(f"{_PT2E}.quantize_pt2e")
     quantizer = _built(factory)
     if only is not None:
         _require_module(graph, only)
-        quantizer = Within(quantizer, only)
+        quantizer = Within(quantizer, only, is_inside)
     prepared = pt2e.prepare_pt2e(copy.deepcopy(graph), quantizer)
     provenance.share_folded(graph, prepared)
     args, kwargs = copy_together((side.args, side.kwargs), name="the inputs to calibrate on")
-    outputs = leaves_of(prepared(*args, **kwargs))
+    with torch.no_grad():
+        prepared(*args, **kwargs)
     _forget_calibration(prepared, graph)
     observed = provenance.observed_handles(prepared)
-    converted = pt2e.convert_pt2e(prepared)
+    converted: GraphModule = pt2e.convert_pt2e(prepared)
     provenance.restore_handles(converted, observed)
-    return converted, {path for path, leaf in outputs.items() if getattr(leaf, "requires_grad", False)}
+    _share_with_what_is_new(converted)
+    return converted
 
 
 class Within:
     """A quantizer that quantizes the nodes of one module, and leaves the others as they are."""
 
-    def __init__(self, quantizer: Quantizer, path: str) -> None:
+    def __init__(self, quantizer: Quantizer, path: str, is_inside: IsInside) -> None:
         self.quantizer = quantizer
         self.path = path
+        self.is_inside = is_inside
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.quantizer, name)
@@ -138,17 +158,12 @@ class Within:
         annotated: GraphModule = self.quantizer.annotate(model) or model
         nodes = [node for node in annotated.graph.nodes if _ANNOTATION in node.meta]
         for node in nodes:
-            if not is_within(node, self.path):
+            if not self.is_inside(node, self.path):
                 del node.meta[_ANNOTATION]
         kept = [node for node in nodes if _ANNOTATION in node.meta]
         while _drop_dangling(kept):
             pass
         return annotated
-
-
-def is_within(node: Node, path: str) -> bool:
-    """Tell whether a node was traced in the module of that path, or in one of its parts."""
-    return f"{module_path(node)}.".startswith(f"{path}.")
 
 
 def _drop_dangling(nodes: list[Node]) -> bool:
@@ -203,7 +218,7 @@ def _built(factory: Callable[[], Quantizer]) -> Quantizer:
 
 
 def _require_module(graph: GraphModule, path: str) -> None:
-    if not any(is_within(node, path) for node in graph.graph.nodes):
+    if path and not any(is_within(node, path) for node in graph.graph.nodes):
         paths = dict.fromkeys(module_path(node) for node in graph.graph.nodes)
         raise UsageError(f"no node is in the module {path!r}: {nearest(path, filter(None, paths))}")
 
@@ -217,19 +232,32 @@ def _forget_calibration(prepared: GraphModule, graph: GraphModule) -> None:
                 buffer.copy_(before[name])
 
 
-def _without_backward(call: Callable[..., Any], trained: set[str]) -> Callable[..., Any]:
-    """Return the call for inference: what it returns is marked as before, for only its values are to be judged."""
+def for_inference(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the call without autograd: through a rounding there is no gradient."""
 
     def infer(*args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
-            outputs = call(*args, **kwargs)
-        for path, leaf in leaves_of(outputs).items():
-            if path in trained and isinstance(leaf, torch.Tensor):
-                leaf.requires_grad_(True)
-        return outputs
+            return call(*args, **kwargs)
 
     return infer
 
 
-def _stateless(side: Side, call: Callable[..., Any]) -> Side:
-    return replace(side, call=call, owner=call, names={})
+def _share_with_what_is_new(converted: GraphModule) -> None:
+    """Let what quantizing added carry the handles of what it was added for, lest it is taken for something else.
+
+    Scales and zero points belong to what they quantize, and an input that is quantized for one reader alone to that.
+    """
+    quantizing = [node for node in provenance.handled_nodes(converted) if provenance.is_quantizing(node)]
+    for node in reversed(quantizing):
+        readers = [user for user in node.users if user.op != "output"]
+        if not provenance.handles_of(node) and len(readers) == len(node.users) == 1:
+            provenance.write_handles(node, provenance.handles_of(readers[0]))
+        for source in node.all_input_nodes:
+            if source.op != "placeholder" and not provenance.handles_of(source):
+                provenance.write_handles(source, provenance.handles_of(node))
+
+
+def _with_buffers(side: Side, call: Callable[..., Any], graph: GraphModule, names: Mapping[str, str]) -> Side:
+    """Return the side that runs the graph; what it has of the program's state are buffers of the same name."""
+    kept = {name: names[name] for name, _ in graph.named_buffers() if name in names}
+    return replace(side, call=call, owner=graph, names=kept)

@@ -19,7 +19,8 @@ class Watched(Transform):
         self.inner = inner
         self.seam = seam
         self.lowered_to, self.is_compiler = inner.lowered_to, inner.is_compiler
-        self.has_seam = inner.has_seam
+        self.has_seam, self.has_backward = inner.has_seam, inner.has_backward
+        self.rounds_to_levels, self.changes = inner.rounds_to_levels, inner.changes
         self.keeps_names, self.reads_program = inner.keeps_names, inner.reads_program
 
     @contextmanager

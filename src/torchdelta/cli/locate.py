@@ -1,0 +1,81 @@
+"""`torchdelta locate`: check, and name the operation that goes wrong first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from torchdelta.cli.arguments import (
+    Debug,
+    JsonFile,
+    Program,
+    Transform,
+    needing_torch,
+    read_bytes,
+    read_mapping,
+    running,
+    taking_a_case,
+)
+from torchdelta.cli.exits import EXIT_OF
+from torchdelta.errors import UsageError
+from torchdelta.records.codec import write_report
+from torchdelta.records.location import Location
+from torchdelta.report.location import print_location
+
+
+@taking_a_case
+def command(
+    program: Program,
+    transform: Transform,
+    case: dict[str, Any],
+    memory: Annotated[str | None, typer.Option(help="What taps on a compiler may hold: 2GB, 512MiB, …")] = None,
+    cause: Annotated[
+        bool, typer.Option("--cause", help="Look for the setting behind it although a node was named.")
+    ] = False,
+    mapping: Annotated[
+        Path | None, typer.Option(help="JSON of the nodes of the reference and those that stand for them.")
+    ] = None,
+    json_file: JsonFile = None,
+    show_all: Annotated[bool, typer.Option("--all", help="Every node, not only the worst.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="As --all, and every warning.")] = False,
+    debug: Debug = False,  # noqa: ARG001 — read in main
+) -> None:
+    """Where does it go wrong first?"""
+    memory_bytes = read_bytes(memory) if memory is not None else None
+    given = read_mapping(mapping) if mapping is not None else None
+    with running(transform, json_file, verbose=verbose) as progress:
+        # torch takes seconds to import: `--help` and `show` are not to wait for it
+        with needing_torch("locating"):
+            from torchdelta.engine.api import locate
+        location = locate(
+            program,
+            transform=transform,
+            mapping=given,
+            memory_bytes=memory_bytes,
+            cause=cause,
+            progress=progress,
+            **case,
+        )
+    if given and mapping is not None:
+        location = _require_used(location, mapping)
+    print_location(location, show_all=show_all or verbose)
+    if json_file is not None:
+        write_report(location, json_file)
+    raise typer.Exit(EXIT_OF[location.verdict])
+
+
+def _require_used(location: Location, mapping: Path) -> Location:
+    """Say where a mapping had no effect; where nothing could be matched with it, that is a mistake in it."""
+    coverage = location.coverage
+    if coverage is None or "given" in coverage.how:
+        return location
+    if not coverage.total:
+        raise UsageError(
+            f"nothing could be compared with the mapping {mapping}: it names a node that a graph has not, or one node "
+            "twice; without --mapping, --all shows the nodes of both sides"
+        )
+    note = f"the mapping {mapping} was not used: there are no two graphs to match here"
+    return replace(location, notes=(*location.notes, note))

@@ -1,0 +1,114 @@
+"""A quantized program is judged layer by layer: each is fed the reference's values, and may be off by its own steps.
+
+What is right node by node is right as a whole, as far as quantizing allows: what the program returns is off by as much
+as all of its steps together, and no single bound on that would tell a bad layer from a deep program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchdelta._torch.nodes import module_path, op_name
+from torchdelta.compare.policy import Judgement, Policy, Sample, relative
+from torchdelta.locate.lockstep import Judged
+from torchdelta.locate.quantized import QuantizedJudge
+from torchdelta.locate.side_by_side import Compared, SideBySide
+from torchdelta.records.comparison import Comparison
+from torchdelta.records.report import Questions
+from torchdelta.records.verdict import Verdict
+from torchdelta.transforms.base import Transform
+from torchdelta.transforms.watched import Watched
+
+COARSEST = 0.3
+"""An error beyond this share of the values is too large to be called the same, however it came about."""
+
+
+@dataclass(frozen=True)
+class ByLayers:
+    """Gives every tensor the verdict of the layers: none of them can be told from what the others did."""
+
+    verdict: Verdict
+    reason: str
+    needs_truth = False
+    rtol = 0.0
+    atol = 0.0
+
+    def judge(self, sample: Sample) -> Judgement:
+        """Judge as the layers were judged; what did not change is right, and what is out of place is wrong."""
+        seen = sample.measurement
+        share = relative(seen.rms_error, seen.rms_reference) or 0.0
+        verdict, reason = self.verdict, f"{self.reason}; its SQNR is {seen.sqnr_db:.1f} dB"
+        if not seen.mismatches:
+            verdict, reason = Verdict.EQUIVALENT, "bitwise identical"
+        elif seen.misplaced:
+            verdict, reason = Verdict.DIVERGED, f"NaN or Inf out of place at {seen.misplaced} of {seen.numel} elements"
+        elif verdict is Verdict.EQUIVALENT and share > COARSEST:
+            verdict = Verdict.INCONCLUSIVE
+            reason = f"{reason}: all of them together are so far off that nobody can tell that from a bug"
+        return Judgement(
+            verdict=verdict,
+            reason=reason,
+            error=seen.rms_error,
+            details={"question": "local", "sqnr": seen.sqnr_db},
+        )
+
+
+@dataclass(frozen=True)
+class Layered:
+    """Who stands at the seam of a quantizer and judges layer by layer; nobody for another transform or policy."""
+
+    seam: SideBySide | None = None
+
+    @classmethod
+    def of(cls, transform: Transform, policy: Policy, seed: int) -> Layered:
+        """Stand there if this is a quantizer and noise is to be told from bugs."""
+        if not (transform.rounds_to_levels and policy.needs_truth):
+            return cls()
+        return cls(SideBySide(judge=QuantizedJudge(seed=seed), with_gradients=False))
+
+    def watched(self, transform: Transform) -> Transform:
+        """Return the transform with us at its seam."""
+        return transform if self.seam is None else Watched(transform, self.seam)
+
+    @property
+    def policy(self) -> ByLayers | None:
+        """What the layers showed, once the candidate has run; None where they were not looked at."""
+        return None if self.seam is None else judged_by_layers(self.seam.seen, sorted(self.seam.judge.notes))
+
+    @property
+    def asked(self) -> str:
+        """Whether every layer was judged by itself; otherwise why not."""
+        return Questions.local if self.seam is None else "asked"
+
+
+def judged_by_layers(seen: Sequence[Compared], notes: Sequence[str] = ()) -> ByLayers:
+    """Return the policy that says of the program what its layers showed."""
+    judged = [each for graphs in seen for each in graphs.judged]
+    if not judged:
+        return ByLayers(Verdict.INCONCLUSIVE, "no layer could be judged by itself")
+    wrong = [each for each in judged if each.culprit is not None]
+    if wrong:
+        more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        return ByLayers(Verdict.DIVERGED, f"{_named(wrong[0])}{more}")
+    for graphs in seen:
+        if graphs.notes:
+            return ByLayers(Verdict.INCONCLUSIVE, f"not every layer could be judged by itself: {graphs.notes[0]}")
+    open_ones = [each for each in judged if any(one.verdict is not Verdict.EQUIVALENT for one in each.local)]
+    if open_ones:
+        more = f", and {len(open_ones) - 1} more" if len(open_ones) > 1 else ""
+        why = f" ({notes[0]})" if notes else ""
+        return ByLayers(Verdict.INCONCLUSIVE, f"{_named(open_ones[0])}{more}{why}")
+    return ByLayers(
+        Verdict.EQUIVALENT, f"fed the reference's values, each of {len(judged)} nodes is as right as its steps allow"
+    )
+
+
+def _named(judged: Judged) -> str:
+    node = judged.culprit or judged.reference
+    where = f" of {path}" if (path := module_path(node)) else ""
+    return f"{op_name(node)}{where} by itself, fed the reference's values: {_worst(judged).reason}"
+
+
+def _worst(judged: Judged) -> Comparison:
+    return max(judged.local, key=lambda seen: seen.rank)

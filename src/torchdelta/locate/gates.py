@@ -1,0 +1,235 @@
+"""Gates: a black box is given a graph with a zero added on every edge, so that one backward shows what each edge got.
+
+The gradient of that zero is what one reader sent back to one of the values it read. A node is judged on it as on its
+value: its own gradients, computed eagerly from what it was given in the candidate, forward and backward, against what
+the candidate sent back. What a parameter or an input got in the end is held against what its readers sent.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch.fx import GraphModule, Node
+
+from torchdelta._torch import graphs, runtime
+from torchdelta._torch.nodes import draws_random, writes_to
+from torchdelta._torch.seams import Handed
+from torchdelta.locate.local import LocalJudge
+from torchdelta.locate.regions import Region, copied
+from torchdelta.locate.taps import Tapped, is_tappable, tap, values_between
+from torchdelta.locate.trained import trained_leaves, trained_nodes
+
+Edge = tuple[str, str]
+"""The names of who is read and of who reads."""
+OUTPUT = "output"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """The first call of one graph, from which the backward has yet to come."""
+
+    graph: GraphModule
+    level: str
+    inputs: tuple[Any, ...]
+    tapped: Mapping[str, Any]
+    zeros: Mapping[Edge, torch.Tensor]
+    leaves: Mapping[str, torch.Tensor]
+    """What is trained, by the node that stands for it."""
+    received: dict[str, torch.Tensor]
+    """What a trained leaf got in its first backward."""
+
+
+@dataclass(kw_only=True)
+class Gates:
+    """Stands at a seam where what is made of a graph is differentiated from outside."""
+
+    judge: LocalJudge
+    total: int = 0
+    runs: list[_Run] = field(default_factory=list)
+
+    def __call__(self, handed: Handed) -> Callable[..., Any]:
+        """Hand the graph on with taps and gates in it."""
+        original = copy.deepcopy(handed.graph)
+        inputs = graphs.flat_inputs(handed.graph, handed.example_inputs)
+        trained = trained_nodes(handed.graph, inputs)
+        edges = _edges(handed.graph, trained)
+        names = [node.name for node in original.graph.nodes if is_tappable(node)]
+        gated, plain = tap(handed.graph, names)
+        _gate(gated, edges)
+        made = handed.make(gated, [*inputs, *_zeros(original, edges).values()])
+        restore = graphs.restored_outputs(handed.graph)
+        self.total += len(edges)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = graphs.flat_inputs(handed.graph, args, kwargs)
+            before = copied(tuple(given))
+            zeros = _zeros(original, edges)
+            returned = made(*given, *zeros.values())
+            if not any(run.graph is original for run in self.runs):
+                leaves = trained_leaves(handed.graph, given)
+                self.runs.append(
+                    _Run(
+                        graph=original,
+                        level=handed.level,
+                        inputs=before,
+                        tapped=dict(zip(names, returned[plain:], strict=True)),
+                        zeros=zeros,
+                        leaves=leaves,
+                        received=_receiving(leaves),
+                    )
+                )
+            return restore(returned[:plain])
+
+        return call
+
+    def judged(self) -> list[Tapped]:
+        """Judge what came back; to be asked once the backward is done."""
+        with runtime.drawing_from():
+            return [seen for run in self.runs for seen in self._judged(run)]
+
+    def _judged(self, run: _Run) -> Iterator[Tapped]:
+        with torch.no_grad():
+            values = values_between(run.graph, run.inputs, run.tapped)
+        sent = {edge: zero.grad for edge, zero in run.zeros.items() if zero.grad is not None}
+        for node in reversed(run.graph.graph.nodes):
+            if node.name in run.leaves:
+                yield self._judged_leaf(node, run, sent)
+            elif node.op == "call_function" and not writes_to(node) and not draws_random(node):
+                cotangents = {out: _arriving(out, sent) for out in _outputs(node)}
+                read = [source for source in node.all_input_nodes if (source.name, node.name) in run.zeros]
+                if read and any(cotangent is not None for cotangent in cotangents.values()):
+                    yield self._judged_node(node, read, cotangents, values, sent, run)
+
+    def _judged_node(
+        self,
+        node: Node,
+        read: Sequence[Node],
+        cotangents: Mapping[Node, torch.Tensor | None],
+        values: Mapping[Node, Any],
+        sent: Mapping[Edge, torch.Tensor],
+        run: _Run,
+    ) -> Tapped:
+        given = {source: values[source] for source in node.all_input_nodes}
+        given |= {out: cotangent for out, cotangent in cotangents.items() if cotangent is not None and out is not node}
+        if (own := cotangents.get(node)) is not None:
+            given[node] = own
+        region = Region(run.graph, (node,), tuple(node.all_input_nodes))
+
+        def slopes(values: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
+            leaves = {source: values[source].detach().requires_grad_() for source in read}
+            with torch.enable_grad():
+                result = region.run({**values, **leaves})
+                outputs = {out: result if out is node else result[out.args[1]] for out in cotangents if out in values}
+                roots = [(result, values[out]) for out, result in outputs.items() if result.requires_grad]
+                found = (
+                    torch.autograd.grad(
+                        [root for root, _ in roots],
+                        list(leaves.values()),
+                        [cotangent for _, cotangent in roots],
+                        allow_unused=True,
+                    )
+                    if roots
+                    else [None] * len(leaves)
+                )
+            return {
+                source.name: torch.zeros_like(leaf) if slope is None else slope
+                for (source, leaf), slope in zip(leaves.items(), found, strict=True)
+            }
+
+        candidate = {
+            source.name: sent.get((source.name, node.name), torch.zeros_like(values[source])) for source in read
+        }
+        local = self.judge.judge(f"{node.name}.grad", slopes(given), candidate, slopes, given)
+        return Tapped(node=node, level="backward", local=local, region=(node,))
+
+    def _judged_leaf(self, node: Node, run: _Run, sent: Mapping[Edge, torch.Tensor]) -> Tapped:
+        same = [name for name, leaf in run.leaves.items() if leaf is run.leaves[node.name]]
+        parts = {edge: slope for edge, slope in sent.items() if edge[0] in same}
+        received = run.received.get(node.name)
+        zero = torch.zeros_like(run.leaves[node.name])
+
+        def total(given: Mapping[Any, torch.Tensor]) -> torch.Tensor:
+            return sum(given.values(), zero.to(next(iter(given.values())).dtype)) if given else zero
+
+        local = self.judge.judge(
+            f"{node.name}.grad", total(parts), zero if received is None else received, total, parts
+        )
+        return Tapped(node=node, level="backward", local=local, region=(node,))
+
+
+def _gate(graph_module: GraphModule, edges: Sequence[Edge]) -> None:
+    nodes = {node.name: node for node in graph_module.graph.nodes}
+    last = [node for node in graph_module.graph.nodes if node.op == "placeholder"][-1:]
+    graph = graph_module.graph
+    for index, (source, reader) in enumerate(edges):
+        with graph.inserting_after(last[0]) if last else graph.inserting_before(next(iter(graph.nodes))):
+            zero = graph.placeholder(f"gate_{index}")
+        last = [zero]
+        user = nodes[reader] if reader in nodes else graph.output_node()
+        with graph.inserting_before(user):
+            passed = graph.call_function(torch.ops.aten.add.Tensor, (nodes[source], zero))
+        for made in (zero, passed):
+            made.meta = {key: nodes[source].meta[key] for key in ("val", "example_value") if key in nodes[source].meta}
+        if user.op == "output":
+            returned = cast(Sequence[Any], user.args[0])
+            plain = [passed if value is nodes[source] else value for value in returned]
+            user.args = (tuple(plain),)
+        else:
+            user.replace_input_with(nodes[source], passed)
+    graph.lint()
+    graph_module.recompile()
+
+
+def _edges(graph_module: GraphModule, trained: set[Node]) -> list[Edge]:
+    """Return the edges that a gate can be put on: floats of a fixed size on the way of a gradient."""
+    return [
+        (source.name, node.name if node.op != "output" else OUTPUT)
+        for node in graph_module.graph.nodes
+        for source in node.all_input_nodes
+        if source in trained
+        and node.op in ("call_function", "call_method", "output")
+        and not writes_to(node)
+        and graphs.has_fixed_float(source, graph_module)
+    ]
+
+
+def _zeros(graph_module: GraphModule, edges: Sequence[Edge]) -> dict[Edge, torch.Tensor]:
+    nodes = {node.name: node for node in graph_module.graph.nodes}
+    made = {}
+    for edge in edges:
+        value = graphs.known_value(nodes[edge[0]], graph_module)
+        made[edge] = torch.zeros(tuple(value.shape), dtype=value.dtype, device=value.device, requires_grad=True)
+    return made
+
+
+def _receiving(leaves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a dict that fills with what each leaf gets in the next backward."""
+    received: dict[str, torch.Tensor] = {}
+    for name, leaf in leaves.items():
+
+        def keep(tensor: torch.Tensor, name: str = name) -> None:
+            if tensor.grad is not None:
+                received.setdefault(name, tensor.grad.detach().clone())
+
+        leaf.register_post_accumulate_grad_hook(keep)  # type: ignore[no-untyped-call]
+    return received
+
+
+def _outputs(node: Node) -> list[Node]:
+    """Return the nodes that stand for what a node returns: itself, or what is taken out of its tuple."""
+    taken = [user for user in node.users if getattr(user.target, "__name__", "") == "getitem" and user.args[0] is node]
+    is_tuple = isinstance(node.meta.get("val", node.meta.get("example_value")), (tuple, list))
+    return taken if is_tuple else [node]
+
+
+def _arriving(node: Node, sent: Mapping[Edge, torch.Tensor]) -> torch.Tensor | None:
+    parts = [
+        slope
+        for user in node.users
+        if (slope := sent.get((node.name, OUTPUT if user.op == "output" else user.name))) is not None
+    ]
+    return sum(parts[1:], parts[0]) if parts else None
