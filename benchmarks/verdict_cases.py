@@ -47,6 +47,11 @@ class Subject:
         """Whether constants of the rule may be tuned on it."""
         return TUNED if self.model in _TUNED_MODELS and self.seed % 2 == 0 else HELD_OUT
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether the model is in train mode."""
+        return self.seed // 4 % 2 == 1
+
     def program(self) -> Program:
         """Build the model."""
         module, args = model_file().build(
@@ -54,7 +59,7 @@ class Subject:
             dtype=getattr(torch, self.dtype),
             seed=self.seed,
             probing=self.seed // 2 % 2 == 1,
-            train=self.seed // 4 % 2 == 1,
+            train=self.is_trained,
         )
         return Program(name=self.model, call=module, args=args)
 

@@ -42,6 +42,12 @@ class Record:
     stages: dict[str, StageRecord] = field(default_factory=dict)
 
     @property
+    def why(self) -> str:
+        """Return one line on what went wrong: the candidate's message begins with it, a traceback of ours ends so."""
+        first, _, rest = self.error.strip().partition("\n")
+        return first if self.status == CRASHED else rest.rpartition("\n")[2] or first
+
+    @property
     def matters(self) -> bool:
         """Tell whether a fault can be seen at all."""
         return any(stage.matters for stage in self.stages.values())

@@ -7,7 +7,7 @@ fault, and the same program under inductor. A rule that raises the alarm at ever
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from verdict_cases import CLEAN, CONTROL, DTYPES, FAULT, HELD_OUT, TUNED, Subject
 from verdict_records import CRASHED, DONE, FAILED, NOT_PLANTABLE, Record
@@ -92,6 +92,7 @@ def as_markdown(records: Sequence[Record]) -> str:
             *_overall("All", results),
             *_overall("Held out", results.where(lambda subject: subject.half == HELD_OUT)),
             *_overall("Tuned on", results.where(lambda subject: subject.half == TUNED)),
+            *_trained(results),
             *_by_stage(results),
             *_by_fault(results),
             *_listed("False alarms", results.false_alarms(OURS, _STAGES), _STAGES),
@@ -106,8 +107,10 @@ def as_markdown(records: Sequence[Record]) -> str:
 def _counts(records: Sequence[Record], results: Results) -> str:
     faults = [record for record in records if record.trial.kind == FAULT]
     planted = [record for record in faults if record.status != NOT_PLANTABLE]
+    asked = [record for record in records if record.trial.kind == CLEAN]
     return (
-        f"{len(results.clean)} clean cases; {len(faults)} faults asked for, {len(planted)} planted, "
+        f"{len(asked)} clean cases, {len(asked) - len(results.clean)} of them without a verdict; "
+        f"{len(faults)} faults asked for, {len(planted)} planted, "
         f"{len(results.faults)} that matter. All numbers but counts are percentages."
     )
 
@@ -131,6 +134,20 @@ def _overall(title: str, results: Results) -> list[str]:
             _percent(results.inconclusive(_STAGES), clean) if rule == OURS else "",
         ]
         lines.append(_row(rule, numbers))
+    return lines
+
+
+def _trained(results: Results) -> list[str]:
+    lines = ["", "## Under inductor, in train mode, three AdamW steps", ""]
+    for dtype in DTYPES:
+        of_dtype = results.where(lambda subject, dtype=dtype: subject.is_trained and subject.dtype == dtype)  # type: ignore[misc]
+        compiled = replace(of_dtype, clean=[seen for seen in of_dtype.clean if seen.trial.transform == "inductor"])
+        models = {seen.trial.subject.model for seen in compiled.clean}
+        alarms, undecided = compiled.false_alarms(OURS, _STAGES), compiled.inconclusive(_STAGES)
+        lines.append(
+            f"- {dtype}: {len(compiled.clean)} cases of {len(models)} models, {len(alarms)} false alarms, "
+            f"{len(undecided)} inconclusive"
+        )
     return lines
 
 
@@ -199,8 +216,7 @@ def _without_verdict(records: Sequence[Record]) -> list[str]:
     lost = [record for record in records if record.status in (CRASHED, FAILED)]
     lines = ["", f"## Without a verdict, and in no number above: {len(lost)}", ""]
     for record in lost:
-        last_line = record.error.strip().rpartition("\n")[2]
-        lines.append(f"- {record.trial.key}: {record.status}, {last_line}")
+        lines.append(f"- {record.trial.key}: {record.status}, {record.why}")
     return lines
 
 

@@ -65,7 +65,7 @@ def _is_missing(trial: cases.Trial, ledger: Ledger, retry: bool) -> bool:
 
 def _line(record: Record) -> str:
     verdicts = " ".join(f"{name} {stage.verdict}" for name, stage in record.stages.items())
-    what = verdicts or record.error.strip().rpartition("\n")[2]
+    what = verdicts or record.why
     return f"{record.seconds:7.1f} s  {record.trial.key}: {record.status}, {what}"
 
 

@@ -168,7 +168,7 @@ class TestExitCodes:
         assert "Traceback" not in ran.out
 
     def test_of_a_mistake_in_run_is_no_verdict(self, command_line, monkeypatch):
-        monkeypatch.setattr(show, "read_report", lambda _: 1 / 0)
+        monkeypatch.setattr(show, "read_report", lambda *_: 1 / 0)
 
         ran = command_line("show", "report.json")
 

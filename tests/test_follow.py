@@ -176,8 +176,7 @@ def test_a_digit_lost_in_later_steps_is_seen_behind_a_step_that_went_otherwise()
 
 
 def test_a_reference_that_stepped_otherwise_than_the_truth_is_no_other_program():
-    x = drawn(SIGN)
-    report = td.check(Torn(), (x,), candidate=Torn(reorders=True), stages=ALL)
+    report = td.check(Torn(), (drawn(3),), candidate=Torn(reorders=True), stages=ALL, seed=1)
 
     assert report.stage("steps").verdict is Verdict.EQUIVALENT
 
@@ -185,20 +184,21 @@ def test_a_reference_that_stepped_otherwise_than_the_truth_is_no_other_program()
 def test_a_program_that_branches_on_its_dtype_is_doubted_in_its_steps_too():
     class Branching(nn.Linear):
         def forward(self, x):
-            return super().forward(x) * (1.0 if x.dtype is torch.float32 else 1.2)
+            made = super().forward(x)
+            return made * made if x.dtype is torch.float32 else made * made * made
 
     class Reordered(Branching):
         def forward(self, x):
-            return (x @ self.weight.T).flip(0).flip(0) * (1.0 if x.dtype is torch.float32 else 1.2) + self.bias * (
-                1.0 if x.dtype is torch.float32 else 1.2
-            )
+            made = x[:, 16:] @ self.weight[:, 16:].T + self.bias + x[:, :16] @ self.weight[:, :16].T
+            return made * made if x.dtype is torch.float32 else made * (made * made)
 
     torch.manual_seed(0)
-    reference = Branching(32, 8)
-    candidate = Reordered(32, 8)
+    reference, candidate = Branching(32, 8), Reordered(32, 8)
     candidate.load_state_dict(reference.state_dict())
+    report = td.check(reference, (torch.randn(16, 32),), candidate=candidate, stages="steps")
 
-    assert td.check(reference, (torch.randn(16, 32),), candidate=candidate, stages="steps").verdict is Verdict.INCONCLUSIVE
+    assert report.verdict is Verdict.INCONCLUSIVE
+    assert any("another function" in seen.reason for seen in report.comparisons)
 
 
 class WrongDecay(nn.Linear):

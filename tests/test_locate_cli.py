@@ -174,6 +174,16 @@ def test_a_compiler_that_is_right_has_no_culprit(locate):
     assert "2 compiles" in ran.out
 
 
+@pytest.mark.slow
+def test_an_operation_that_a_compiler_gets_wrong_is_named(locate):
+    ran = locate("programs.py:build", "-t", "inductor", "-O", "config.cpp.inject_relu_bug_TESTING_ONLY=accuracy")
+
+    assert ran.code == 1, ran.err
+    assert "decomposed = → backend ≠ diverged here first" in ran.out
+    assert "culprit  aten.relu.default  relu, in forward, on the rung backend" in ran.out
+    assert "SQNR, cosine and max abs as each does by itself" in ran.out
+
+
 class TestMapping:
     def test_tells_who_stands_for_whom(self, locate, tmp_path):
         (tmp_path / "mapping.json").write_text('{"relu": "relu"}')

@@ -286,6 +286,12 @@ class TestWorstNodes:
         for width in (60, 120):
             assert said in " ".join(" ".join(rendered(location(odd), width=width)).split())
 
+    def test_a_value_that_requires_grad_on_one_side_only_is_no_oddity(self):
+        breach = Breach(clause="requires_grad", reference="True", candidate="False")
+        right = row("weight", inherited=(seen(Verdict.DIVERGED, contract=(breach,), mismatches=0),))
+
+        assert not any("requires_grad" in line for line in rendered(location(right, GELU), show_all=True))
+
     def test_wrong_gradients_of_right_values_are_called_so(self):
         detached = row("gelu", local_gradients=(seen(),))
 
@@ -316,7 +322,7 @@ class TestWithoutACulprit:
         text = self.text(verdict=Verdict.EQUIVALENT)
 
         assert "of 2 pairs of nodes, each fed the same values, none is wrong by itself" in text
-        assert "both sides compute the same: there is nothing to locate" in text
+        assert "the check found both sides equivalent: there is nothing to locate" in text
 
     def test_of_a_diverged_program_it_is_said_where_it_may_hide(self):
         backend = (Rung(name="backend", verdict=Verdict.DIVERGED),)

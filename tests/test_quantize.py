@@ -499,20 +499,53 @@ def test_buffers_that_a_quantized_program_writes_to_are_compared():
     assert wrong.verdict is Verdict.DIVERGED
 
 
-def test_nobody_knows_the_steps_of_an_operator_of_ones_own():
-    # what is quantized in groups of 32 is rounded to levels of which this operator alone knows
-    with torch.library._scoped_library("torchdelta_test", "FRAGMENT") as library:
-        library.define("dequantize_strangely(Tensor x) -> Tensor")
-        library.impl("dequantize_strangely", lambda x: (x * 64).round() / 64, "CompositeExplicitAutograd")
+@pytest.fixture
+def strange_operator():
+    library = torch.library.Library("torchdelta_test", "FRAGMENT")
+    library.define("dequantize_strangely(Tensor x) -> Tensor")
+    library.impl("dequantize_strangely", lambda x: (x * 64).round() / 64, "CompositeExplicitAutograd")
+    yield torch.ops.torchdelta_test.dequantize_strangely.default
+    del torch.ops.torchdelta_test.dequantize_strangely
 
-        def spoil(graph):
-            node = read_by(graph, "linear_1", 0)
-            node.args, node.target = (node.args[0].args[0],), torch.ops.torchdelta_test.dequantize_strangely.default
 
-        report = td.check(net(), (IMAGE,), transform=Spoilt(spoil))
+def test_nobody_knows_the_steps_of_an_operator_of_ones_own(strange_operator):
+    def spoil(graph):
+        node = read_by(graph, "linear_1", 0)
+        node.args, node.target = (node.args[0].args[0],), strange_operator
+
+    report = td.check(net(), (IMAGE,), transform=Spoilt(spoil))
 
     assert report.verdict is Verdict.INCONCLUSIVE
     assert "how it is quantized is not known" in report.stage("forward").comparisons[0].reason
+
+
+def test_what_goes_wrong_before_anything_is_quantized_is_no_noise_either():
+    # its layers are those of a graph that is wrong already
+    planted = td.faults.plant("relu_leaky", then=Quantize("x86", {}))
+    report = td.check(net(), (IMAGE,), transform=planted)
+
+    assert report.verdict is Verdict.DIVERGED
+    assert "in the graph that is quantized and before it is" in report.stage("forward").comparisons[0].reason
+
+
+def test_what_is_not_quantized_beside_it_is_judged_by_its_roundings():
+    # batch norm is folded into a convolution that stays in floats
+    healthy = td.check(net(), (IMAGE,), transform="quantize:x86", options={"only": "head"})
+
+    assert healthy.verdict is Verdict.EQUIVALENT
+
+    class OnlyHead(Spoilt):
+        def __init__(self, spoil):
+            super().__init__(spoil)
+            self.only = "head"
+
+    def spoil(graph):
+        with torch.no_grad():
+            graph.get_parameter(names(graph)["conv2d"].args[1].target).mul_(1.001)
+
+    found = td.locate(net(), (IMAGE,), transform=OnlyHead(spoil))
+
+    assert [each.node for each in found.culprits] == ["batch_norm"]
 
 
 def channels(scale):

@@ -1,6 +1,7 @@
 """Each module is quantized alone, and the one that loses most by it is first."""
 
 import io
+import json
 import math
 
 import pytest
@@ -10,6 +11,8 @@ from torch import nn
 
 from torchdelta.engine.sensitivity import NOTHING_ALONE, sensitivity
 from torchdelta.errors import ProgramError, UsageError
+from torchdelta.records.codec import decode, encode
+from torchdelta.records.sensitivity import Sensitivity
 from torchdelta.report.sensitivity import print_sensitivity
 
 pytest.importorskip("torchao")
@@ -230,3 +233,9 @@ def test_what_could_not_be_quantized_alone_is_printed_with_its_reason(quantizers
     assert text.getvalue().startswith("no module could be quantized alone")
     assert text.getvalue().count("not alone  ") == 3
     assert NOTHING_ALONE not in text.getvalue()
+
+
+def test_its_records_survive_json_with_what_is_infinite():
+    found = sensitivity(model(), (BATCH,))
+
+    assert decode(Sensitivity, json.loads(json.dumps(encode(found), allow_nan=False)), "sensitivity") == found

@@ -90,9 +90,4 @@ def writes_to(node: Node) -> bool:
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     is_named = name in _WRITERS or (name.endswith("_") and not name.endswith("__"))
-    return is_named or "out" in node.kwargs or True in (node.kwargs.get("inplace"),)
-
-
-def draws_random(node: Node) -> bool:
-    """Tell whether what an operator returns is drawn."""
-    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    return is_named or "out" in node.kwargs or node.kwargs.get("inplace") is True

@@ -17,6 +17,9 @@ def command(
     program: Program,
     transform: Transform,
     case: dict[str, Any],
+    thorough: Annotated[
+        bool, typer.Option(help="Look at each node by itself too; a compiler compiles once more.")
+    ] = False,
     json_file: JsonFile = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Every leaf, every note, what it cost.")] = False,
     debug: Debug = False,  # noqa: ARG001 — read in main
@@ -26,7 +29,7 @@ def command(
         # torch takes seconds to import: `--help` and `show` are not to wait for it
         with needing_torch("a check"):
             from torchdelta.engine.api import check
-        report = check(program, transform=transform, progress=progress, **case)
+        report = check(program, transform=transform, thorough=thorough, progress=progress, **case)
     print_report(report, verbose=verbose)
     if json_file is not None:
         write_report(report, json_file)

@@ -83,6 +83,8 @@ def run_candidate(
     except TorchDeltaError:
         raise
     except SideFailed as failed:
+        if isinstance(failed.error, TorchDeltaError):  # who stands at a seam has found a mistake of the user's
+            raise failed.error from None
         run.observation, run.failed_in = failed.observation, STAGES.index(failed.stage)
         run.failure = _failure(failed.error, failed.stage)
     except (Exception, SystemExit) as error:

@@ -46,8 +46,6 @@ class Check:
     """True where the user named no stages: one that does not apply is then left out, and noted."""
     notes: list[str] = field(default_factory=list)
     candidate: CandidateRun = field(default_factory=CandidateRun)
-    layered: Layered = field(default_factory=Layered)
-    """What the layers of a quantized program showed, once it has run."""
 
     def run(self) -> Report:
         """Answer; raise for what is the user's or the machine's fault, and report what is the candidate's."""
@@ -61,12 +59,11 @@ class Check:
             return self._report()
 
     def _report(self) -> Report:
-        baseline = self.baseline
-        reference = baseline.reference
-        self.layered = Layered.of(self.transform, self.policy, self.case.seed)
+        baseline, reference = self.baseline, self.baseline.reference
+        self.layered = Layered.of(self.transform, self.policy, self.case.seed, self._ask)
         with baseline.timed("candidate"):
             self.candidate = run_candidate(
-                self.layered.watched(self.transform),
+                self.layered.transform,
                 Side.copied_from(baseline.program, with_callable=self.transform.reads_program),
                 baseline.plan,
                 original=baseline.original,
@@ -79,7 +76,7 @@ class Check:
         noisy = self._noisy(1) if has_truth and differing(reference, self.candidate.observation) else []
         with baseline.timed("comparison"):
             stages, unmatched = self._judge(noisy)
-            if any(_is_near(seen) for stage in stages for seen in stage.comparisons) and noisy:
+            if noisy and any(_is_near(seen) for stage in stages for seen in stage.comparisons):
                 stages = self._look_again(stages)
             is_coarse = any(steadiness.is_coarse(seen) for stage in stages for seen in stage.comparisons)
             if is_coarse and baseline.has_chosen and self.transform.lowered_to is None:
@@ -123,6 +120,9 @@ class Check:
 
     def _noisy(self, count: int) -> list[Observation]:
         return self.baseline.noisy(count, lowered_to=self.transform.lowered_to)
+
+    def _ask(self, transform: Transform) -> Report:
+        return replace(self, transform=transform, notes=[], candidate=CandidateRun())._report()
 
     @property
     def _policy(self) -> Policy:

@@ -6,8 +6,9 @@ as all of its steps together, and no single bound on that would tell a bad layer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torchdelta._torch.nodes import module_path, op_name
 from torchdelta.compare.policy import Judgement, Policy, Sample, relative
@@ -15,7 +16,7 @@ from torchdelta.locate.lockstep import Judged
 from torchdelta.locate.quantized import QuantizedJudge
 from torchdelta.locate.side_by_side import Compared, SideBySide
 from torchdelta.records.comparison import Comparison
-from torchdelta.records.report import Questions
+from torchdelta.records.report import Questions, Report
 from torchdelta.records.verdict import Verdict
 from torchdelta.transforms.base import Transform
 from torchdelta.transforms.watched import Watched
@@ -58,28 +59,51 @@ class ByLayers:
 class Layered:
     """Who stands at the seam of a quantizer and judges layer by layer; nobody for another transform or policy."""
 
+    inner: Transform
+    ask: Callable[[Transform], Report]
+    """Checks another transform of the same program."""
     seam: SideBySide | None = None
 
     @classmethod
-    def of(cls, transform: Transform, policy: Policy, seed: int) -> Layered:
+    def of(cls, transform: Transform, policy: Policy, seed: int, ask: Callable[[Transform], Report]) -> Layered:
         """Stand there if this is a quantizer and noise is to be told from bugs."""
         if not (transform.rounds_to_levels and policy.needs_truth):
-            return cls()
-        return cls(SideBySide(judge=QuantizedJudge(seed=seed), with_gradients=False))
-
-    def watched(self, transform: Transform) -> Transform:
-        """Return the transform with us at its seam."""
-        return transform if self.seam is None else Watched(transform, self.seam)
+            return cls(transform, ask)
+        seam = SideBySide(judge=QuantizedJudge(seed=seed), with_gradients=False)
+        return cls(transform, ask, seam)
 
     @property
+    def transform(self) -> Transform:
+        """The transform, with us at its seam."""
+        return self.inner if self.seam is None else Watched(self.inner, self.seam)
+
+    @cached_property
     def policy(self) -> ByLayers | None:
         """What the layers showed, once the candidate has run; None where they were not looked at."""
-        return None if self.seam is None else judged_by_layers(self.seam.seen, sorted(self.seam.judge.notes))
+        if self.seam is None:
+            return None
+        found = judged_by_layers(self.seam.seen, sorted(self.seam.judge.notes))
+        if found.verdict is Verdict.DIVERGED or not self.seam.seen:
+            return found
+        # the layers are held against the graph that is quantized, and that one against the program
+        before = self.ask(Unquantized(self.inner))
+        if before.verdict is Verdict.EQUIVALENT:
+            return found
+        verdict = Verdict.DIVERGED if before.verdict.is_failure else Verdict.INCONCLUSIVE
+        return ByLayers(verdict, f"{_reason(before)}, in the graph that is quantized and before it is")
 
     @property
     def asked(self) -> str:
         """Whether every layer was judged by itself; otherwise why not."""
         return Questions.local if self.seam is None else "asked"
+
+
+class Unquantized(Watched):
+    """A quantizer that is stopped before it quantizes: what runs is the graph that it would have."""
+
+    def __init__(self, inner: Transform) -> None:
+        super().__init__(inner, lambda handed: handed.graph)
+        self.rounds_to_levels = False
 
 
 def judged_by_layers(seen: Sequence[Compared], notes: Sequence[str] = ()) -> ByLayers:
@@ -108,6 +132,13 @@ def _named(judged: Judged) -> str:
     node = judged.culprit or judged.reference
     where = f" of {path}" if (path := module_path(node)) else ""
     return f"{op_name(node)}{where} by itself, fed the reference's values: {_worst(judged).reason}"
+
+
+def _reason(report: Report) -> str:
+    if report.failure is not None:
+        return f"{report.failure.type}: {report.failure.message}".splitlines()[0]
+    worst = max(report.comparisons, key=lambda seen: seen.rank, default=None)
+    return next((stage.reason for stage in report.stages if stage.reason), worst.reason if worst else "")
 
 
 def _worst(judged: Judged) -> Comparison:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
-from torchdelta._torch import runtime, versions
+from torchdelta._torch import graphs, runtime, versions
 from torchdelta._torch.seams import Seam
 from torchdelta.engine import semantic
 from torchdelta.engine.candidate import CandidateRun, run_candidate
@@ -24,14 +24,16 @@ from torchdelta.locate.hooks import locate_modules
 from torchdelta.locate.ladder import BACKEND, DECOMPOSED, climb
 from torchdelta.locate.local import LocalJudge
 from torchdelta.locate.quantized import QuantizedJudge
-from torchdelta.locate.side_by_side import SideBySide
+from torchdelta.locate.side_by_side import SideBySide, compare_graphs
 from torchdelta.locate.taps import Taps
 from torchdelta.records.comparison import Comparison
 from torchdelta.records.location import Location, Rung
 from torchdelta.records.report import Cost, Culprit, Report
 from torchdelta.records.verdict import Verdict, worst_of
 from torchdelta.transforms.base import Transform
+from torchdelta.transforms.cast import Cast
 from torchdelta.transforms.compiler import Compiler
+from torchdelta.transforms.export import exported
 from torchdelta.transforms.watched import Watched, WatchedAfterAot
 
 THINNINGS = (1, 2, 4)
@@ -68,11 +70,16 @@ class Locating:
         with runtime.preserved():
             found, rungs = self._look(report)
         bad = next((rung.name for rung in rungs if rung.verdict.is_failure), None)
+        if found.coverage is not None and found.coverage.total and not found.coverage.matched:
+            self.notes.append(
+                f"no node of one side was found on the other; the check as a whole says {report.verdict.value}"
+            )
         notes = dict.fromkeys((*report.notes, *self.notes, *found.notes))
         return Location(
             verdict=_verdict(report, found),
             environment=versions.environment(),
             case=self.check.case,
+            reason=_reason(report),
             culprits=tuple(replace(culprit, rung=bad) for culprit in found.culprits),
             table=found.rows,
             coverage=found.coverage,
@@ -104,7 +111,7 @@ class Locating:
         """Judge every node that can be got at, in whatever way this transform allows."""
         transform = self.check.transform
         if not transform.has_seam:
-            return self._by_modules(transform)
+            return self._without_seam(transform)
         if not isinstance(transform, Compiler):
             return self._between_graphs(transform, report)
         found = self._by_taps(lambda seam: WatchedAfterAot(transform, seam), report)
@@ -160,17 +167,39 @@ class Locating:
         self._run(watched)
         return found_behind_taps(seam.seen, seam.total, seam.notes)
 
-    def _by_modules(self, transform: Transform) -> Found:
-        baseline, case = self.check.baseline, self.check.case
+    def _without_seam(self, transform: Transform) -> Found:
+        """Look at two graphs where both sides are, or become, one; at modules where not."""
+        baseline = self.check.baseline
         side = Side.copied_from(baseline.program, with_callable=transform.reads_program)
         with transform.applied(side, draws_random=baseline.reference.draws_random) as transformed:
-            located = locate_modules(
-                Side.copied_from(baseline.program),
-                transformed.side,
-                seed=case.seed,
-                gradients="gradients" in case.stages,
-                policy=self.check.policy,
-            )
+            ours, theirs = Side.copied_from(baseline.program), transformed.side
+            if isinstance(transform, Cast):
+                return self._in_lockstep(exported(ours, strict=False)[1], exported(theirs, strict=False)[1])
+            if isinstance(ours.owner, GraphModule) and isinstance(theirs.owner, GraphModule):
+                return self._in_lockstep(ours, theirs)
+            return self._by_modules(ours, theirs)
+
+    def _in_lockstep(self, ours: Side, theirs: Side) -> Found:
+        assert isinstance(ours.owner, GraphModule)
+        assert isinstance(theirs.owner, GraphModule)
+        inputs = [graphs.flat_inputs(ours.owner, side.args, side.kwargs) for side in (ours, theirs)]
+        compared = compare_graphs(
+            ours.owner,
+            theirs.owner,
+            inputs[0],
+            self._judge(),
+            "given",
+            self.given,
+            with_gradients="gradients" in self.check.case.stages and self.check.transform.lowered_to is None,
+            candidate_inputs=inputs[1],
+        )
+        return found_in_lockstep([compared])
+
+    def _by_modules(self, ours: Side, theirs: Side) -> Found:
+        case = self.check.case
+        located = locate_modules(
+            ours, theirs, seed=case.seed, gradients="gradients" in case.stages, policy=self.check.policy
+        )
         return replace(
             found_in_modules(located.rows, located.culprits, located.coverage),
             unmatched_reference=located.unmatched_reference,
@@ -229,7 +258,7 @@ class Locating:
         if self.is_lifted:
             semantic.run_lifted(baseline, transform)
             return
-        run_candidate(
+        run = run_candidate(
             transform,
             Side.copied_from(baseline.program, with_callable=transform.reads_program),
             baseline.plan,
@@ -237,6 +266,9 @@ class Locating:
             scope=baseline.scope,
             draws_random=baseline.reference.draws_random,
         )
+        if run.failure is not None:
+            words = f"{run.failure.type}: {run.failure.message}".splitlines()[0]
+            self.notes.append(f"the candidate failed while its nodes were looked at: {words}")
 
 
 def _wrong(report: Report) -> list[Comparison]:
@@ -251,10 +283,8 @@ def _reason(report: Report) -> str:
 
 
 def _verdict(report: Report, found: Found) -> Verdict:
-    """Return the check's verdict; a node that is wrong by itself makes it worse, and nothing matched open."""
+    """Return the check's verdict: worse where a node is wrong by itself, open where nothing was matched."""
     if found.culprits and not report.verdict.is_failure:
         return Verdict.DIVERGED
     is_blind = found.coverage is not None and found.coverage.total > 0 and not found.coverage.matched
-    if is_blind and report.verdict is Verdict.EQUIVALENT:
-        return Verdict.INCONCLUSIVE
-    return report.verdict
+    return Verdict.INCONCLUSIVE if is_blind else report.verdict

@@ -49,6 +49,8 @@ class Planted(Transform):
         """Where the fault was planted; None until the transform was applied."""
         if then is not None:
             self.lowered_to, self.keeps_names, self.is_compiler = then.lowered_to, then.keeps_names, then.is_compiler
+            self.has_backward, self.changes = then.has_backward, then.changes
+            self.rounds_to_levels = then.rounds_to_levels
 
     @contextmanager
     def applied(

@@ -49,7 +49,11 @@ def _is_readers_work(
 def _replacements(
     reference: Region, candidate: Region, values: Mapping[Node, Any], partners: Mapping[Node, Node]
 ) -> list[tuple[tuple[Node, Node], Node]]:
-    there = [node for node in (*reference.nodes[:-1], *reference.reads) if isinstance(values.get(node), torch.Tensor)]
+    there = [
+        node
+        for node in (*reference.nodes[:-1], *reference.reads)
+        if isinstance(values.get(node), (torch.Tensor, tuple, list))
+    ]
     edges = [(source, node) for node in candidate.nodes for source in node.all_input_nodes]
     # what nobody matched, or what the reference does not read there, is more likely to be wrong
     edges.sort(key=lambda edge: partners.get(edge[0]) in reference.reads)

@@ -12,7 +12,6 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
 from torchdelta._torch import runtime
-from torchdelta._torch.nodes import draws_random
 from torchdelta._torch.seams import Handed
 from torchdelta.locate.local import LocalJudge
 from torchdelta.locate.regions import Region, copied, run_node
@@ -52,9 +51,10 @@ class Decompositions:
         for node in graph.graph.nodes:
             if node.op == "output":
                 continue
+            before = runtime.drawn()
             values[node] = next(feed) if node.op == "placeholder" else run_node(interpreter, node, values)
             decomposition = self.table().get(node.target)
-            if decomposition is not None and not draws_random(node):
+            if decomposition is not None and not runtime.has_drawn_since(before):
                 self.total += 1
                 yield self._judged_node(
                     Region(graph, (node,), tuple(node.all_input_nodes)), decomposition, values, level

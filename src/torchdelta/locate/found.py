@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from torch.fx import Node
 
 from torchdelta._torch.nodes import module_path, op_name, source_line
-from torchdelta.locate.lockstep import is_wrong
 from torchdelta.locate.side_by_side import Compared
 from torchdelta.locate.taps import Tapped
+from torchdelta.locate.trial import is_wrong
 from torchdelta.records.comparison import Comparison
 from torchdelta.records.location import NodeRecord, Row
 from torchdelta.records.report import Coverage, Culprit
@@ -48,7 +48,7 @@ def found_in_lockstep(compared: Sequence[Compared]) -> Found:
                     inherited=judged.inherited,
                 )
             )
-            if judged.culprit is not None:
+            if judged.culprit is not None and graphs.alignment.matches:
                 stage = "forward" if is_wrong(judged.local) else "gradients"
                 seen = judged.local if stage == "forward" else judged.local_gradients
                 blamed.append((judged.culprit, seen, stage))

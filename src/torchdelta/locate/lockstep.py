@@ -8,7 +8,7 @@ what differs only on the candidate's own values inherited that.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
@@ -22,30 +22,15 @@ from torchdelta.compare.judge import Judge
 from torchdelta.compare.leaves import leaves_of
 from torchdelta.compare.policy import Tolerance
 from torchdelta.locate.align import Alignment
-from torchdelta.locate.blame import Edges, blame
-from torchdelta.locate.local import LocalJudge, gradients
+from torchdelta.locate.local import LocalJudge
 from torchdelta.locate.regions import Region, copied, is_discontinuous, is_identical, run_node, tensors_of
 from torchdelta.locate.running import Running, placeholders, readers_within
+from torchdelta.locate.trial import Pair, Trial, is_wrong
 from torchdelta.records.comparison import Comparison
 from torchdelta.records.verdict import Verdict
 
 LARGEST = 32
 """Nodes of a region beyond which it is not the work of one node any more."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pair:
-    """A node of the reference and the one of the candidate that should compute the same."""
-
-    reference: Region
-    candidate: Region
-    how: str
-    is_same_call: bool
-    """Whether both call the same with the same: then their gradients are the same too."""
-    has_same_inputs: bool
-    """Whether all that the candidate's region reads, the reference's reads too: gradients are those of the inputs."""
-    needs: frozenset[Node]
-    """The reference's nodes whose values it takes to judge it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +61,7 @@ class Lockstep:
     """What a node raised; everything up to there was judged."""
     failed_at: str = ""
     notes: list[str] = field(default_factory=list)
+    _lowered: dict[Node, torch.dtype] = field(default_factory=dict)
 
     @cached_property
     def partners(self) -> dict[Node, Node]:
@@ -111,11 +97,12 @@ class Lockstep:
             )
         return found
 
-    def run(self, inputs: Sequence[Any]) -> Iterator[Judged]:
-        """Judge pair by pair, in the candidate's order; each side gets copies of the inputs."""
+    def run(self, inputs: Sequence[Any], candidate_inputs: Sequence[Any] | None = None) -> Iterator[Judged]:
+        """Judge pair by pair, in the candidate's order; each side gets copies of the inputs, or has its own."""
         needed = Counter(node for pair in self.pairs.values() for node in pair.needs)
         ours = Running(self.reference, copied(tuple(inputs)), readers_within(self.reference) + needed)
-        theirs = Running(self.candidate, copied(tuple(inputs)), readers_within(self.candidate))
+        own = inputs if candidate_inputs is None else candidate_inputs
+        theirs = Running(self.candidate, copied(tuple(own)), readers_within(self.candidate))
         same: set[Node] = set()
         with torch.no_grad():
             for node in self.candidate.graph.nodes:
@@ -136,8 +123,10 @@ class Lockstep:
         is_fed_alike = all(source in same for source in node.all_input_nodes)
         given = None if is_fed_alike else {source: self._fed(source, ours, theirs) for source in node.all_input_nodes}
         own = theirs.advance_to(node, drawn)
+        if partner is not None:
+            self._note_dtype(node, ours.kept[partner], own)
         if node.op == "placeholder":
-            same.add(node)
+            same |= set() if node in self._lowered else {node}
             return
         local = own if given is None else self._run_on(given, node, theirs, drawn)
         if partner is None:
@@ -155,7 +144,21 @@ class Lockstep:
 
     def _fed(self, source: Node, ours: Running, theirs: Running) -> Any:
         partner = self.partners.get(source)
-        return theirs.kept[source] if partner is None else ours.kept[partner]
+        if partner is None:
+            return theirs.kept[source]
+        value = ours.kept[partner]
+        return value.to(self._lowered[source]) if source in self._lowered else value
+
+    def _note_dtype(self, node: Node, reference: Any, own: Any) -> None:
+        """Remember where the candidate has another float on purpose: it is fed the reference's values in that."""
+        if (
+            self.judge.lowered_to is None
+            or not isinstance(own, torch.Tensor)
+            or not isinstance(reference, torch.Tensor)
+        ):
+            return
+        if own.is_floating_point() and reference.is_floating_point() and own.dtype != reference.dtype:
+            self._lowered[node] = own.dtype
 
     def _run_on(self, given: Mapping[Node, Any], node: Node, theirs: Running, drawn: runtime.Drawn | None) -> Any:
         with runtime.drawing_from(drawn):
@@ -167,7 +170,7 @@ class Lockstep:
         name = pair.reference.result.name
         values = {node: ours.kept[node] for node in pair.needs if node in ours.kept}
         drawn = next((ours.drawn_from[node] for node in pair.reference.nodes if node in ours.drawn_from), None)
-        trial = _Trial(pair, values, self.partners, drawn, self.judge, self.trained)
+        trial = Trial(pair, values, self.partners, drawn, self.judge, self.trained, self._lowered)
         is_exact = is_discontinuous(pair.reference)
         found = self.judge.judge(name, reference, local, trial.again, trial.given, is_exact=is_exact)
         slopes: tuple[Comparison, ...] = ()
@@ -226,68 +229,6 @@ class Lockstep:
         return bool(line([ours.args, ours.kwargs], {}) == line([theirs.args, theirs.kwargs], self.partners))
 
 
-@dataclass(frozen=True)
-class _Trial:
-    """Both regions of a pair on the reference's values, once more and with other things read in single places."""
-
-    pair: Pair
-    values: Mapping[Node, Any]
-    """Of the reference's nodes."""
-    partners: Mapping[Node, Node]
-    drawn: runtime.Drawn | None
-    by: LocalJudge
-    trained: Collection[Node]
-
-    @cached_property
-    def given(self) -> dict[Node, Any]:
-        """What the reference's region reads."""
-        return {node: self.values[node] for node in self.pair.reference.reads if node in self.values}
-
-    @cached_property
-    def wanted(self) -> list[Node]:
-        """What both regions read and a gradient goes to."""
-        fed = (self.partners[node] for node in self.pair.candidate.reads)
-        read = dict.fromkeys((*self.pair.reference.reads, *fed))
-        return [node for node in read if node in self.values and node in self.trained]
-
-    def again(self, values: Mapping[Any, Any]) -> Any:
-        """Run the reference's region."""
-        with runtime.drawing_from(self.drawn):
-            return self.pair.reference.run(values)
-
-    def judge_values(self, reference: Any, edges: Edges) -> tuple[Comparison, ...]:
-        """Judge the candidate's value when it reads other nodes of the reference."""
-        try:
-            value = self._run_candidate(self.values, edges)
-        except Exception as error:  # it does not take that value
-            return (_unfit(self.pair.reference.result.name, error),)
-        return self.by.judge(self.pair.reference.result.name, reference, value, self.again, self.given)
-
-    def judge_gradients(self, edges: Edges) -> tuple[Comparison, ...]:
-        """Judge the gradients of what both regions read, given the same cotangent."""
-        name = self.pair.reference.result.name
-
-        def slopes(run: Callable[[Mapping[Any, Any]], Any], values: Mapping[Any, Any]) -> Any:
-            return gradients(run, values, self.wanted, name, self.by.seed)
-
-        try:
-            values = {node: self.values[node] for node in (*self.pair.reference.reads, *self.wanted)}
-            reference = slopes(self.again, values)
-            candidate = slopes(lambda given: self._run_candidate({**self.values, **given}, edges), values)
-        except Exception as error:
-            return (_unfit(name, error),)
-        return self.by.judge(name, reference, candidate, lambda given: slopes(self.again, given), values)
-
-    def blame(self, is_mended: Callable[[Edges], bool]) -> Node:
-        """Return the node of the reference whose work is not done."""
-        return blame(self.pair.reference, self.pair.candidate, self.values, self.partners, is_mended)
-
-    def _run_candidate(self, values: Mapping[Node, Any], edges: Edges) -> Any:
-        fed = {node: values[self.partners[node]] for node in self.pair.candidate.reads}
-        with runtime.drawing_from(self.drawn):
-            return self.pair.candidate.run(fed, {edge: values[instead] for edge, instead in edges.items()})
-
-
 def _region_from(fed: set[Node], node: Node, module: GraphModule, known: set[Node]) -> Region:
     """Return the region that ends in the node and starts from what the candidate's is fed, if there is a small one."""
     if node in fed:
@@ -298,11 +239,6 @@ def _region_from(fed: set[Node], node: Node, module: GraphModule, known: set[Nod
     ends = {each for each in module.graph.nodes if each.op in ("placeholder", "get_attr")}
     wider = Region.before(node, module, fed | ends)
     return wider if len(wider.nodes) <= LARGEST and set(wider.reads) <= fed | ends else region
-
-
-def is_wrong(comparisons: Sequence[Comparison]) -> bool:
-    """Tell whether one of them says that both sides do not compute the same."""
-    return any(seen.verdict is Verdict.DIVERGED for seen in comparisons)
 
 
 def _is_parameter(value: Any) -> bool:
@@ -332,8 +268,3 @@ def _returned(output: Node) -> list[Any]:
 
     take(output.args[0])
     return flat
-
-
-def _unfit(name: str, error: BaseException) -> Comparison:
-    reason = f"the candidate's node raised {type(error).__name__}: {error}".splitlines()[0]
-    return Comparison(path=name, verdict=Verdict.DIVERGED, reason=reason)

@@ -253,7 +253,7 @@ def _print_of_tensor(tensor: torch.Tensor) -> TensorPrint:
 
 def _source_line(module: torch.nn.Module) -> str:
     forward = type(module).forward
-    if forward.__module__.split(".")[0] == "torch":
+    if (forward.__module__ or "torch").split(".")[0] == "torch":  # generated code has no module
         return ""
     try:
         file, (lines, number) = inspect.getsourcefile(forward), inspect.getsourcelines(forward)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from torchdelta._torch import runtime
 from torchdelta._torch.provenance import is_dequantizing, observed_by
 from torchdelta._torch.quantizing import Levels, levels_of
 from torchdelta.compare.contract import Terms
@@ -41,10 +42,11 @@ class QuantizedJudge(LocalJudge):
     ) -> tuple[Comparison, ...]:
         """Hold the values of both regions against each other."""
         trial = getattr(again, "__self__", None)
-        is_float = not isinstance(trial, _Trial) or not _dequantizers(trial.pair.candidate)
-        if self.policy is not None or is_float or is_identical(reference, candidate):
+        if not isinstance(trial, _Trial):
             return super().judge(path, reference, candidate, again, given, is_exact=is_exact)
-        assert isinstance(trial, _Trial)
+        if self.policy is not None or is_identical(reference, candidate) or not _dequantizers(trial.pair.candidate):
+            again, given = _with_constants(trial)
+            return super().judge(path, reference, candidate, again, given, is_exact=is_exact)
         ours, theirs = leaves_of(reference, path), leaves_of(candidate, path)
         judge = Judge(policy=StepNoise(), terms=Terms(ignore=frozenset({"requires_grad", "device", "aliasing"})))
         found = judge.compare(ours, theirs, ours, noisy=self._runs(path, reference, trial))[0]
@@ -74,6 +76,18 @@ class QuantizedJudge(LocalJudge):
             node: rounded(values, levels[node], run, generator, apart=is_constant)
             for node, (values, is_constant) in before.items()
         }
+
+
+def _with_constants(trial: _Trial) -> tuple[Again, dict[Node, Any]]:
+    """Return the reference's region with its constants among what it is given: its truth needs them in float64 too."""
+    region = trial.pair.reference
+    held = [node for node in region.nodes[:-1] if node.op == "get_attr" and node in trial.values]
+
+    def again(values: Mapping[Any, Any]) -> Any:
+        with runtime.drawing_from(trial.drawn):
+            return region.run(values, {(node, user): values[node] for node in held for user in node.users})
+
+    return again, {**trial.given, **{node: trial.values[node] for node in held}}
 
 
 def _dequantizers(region: Region) -> list[Node]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
 from torchdelta._torch import graphs
@@ -80,6 +79,7 @@ def compare_graphs(
     given: Mapping[str, str] | None = None,
     *,
     with_gradients: bool = True,
+    candidate_inputs: list[Any] | None = None,
 ) -> Compared:
     """Match two graphs and run them in lockstep; the candidate is copied, and what nobody reads in it is left out."""
     candidate = copy.deepcopy(candidate)
@@ -94,8 +94,7 @@ def compare_graphs(
         judge=judge,
         trained=trained_nodes(reference, inputs) if with_gradients else (),
     )
-    detached = [value.detach() if isinstance(value, torch.Tensor) else value for value in inputs]
-    judged = tuple(lockstep.run(detached))
+    judged = tuple(lockstep.run(inputs, candidate_inputs))
     notes = list(lockstep.notes)
     if lockstep.failure is not None:
         words = str(lockstep.failure).splitlines()[0] if str(lockstep.failure) else ""

@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from torchdelta._torch import graphs, runtime
-from torchdelta._torch.nodes import draws_random, writes_to
+from torchdelta._torch.nodes import writes_to
 from torchdelta._torch.seams import Handed
 from torchdelta.locate.local import LocalJudge
 from torchdelta.locate.regions import Region, copied, is_discontinuous, run_node
@@ -103,14 +103,17 @@ class Taps:
         known = {node for node in graph.graph.nodes if node.op == "placeholder"}
         values: dict[Node, Any] = {}
         for node in fill_values(values, graph, inputs, tapped):
-            if node.name in tapped and not draws_random(node):
+            if node.name in tapped:
                 yield self._judged_node(Region.before(node, graph, known), values, level)
             known |= {node} if node.name in tapped else set()
 
     def _judged_node(self, region: Region, values: Mapping[Node, Any], level: str) -> Tapped:
         given = {node: values[node] for node in region.reads}
-        reference = region.run(given)
         node = region.result
+        before = runtime.drawn()
+        reference = region.run(given)
+        if runtime.has_drawn_since(before):  # what it draws is anybody's, and its readers are judged on it
+            return Tapped(node=node, level=level, local=(), region=region.nodes)
         is_exact = all(source.op == "placeholder" for source in region.reads)
         found = self.judge.judge(
             node.name, reference, values[node], region.run, given, is_exact=is_exact and is_discontinuous(region)

@@ -124,7 +124,7 @@ def _without_culprit(location: Location) -> Iterator[str]:
     judged = f"of {count(len(location.table), 'pair')} of {nodes}, each fed the same values, none is wrong by itself"
     yield judged + (f"; {unsure} could not be decided" if unsure else "")
     if location.verdict is Verdict.EQUIVALENT:
-        yield "both sides compute the same: there is nothing to locate"
+        yield "the check found both sides equivalent: there is nothing to locate"
     elif location.verdict is Verdict.INCONCLUSIVE:
         yield "the check itself is inconclusive: torchdelta check says why"
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 
-from torchdelta.records.comparison import Comparison, Measurement
+from torchdelta.records.comparison import Breach, Comparison, Measurement
 from torchdelta.records.location import Row
 from torchdelta.records.verdict import Verdict, worst_of
 from torchdelta.report.marks import number
@@ -84,7 +84,7 @@ def _oddities(seen: Comparison) -> Iterator[str]:
         if numbers.inf_reference != numbers.inf_candidate:
             yield f"Inf {numbers.inf_reference} → {numbers.inf_candidate}"
     for breach in seen.contract:
-        if not breach.excused or breach.clause in ("dtype", "shape"):
+        if _tells(breach):
             yield f"{breach.clause} {breach.reference} → {breach.candidate}"
     if seen.measurement is None and not seen.contract and seen.verdict is not Verdict.EQUIVALENT:
         yield seen.reason
@@ -115,8 +115,13 @@ def _loss(seen: Comparison) -> float:
 
 
 def _is_identical(seen: Comparison) -> bool:
-    if any(not breach.excused or breach.clause in ("dtype", "shape") for breach in seen.contract):
+    if any(map(_tells, seen.contract)):
         return False
     if seen.measurement is None:
         return seen.verdict is Verdict.EQUIVALENT
     return seen.measurement.mismatches == 0 and seen.verdict is Verdict.EQUIVALENT
+
+
+def _tells(breach: Breach) -> bool:
+    # whether a value in the middle of a graph requires grad depends on how it is run
+    return breach.clause in ("dtype", "shape") or not (breach.excused or breach.clause == "requires_grad")

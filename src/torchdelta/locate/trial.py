@@ -1,0 +1,111 @@
+"""Both regions of a matched pair, run on the reference's values, once more and with other things read in single places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from torchdelta._torch import runtime
+from torchdelta.locate.blame import Edges, blame
+from torchdelta.locate.local import LocalJudge, gradients
+from torchdelta.locate.regions import Region
+from torchdelta.records.comparison import Comparison
+from torchdelta.records.verdict import Verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A node of the reference and the one of the candidate that should compute the same."""
+
+    reference: Region
+    candidate: Region
+    how: str
+    is_same_call: bool
+    """Whether both call the same with the same: then their gradients are the same too."""
+    has_same_inputs: bool
+    """Whether all that the candidate's region reads, the reference's reads too: gradients are those of the inputs."""
+    needs: frozenset[Node]
+    """The reference's nodes whose values it takes to judge it."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Both regions of a pair on the reference's values, once more and with other things read in single places."""
+
+    pair: Pair
+    values: Mapping[Node, Any]
+    """Of the reference's nodes."""
+    partners: Mapping[Node, Node]
+    drawn: runtime.Drawn | None
+    by: LocalJudge
+    trained: Collection[Node]
+    lowered: Mapping[Node, torch.dtype]
+
+    @cached_property
+    def given(self) -> dict[Node, Any]:
+        """What the reference's region reads."""
+        return {node: self.values[node] for node in self.pair.reference.reads if node in self.values}
+
+    @cached_property
+    def wanted(self) -> list[Node]:
+        """What both regions read and a gradient goes to."""
+        fed = (self.partners[node] for node in self.pair.candidate.reads)
+        read = dict.fromkeys((*self.pair.reference.reads, *fed))
+        return [node for node in read if node in self.values and node in self.trained]
+
+    def again(self, values: Mapping[Any, Any]) -> Any:
+        """Run the reference's region."""
+        with runtime.drawing_from(self.drawn):
+            return self.pair.reference.run(values)
+
+    def judge_values(self, reference: Any, edges: Edges) -> tuple[Comparison, ...]:
+        """Judge the candidate's value when it reads other nodes of the reference."""
+        try:
+            value = self._run_candidate(self.values, edges)
+        except Exception as error:  # it does not take that value
+            return (_unfit(self.pair.reference.result.name, error),)
+        return self.by.judge(self.pair.reference.result.name, reference, value, self.again, self.given)
+
+    def judge_gradients(self, edges: Edges) -> tuple[Comparison, ...]:
+        """Judge the gradients of what both regions read, given the same cotangent."""
+        name = self.pair.reference.result.name
+
+        def slopes(run: Callable[[Mapping[Any, Any]], Any], values: Mapping[Any, Any]) -> Any:
+            return gradients(run, values, self.wanted, name, self.by.seed)
+
+        try:
+            values = {node: self.values[node] for node in (*self.pair.reference.reads, *self.wanted)}
+            reference = slopes(self.again, values)
+            candidate = slopes(lambda given: self._run_candidate({**self.values, **given}, edges), values)
+        except Exception as error:
+            return (_unfit(name, error),)
+        return self.by.judge(name, reference, candidate, lambda given: slopes(self.again, given), values)
+
+    def blame(self, is_mended: Callable[[Edges], bool]) -> Node:
+        """Return the node of the reference whose work is not done."""
+        return blame(self.pair.reference, self.pair.candidate, self.values, self.partners, is_mended)
+
+    def _run_candidate(self, values: Mapping[Node, Any], edges: Edges) -> Any:
+        fed = {
+            node: values[self.partners[node]].to(self.lowered[node])
+            if node in self.lowered
+            else values[self.partners[node]]
+            for node in self.pair.candidate.reads
+        }
+        with runtime.drawing_from(self.drawn):
+            return self.pair.candidate.run(fed, {edge: values[instead] for edge, instead in edges.items()})
+
+
+def is_wrong(comparisons: Sequence[Comparison]) -> bool:
+    """Tell whether one of them says that both sides do not compute the same."""
+    return any(seen.verdict is Verdict.DIVERGED for seen in comparisons)
+
+
+def _unfit(name: str, error: BaseException) -> Comparison:
+    reason = f"the candidate's node raised {type(error).__name__}: {error}".splitlines()[0]
+    return Comparison(path=name, verdict=Verdict.DIVERGED, reason=reason)
