@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         handles_of,
         locate,
         read_capture,
+        sensitivity,
     )
 else:  # out of a type checker's sight, which would take any name for one of ours
 
@@ -83,6 +84,7 @@ __all__ = [
     "locate",
     "read_capture",
     "read_report",
+    "sensitivity",
     "to_json",
     "write_report",
 ]

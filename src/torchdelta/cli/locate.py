@@ -24,6 +24,7 @@ from torchdelta.errors import UsageError
 from torchdelta.records.codec import write_report
 from torchdelta.records.location import Location
 from torchdelta.report.location import print_location
+from torchdelta.report.sensitivity import print_sensitivity
 
 
 @taking_a_case
@@ -38,6 +39,9 @@ def command(
     mapping: Annotated[
         Path | None, typer.Option(help="JSON of the nodes of the reference and those that stand for them.")
     ] = None,
+    sensitivity: Annotated[
+        bool, typer.Option("--sensitivity", help="For a quantizer: which layer hurts most when it alone is quantized.")
+    ] = False,
     json_file: JsonFile = None,
     show_all: Annotated[bool, typer.Option("--all", help="Every node, not only the worst.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="As --all, and every warning.")] = False,
@@ -50,6 +54,13 @@ def command(
         # torch takes seconds to import: `--help` and `show` are not to wait for it
         with needing_torch("locating"):
             from torchdelta.engine.api import locate
+            from torchdelta.engine.api import sensitivity as ask_one_by_one
+        if sensitivity:
+            alone = ask_one_by_one(program, transform=transform, progress=progress, **case)
+            print_sensitivity(alone)
+            if json_file is not None:
+                write_report(alone, json_file)
+            return
         location = locate(
             program,
             transform=transform,

@@ -12,8 +12,10 @@ from torchdelta.cli.exits import EXIT_OF
 from torchdelta.records.audit import Audit
 from torchdelta.records.codec import read_report
 from torchdelta.records.location import Location
+from torchdelta.records.sensitivity import Sensitivity
 from torchdelta.report.audit import print_audit
 from torchdelta.report.location import print_location
+from torchdelta.report.sensitivity import print_sensitivity
 from torchdelta.report.terminal import print_report
 
 
@@ -26,6 +28,9 @@ def command(
     found = read_report(report, None)
     if isinstance(found, Audit):
         print_audit(found, verbose=verbose)
+        return
+    if isinstance(found, Sensitivity):
+        print_sensitivity(found)
         return
     if isinstance(found, Location):
         print_location(found, show_all=verbose)

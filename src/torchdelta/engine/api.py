@@ -15,6 +15,7 @@ from torchdelta.engine import steadiness
 from torchdelta.engine.baseline import Progress
 from torchdelta.engine.locate import Locating
 from torchdelta.engine.prepare import prepare, words_of
+from torchdelta.engine.sensitivity import sensitivity
 from torchdelta.engine.thorough import ask_locally
 from torchdelta.execute.optimizers import OptimizerFactory
 from torchdelta.execute.stages import Loss
@@ -38,6 +39,7 @@ __all__ = [
     "handles_of",
     "locate",
     "read_capture",
+    "sensitivity",
 ]
 
 _RAISED = {

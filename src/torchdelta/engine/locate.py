@@ -124,7 +124,7 @@ class Locating:
         self._run(Watched(transform, seam))
         if seam.black_boxes:
             return self._in_black_box(transform, report)
-        return found_in_lockstep(seam.seen)
+        return found_in_lockstep(seam.seen, sorted(seam.judge.notes))
 
     def _in_black_box(self, transform: Transform, report: Report) -> Found:
         """Tap the graph as it is handed over; what only gradients show takes gates on its edges too."""

@@ -29,7 +29,7 @@ class Found:
     notes: tuple[str, ...] = ()
 
 
-def found_in_lockstep(compared: Sequence[Compared]) -> Found:
+def found_in_lockstep(compared: Sequence[Compared], notes: Iterable[str] = ()) -> Found:
     """Put what both graphs did, pair by pair, into records."""
     rows: list[Row] = []
     culprits: dict[Node, Culprit] = {}
@@ -65,7 +65,7 @@ def found_in_lockstep(compared: Sequence[Compared]) -> Found:
         ),
         unmatched_reference=tuple(node for graphs in compared for node in graphs.alignment.unmatched_reference),
         unmatched_candidate=tuple(node for graphs in compared for node in graphs.alignment.unmatched_candidate),
-        notes=tuple(note for graphs in compared for note in graphs.notes),
+        notes=(*(note for graphs in compared for note in graphs.notes), *notes),
     )
 
 

@@ -54,6 +54,7 @@ class LocalJudge:
         given: Mapping[Any, Any],
         *,
         is_exact: bool = False,
+        within: object = None,  # noqa: ARG002 — who judges by more than the values needs what they come from
     ) -> tuple[Comparison, ...]:
         """Hold the values of both regions against each other; `again` runs the reference's anew, on what was given.
 

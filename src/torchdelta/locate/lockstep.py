@@ -79,7 +79,9 @@ class Lockstep:
     def pairs(self) -> dict[Node, Pair]:
         """Every pair to be judged, by the candidate's node."""
         how = {match.candidate: match.how for match in self.alignment.matches}
-        known = set(self.partners.values())
+        # a constant is given, too: the truth of a region has it in float64
+        held = {node for node in self.reference.graph.nodes if node.op == "get_attr"}
+        known = set(self.partners.values()) | held
         found = {}
         for theirs, ours in self.partners.items():
             if theirs.op in ("placeholder", "output"):
@@ -172,7 +174,7 @@ class Lockstep:
         drawn = next((ours.drawn_from[node] for node in pair.reference.nodes if node in ours.drawn_from), None)
         trial = Trial(pair, values, self.partners, drawn, self.judge, self.trained, self._lowered)
         is_exact = is_discontinuous(pair.reference)
-        found = self.judge.judge(name, reference, local, trial.again, trial.given, is_exact=is_exact)
+        found = self.judge.judge(name, reference, local, trial.again, trial.given, is_exact=is_exact, within=trial)
         slopes: tuple[Comparison, ...] = ()
         culprit = None
         if is_wrong(found):

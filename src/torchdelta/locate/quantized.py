@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from torchdelta._torch import runtime
 from torchdelta._torch.provenance import is_dequantizing, observed_by
 from torchdelta._torch.quantizing import Levels, levels_of
 from torchdelta.compare.contract import Terms
@@ -21,8 +20,8 @@ from torchdelta.compare.judge import Judge
 from torchdelta.compare.leaves import Leaves, leaves_of
 from torchdelta.compare.steps import RUNS, StepNoise, rounded
 from torchdelta.locate.local import Again, LocalJudge
-from torchdelta.locate.lockstep import _Trial
 from torchdelta.locate.regions import Region, is_identical
+from torchdelta.locate.trial import Trial
 from torchdelta.records.comparison import Comparison
 
 
@@ -39,20 +38,22 @@ class QuantizedJudge(LocalJudge):
         given: Mapping[Any, Any],
         *,
         is_exact: bool = False,
+        within: object = None,
     ) -> tuple[Comparison, ...]:
         """Hold the values of both regions against each other."""
-        trial = getattr(again, "__self__", None)
-        if not isinstance(trial, _Trial):
-            return super().judge(path, reference, candidate, again, given, is_exact=is_exact)
-        if self.policy is not None or is_identical(reference, candidate) or not _dequantizers(trial.pair.candidate):
-            again, given = _with_constants(trial)
+        if (
+            not isinstance(within, Trial)
+            or self.policy is not None
+            or is_identical(reference, candidate)
+            or not _dequantizers(within.pair.candidate)
+        ):
             return super().judge(path, reference, candidate, again, given, is_exact=is_exact)
         ours, theirs = leaves_of(reference, path), leaves_of(candidate, path)
         judge = Judge(policy=StepNoise(), terms=Terms(ignore=frozenset({"requires_grad", "device", "aliasing"})))
-        found = judge.compare(ours, theirs, ours, noisy=self._runs(path, reference, trial))[0]
-        return tuple(replace(seen, reason=f"{seen.reason}{_what(trial.pair.candidate)}") for seen in found)
+        found = judge.compare(ours, theirs, ours, noisy=self._runs(path, reference, within))[0]
+        return tuple(replace(seen, reason=f"{seen.reason}{_what(within.pair.candidate)}") for seen in found)
 
-    def _runs(self, path: str, reference: Any, trial: _Trial) -> list[Leaves]:
+    def _runs(self, path: str, reference: Any, trial: Trial) -> list[Leaves]:
         """Return the reference's value with what other roundings of the same would have changed in it."""
         region = trial.pair.candidate
         fed = {node: trial.values[trial.partners[node]] for node in region.reads}
@@ -78,18 +79,6 @@ class QuantizedJudge(LocalJudge):
         }
 
 
-def _with_constants(trial: _Trial) -> tuple[Again, dict[Node, Any]]:
-    """Return the reference's region with its constants among what it is given: its truth needs them in float64 too."""
-    region = trial.pair.reference
-    held = [node for node in region.nodes[:-1] if node.op == "get_attr" and node in trial.values]
-
-    def again(values: Mapping[Any, Any]) -> Any:
-        with runtime.drawing_from(trial.drawn):
-            return region.run(values, {(node, user): values[node] for node in held for user in node.users})
-
-    return again, {**trial.given, **{node: trial.values[node] for node in held}}
-
-
 def _dequantizers(region: Region) -> list[Node]:
     return [node for node in region.nodes if is_dequantizing(node)]
 
@@ -102,7 +91,7 @@ def _what(region: Region) -> str:
     return f" ({node.name}, as {', '.join(user.name for user in node.users)} reads it)"
 
 
-def _before_rounding(node: Node, reference: Any, trial: _Trial, fed: Mapping[Node, Any]) -> tuple[torch.Tensor, bool]:
+def _before_rounding(node: Node, reference: Any, trial: Trial, fed: Mapping[Node, Any]) -> tuple[torch.Tensor, bool]:
     """Return what a dequantize node stands for in floats, and whether it is a constant."""
     source: Node | None = node
     while source is not None and source not in fed and (inner := observed_by(source)) is not None:

@@ -100,7 +100,7 @@ class Taps:
     def _judged(
         self, graph: GraphModule, inputs: Sequence[Any], tapped: Mapping[str, Any], level: str
     ) -> Iterator[Tapped]:
-        known = {node for node in graph.graph.nodes if node.op == "placeholder"}
+        known = {node for node in graph.graph.nodes if node.op in ("placeholder", "get_attr")}
         values: dict[Node, Any] = {}
         for node in fill_values(values, graph, inputs, tapped):
             if node.name in tapped:

@@ -1,4 +1,4 @@
-"""Both regions of a matched pair, run on the reference's values, once more and with other things read in single places."""
+"""Both regions of a matched pair on the reference's values, once more and with other things read in single places."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Trial:
             value = self._run_candidate(self.values, edges)
         except Exception as error:  # it does not take that value
             return (_unfit(self.pair.reference.result.name, error),)
-        return self.by.judge(self.pair.reference.result.name, reference, value, self.again, self.given)
+        return self.by.judge(self.pair.reference.result.name, reference, value, self.again, self.given, within=self)
 
     def judge_gradients(self, edges: Edges) -> tuple[Comparison, ...]:
         """Judge the gradients of what both regions read, given the same cotangent."""

@@ -23,19 +23,30 @@ from torchdelta.errors import ReportUnreadable, UsageError
 from torchdelta.records.audit import Audit
 from torchdelta.records.location import Location
 from torchdelta.records.report import Report
+from torchdelta.records.sensitivity import Sensitivity
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _ESCAPE = "\\"
 
-Saved = Report | Audit | Location
+Saved = Report | Audit | Location | Sensitivity
 """What a command writes, and `torchdelta show` shows."""
-_Saved = TypeVar("_Saved", Report, Audit, Location)
+_Saved = TypeVar("_Saved", Report, Audit, Location, Sensitivity)
 
 
 # a report says nothing of its kind: it was there first
 _REPORT = "report"
-_KINDS: dict[str, type[Saved]] = {_REPORT: Report, "audit": Audit, "location": Location}
-_AGAIN = {_REPORT: "run the check again", "audit": "run the audit again", "location": "locate again"}
+_KINDS: dict[str, type[Saved]] = {
+    _REPORT: Report,
+    "audit": Audit,
+    "location": Location,
+    "sensitivity": Sensitivity,
+}
+_AGAIN = {
+    _REPORT: "run the check again",
+    "audit": "run the audit again",
+    "location": "locate again",
+    "sensitivity": "locate with --sensitivity again",
+}
 
 
 def to_json(report: Saved) -> str:
