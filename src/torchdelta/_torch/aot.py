@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch._functorch.config
@@ -14,23 +15,32 @@ from torch.fx import GraphModule
 
 from torchdelta._torch.seams import Handed, Seam
 
-Decompositions = Mapping[Any, Callable[..., Any]]
+
+@dataclass
+class Interception:
+    """What passed AOTAutograd."""
+
+    decompositions: dict[Any, Callable[..., Any]] = field(default_factory=dict)
+    """Those that the backend asked for."""
+    programs: int = 0
+    """How many captured graphs came; none of a backend that is not built on AOTAutograd."""
 
 
 @contextmanager
-def intercepting(seam: Seam, *, decompose: bool = True, compile_graphs: bool = True) -> Iterator[Decompositions]:
+def intercepting(seam: Seam, *, decompose: bool = True, compile_graphs: bool = True) -> Iterator[Interception]:
     """Stand between AOTAutograd and the compilers of any backend that is built on it.
 
     Without `decompose` the backend's own decompositions are left out; without `compile_graphs` its graphs run as they
-    are. Yields the decompositions that the backend asked for, filled when it did.
+    are.
     """
     stock = vars(common)["aot_module_simplified"]
-    asked_for: dict[Any, Callable[..., Any]] = {}
+    seen = Interception()
 
     def intercepted(
         mod: Any, args: Any, fw_compiler: Any, bw_compiler: Any = None, inference_compiler: Any = None, **kwargs: Any
     ) -> Any:
-        asked_for.update(kwargs.get("decompositions") or {})
+        seen.programs += 1
+        seen.decompositions.update(kwargs.get("decompositions") or {})
         if not decompose:
             kwargs["decompositions"] = {}
 
@@ -50,7 +60,7 @@ def intercepting(seam: Seam, *, decompose: bool = True, compile_graphs: bool = T
     try:
         # a graph that came from a cache was handed to nobody
         with torch._functorch.config.patch(enable_autograd_cache=False):
-            yield asked_for
+            yield seen
     finally:
         vars(common)["aot_module_simplified"] = stock
 

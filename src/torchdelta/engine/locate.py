@@ -162,7 +162,7 @@ class Locating:
         return replace(found, culprits=())
 
     def _by_decomposition(self, transform: Transform) -> Found:
-        seam = Decompositions(judge=self._judge(), table=lambda: watched.decompositions)
+        seam = Decompositions(judge=self._judge(), table=lambda: watched.seen.decompositions)
         watched = WatchedAfterAot(transform, seam, decompose=False, compile_graphs=False)
         self._run(watched)
         return found_behind_taps(seam.seen, seam.total, seam.notes)

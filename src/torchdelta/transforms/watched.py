@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torchdelta._torch import aot
 from torchdelta._torch.seams import Seam, hand_on
@@ -44,8 +43,8 @@ class WatchedAfterAot(Watched):
         super().__init__(inner, seam)
         self.decompose = decompose
         self.compile_graphs = compile_graphs
-        self.decompositions: Mapping[Any, Callable[..., Any]] = {}
-        """Those that the backend asked for, once it did."""
+        self.seen = aot.Interception()
+        """What passed when it was last applied."""
 
     @contextmanager
     def applied(
@@ -54,7 +53,7 @@ class WatchedAfterAot(Watched):
         """Apply the compiler, and stand behind AOTAutograd."""
         watching = aot.intercepting(self.seam, decompose=self.decompose, compile_graphs=self.compile_graphs)
         with (
-            watching as self.decompositions,
+            watching as self.seen,
             self.inner.applied(side, draws_random=draws_random, lifted=lifted) as transformed,
         ):
             yield transformed
