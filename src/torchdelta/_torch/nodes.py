@@ -91,3 +91,20 @@ def writes_to(node: Node) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     is_named = name in _WRITERS or (name.endswith("_") and not name.endswith("__"))
     return is_named or "out" in node.kwargs or node.kwargs.get("inplace") is True
+
+
+def moves_only(node: Node) -> bool:
+    """Tell whether an operator returns what it reads in another shape."""
+    return isinstance(node.target, OpOverload) and node.target.is_view
+
+
+def widens(node: Node) -> bool:
+    """Tell whether an operator returns a float that it reads in a wider dtype."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    if node.target._schema.name.partition("::")[2] not in ("_to_copy", "to", "convert_element_type"):
+        return False
+    source = node.args[0].meta.get("val") if isinstance(node.args[0], Node) else None
+    made = node.meta.get("val")
+    both = [value for value in (source, made) if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    return len(both) == 2 and both[0].itemsize < both[1].itemsize

@@ -81,6 +81,9 @@ _SUM_INSIDE = frozenset({"convolution_backward", "embedding_dense_backward", "mk
 _NARROW = (torch.bfloat16, torch.float16)
 
 _POOL = 1 << 20
+# a step of a whole unit, taken half of the time, is so much more than a rounding of up to half a unit: so much more a
+# running sum gets too, and the policy takes it back from both
+EXAGGERATION = math.sqrt(6.0)
 
 
 class Noisy(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -163,7 +166,7 @@ class Noisy(TorchDispatchMode):  # type: ignore[no-untyped-call]
             terms = terms * terms
         variance, mean = torch.var_mean(terms, dims, correction=0)
         spread = torch.sqrt(count**3 * mean * mean / 3 + count**2 * variance / 2)
-        error = spread * self.steps.normal(spread) * (self.steps.unit_of(output) / 2 / math.sqrt(3))
+        error = spread * self.steps.normal(spread) * (EXAGGERATION * self.steps.unit_of(output) / 2 / math.sqrt(3))
         if kind == "mean":
             error = error / count
         elif kind == "root":  # a norm or a variance is half as wrong, relatively, as the sum of squares in it

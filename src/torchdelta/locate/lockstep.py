@@ -23,6 +23,7 @@ from torchdelta.compare.leaves import leaves_of
 from torchdelta.compare.policy import Tolerance
 from torchdelta.locate.align import Alignment
 from torchdelta.locate.local import LocalJudge
+from torchdelta.locate.places import inserted, is_same_call
 from torchdelta.locate.regions import Region, copied, is_discontinuous, is_identical, run_node, tensors_of
 from torchdelta.locate.running import Running, placeholders, readers_within
 from torchdelta.locate.trial import Pair, Trial, is_wrong
@@ -69,11 +70,12 @@ class Lockstep:
         ours = {node.name: node for node in self.reference.graph.nodes}
         theirs = {node.name: node for node in self.candidate.graph.nodes}
         inputs = zip(placeholders(self.candidate), placeholders(self.reference), strict=False)
-        return dict(inputs) | {
+        found = dict(inputs) | {
             theirs[match.candidate]: ours[match.reference]
             for match in self.alignment.matches
             if match.reference in ours and match.candidate in theirs
         }
+        return found | inserted(found)
 
     @cached_property
     def pairs(self) -> dict[Node, Pair]:
@@ -93,7 +95,7 @@ class Lockstep:
                 reference=reference,
                 candidate=candidate,
                 how=how.get(theirs.name, "name"),
-                is_same_call=self._is_same_call(ours, theirs),
+                is_same_call=is_same_call(ours, theirs, self.partners),
                 has_same_inputs=fed <= set(reference.reads),
                 needs=frozenset((*reference.nodes, *reference.reads, *fed)),
             )
@@ -214,21 +216,6 @@ class Lockstep:
                 local=found,
                 culprit=wanted if is_wrong(found) else None,
             )
-
-    def _is_same_call(self, ours: Node, theirs: Node) -> bool:
-        if ours.op != theirs.op or ours.target != theirs.target or ours.op == "call_module":
-            return False
-
-        def line(value: Any, partners: Mapping[Node, Node]) -> Any:
-            if isinstance(value, Node):
-                return partners.get(value, value)
-            if isinstance(value, (list, tuple)):
-                return [line(item, partners) for item in value]
-            if isinstance(value, dict):
-                return {key: line(item, partners) for key, item in value.items()}
-            return repr(value)
-
-        return bool(line([ours.args, ours.kwargs], {}) == line([theirs.args, theirs.kwargs], self.partners))
 
 
 def _region_from(fed: set[Node], node: Node, module: GraphModule, known: set[Node]) -> Region:

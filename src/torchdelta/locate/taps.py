@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from torchdelta._torch import graphs, runtime
-from torchdelta._torch.nodes import writes_to
+from torchdelta._torch.nodes import moves_only, widens, writes_to
 from torchdelta._torch.seams import Handed
 from torchdelta.locate.local import LocalJudge
 from torchdelta.locate.regions import Region, copied, is_discontinuous, run_node
@@ -100,12 +100,13 @@ class Taps:
     def _judged(
         self, graph: GraphModule, inputs: Sequence[Any], tapped: Mapping[str, Any], level: str
     ) -> Iterator[Tapped]:
+        widened = _widened_nodes(graph)
         known = {node for node in graph.graph.nodes if node.op in ("placeholder", "get_attr")}
         values: dict[Node, Any] = {}
         for node in fill_values(values, graph, inputs, tapped):
             if node.name in tapped:
                 yield self._judged_node(Region.before(node, graph, known), values, level)
-            known |= {node} if node.name in tapped else set()
+            known |= {node} if node.name in tapped and node not in widened else set()
 
     def _judged_node(self, region: Region, values: Mapping[Node, Any], level: str) -> Tapped:
         given = {node: values[node] for node in region.reads}
@@ -177,6 +178,20 @@ def _named_outputs(graph_module: GraphModule, returned: Sequence[Any]) -> dict[s
         for node, value in zip(nodes, returned, strict=True)
         if isinstance(node, Node) and is_tappable(node)
     }
+
+
+def _widened_nodes(graph_module: GraphModule) -> set[Node]:
+    """Return what is a narrower value in a wider dtype.
+
+    A tap returns it rounded, and whoever read it in the candidate may have read it before it was: what is known of it
+    is what the narrow value tells.
+    """
+    found: set[Node] = set()
+    for node in graph_module.graph.nodes:
+        source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+        if source is not None and (widens(node) or (source in found and moves_only(node))):
+            found.add(node)
+    return found
 
 
 def _write_back(node: Node, values: dict[Node, Any]) -> None:
