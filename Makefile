@@ -9,7 +9,7 @@ export NUMBA_CACHE_DIR ?= $(CURDIR)/.cache/numba
 # oneDNN's bf16 matmul dies with SIGILL on some x86 machines.
 export ONEDNN_MAX_CPU_ISA ?= AVX2
 
-.PHONY: demo test test-fast lint bench bench-verdicts setup lock clean
+.PHONY: demo test test-fast lint bench bench-verdicts bench-locate setup lock clean
 
 setup: $(STAMP)
 
@@ -40,10 +40,15 @@ bench: setup
 	$(BIN)/python benchmarks/compare.py
 	$(BIN)/python benchmarks/check.py
 	$(BIN)/python benchmarks/verdicts.py --subset --out build/verdicts-subset
+	$(BIN)/python benchmarks/locate.py --subset --out build/locate-subset
 
 # Hours; interrupted, it goes on where it was. The table is in build/verdicts/table.md.
 bench-verdicts: setup
 	$(BIN)/python benchmarks/verdicts.py --out build/verdicts
+
+# Hours; interrupted, it goes on where it was. The tables are in build/locate/table.md.
+bench-locate: setup
+	$(BIN)/python benchmarks/locate.py --out build/locate
 
 # Writes the lock anew from what is installed in .venv.
 lock:

@@ -94,6 +94,10 @@ _WAYS: dict[str, Callable[[Graphs], None]] = {
 }
 _TIMED = (BOTH, LOCKSTEP, TORCHAO)
 _ALL = "all"
+_HEADS = (
+    *("model", "candidate", "way", "weights", "growth", "memory"),
+    *("× both at once", "× one after the other", "seconds", "× both"),
+)
 
 
 def growth_of(way: str, model: str, candidate: str, size: str) -> dict[str, float]:
@@ -136,7 +140,7 @@ def measure(path: Path, models: Sequence[str], size: str, rounds: int) -> None:
     for model in models:
         for candidate in subjects.CANDIDATES:
             for way in (*_WAYS, _ALL):
-                key = f"{size}/{model}/{candidate}/{way}"
+                key = _key(way, model, candidate, size)
                 if key not in known:
                     known[key] = _in_child(way, model, candidate, size, rounds)
                     path.write_text(json.dumps(known, indent=1), encoding="utf-8")
@@ -149,12 +153,12 @@ def as_markdown(path: Path, size: str) -> str:
         f"{subjects.WORDS[size]}. Memory: the weights of both sides and the growth of the peak, MiB. Ratios are to "
         f"running both: lockstep may have {MOST_MEMORY} × its memory and {MOST_TIME:g} × its time.",
         "",
-        "| model | candidate | way | weights | growth | memory | × both at once | × one after the other | seconds | × both |",
-        "|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
+        f"| {' | '.join(_HEADS)} |",
+        f"|{'---|' * 3}{'---:|' * (len(_HEADS) - 3)}",
     ]
     for model in subjects.MODELS:
         for candidate in subjects.CANDIDATES:
-            rows = {way: known.get(f"{size}/{model}/{candidate}/{way}", {}) for way in (*_WAYS, _ALL)}
+            rows = {way: known.get(_key(way, model, candidate, size), {}) for way in (*_WAYS, _ALL)}
             if all(rows.values()):
                 lines += [f"| {model} | {candidate} | {cells} |" for cells in _rows(rows)]
     return "\n".join(lines) + "\n"
@@ -177,6 +181,11 @@ def _rows(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
             f"| {_mib(weights + growth)} | {(weights + growth) / at_once:.2f} "
             f"| {(weights + growth) / after_each_other:.2f} | {statistics.median(taken):.2f} | {ratio:.2f}"
         )
+
+
+def _key(way: str, model: str, candidate: str, size: str) -> str:
+    # the reference alone is the same whatever it is held against
+    return f"{size}/{model}/{way}" if way == REFERENCE else f"{size}/{model}/{candidate}/{way}"
 
 
 def _mib(count: float) -> str:

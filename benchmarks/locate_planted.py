@@ -214,9 +214,10 @@ def as_markdown(records: Sequence[Record]) -> str:
     """Return how many were named exactly: by place, model and kind, and everything that was not."""
     if not records:
         return "Nothing was run.\n"
+    fewest = min((record.rewritten for record in records if not record.error), default=0)
+    seeds = ", ".join(str(seed) for seed in sorted({record.trial.seed for record in records}))
     lines = [
-        f"{len(records)} searches, seeds {_spelled(record.trial.seed for record in records)}: one fault, or none, among "
-        f"{min(record.rewritten for record in records if not record.error)} or more correct rewrites.",
+        f"{len(records)} searches, seeds {seeds}: one fault, or none, among {fewest} or more correct rewrites.",
     ]
     for title, of in (("where", "place"), ("model", "model"), ("kind of fault", "kind")):
         lines += ["", *_counts(title, of, records)]
@@ -240,10 +241,6 @@ def _counts(title: str, of: str, records: Sequence[Record]) -> Iterator[str]:
         share = f"{100 * exact / len(seen):.1f}" if seen else "–"
         cells = [len(chosen) - len(clean), len(seen), exact, share, len(clean), sum(each.is_exact for each in clean)]
         yield f"| {'all' if group is None else group} | " + " | ".join(str(cell) for cell in cells) + " |"
-
-
-def _spelled(seeds: Iterable[int]) -> str:
-    return ", ".join(str(seed) for seed in sorted(set(seeds)))
 
 
 def _named(record: Record) -> str:

@@ -71,7 +71,7 @@ class Bert(nn.Module):
             num_attention_heads=max(width // 64, 1),
             intermediate_size=4 * width,
         )
-        self.model = BertModel(config, add_pooling_layer=False)
+        self.model: nn.Module = BertModel(config, add_pooling_layer=False)  # type: ignore[no-untyped-call]
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the last hidden state."""
@@ -90,12 +90,12 @@ def _bert(width: int, layers: int, batch: int, length: int) -> tuple[nn.Module, 
 CONV, BERT = "12-layer conv net", "BERT"
 _SIZES: dict[str, dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]]] = {
     CONV: {
-        "full": lambda: _conv_net(64, 64, 16),
+        "full": lambda: _conv_net(64, 64, 8),
         "small": lambda: _conv_net(32, 32, 8),
         "warm-up": lambda: _conv_net(8, 8, 2),
     },
     BERT: {
-        "full": lambda: _bert(768, 4, 8, 128),
+        "full": lambda: _bert(768, 2, 4, 128),
         "small": lambda: _bert(256, 2, 4, 64),
         "warm-up": lambda: _bert(64, 1, 1, 8),
     },
@@ -103,7 +103,7 @@ _SIZES: dict[str, dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]]] = 
 MODELS = tuple(_SIZES)
 SIZES = ("full", "small")
 WORDS = {
-    "full": f"{CONV}: 64 channels at 64 × 64, batch 16; {BERT}: hidden size 768, 4 layers, batch 8 of 128 tokens",
+    "full": f"{CONV}: 64 channels at 64 × 64, batch 8; {BERT}: hidden size 768, 2 layers, batch 4 of 128 tokens",
     "small": f"{CONV}: 32 channels at 32 × 32, batch 8; {BERT}: hidden size 256, 2 layers, batch 4 of 64 tokens",
 }
 

@@ -26,7 +26,7 @@ _TUNED_MODELS = ("bert", "llama", "mixtral", "resnet", "lstm", "recommender")
 
 CLEAN, CONTROL, FAULT = "clean", "control", "fault"
 _ALL_STAGES = ("forward", "gradients", "steps")
-_FAULT_STAGES = ("forward", "gradients")
+FAULT_STAGES = ("forward", "gradients")
 
 SUBSET_MODELS = ("recommender", "moe")
 SUBSET_SEEDS = (0,)
@@ -82,7 +82,7 @@ class Trial:
     @property
     def stages(self) -> tuple[str, ...]:
         """The stages that are compared."""
-        return _ALL_STAGES if self.kind == CLEAN else _FAULT_STAGES
+        return _ALL_STAGES if self.kind == CLEAN else FAULT_STAGES
 
 
 def model_file() -> Any:

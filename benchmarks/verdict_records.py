@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from torchdelta.records.report import ASKED
 from verdict_cases import Subject, Trial
 
 DONE = "done"
@@ -16,6 +17,8 @@ CRASHED = "crashed"
 """The candidate raised: loud, and so no matter of judging values."""
 FAILED = "failed"
 """The benchmark itself raised."""
+
+NATIVE_ALONE, OURS, THOROUGH = "torchdelta, native question alone", "torchdelta", "torchdelta --thorough"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,25 @@ class StageRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Local:
+    """What the nodes of a trial say, each by itself."""
+
+    asked: str = ""
+    """`asked`, or why not; empty where nobody tried."""
+    culprits: list[str] = field(default_factory=list)
+    nodes: str = ""
+    """How many were looked at."""
+    ratio: float = 0.0
+    """The largest error of a node, in multiples of what is allowed."""
+    nearest: str = ""
+    """Which node that is, and what it does."""
+    seconds: float = 0.0
+
+
+NOT_ASKED_YET = Local()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Record:
     """One finished trial."""
 
@@ -40,6 +62,7 @@ class Record:
     place: str = ""
     """Where a fault was planted."""
     stages: dict[str, StageRecord] = field(default_factory=dict)
+    local: Local = NOT_ASKED_YET
 
     @property
     def why(self) -> str:
@@ -53,8 +76,14 @@ class Record:
         return any(stage.matters for stage in self.stages.values())
 
     def is_flagged(self, rule: str, stages: tuple[str, ...]) -> bool:
-        """Tell whether a rule raised the alarm in any of these stages."""
-        return any(rule in self.stages[name].flagged for name in stages if name in self.stages)
+        """Tell whether a rule raised the alarm in any of these stages; the thorough check does whenever ours does."""
+        rules = {OURS, THOROUGH} if rule == THOROUGH else {rule}
+        return any(rules & set(self.stages[name].flagged) for name in stages if name in self.stages)
+
+    @property
+    def is_asked_locally(self) -> bool:
+        """Tell whether the nodes were looked at, each by itself."""
+        return self.local.asked == ASKED
 
 
 class Ledger:
@@ -97,7 +126,8 @@ class Ledger:
                 continue
             trial = _trial(data.pop("trial"))
             stages = {name: StageRecord(**stage) for name, stage in data.pop("stages").items()}
-            yield trial.key, Record(trial=trial, stages=stages, **data)
+            local = Local(**data.pop("local", {}))  # records from before the question have none
+            yield trial.key, Record(trial=trial, stages=stages, local=local, **data)
 
 
 def _trial(data: dict[str, object]) -> Trial:

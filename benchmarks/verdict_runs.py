@@ -24,10 +24,9 @@ from torchdelta.records.verdict import Verdict
 from torchdelta.transforms.base import Transform
 from torchdelta.transforms.export import Exports
 from verdict_cases import FAULT, Subject, Trial
-from verdict_records import CRASHED, DONE, FAILED, NOT_PLANTABLE, Record, StageRecord
+from verdict_records import CRASHED, DONE, FAILED, NATIVE_ALONE, NOT_PLANTABLE, OURS, Record, StageRecord
 from verdict_rules import flagged_by_others, is_identical
 
-NATIVE_ALONE, OURS = "torchdelta, native question alone", "torchdelta"
 _MOST_REASONS = 3
 _LONGEST_ERROR = 500
 _STEPS = 3
@@ -38,14 +37,13 @@ class Bench:
 
     def __init__(self, subject: Subject, stages: tuple[str, ...]) -> None:
         self.stages = stages
-        plan = Plan(stages=stages, seed=0, iterations=1, steps=_STEPS, optimizer=OPTIMIZERS.get("adamw"))
-        self.baseline = Baseline(program=subject.program(), plan=plan)
+        self.baseline = baseline_of(subject, stages)
         self.exports = Exports()
 
     def run(self, trial: Trial) -> Record:
         """Run a trial; whatever comes of it is its record."""
         started = time.perf_counter()
-        transform = _transform(trial, self.exports)
+        transform = transform_of(trial, self.exports)
 
         def record(status: str, error: str = "", stages: dict[str, StageRecord] | None = None) -> Record:
             return Record(
@@ -120,6 +118,12 @@ class Bench:
             return observe(transformed.side, baseline.plan, baseline.original, scope, convert)
 
 
+def baseline_of(subject: Subject, stages: tuple[str, ...]) -> Baseline:
+    """Return what every candidate of a subject is held against; nothing has run yet."""
+    plan = Plan(stages=stages, seed=0, iterations=1, steps=_STEPS, optimizer=OPTIMIZERS.get("adamw"))
+    return Baseline(program=subject.program(), plan=plan)
+
+
 def checked(baseline: Baseline, trial: Trial, transform: Transform) -> tuple[Report, Observation]:
     """Ask the engine; return its report and what the candidate left behind."""
     check = Check(
@@ -132,7 +136,8 @@ def checked(baseline: Baseline, trial: Trial, transform: Transform) -> tuple[Rep
     return check.run(), check.candidate.observation
 
 
-def _transform(trial: Trial, exports: Exports) -> Transform:
+def transform_of(trial: Trial, exports: Exports) -> Transform:
+    """Return what makes the candidate."""
     if trial.kind == FAULT:
         return plant(trial.transform, seed=trial.subject.seed, exports=exports)
     return transforms.build(trial.transform, {})

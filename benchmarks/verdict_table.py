@@ -2,21 +2,22 @@
 
 A rule gets credit for a fault only where it passes that case's clean controls: the same program exported without a
 fault, and the same program under inductor. A rule that raises the alarm at everything finds every fault, too.
+The thorough check has a row where the local question was asked; its false alarms are a share of the clean cases in
+which it was.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from verdict_cases import CLEAN, CONTROL, DTYPES, FAULT, HELD_OUT, TUNED, Subject
-from verdict_records import CRASHED, DONE, FAILED, NOT_PLANTABLE, Record
+from verdict_cases import CLEAN, CONTROL, DTYPES, FAULT, FAULT_STAGES, HELD_OUT, TUNED, Subject
+from verdict_records import CRASHED, DONE, FAILED, NATIVE_ALONE, NOT_PLANTABLE, OURS, THOROUGH, Record
 from verdict_rules import OTHER_RULES
-from verdict_runs import NATIVE_ALONE, OURS
 
 RULES = (*OTHER_RULES, NATIVE_ALONE, OURS)
 _STAGES = ("forward", "gradients", "steps")
-_FAULT_STAGES = ("forward", "gradients")
 _INCONCLUSIVE = "inconclusive"
 _OVERALL = (
     "false alarms fwd+grad",
@@ -59,9 +60,19 @@ class Results:
             controls=self.controls,
         )
 
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """The rules that have something to say here."""
+        everything = (*self.clean, *self.faults, *(record for of_one in self.controls.values() for record in of_one))
+        return (*RULES, THOROUGH) if any(record.is_asked_locally for record in everything) else RULES
+
+    def judged(self, rule: str) -> list[Record]:
+        """Return the clean cases that a rule was asked about."""
+        return [record for record in self.clean if rule != THOROUGH or record.is_asked_locally]
+
     def false_alarms(self, rule: str, stages: tuple[str, ...]) -> list[Record]:
         """Return the clean cases in which a rule raised the alarm."""
-        return [record for record in self.clean if record.is_flagged(rule, stages)]
+        return [record for record in self.judged(rule) if record.is_flagged(rule, stages)]
 
     def inconclusive(self, stages: tuple[str, ...]) -> list[Record]:
         """Return the clean cases that we could not decide."""
@@ -78,6 +89,8 @@ class Results:
 
     def _passes_controls(self, fault: Record, rule: str, stages: tuple[str, ...]) -> bool:
         controls = self.controls.get(fault.trial.subject, [])
+        if rule == THOROUGH and not any(seen.is_asked_locally for seen in controls if seen.trial.kind == CONTROL):
+            return False
         return bool(controls) and not any(control.is_flagged(rule, stages) for control in controls)
 
 
@@ -97,7 +110,8 @@ def as_markdown(records: Sequence[Record]) -> str:
             *_by_fault(results),
             *_listed("False alarms", results.false_alarms(OURS, _STAGES), _STAGES),
             *_listed("Inconclusive clean cases", results.inconclusive(_STAGES), _STAGES),
-            *_listed("Missed faults", _missed(results), _FAULT_STAGES),
+            *_listed("Missed faults", _missed(results), FAULT_STAGES),
+            *_locally(records),
             *_without_verdict(records),
             "",
         ]
@@ -124,13 +138,14 @@ def _overall(title: str, results: Results) -> list[str]:
         _row("rule", _OVERALL),
         _rule(1 + len(_OVERALL)),
     ]
-    for rule in RULES:
+    for rule in results.rules:
+        judged = len(results.judged(rule))
         numbers = [
-            _percent(results.false_alarms(rule, _FAULT_STAGES), clean),
-            _percent(results.false_alarms(rule, _STAGES), clean),
-            _percent(results.caught(rule, _FAULT_STAGES), faults),
-            _percent(results.caught(rule, _FAULT_STAGES, with_credit=True), faults),
-            _percent(results.inconclusive(_FAULT_STAGES), clean) if rule == OURS else "",
+            _percent(results.false_alarms(rule, FAULT_STAGES), judged),
+            _percent(results.false_alarms(rule, _STAGES), judged),
+            _percent(results.caught(rule, FAULT_STAGES), faults),
+            _percent(results.caught(rule, FAULT_STAGES, with_credit=True), faults),
+            _percent(results.inconclusive(FAULT_STAGES), clean) if rule == OURS else "",
             _percent(results.inconclusive(_STAGES), clean) if rule == OURS else "",
         ]
         lines.append(_row(rule, numbers))
@@ -153,7 +168,7 @@ def _trained(results: Results) -> list[str]:
 
 def _by_stage(results: Results) -> list[str]:
     lines: list[str] = []
-    recalls = [f"{what} {name}" for name in _FAULT_STAGES for what in ("recall", "with credit")]
+    recalls = [f"{what} {name}" for name in FAULT_STAGES for what in ("recall", "with credit")]
     for dtype in DTYPES:
         of_dtype = results.where(lambda subject, dtype=dtype: subject.dtype == dtype)  # type: ignore[misc]
         lines += [
@@ -163,9 +178,10 @@ def _by_stage(results: Results) -> list[str]:
             _row("rule", (*(f"false alarms {name}" for name in _STAGES), *recalls)),
             _rule(8),
         ]
-        for rule in RULES:
-            numbers = [_percent(of_dtype.false_alarms(rule, (name,)), len(of_dtype.clean)) for name in _STAGES]
-            for name in _FAULT_STAGES:
+        for rule in results.rules:
+            judged = len(of_dtype.judged(rule))
+            numbers = [_percent(of_dtype.false_alarms(rule, (name,)), judged) for name in _STAGES]
+            for name in FAULT_STAGES:
                 mattering = len(of_dtype.mattering((name,)))
                 numbers.append(_percent(of_dtype.caught(rule, (name,)), mattering))
                 numbers.append(_percent(of_dtype.caught(rule, (name,), with_credit=True), mattering))
@@ -174,12 +190,14 @@ def _by_stage(results: Results) -> list[str]:
 
 
 def _by_fault(results: Results) -> list[str]:
+    ours = [rule for rule in results.rules if rule not in OTHER_RULES]
+    names = [rule.removeprefix("torchdelta, native question ") for rule in ours]
     lines = [
         "",
         "## Recall with credit, by kind of fault",
         "",
-        _row("fault", ("that matter", "native alone", "torchdelta", "best other rule")),
-        _rule(5),
+        _row("fault", ("that matter", *names, "best other rule")),
+        _rule(3 + len(ours)),
     ]
     for kind in sorted({record.trial.transform for record in results.faults}):
         of_kind = Results(
@@ -188,15 +206,44 @@ def _by_fault(results: Results) -> list[str]:
             controls=results.controls,
         )
         total = len(of_kind.faults)
-        caught = {rule: len(of_kind.caught(rule, _FAULT_STAGES, with_credit=True)) for rule in RULES}
+        caught = {rule: len(of_kind.caught(rule, FAULT_STAGES, with_credit=True)) for rule in results.rules}
         best = max(OTHER_RULES, key=lambda rule: caught[rule])
-        numbers = [str(total), f"{caught[NATIVE_ALONE]}", f"{caught[OURS]}", f"{caught[best]} ({best})"]
+        numbers = [str(total), *(str(caught[rule]) for rule in ours), f"{caught[best]} ({best})"]
         lines.append(_row(kind, numbers))
     return lines
 
 
+def _locally(records: Sequence[Record]) -> list[str]:
+    """List what the local question was asked of and said; nothing where nobody asked."""
+    tried = [record for record in records if record.local.asked]
+    if not tried:
+        return []
+    counts = Counter(record.trial.transform if record.trial.kind != FAULT else "missed faults" for record in tried)
+    lines = ["", f"## The local question: {', '.join(f'{count} {what}' for what, count in counts.items())}", ""]
+    lines.append(_row("missed fault", ("asked", "caught")))
+    lines.append(_rule(3))
+    faults = [record for record in tried if record.trial.kind == FAULT]
+    for kind in sorted({record.trial.transform for record in faults}):
+        of_kind = [record for record in faults if record.trial.transform == kind]
+        caught = [record for record in of_kind if record.is_flagged(THOROUGH, FAULT_STAGES)]
+        lines.append(_row(kind, (str(len(of_kind)), str(len(caught)))))
+    alarms = [record for record in tried if record.trial.kind != FAULT and record.local.culprits]
+    lines += _listed_locally("Local false alarms", alarms)
+    lines += _listed_locally("Not asked after all", [record for record in tried if not record.is_asked_locally])
+    return lines
+
+
+def _listed_locally(title: str, records: Sequence[Record]) -> list[str]:
+    lines = ["", f"### {title}: {len(records)}", ""]
+    for record in records:
+        lines.append(f"- {record.trial.key}: {record.local.nodes} nodes")
+        told = record.local.culprits or [record.local.asked.strip().rpartition("\n")[2]]
+        lines += [f"  - {each}" for each in told]
+    return lines
+
+
 def _missed(results: Results) -> list[Record]:
-    return [record for record in results.faults if not record.is_flagged(OURS, _FAULT_STAGES)]
+    return [record for record in results.faults if not record.is_flagged(OURS, FAULT_STAGES)]
 
 
 def _listed(title: str, records: list[Record], stages: tuple[str, ...]) -> list[str]:

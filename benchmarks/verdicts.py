@@ -17,6 +17,7 @@ from pathlib import Path
 import verdict_cases as cases
 from torchdelta.faults import FAULTS
 from verdict_cost import cost_section, measure_cost
+from verdict_local import ASKABLE, LocalBench, is_open
 from verdict_records import FAILED, Ledger, Record
 from verdict_runs import Bench
 from verdict_table import as_markdown
@@ -35,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         # what torch and transformers say about themselves while they trace
         warnings.simplefilter("ignore")
         run(ledger, options)
+        if options.thorough is not None:
+            ask_locally(ledger, options)
         if not (options.subset or cost_file.exists()):
             measure_cost(cost_file)
     text = as_markdown(list(ledger.records.values())) + cost_section(cost_file)
@@ -58,6 +61,23 @@ def run(ledger: Ledger, options: argparse.Namespace) -> None:
             gc.collect()
 
 
+def ask_locally(ledger: Ledger, options: argparse.Namespace) -> None:
+    """Ask what nodes do by themselves, of every record that has no answer yet and may need one."""
+    askable = options.thorough or ASKABLE
+    for subject in cases.subjects(options.models, options.dtypes, options.seeds):
+        keys = [trial.key for trial in cases.trials(subject, options.faults)]
+        records = [ledger.records[key] for key in keys if key in ledger.records]
+        if not (unanswered := [record for record in records if is_open(record, askable)]):
+            continue
+        bench = LocalBench(subject)
+        for record in unanswered:
+            answered = bench.ask(record)
+            ledger.add(answered)
+            print(_local_line(answered), flush=True)
+        del bench
+        gc.collect()
+
+
 def _is_missing(trial: cases.Trial, ledger: Ledger, retry: bool) -> bool:
     record = ledger.records.get(trial.key)
     return record is None or (retry and record.status == FAILED)
@@ -69,6 +89,13 @@ def _line(record: Record) -> str:
     return f"{record.seconds:7.1f} s  {record.trial.key}: {record.status}, {what}"
 
 
+def _local_line(record: Record) -> str:
+    local = record.local
+    right = f"{local.nodes} nodes, none wrong, {local.nearest or 'all the same to the bit'} ({local.ratio:.2g})"
+    told = "; ".join(local.culprits) or (right if record.is_asked_locally else local.asked)
+    return f"{local.seconds:7.1f} s  {record.trial.key}: local, {told}"
+
+
 def _parser() -> argparse.ArgumentParser:
     models = cases.model_file().MODELS
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -77,6 +104,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtypes", nargs="+", choices=cases.DTYPES, default=cases.DTYPES)
     parser.add_argument("--seeds", nargs="+", type=int, default=cases.SEEDS)
     parser.add_argument("--faults", nargs="*", choices=list(FAULTS), default=list(FAULTS), help="no kind: clean cases")
+    parser.add_argument(
+        "--thorough",
+        nargs="*",
+        choices=ASKABLE,
+        metavar="WHAT",
+        help=f"ask the local question too, of {', '.join(ASKABLE)}; no WHAT: of all of them",
+    )
     parser.add_argument("--subset", action="store_true", help="a few minutes' worth of everything")
     parser.add_argument("--retry", action="store_true", help="run again what failed")
     parser.add_argument("--table-only", action="store_true", help="run nothing")

@@ -111,7 +111,7 @@ def test_the_command_line_asks_for_it(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("inductor")
+@pytest.mark.xdist_group("inductor-b")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_correct_compiler_is_no_alarm(dtype):
     torch.manual_seed(0)
