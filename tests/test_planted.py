@@ -76,8 +76,7 @@ def test_names_exactly_the_planted_node_behind_a_black_box(name, kind, seed):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "is_black_box"),
-    [("bert", False), ("gpt2", False), ("vit", False), ("resnet", False), ("lstm", False)]
-    + [("gpt2", True), ("resnet", True)],
+    [*((name, False) for name in ("bert", "gpt2", "vit", "resnet", "lstm")), ("gpt2", True), ("resnet", True)],
 )
 def test_names_nobody_where_nothing_was_planted(name, is_black_box):
     found = located(name, Hidden(is_black_box=is_black_box))
