@@ -13,6 +13,7 @@ from pathlib import Path
 import locate_cost as cost
 import locate_planted as planted
 import locate_subjects as subjects
+from torchdelta.faults import FAULTS
 
 DEFAULT_OUT = Path("build/locate")
 COST, PLANTED = "cost", "planted"
@@ -58,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--models", nargs="+", choices=planted.MODELS, default=planted.MODELS, help="in which faults are planted")
     add("--places", nargs="+", choices=planted.PLACES, default=planted.PLACES)
     add("--seeds", nargs="+", type=int, default=SEEDS)
-    add("--kinds", nargs="+", help="of faults; all that fit a model unless given")
+    add("--kinds", nargs="+", choices=list(FAULTS), help="of faults; all that fit a model unless given")
     add("--subset", action="store_true", help="a few minutes' worth of everything")
     add("--retry", action="store_true", help="run again what raised")
     add("--table-only", action="store_true", help="run nothing")

@@ -31,6 +31,7 @@ FAULTS = "faults"
 ASKABLE = (FAULTS, "export", "decompose", "aot_eager", "inductor")
 """What the question can be asked of: faults, the controls without one, and clean cases by their transform."""
 _MOST_CULPRITS = 5
+_MOST_NOTES = 5
 
 
 def is_open(record: Record, askable: Sequence[str]) -> bool:
@@ -119,6 +120,7 @@ def _answer(report: Report) -> Local:
         nodes=_nodes(report),
         ratio=round(nearest.ratio, 4) if nearest else 0.0,
         nearest=f"{nearest.path}: {nearest.reason}" if nearest else "",
+        notes=list(report.notes[:_MOST_NOTES]),
     )
 
 

@@ -45,6 +45,7 @@ class Local:
     """The largest error of a node, in multiples of what is allowed."""
     nearest: str = ""
     """Which node that is, and what it does."""
+    notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
 

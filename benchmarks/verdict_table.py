@@ -191,7 +191,7 @@ def _by_stage(results: Results) -> list[str]:
 
 def _by_fault(results: Results) -> list[str]:
     ours = [rule for rule in results.rules if rule not in OTHER_RULES]
-    names = [rule.removeprefix("torchdelta, native question ") for rule in ours]
+    names = [rule.replace(NATIVE_ALONE, "native alone") for rule in ours]
     lines = [
         "",
         "## Recall with credit, by kind of fault",
@@ -229,6 +229,8 @@ def _locally(records: Sequence[Record]) -> list[str]:
         lines.append(_row(kind, (str(len(of_kind)), str(len(caught)))))
     alarms = [record for record in tried if record.trial.kind != FAULT and record.local.culprits]
     lines += _listed_locally("Local false alarms", alarms)
+    clean = [record for record in tried if record.trial.kind == CLEAN and record.is_asked_locally]
+    lines += _listed_locally("Clean cases by the node that came closest", sorted(clean, key=_closeness, reverse=True))
     lines += _listed_locally("Not asked after all", [record for record in tried if not record.is_asked_locally])
     return lines
 
@@ -237,9 +239,15 @@ def _listed_locally(title: str, records: Sequence[Record]) -> list[str]:
     lines = ["", f"### {title}: {len(records)}", ""]
     for record in records:
         lines.append(f"- {record.trial.key}: {record.local.nodes} nodes")
-        told = record.local.culprits or [record.local.asked.strip().rpartition("\n")[2]]
-        lines += [f"  - {each}" for each in told]
+        told = record.local.asked.strip().rpartition("\n")[2]
+        if record.is_asked_locally:
+            told = f"{record.local.nearest or 'the same to the bit'}: {record.local.ratio:.2f} of what is allowed"
+        lines += [f"  - {each}" for each in record.local.culprits or [told]]
     return lines
+
+
+def _closeness(record: Record) -> float:
+    return record.local.ratio
 
 
 def _missed(results: Results) -> list[Record]:

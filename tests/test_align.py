@@ -10,6 +10,7 @@ from hypothesis import strategies
 from torch import nn
 
 from torchdelta.errors import UsageError
+from torchdelta.locate import sequences
 from torchdelta.locate.align import align
 from torchdelta.locate.handles import assign_handles
 from torchdelta.locate.listing import node_records
@@ -312,7 +313,7 @@ def test_without_single_items_it_is_a_longest_one(first, second):
 def test_a_table_that_is_halved_finds_as_much(monkeypatch):
     first, second = list("abcabba" * 6), list("cbabac" * 7)
     whole = len(common_subsequence(first, second))
-    monkeypatch.setattr("torchdelta.locate.sequences._LARGEST_TABLE", 4)
+    monkeypatch.setattr(sequences, "_LARGEST_TABLE", 4)
 
     assert len(common_subsequence(first, second)) == whole > 12
 
