@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import heapq
 import inspect
@@ -15,6 +16,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule, Node
 from torch.fx.graph import CodeGen, _PyTreeCodeGen
 from torch.utils._pytree import tree_leaves, tree_unflatten
+
+from torchdelta._torch.modes import outside_modes
 
 aten = torch.ops.aten
 
@@ -148,3 +151,9 @@ def has_fixed_float(node: Node, graph_module: GraphModule) -> bool:
     value = known_value(node, graph_module)
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     return is_float and all(isinstance(size, int) for size in value.shape)
+
+
+def copied_graph(graph_module: GraphModule) -> GraphModule:
+    """Return a copy that shares nothing, although AOTAutograd hands graphs over while new tensors are fake ones."""
+    with outside_modes():
+        return copy.deepcopy(graph_module)

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
 # dynamo names a module as its frame reaches it: L['self'].layers[0], or L['fn']._modules['0']
-_SCAFFOLD = re.compile(r"^L\.\w+|\._modules(?=\.)")
+_SCAFFOLD = re.compile(r"^[LG]\.\w+|\._modules(?=\.)")
 _INDEX = re.compile(r"\[(?P<quote>['\"]?)(?P<name>[^\]'\"]+)(?P=quote)\]")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
@@ -32,7 +32,10 @@ def module_path(node: Node) -> str:
         return str(node.target).rpartition(".")[0]
     # a node of a backward graph has the modules of the forward one that it belongs to
     stack = list((node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}).values())
-    return _SCAFFOLD.sub("", _INDEX.sub(r".\g<name>", str(stack[-1][0]))).lstrip(".") if stack else ""
+    path = str(stack[-1][0]) if stack else ""
+    if not path.startswith(("L[", "G[")):
+        return path
+    return _SCAFFOLD.sub("", _INDEX.sub(r".\g<name>", path)).lstrip(".")
 
 
 def source_line(node: Node) -> str:
@@ -77,13 +80,15 @@ def drop_metadata_assertions(graph_module: GraphModule) -> None:
             module.recompile()
 
 
-_WRITERS = frozenset({"batch_norm", "instance_norm", "iadd", "isub", "imul", "itruediv", "setitem", "copy_"})
+_NORMS = frozenset({"batch_norm", "batch_norm_impl_index", "cudnn_batch_norm", "instance_norm", "native_batch_norm"})
+_WRITERS = _NORMS | frozenset({"iadd", "isub", "imul", "itruediv", "setitem", "copy_"})
 
 
 def writes_to(node: Node) -> bool:
     """Tell whether a node may write to what it reads."""
     if isinstance(node.target, OpOverload):
-        return bool(node.target._schema.is_mutable)
+        # a norm in training writes to its statistics, and its schema does not say so
+        return bool(node.target._schema.is_mutable) or _short_name(node) in _NORMS
     if node.op == "call_module":
         return True
     if node.op not in ("call_function", "call_method"):
@@ -91,11 +96,6 @@ def writes_to(node: Node) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     is_named = name in _WRITERS or (name.endswith("_") and not name.endswith("__"))
     return is_named or "out" in node.kwargs or node.kwargs.get("inplace") is True
-
-
-def moves_only(node: Node) -> bool:
-    """Tell whether an operator returns what it reads in another shape."""
-    return isinstance(node.target, OpOverload) and node.target.is_view
 
 
 def widens(node: Node) -> bool:
@@ -108,3 +108,52 @@ def widens(node: Node) -> bool:
     made = node.meta.get("val")
     both = [value for value in (source, made) if isinstance(value, torch.Tensor) and value.is_floating_point()]
     return len(both) == 2 and both[0].itemsize < both[1].itemsize
+
+
+def is_unset(node: Node) -> bool:
+    """Tell whether a node returns memory that nobody set."""
+    return _short_name(node) in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+
+
+def writes_to_first(node: Node) -> bool:
+    """Tell whether a node may write to its first argument: a norm in training writes to its statistics instead."""
+    is_norm = _short_name(node) in _NORMS
+    return writes_to(node) and not is_norm and node.op != "call_module"
+
+
+def is_last_write(node: Node) -> bool:
+    """Tell whether a functional graph writes an input back here: after everything that reads it."""
+    return _short_name(node) == "copy" and isinstance(node.args[0], Node) and node.args[0].op == "placeholder"
+
+
+def is_bounded(node: Node) -> bool:
+    """Tell whether a node computes a function that is at most one, by whichever approximation of it."""
+    return _short_name(node) in ("cos", "erf", "erfc", "sigmoid", "sin", "tanh")
+
+
+def is_wide_float(node: Node) -> bool:
+    """Tell whether a node stands for floats of at least 32 bits."""
+    value = node.meta.get("val", node.meta.get("example_value"))
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(each, torch.Tensor) and each.is_floating_point() and each.itemsize >= 4 for each in values)
+
+
+def is_setting(node: Node) -> bool:
+    """Tell whether a node writes and returns nothing that says so."""
+    return _short_name(node) == "setitem"
+
+
+def may_share(node: Node) -> bool:
+    """Tell whether what a node returns may be memory of its first argument."""
+    if isinstance(node.target, OpOverload):
+        return node.target.is_view or node.target._schema.is_mutable or _short_name(node) in _MAYBE_VIEWS
+    return node.op == "call_method" or writes_to_first(node) or _short_name(node) in (*_MAYBE_VIEWS, "getitem")
+
+
+_MAYBE_VIEWS = frozenset(
+    {"contiguous", "expand", "flatten", "reshape", "setitem", "squeeze", "to", "transpose", "unsqueeze", "view"}
+)
+
+
+def _short_name(node: Node) -> str:
+    return op_name(node).removeprefix("aten.").partition(".")[0].strip("_")

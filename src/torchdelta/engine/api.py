@@ -17,6 +17,7 @@ from torchdelta.engine.locate import Locating
 from torchdelta.engine.prepare import prepare, words_of
 from torchdelta.engine.sensitivity import sensitivity
 from torchdelta.engine.thorough import ask_locally
+from torchdelta.errors import UsageError
 from torchdelta.execute.optimizers import OptimizerFactory
 from torchdelta.execute.stages import Loss
 from torchdelta.locate.capture import capture, read_capture
@@ -135,6 +136,8 @@ def locate(
     reference's, `memory_bytes` bounds what taps on a compiler may hold, and with `cause` a setting is looked for that
     makes the difference vanish although a node was named.
     """
+    if memory_bytes is not None and (not isinstance(memory_bytes, int) or memory_bytes < 0):
+        raise UsageError(f"memory_bytes is a number of bytes, not {memory_bytes!r}")
     found = Locating(
         check=prepare(program, args, kwargs, **options), given=mapping, limit_bytes=memory_bytes, with_cause=cause
     )

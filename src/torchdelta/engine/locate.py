@@ -114,9 +114,14 @@ class Locating:
             return self._without_seam(transform)
         if not isinstance(transform, Compiler):
             return self._between_graphs(transform, report)
-        found = self._by_taps(lambda seam: WatchedAfterAot(transform, seam), report)
-        is_after_aot = found.coverage is not None and found.coverage.total > 0
-        return found if is_after_aot else self._in_black_box(transform, report)
+        watched: list[WatchedAfterAot] = []
+
+        def after_aot(seam: Seam) -> Transform:
+            watched.append(WatchedAfterAot(transform, seam))
+            return watched[-1]
+
+        found = self._by_taps(after_aot, report)
+        return found if watched[-1].seen.programs else self._in_black_box(transform, report)
 
     def _between_graphs(self, transform: Transform, report: Report) -> Found:
         has_gradients = transform.has_backward and any(stage.name != "forward" for stage in report.stages)
@@ -152,12 +157,12 @@ class Locating:
             verdict, reason = self._ask(transform)
             self.compiles += transform.is_compiler
             found = found_behind_taps(taps.seen, taps.total, (*taps.notes, *sorted(taps.judge.notes)))
-            if not taps.total or verdict.is_failure or not report.verdict.is_failure:
+            if not taps.total or verdict is report.verdict:
                 return found
             self.is_disturbed = True
             self.notes.append(
-                f"with taps at {taps.tapped} of {taps.total} nodes the failure is gone ({reason}): "
-                "they change what it comes from"
+                f"with taps at {taps.tapped} of {taps.total} nodes the verdict is {verdict.value} ({reason}): "
+                "they change what is looked at"
             )
         return replace(found, culprits=())
 

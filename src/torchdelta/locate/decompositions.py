@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
-from torchdelta._torch import runtime
+from torchdelta._torch import graphs, runtime
 from torchdelta._torch.seams import Handed
 from torchdelta.locate.local import LocalJudge
 from torchdelta.locate.regions import Region, copied, run_node
@@ -30,7 +29,7 @@ class Decompositions:
 
     def __call__(self, handed: Handed) -> Callable[..., Any]:
         """Hand the graph on, and compare on its first call."""
-        graph = copy.deepcopy(handed.graph)
+        graph = graphs.copied_graph(handed.graph)
         made = handed.on()
         has_run = False
 

@@ -49,8 +49,9 @@ def found_in_lockstep(compared: Sequence[Compared], notes: Iterable[str] = ()) -
                 )
             )
             if judged.culprit is not None and graphs.alignment.matches:
-                stage = "forward" if is_wrong(judged.local) else "gradients"
-                seen = judged.local if stage == "forward" else judged.local_gradients
+                is_forward = is_wrong(judged.local) and graphs.level != "backward"
+                stage = "forward" if is_forward else "gradients"
+                seen = judged.local if is_wrong(judged.local) else judged.local_gradients
                 blamed.append((judged.culprit, seen, stage))
         for node, seen, stage in sorted(blamed, key=lambda each: order.get(each[0].name, -1)):
             culprits.setdefault(node, culprit_at(graphs.reference.get(node.name) or record_of(node), seen, stage))
@@ -72,11 +73,13 @@ def found_in_lockstep(compared: Sequence[Compared], notes: Iterable[str] = ()) -
 def found_behind_taps(tapped: Sequence[Tapped], total: int, notes: Iterable[str]) -> Found:
     """Put what was seen behind taps into records; both sides have the same graph there."""
     rows, culprits = [], []
+    wrong: set[Node] = set()
     for seen in tapped:
         record = record_of(seen.node)
         stage = "gradients" if seen.level == "backward" else "forward"
         rows.append(Row(reference=record, candidate=record, how="name", local=seen.local))
-        if is_wrong(seen.local):
+        if is_wrong(seen.local) and wrong.isdisjoint(seen.region):
+            wrong.add(seen.node)
             culprit = culprit_at(record, seen.local, stage)
             if len(seen.region) > 1:
                 others = ", ".join(node.name for node in seen.region[:-1])

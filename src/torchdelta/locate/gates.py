@@ -7,7 +7,6 @@ the candidate sent back. What a parameter or an input got in the end is held aga
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -16,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from torchdelta._torch import graphs, runtime
-from torchdelta._torch.nodes import writes_to
+from torchdelta._torch.nodes import writes_to_first
 from torchdelta._torch.seams import Handed
 from torchdelta.locate.local import LocalJudge
 from torchdelta.locate.regions import Region, copied
@@ -53,7 +52,7 @@ class Gates:
 
     def __call__(self, handed: Handed) -> Callable[..., Any]:
         """Hand the graph on with taps and gates in it."""
-        original = copy.deepcopy(handed.graph)
+        original = graphs.copied_graph(handed.graph)
         inputs = graphs.flat_inputs(handed.graph, handed.example_inputs)
         trained = trained_nodes(handed.graph, inputs)
         edges = _edges(handed.graph, trained)
@@ -98,7 +97,7 @@ class Gates:
         for node in reversed(run.graph.graph.nodes):
             if node.name in run.leaves:
                 yield self._judged_leaf(node, run, sent)
-            elif node.op == "call_function" and not writes_to(node):
+            elif node.op == "call_function" and not writes_to_first(node):
                 cotangents = {out: _arriving(out, sent) for out in _outputs(node)}
                 read = [source for source in node.all_input_nodes if (source.name, node.name) in run.zeros]
                 if read and any(cotangent is not None for cotangent in cotangents.values()):
@@ -195,7 +194,7 @@ def _edges(graph_module: GraphModule, trained: set[Node]) -> list[Edge]:
         for source in node.all_input_nodes
         if source in trained
         and node.op in ("call_function", "call_method", "output")
-        and not writes_to(node)
+        and not writes_to_first(node)
         and graphs.has_fixed_float(source, graph_module)
     ]
 

@@ -30,6 +30,8 @@ Again = Callable[[Mapping[Any, Any]], Any]
 """Runs the reference's region on other values than it was given."""
 RUNS = 3
 """Noisy runs before a region is said to have diverged."""
+FEW_ULPS = 4
+"""By so much may two correct implementations of one function differ in float32."""
 
 
 @dataclass(kw_only=True)
@@ -54,11 +56,13 @@ class LocalJudge:
         given: Mapping[Any, Any],
         *,
         is_exact: bool = False,
+        floor: float = 0.0,
         within: object = None,  # noqa: ARG002 — who judges by more than the values needs what they come from
     ) -> tuple[Comparison, ...]:
         """Hold the values of both regions against each other; `again` runs the reference's anew, on what was given.
 
-        Where what was given is exact, a noisy run rounds only what is computed from it.
+        Where what was given is exact, a noisy run rounds only what is computed from it. An error
+        up to the floor is none.
         """
         if is_identical(reference, candidate):
             return ()
@@ -74,7 +78,7 @@ class LocalJudge:
             if (run := self._noisy(path, again, given, index, is_exact)) is not None:
                 noisy.append(run)
             found, _ = self._judge().compare(ours, theirs, truth, noisy=noisy)
-            comparisons = tuple(_excused(seen, ours, noisy, truth) for seen in found)
+            comparisons = tuple(_excused(seen, ours, noisy, truth, floor) for seen in found)
             if not any(seen.verdict is Verdict.DIVERGED for seen in comparisons):
                 break
         return comparisons
@@ -173,11 +177,23 @@ def _converted(given: Mapping[Any, Any], convert: Callable[[torch.dtype], torch.
     return {key: mapped(value, change) for key, value in given.items()}
 
 
-def _excused(seen: Comparison, reference: Leaves, noisy: list[Leaves], truth: Leaves | None) -> Comparison:
-    """Leave open what a rounding decides: integers and booleans that differ among correct runs of the same node."""
+def _excused(
+    seen: Comparison, reference: Leaves, noisy: list[Leaves], truth: Leaves | None, floor: float
+) -> Comparison:
+    """Leave open what a rounding decides: integers and booleans that differ among correct runs of the same node.
+
+    An error function or an exponential that is off by a few units in the last place is another correct one.
+    """
     if seen.verdict is not Verdict.DIVERGED or seen.measurement is None or seen.contract:
         return seen
     ours = reference.get(seen.path)
+    ulps = seen.measurement.max_ulp
+    is_few = (ulps is not None and ulps <= FEW_ULPS) or (
+        not seen.measurement.misplaced and seen.measurement.max_abs <= floor
+    )
+    if isinstance(ours, torch.Tensor) and ours.dtype is torch.float32 and is_few:
+        reason = f"{seen.reason}; but by a few units in the last place correct functions may differ"
+        return replace(seen, verdict=Verdict.EQUIVALENT, reason=reason)
     if not isinstance(ours, torch.Tensor) or ours.is_floating_point() or ours.is_complex():
         return seen
     others = [run.get(seen.path) for run in (*noisy, truth or {})]

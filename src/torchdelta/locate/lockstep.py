@@ -7,6 +7,7 @@ what differs only on the candidate's own values inherited that.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -75,7 +76,8 @@ class Lockstep:
             for match in self.alignment.matches
             if match.reference in ours and match.candidate in theirs
         }
-        return found | inserted(found)
+        found |= inserted(found)
+        return {node: partner for node, partner in found.items() if _is_same_output(partner, node, found)}
 
     @cached_property
     def pairs(self) -> dict[Node, Pair]:
@@ -104,7 +106,14 @@ class Lockstep:
     def run(self, inputs: Sequence[Any], candidate_inputs: Sequence[Any] | None = None) -> Iterator[Judged]:
         """Judge pair by pair, in the candidate's order; each side gets copies of the inputs, or has its own."""
         needed = Counter(node for pair in self.pairs.values() for node in pair.needs)
-        ours = Running(self.reference, copied(tuple(inputs)), readers_within(self.reference) + needed)
+        fed = Counter(
+            self.partners[source]
+            for node in self.candidate.graph.nodes
+            for source in node.all_input_nodes
+            if source in self.partners
+        )
+        ours = Running(self.reference, copied(tuple(inputs)), readers_within(self.reference) + needed + fed)
+        ours.awaited.update(pair.reference.result for pair in self.pairs.values())
         own = inputs if candidate_inputs is None else candidate_inputs
         theirs = Running(self.candidate, copied(tuple(own)), readers_within(self.candidate))
         same: set[Node] = set()
@@ -115,17 +124,26 @@ class Lockstep:
                         yield from self._judge_outputs(node, ours, theirs)
                     else:
                         yield from self._step(node, ours, theirs, same)
+                        for source in node.all_input_nodes:
+                            if source in self.partners:
+                                ours.done_with(self.partners[source])
                 except Exception as error:
                     self.failure, self.failed_at = error, node.name
                     return
 
     def _step(self, node: Node, ours: Running, theirs: Running, same: set[Node]) -> Iterator[Judged]:
         partner = self.partners.get(node)
-        if partner is not None:
-            ours.advance_to(partner)
-        drawn = ours.drawn_from.get(partner) if partner is not None else None
+        # what is inside a region draws what the node at its end draws
+        end = partner if partner is not None else self._ends.get(node)
+        if end is not None:
+            ours.advance_to(end)
+        drawn = ours.drawn_from.get(end) if end is not None else None
         is_fed_alike = all(source in same for source in node.all_input_nodes)
-        given = None if is_fed_alike else {source: self._fed(source, ours, theirs) for source in node.all_input_nodes}
+        given = (
+            None
+            if is_fed_alike
+            else {source: self._fed(source, ours, theirs, partner) for source in node.all_input_nodes}
+        )
         own = theirs.advance_to(node, drawn)
         if partner is not None:
             self._note_dtype(node, ours.kept[partner], own)
@@ -143,14 +161,21 @@ class Lockstep:
         pair = self.pairs[node]
         if any(True for _ in tensors_of((reference, local))):
             yield self._judge(pair, reference, local, () if is_same else _inherited(partner.name, reference, own), ours)
+        ours.has_judged(partner)
         for needed in pair.needs:
             ours.done_with(needed)
 
-    def _fed(self, source: Node, ours: Running, theirs: Running) -> Any:
+    @cached_property
+    def _ends(self) -> dict[Node, Node]:
+        """The reference's node at the end of the region that an unmatched node of the candidate is in."""
+        return {node: pair.reference.result for pair in self.pairs.values() for node in pair.candidate.nodes[:-1]}
+
+    def _fed(self, source: Node, ours: Running, theirs: Running, reader: Node | None = None) -> Any:
         partner = self.partners.get(source)
         if partner is None:
             return theirs.kept[source]
-        value = ours.kept[partner]
+        # who writes was given what was there before
+        value = ours.before_write.get(reader, {}).get(partner, ours.kept[partner]) if reader else ours.kept[partner]
         return value.to(self._lowered[source]) if source in self._lowered else value
 
     def _note_dtype(self, node: Node, reference: Any, own: Any) -> None:
@@ -173,6 +198,7 @@ class Lockstep:
     ) -> Judged:
         name = pair.reference.result.name
         values = {node: ours.kept[node] for node in pair.needs if node in ours.kept}
+        values |= ours.before_write.get(pair.reference.result, {})
         drawn = next((ours.drawn_from[node] for node in pair.reference.nodes if node in ours.drawn_from), None)
         trial = Trial(pair, values, self.partners, drawn, self.judge, self.trained, self._lowered)
         is_exact = is_discontinuous(pair.reference)
@@ -208,6 +234,8 @@ class Lockstep:
                 continue
             ours.advance_to(wanted)
             reference, local = ours.kept[wanted], self._fed(node, ours, theirs)
+            if not is_wrong(_inherited(wanted.name, reference, theirs.live[node])):
+                continue  # what the candidate returns is right, whatever single nodes make of the reference's values
             found = self.judge.judge(wanted.name, reference, local, itemgetter(wanted), {wanted: reference})
             yield Judged(
                 reference=wanted,
@@ -228,6 +256,14 @@ def _region_from(fed: set[Node], node: Node, module: GraphModule, known: set[Nod
     ends = {each for each in module.graph.nodes if each.op in ("placeholder", "get_attr")}
     wider = Region.before(node, module, fed | ends)
     return wider if len(wider.nodes) <= LARGEST and set(wider.reads) <= fed | ends else region
+
+
+def _is_same_output(ours: Node, theirs: Node, partners: Mapping[Node, Node]) -> bool:
+    """Tell a match from a guess: which of several nodes is one of an operator's outputs, handles do not say."""
+    if ours.target is not operator.getitem:
+        return True
+    source, index = theirs.args[:2] if theirs.target is operator.getitem else (None, None)
+    return isinstance(source, Node) and partners.get(source) is ours.args[0] and index == ours.args[1]
 
 
 def _is_parameter(value: Any) -> bool:

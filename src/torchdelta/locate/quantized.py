@@ -38,6 +38,7 @@ class QuantizedJudge(LocalJudge):
         given: Mapping[Any, Any],
         *,
         is_exact: bool = False,
+        floor: float = 0.0,
         within: object = None,
     ) -> tuple[Comparison, ...]:
         """Hold the values of both regions against each other."""
@@ -47,7 +48,7 @@ class QuantizedJudge(LocalJudge):
             or is_identical(reference, candidate)
             or not _dequantizers(within.pair.candidate)
         ):
-            return super().judge(path, reference, candidate, again, given, is_exact=is_exact)
+            return super().judge(path, reference, candidate, again, given, is_exact=is_exact, floor=floor)
         ours, theirs = leaves_of(reference, path), leaves_of(candidate, path)
         judge = Judge(policy=StepNoise(), terms=Terms(ignore=frozenset({"requires_grad", "device", "aliasing"})))
         found = judge.compare(ours, theirs, ours, noisy=self._runs(path, reference, within))[0]

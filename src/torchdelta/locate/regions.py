@@ -75,7 +75,7 @@ def run_node(
 
     args, kwargs = map_arg((node.args, node.kwargs), read)
     if writes_to(node):
-        args, kwargs = copied((args, kwargs))
+        args, kwargs = copied((args, kwargs), is_detached=False)
     return call_node(interpreter, node, args, kwargs)
 
 
@@ -84,14 +84,14 @@ def call_node(interpreter: Interpreter, node: Node, args: Any, kwargs: Any) -> A
     return getattr(interpreter, node.op)(node.target, args, kwargs)
 
 
-def copied(value: Any) -> Any:
+def copied(value: Any, *, is_detached: bool = True) -> Any:
     """Return the value with a copy of every tensor, one for those that are the same."""
     made: dict[int, torch.Tensor] = {}
 
     def copy_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        return made.setdefault(id(leaf), leaf.detach().clone())
+        return made.setdefault(id(leaf), (leaf.detach() if is_detached else leaf).clone())
 
     return mapped(value, copy_leaf)
 

@@ -28,6 +28,10 @@ class Running:
         self.drawn_from: dict[Node, runtime.Drawn] = {}
         """Where the generators stood before a node that drew from them."""
         self.done: set[Node] = set()
+        self.before_write: dict[Node, dict[Node, Any]] = {}
+        """What a node that writes read, as it was before."""
+        self.awaited: Counter[Node] = Counter()
+        """How often somebody has yet to judge a node's own value."""
         self.readers = readers
         """How many will still read a value."""
 
@@ -49,6 +53,7 @@ class Running:
         else:
             args, kwargs = map_arg((node.args, node.kwargs), self.live.__getitem__)
             if writes_to(node):
+                self.before_write[node] = copied({source: self.live[source] for source in node.all_input_nodes})
                 self._protect(args, kwargs)
             before = runtime.drawn()
             if drawing_from is None:
@@ -65,6 +70,15 @@ class Running:
             self.done_with(node)
         return value
 
+    def has_judged(self, node: Node) -> None:
+        """Let who reads the value from now on read what has become of it."""
+        self.awaited[node] -= 1
+        if self.awaited[node] > 0:
+            return
+        self.before_write.pop(node, None)
+        if node in self.live and node in self.kept:
+            self.kept[node] = self.live[node]
+
     def done_with(self, node: Node) -> None:
         """Count one reader less, and drop the value after the last."""
         self.readers[node] -= 1
@@ -73,10 +87,10 @@ class Running:
             self.kept.pop(node, None)
 
     def _protect(self, *written: Any) -> None:
-        """Keep copies of what shares memory with something that is about to be written to."""
+        """Keep copies of what was not judged yet and shares memory with something that is about to be written to."""
         storages = {tensors.storage_key(tensor) for tensor in tensors_of(written)} - {None}
         for node, value in self.kept.items():
-            if any(tensors.storage_key(tensor) in storages for tensor in tensors_of(value)):
+            if self.awaited[node] > 0 and any(tensors.storage_key(tensor) in storages for tensor in tensors_of(value)):
                 self.kept[node] = copied(value)
 
 

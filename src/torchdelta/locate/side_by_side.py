@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from torchdelta._torch import graphs
+from torchdelta._torch.nodes import writes_to
 from torchdelta._torch.seams import Handed, graph_behind
 from torchdelta.locate.align import Alignment, align
 from torchdelta.locate.handles import assign_handles
@@ -18,6 +18,9 @@ from torchdelta.locate.local import LocalJudge
 from torchdelta.locate.lockstep import Judged, Lockstep
 from torchdelta.locate.trained import trained_nodes
 from torchdelta.records.location import NodeRecord
+
+AFTER_AOT = ("forward", "backward", "inference")
+"""Levels at which gradients are graphs of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +50,7 @@ class SideBySide:
     def __call__(self, handed: Handed) -> Callable[..., Any]:
         """Hand the graph on, and compare once it is called."""
         assign_handles(handed.graph)
-        before = copy.deepcopy(handed.graph)
+        before = graphs.copied_graph(handed.graph)
         made = handed.on()
         after = graph_behind(made)
         if after is None:
@@ -82,8 +85,8 @@ def compare_graphs(
     candidate_inputs: list[Any] | None = None,
 ) -> Compared:
     """Match two graphs and run them in lockstep; the candidate is copied, and what nobody reads in it is left out."""
-    candidate = copy.deepcopy(candidate)
-    candidate.graph.eliminate_dead_code()
+    candidate = graphs.copied_graph(candidate)
+    candidate.graph.eliminate_dead_code(lambda node: node.is_impure() or writes_to(node))
     candidate.recompile()
     ours, theirs = node_records(reference), node_records(candidate)
     alignment = align(ours, theirs, given=given)
@@ -92,7 +95,7 @@ def compare_graphs(
         candidate=candidate,
         alignment=alignment,
         judge=judge,
-        trained=trained_nodes(reference, inputs) if with_gradients else (),
+        trained=trained_nodes(reference, inputs) if with_gradients and level not in AFTER_AOT else (),
     )
     judged = tuple(lockstep.run(inputs, candidate_inputs))
     notes = list(lockstep.notes)

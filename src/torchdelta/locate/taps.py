@@ -15,9 +15,19 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from torchdelta._torch import graphs, runtime
-from torchdelta._torch.nodes import moves_only, widens, writes_to
+from torchdelta._torch.nodes import (
+    is_bounded,
+    is_last_write,
+    is_setting,
+    is_unset,
+    is_wide_float,
+    may_share,
+    widens,
+    writes_to,
+    writes_to_first,
+)
 from torchdelta._torch.seams import Handed
-from torchdelta.locate.local import LocalJudge
+from torchdelta.locate.local import FEW_ULPS, LocalJudge
 from torchdelta.locate.regions import Region, copied, is_discontinuous, run_node
 from torchdelta.records.comparison import Comparison
 
@@ -53,7 +63,7 @@ class Taps:
 
     def __call__(self, handed: Handed) -> Callable[..., Any]:
         """Hand the graph on with taps in it."""
-        original = copy.deepcopy(handed.graph)
+        original = graphs.copied_graph(handed.graph)
         self.graphs += 1
         tappable = [node for node in original.graph.nodes if is_tappable(node)]
         chosen = self._within_limit([node for node in tappable if self.chosen(node)])
@@ -100,12 +110,15 @@ class Taps:
     def _judged(
         self, graph: GraphModule, inputs: Sequence[Any], tapped: Mapping[str, Any], level: str
     ) -> Iterator[Tapped]:
-        widened = _widened_nodes(graph)
+        widened, unsteady = _widened_nodes(graph), written_or_unset(graph)
+        if unsteady:
+            self.notes.append(f"{len(unsteady)} nodes share memory that is written in place or not set: not judged")
         known = {node for node in graph.graph.nodes if node.op in ("placeholder", "get_attr")}
         values: dict[Node, Any] = {}
         for node in fill_values(values, graph, inputs, tapped):
-            if node.name in tapped:
-                yield self._judged_node(Region.before(node, graph, known), values, level)
+            region = Region.before(node, graph, known)
+            if node.name in tapped and unsteady.isdisjoint((*region.nodes, *region.reads)):
+                yield self._judged_node(region, values, level)
             known |= {node} if node.name in tapped and node not in widened else set()
 
     def _judged_node(self, region: Region, values: Mapping[Node, Any], level: str) -> Tapped:
@@ -117,7 +130,13 @@ class Taps:
             return Tapped(node=node, level=level, local=(), region=region.nodes)
         is_exact = all(source.op == "placeholder" for source in region.reads)
         found = self.judge.judge(
-            node.name, reference, values[node], region.run, given, is_exact=is_exact and is_discontinuous(region)
+            node.name,
+            reference,
+            values[node],
+            region.run,
+            given,
+            is_exact=is_exact and is_discontinuous(region),
+            floor=FEW_ULPS * torch.finfo(torch.float32).eps if is_bounded(node) else 0.0,
         )
         return Tapped(node=node, level=level, local=found, region=region.nodes)
 
@@ -181,17 +200,40 @@ def _named_outputs(graph_module: GraphModule, returned: Sequence[Any]) -> dict[s
 
 
 def _widened_nodes(graph_module: GraphModule) -> set[Node]:
-    """Return what is a narrower value in a wider dtype.
+    """Return what was computed in a wider dtype from a narrower value.
 
-    A tap returns it rounded, and whoever read it in the candidate may have read it before it was: what is known of it
-    is what the narrow value tells.
+    A tap returns that value rounded, and whoever read it in the candidate may have read it before it was: what is known
+    of all that follows is what the narrow value tells, until something is narrow again.
     """
     found: set[Node] = set()
     for node in graph_module.graph.nodes:
-        source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-        if source is not None and (widens(node) or (source in found and moves_only(node))):
+        if widens(node) or (not found.isdisjoint(node.all_input_nodes) and is_wide_float(node)):
             found.add(node)
     return found
+
+
+def written_or_unset(graph_module: GraphModule) -> set[Node]:
+    """Return the nodes whose values are not what was computed for them: memory that others write to, or nobody set.
+
+    What is written through one node shows in every other that shares its memory, and a tap shows only its own. The
+    last writes of a functional graph, to its inputs, come after everything that reads them.
+    """
+    found: set[Node] = set()
+    shares: dict[Node, set[Node]] = {}
+    for node in graph_module.graph.nodes:
+        source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
+        group = shares[source] if source is not None and may_share(node) else set()
+        group.add(node)
+        shares[node] = group
+        if is_unset(node):
+            found |= group
+        if is_setting(node) or (writes_to_first(node) and not is_last_write(node)):
+            found |= group
+    reached = set(found)
+    for node in graph_module.graph.nodes:
+        if node in shares and any(member in found for member in shares[node]):
+            reached.add(node)
+    return reached
 
 
 def _write_back(node: Node, values: dict[Node, Any]) -> None:

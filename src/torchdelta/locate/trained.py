@@ -14,8 +14,11 @@ from torchdelta._torch import graphs
 def trained_nodes(graph_module: GraphModule, inputs: Sequence[Any]) -> set[Node]:
     """Return the nodes whose values depend on a parameter or an input that requires grad."""
     found = {node for node, value in starts_of(graph_module, inputs) if _is_trained(value)}
+    is_recording = True
     for node in graph_module.graph.nodes:
-        if not found.isdisjoint(node.all_input_nodes):
+        if getattr(node.target, "__name__", "") == "_set_grad_enabled":
+            is_recording = bool(node.args[0])
+        elif is_recording and not found.isdisjoint(node.all_input_nodes) and not _ends_here(node, graph_module):
             found.add(node)
     return found
 
@@ -34,6 +37,14 @@ def starts_of(graph_module: GraphModule, inputs: Sequence[Any]) -> Iterator[tupl
             yield node, next(feed, None)
         elif node.op == "get_attr":
             yield node, graphs.attribute(graph_module, str(node.target))
+
+
+def _ends_here(node: Node, graph_module: GraphModule) -> bool:
+    """Tell whether no gradient goes through a node: it detaches, or what it returns is no float."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    value = graphs.known_value(node, graph_module)
+    is_counted = isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
+    return is_counted or name.partition(".")[0].strip("_") == "detach"
 
 
 def _is_trained(value: Any) -> bool:
