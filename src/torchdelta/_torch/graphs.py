@@ -153,6 +153,15 @@ def has_fixed_float(node: Node, graph_module: GraphModule) -> bool:
     return is_float and all(isinstance(size, int) for size in value.shape)
 
 
+def sharing_parameters(graph_module: GraphModule) -> GraphModule:
+    """Return a copy that has the same parameters, which running it does not change, and everything else of its own."""
+    made = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
+    for module in made.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.clone()
+    return made
+
+
 def copied_graph(graph_module: GraphModule) -> GraphModule:
     """Return a copy that shares nothing, although AOTAutograd hands graphs over while new tensors are fake ones."""
     with outside_modes():

@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from torchdelta.compare import chunked
+
 Array = npt.NDArray[np.float64]
 
 MASK = 1e30
@@ -93,8 +95,12 @@ def sizes(truth: torch.Tensor, mask: float = MASK) -> Spread:
 
 def are_masks(truth: torch.Tensor) -> bool:
     """Tell whether values beyond `MASK` are the exception: where they are the rule, they are data."""
-    size = _wide(truth).abs()
-    return int((size > MASK).sum()) * 2 <= int((size > 0).sum())
+    masks = values = 0
+    for index in chunked.pieces(truth.shape, _SPAN):
+        size = _wide(truth[index]).abs()
+        masks += int(torch.count_nonzero(size > MASK))
+        values += int(torch.count_nonzero(size))
+    return masks * 2 <= values
 
 
 def lost_masks(truth: torch.Tensor, reference: torch.Tensor, candidate: torch.Tensor) -> int:

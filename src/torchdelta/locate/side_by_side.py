@@ -85,7 +85,7 @@ def compare_graphs(
     candidate_inputs: list[Any] | None = None,
 ) -> Compared:
     """Match two graphs and run them in lockstep; the candidate is copied, and what nobody reads in it is left out."""
-    candidate = graphs.copied_graph(candidate)
+    candidate = graphs.sharing_parameters(candidate)
     candidate.graph.eliminate_dead_code(lambda node: node.is_impure() or writes_to(node))
     candidate.recompile()
     ours, theirs = node_records(reference), node_records(candidate)
