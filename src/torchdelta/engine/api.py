@@ -136,6 +136,8 @@ def locate(
     reference's, `memory_bytes` bounds what taps on a compiler may hold, and with `cause` a setting is looked for that
     makes the difference vanish although a node was named.
     """
+    if "thorough" in options:
+        raise UsageError("locate looks at each node anyway: thorough belongs to a check")
     if memory_bytes is not None and (not isinstance(memory_bytes, int) or memory_bytes < 0):
         raise UsageError(f"memory_bytes is a number of bytes, not {memory_bytes!r}")
     found = Locating(

@@ -18,7 +18,7 @@ from torchdelta.execute.memory import peak_bytes
 from torchdelta.execute.sides import Side
 from torchdelta.locate.causes import find_cause
 from torchdelta.locate.decompositions import Decompositions
-from torchdelta.locate.found import Found, found_behind_taps, found_in_lockstep, found_in_modules
+from torchdelta.locate.found import Found, found_behind_taps, found_in_lockstep, found_in_modules, joined
 from torchdelta.locate.gates import Gates
 from torchdelta.locate.hooks import locate_modules
 from torchdelta.locate.ladder import BACKEND, DECOMPOSED, climb
@@ -98,7 +98,9 @@ class Locating:
             rungs = climb(transform, (report.verdict, _reason(report)), self._ask)
         bad = next((rung.name for rung in rungs if rung.verdict.is_failure), None)
         if report.failure is not None:
-            return Found(), rungs
+            # graphs that were run in lockstep say how far they came
+            is_graph = transform.has_seam and not isinstance(transform, Compiler)
+            return (self._between_graphs(transform, report) if is_graph else Found()), rungs
         if bad not in (None, BACKEND, DECOMPOSED) and isinstance(transform, Compiler):
             return Found(notes=(TOO_EARLY.format(rung=bad),)), rungs
         with self.check.baseline.timed("locating"):
@@ -134,14 +136,13 @@ class Locating:
     def _in_black_box(self, transform: Transform, report: Report) -> Found:
         """Tap the graph as it is handed over; what only gradients show takes gates on its edges too."""
         found = self._by_taps(lambda seam: Watched(transform, seam), report)
-        if found.culprits or all(
-            stage.verdict is not Verdict.DIVERGED for stage in report.stages if stage.name != "forward"
-        ):
+        if found.culprits or not any(stage.name != "forward" and stage.comparisons for stage in report.stages):
             return found
         gates = Gates(judge=self._judge())
         self._run(Watched(transform, gates))
         self.compiles += transform.is_compiler
-        return found_behind_taps(gates.judged(), gates.total, sorted(gates.judge.notes))
+        slopes = found_behind_taps(gates.judged(), gates.total, sorted(gates.judge.notes))
+        return joined(found, slopes)
 
     def _by_taps(self, watched: Callable[[Seam], Transform], report: Report) -> Found:
         """Tap, and see to it that the failure is still there; nothing that was seen without it counts."""
@@ -179,7 +180,13 @@ class Locating:
         with transform.applied(side, draws_random=baseline.reference.draws_random) as transformed:
             ours, theirs = Side.copied_from(baseline.program), transformed.side
             if isinstance(transform, Cast):
-                return self._in_lockstep(exported(ours, strict=False)[1], exported(theirs, strict=False)[1])
+                try:
+                    both = exported(ours, strict=False)[1], exported(theirs, strict=False)[1]
+                except Exception as error:  # torch cannot export every program; modules can be looked at still
+                    words = str(error).splitlines()[0] if str(error) else ""
+                    self.notes.append(f"there is no graph to look at: {type(error).__name__}: {words}")
+                else:
+                    return self._in_lockstep(*both)
             if isinstance(ours.owner, GraphModule) and isinstance(theirs.owner, GraphModule):
                 return self._in_lockstep(ours, theirs)
             return self._by_modules(ours, theirs)

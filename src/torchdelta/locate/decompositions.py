@@ -71,8 +71,8 @@ class Decompositions:
             self.notes.append(
                 f"{node.name} cannot be decomposed by itself: {type(error).__name__}: {error}".splitlines()[0]
             )
-            return Tapped(node=node, level=level, local=(), region=(node,))
+            return Tapped(node=node, level=level, local=(), region=(node,), is_judged=False)
         if decomposed is NotImplemented:
-            return Tapped(node=node, level=level, local=(), region=(node,))
+            return Tapped(node=node, level=level, local=(), region=(node,), is_judged=False)
         found = self.judge.judge(node.name, values[node], decomposed, region.run, given)
         return Tapped(node=node, level=level, local=found, region=(node,))

@@ -74,9 +74,13 @@ def found_behind_taps(tapped: Sequence[Tapped], total: int, notes: Iterable[str]
     """Put what was seen behind taps into records; both sides have the same graph there."""
     rows, culprits = [], []
     wrong: set[Node] = set()
+    judged = 0
     for seen in tapped:
         record = record_of(seen.node)
         stage = "gradients" if seen.level == "backward" else "forward"
+        if not seen.is_judged:
+            continue
+        judged += 1
         rows.append(Row(reference=record, candidate=record, how="name", local=seen.local))
         if is_wrong(seen.local) and wrong.isdisjoint(seen.region):
             wrong.add(seen.node)
@@ -88,8 +92,26 @@ def found_behind_taps(tapped: Sequence[Tapped], total: int, notes: Iterable[str]
     return Found(
         rows=tuple(rows),
         culprits=tuple(culprits),
-        coverage=Coverage(matched=len(tapped), total=total, how={"name": len(tapped)}),
+        coverage=Coverage(matched=judged, total=total, how={"name": judged}),
         notes=tuple(notes),
+    )
+
+
+def joined(values: Found, gradients: Found) -> Found:
+    """Return what two looks at the same nodes found: at their values, and at their gradients."""
+    both = [coverage for coverage in (values.coverage, gradients.coverage) if coverage is not None]
+    how = Counter[str]()
+    for coverage in both:
+        how.update(coverage.how)
+    return Found(
+        rows=(*values.rows, *gradients.rows),
+        culprits=(*values.culprits, *gradients.culprits),
+        coverage=Coverage(
+            matched=sum(coverage.matched for coverage in both),
+            total=sum(coverage.total for coverage in both),
+            how=dict(how),
+        ),
+        notes=tuple(dict.fromkeys((*values.notes, *gradients.notes))),
     )
 
 

@@ -61,7 +61,7 @@ class Gates:
         _gate(gated, edges)
         made = handed.make(gated, [*inputs, *_zeros(original, edges).values()])
         restore = graphs.restored_outputs(handed.graph)
-        self.total += len(edges)
+        self.total += len({reader for _, reader in edges} - {OUTPUT}) + len(trained_leaves(handed.graph, inputs))
 
         def call(*args: Any, **kwargs: Any) -> Any:
             given = graphs.flat_inputs(handed.graph, args, kwargs)
@@ -97,7 +97,7 @@ class Gates:
         for node in reversed(run.graph.graph.nodes):
             if node.name in run.leaves:
                 yield self._judged_leaf(node, run, sent)
-            elif node.op == "call_function" and not writes_to_first(node):
+            elif node.op in ("call_function", "call_method") and not writes_to_first(node):
                 cotangents = {out: _arriving(out, sent) for out in _outputs(node)}
                 read = [source for source in node.all_input_nodes if (source.name, node.name) in run.zeros]
                 if read and any(cotangent is not None for cotangent in cotangents.values()):

@@ -43,6 +43,8 @@ class Tapped:
     local: tuple[Comparison, ...]
     region: tuple[Node, ...]
     """The nodes that it may come from: this one, and those before it that had no tap."""
+    is_judged: bool = True
+    """False of what could not be: it draws, or cannot be run by itself."""
 
 
 @dataclass(kw_only=True)
@@ -127,7 +129,8 @@ class Taps:
         before = runtime.drawn()
         reference = region.run(given)
         if runtime.has_drawn_since(before):  # what it draws is anybody's, and its readers are judged on it
-            return Tapped(node=node, level=level, local=(), region=region.nodes)
+            self.notes.append(f"{node.name} draws random numbers: its readers were judged on them, it was not")
+            return Tapped(node=node, level=level, local=(), region=region.nodes, is_judged=False)
         is_exact = all(source.op == "placeholder" for source in region.reads)
         found = self.judge.judge(
             node.name,

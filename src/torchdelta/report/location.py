@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console, Group, RenderableType
@@ -12,19 +10,26 @@ from rich.text import Text
 
 from torchdelta.records.case import VALUES
 from torchdelta.records.location import Location, NodeRecord, Row
-from torchdelta.records.report import Culprit
 from torchdelta.records.verdict import Verdict
 from torchdelta.report import rows
-from torchdelta.report.marks import MARK, STYLE, TABLE_COLUMNS, console_for_stdout, count, headline, labelled, number
+from torchdelta.report.culprits import culprit_remarks
+from torchdelta.report.marks import (
+    MARK,
+    STYLE,
+    TABLE_COLUMNS,
+    Remark,
+    console_for_stdout,
+    count,
+    headline,
+    labelled,
+    number,
+)
 from torchdelta.report.neighbourhood import neighbourhood
 
 _ROWS = 10
-_CULPRITS = 3
 _NAMES = 4
 _NOTES = 6
 _MORE = "(--all)"
-
-Remark = tuple[str, str | Text]
 
 
 def print_location(location: Location, console: Console | None = None, *, show_all: bool = False) -> None:
@@ -45,12 +50,7 @@ def _findings(location: Location, *, show_all: bool) -> Iterator[Remark]:
         yield "ladder", _ladder(location)
     if location.reason:
         yield "check", location.reason
-    shown = location.culprits if show_all else location.culprits[:_CULPRITS]
-    for place, culprit in enumerate(shown):
-        yield "culprit" if place == 0 else "then", _named(culprit)
-        yield from (("", line) for line in _evidence(culprit))
-    if len(location.culprits) > len(shown):
-        yield "", f"and {len(location.culprits) - len(shown)} more {_MORE}"
+    yield from culprit_remarks(location.culprits, show_all=show_all)
     if not location.culprits:
         yield "culprit", "none was found"
         yield from (("", Text(line)) for line in _without_culprit(location))
@@ -65,46 +65,6 @@ def _ladder(location: Location) -> Text:
             has_failed = True
             line.append(f" {rung.verdict.value} here first", style=f"bold {STYLE[rung.verdict]}")
     return line
-
-
-def _named(culprit: Culprit) -> Text:
-    if not culprit.node:
-        return Text.assemble(("no single node", "bold"), f", in {culprit.stage or 'forward'}{_rung(culprit)}")
-    module = f" of {culprit.module_path}" if culprit.module_path not in ("", culprit.node) else ""
-    stage = f", in {culprit.stage}" if culprit.stage else ""
-    return Text.assemble((f"{culprit.op}", "bold red"), f"  {culprit.node}{module}{stage}{_rung(culprit)}")
-
-
-def _rung(culprit: Culprit) -> str:
-    return f", on the rung {culprit.rung}" if culprit.rung else ""
-
-
-def _evidence(culprit: Culprit) -> Iterator[Text]:
-    if culprit.source_line:
-        place, code = _source(culprit.source_line)
-        yield Text(place)
-        if code:
-            yield Text(f"    {code}")
-    yield Text(_error(culprit))
-    if culprit.cause:
-        yield Text.assemble(("cause: ", "bold"), culprit.cause)
-
-
-def _error(culprit: Culprit) -> str:
-    error = f"error {number(culprit.local_error)} by itself"
-    if not culprit.noise:
-        return f"{error}: {culprit.reason}" if culprit.reason else error
-    times = culprit.reason or f"{culprit.local_error / culprit.noise:.3g} times"
-    return f"{error}, noise {number(culprit.noise)}: {times}"
-
-
-def _source(line: str) -> tuple[str, str]:
-    """Return the place and the code; a file below the working directory is named as from there."""
-    found = re.fullmatch(r"(.+?):(\d+): ?(.*)", line, re.DOTALL)
-    if found is None:
-        return line, ""
-    file, here = found[1], os.path.join(os.getcwd(), "")
-    return f"{file.removeprefix(here)}:{found[2]}", found[3]
 
 
 def _without_culprit(location: Location) -> Iterator[str]:

@@ -32,6 +32,9 @@ MARK = {
 # below it a table leaves less room for a name than most names need
 TABLE_COLUMNS = 96
 
+Remark = tuple[str, str | Text]
+"""A label, and what there is to say."""
+
 
 def console_for_stdout() -> Console:
     """Return a console on stdout; a pipe or a log file has no width to fold at."""

@@ -14,6 +14,7 @@ from torchdelta.records.case import VALUES
 from torchdelta.records.comparison import Comparison, Worst
 from torchdelta.records.report import Report, Stage
 from torchdelta.records.verdict import Verdict
+from torchdelta.report.culprits import culprit_remarks
 from torchdelta.report.marks import MARK, STYLE, TABLE_COLUMNS, console_for_stdout, count, headline, labelled, number
 
 _ROWS_WHEN_EQUIVALENT = 4
@@ -26,7 +27,11 @@ def print_report(report: Report, console: Console | None = None, *, verbose: boo
     """Print the report; `verbose` shows every leaf, reason and note, the traceback and what it cost."""
     console = console or console_for_stdout()
     parts = [headline(report), *_stage_lines(report), *_evidence(report, width=console.width, verbose=verbose)]
-    remarks = [*_reasons(report, verbose=verbose), *_notes(report, verbose=verbose)]
+    remarks = [
+        *culprit_remarks(report.culprits, show_all=verbose),
+        *_reasons(report, verbose=verbose),
+        *_notes(report, verbose=verbose),
+    ]
     if remarks:
         parts += [Text(), labelled(remarks)]
     if verbose:
