@@ -176,7 +176,7 @@ def test_a_digit_lost_in_later_steps_is_seen_behind_a_step_that_went_otherwise()
 
 
 def test_a_reference_that_stepped_otherwise_than_the_truth_is_no_other_program():
-    report = td.check(Torn(), (drawn(3),), candidate=Torn(reorders=True), stages=ALL, seed=1)
+    report = td.check(Torn(), (drawn(1),), candidate=Torn(reorders=True), stages=ALL, seed=1)
 
     assert report.stage("steps").verdict is Verdict.EQUIVALENT
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch.fx import Node
 
+from torchdelta._torch.provenance import handles_of
+
 
 def is_same_call(ours: Node, theirs: Node, partners: Mapping[Node, Node]) -> bool:
     """Tell whether both call the same with the same: then neither their values nor their gradients can differ."""
@@ -29,7 +31,9 @@ def inserted(partners: Mapping[Node, Node]) -> dict[Node, Node]:
         between = {
             node: place
             for place, node in zip(mine, other, strict=True)
-            if node not in partners and _is_behind(node, place, partners)
+            if node not in partners
+            and _is_behind(node, place, partners)
+            and not handles_of(node) & handles_of(ours)  # that is its reader's own work
         }
         if between and is_same_call(ours, theirs, {**partners, **between}):
             found.update(between)

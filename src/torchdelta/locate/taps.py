@@ -23,7 +23,6 @@ from torchdelta._torch.nodes import (
     is_wide_float,
     may_share,
     widens,
-    writes_to,
     writes_to_first,
 )
 from torchdelta._torch.seams import Handed
@@ -242,7 +241,7 @@ def written_or_unset(graph_module: GraphModule) -> set[Node]:
 def _write_back(node: Node, values: dict[Node, Any]) -> None:
     """Let later readers of what a node wrote to see that."""
     target = node.args[0] if node.args else None
-    if writes_to(node) and isinstance(target, Node) and isinstance(values[node], torch.Tensor):
+    if writes_to_first(node) and isinstance(target, Node) and isinstance(values[node], torch.Tensor):
         values[target] = values[node]
 
 
