@@ -195,15 +195,6 @@ class TestBackends:
         assert vars(common)["aot_module_simplified"] is stock
 
 
-@pytest.fixture
-def two_threads():
-    """On a single one the bug does not show."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.slow
 @pytest.mark.xdist_group("inductor-live-bugs")
 class TestInductor:

@@ -35,6 +35,7 @@ def test_an_elided_narrowing_cast_diverges_when_casts_are_held_strictly():
     assert "rounds at live_bugs.py:" in report.stage("forward").comparisons[0].reason
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_wrong_gradients_behind_a_right_forward_have_diverged():
     report = checked("pt185509_interpolate_gradient")
 

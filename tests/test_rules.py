@@ -1,5 +1,6 @@
 """The ten rules that make an answer trustworthy, each against a program that breaks it."""
 
+import itertools
 import os
 import random
 
@@ -681,8 +682,10 @@ def test_a_program_that_compiles_itself_is_run_eagerly_as_the_reference():
 
 
 def test_a_reference_that_wavers_by_little_is_found_out():
+    calls = itertools.count()
+
     def wavering(x):
-        return x * (1 + 0.005 * float(np.random.default_rng().normal()))
+        return x * (1 + 0.005 * next(calls))
 
     report = td.check(wavering, (torch.randn(64, 64),), candidate=lambda x: x * 1.05)
 
