@@ -437,8 +437,10 @@ def test_other_branches_taken_are_a_difference():
 def test_a_node_that_neither_side_ran_is_no_pass():
     first, second = (capture(exported(Branching(), (torch.ones(2),)), [(torch.ones(2),)]) for _ in range(2))
 
-    rows = {row.reference.name: row for row in compare_captures(first, second).table}
+    location = compare_captures(first, second)
+    rows = {row.reference.name: row for row in location.table}
 
+    assert location.coverage.matched == location.coverage.total - 4
     assert rows["false_graph_0.cos"].inherited == ()
     assert "neither side logged a value" in rows["false_graph_0.cos"].reason
 
@@ -454,7 +456,8 @@ def test_graphs_with_nothing_in_common_are_inconclusive():
 
     assert location.verdict is Verdict.EQUIVALENT
     assert apart.coverage.matched == 0
-    assert apart.verdict is not Verdict.EQUIVALENT
+    assert apart.verdict is Verdict.INCONCLUSIVE
+    assert any("what both return is diverged" in note for note in apart.notes)
 
 
 def test_a_candidate_that_raised_has_crashed_and_is_compared_up_to_there():

@@ -170,6 +170,22 @@ def test_exporting_again_keeps_them():
     assert {name: handles for name, handles in by_name(again).items() if "getitem" not in name} == expected
 
 
+class WithConstants(nn.Module):
+    def forward(self, x):
+        table = torch.tensor([1.0, 2.0, 3.0])
+        return nn.functional.silu(x + table) * torch.tensor(2.0) + table
+
+
+def test_exporting_a_graph_with_constants_again_keeps_them():
+    graph = torch.export.export(WithConstants(), (torch.randn(3),)).module()
+    assign_handles(graph)
+    again = torch.export.export(graph, (torch.randn(3),)).module()
+
+    expected = {name: handles for name, handles in by_name(graph).items() if name != "_guards_fn"}
+    assert {name for name in expected if name.startswith("lifted_tensor")} == {"lifted_tensor_0", "lifted_tensor_1"}
+    assert {name: handles for name, handles in by_name(again).items() if name != "_guards_fn"} == expected
+
+
 def test_all_nodes_of_a_decomposed_operator_have_its_handle():
     program = exported()
     decomposed = program.run_decompositions()

@@ -3,10 +3,13 @@
 import pytest
 import torch
 import torch._inductor.config as inductor_config
+from torch._dynamo.backends import common
 from torch._dynamo.backends.common import aot_autograd
 
 import torchdelta as td
 from programs import live_bugs
+from torchdelta._torch import aot
+from torchdelta._torch.seams import hand_on
 from torchdelta.transforms.compiler import Compiler
 
 aten = torch.ops.aten
@@ -24,6 +27,10 @@ class Gated(torch.nn.Module):
 def gated():
     torch.manual_seed(0)
     return Gated(), (torch.randn(4, 8),)
+
+
+def shifted(x):
+    return torch.nn.functional.silu(x + torch.tensor([1.0, 2.0, 3.0, 4.0]))
 
 
 def wrong_silu(x):
@@ -77,7 +84,11 @@ class TestDecompositions:
         )
         model, inputs = gated()
         found = td.locate(model, inputs, transform="decompose", options={"table": f"{table}:TABLE"})
+        found_among_constants = td.locate(
+            shifted, (torch.randn(4),), transform="decompose", options={"table": f"{table}:TABLE"}
+        )
 
+        assert [culprit.op for culprit in found_among_constants.culprits] == ["aten.silu.default"]
         assert rungs_of(found) == {"export": "equivalent", "decompose": "diverged"}
         assert [(culprit.op, culprit.rung) for culprit in found.culprits] == [("aten.silu.default", "decompose")]
 
@@ -112,6 +123,25 @@ def spoiling(target, replacement):
         return call
 
     return aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
+
+
+def overwriting(x):
+    inner = torch.sin(x)
+    inner.mul_(2.0)
+    return torch.cos(inner)
+
+
+def black_box_with(method, instead):
+    """A backend that is not built on AOTAutograd and calls another method in place of one."""
+
+    def compiler(graph_module, inputs):
+        for node in graph_module.graph.nodes:
+            if node.target == method:
+                node.target = instead
+        graph_module.recompile()
+        return lambda *args: graph_module(*args)
+
+    return compiler
 
 
 class TestBackends:
@@ -161,7 +191,74 @@ class TestBackends:
         found = td.locate(model, inputs, transform=Compiler(black_box, {}))
 
         assert [(culprit.op, culprit.stage) for culprit in found.culprits] == [("silu", "gradients")]
-        assert all(not parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+    def test_gates_take_their_hooks_off_again(self):
+        given = []
+
+        def black_box(graph_module, inputs):
+            def call(*args):
+                given.extend(args)
+                return graph_module(*args)
+
+            return call
+
+        model, inputs = gated()
+        td.locate(model, inputs, transform=Compiler(black_box, {}))
+        trained = [value for value in given if value.is_leaf and value.requires_grad]
+
+        assert len(trained) >= 4
+        assert all(not leaf._post_accumulate_grad_hooks for leaf in trained)
+
+    def test_what_is_written_in_place_is_tapped_as_it_is_then(self):
+        found = td.locate(overwriting, (torch.randn(8),), transform=Compiler(black_box_with("mul_", "div_"), {}))
+
+        assert [culprit.op for culprit in found.culprits] == ["mul_"]
+
+    def test_what_is_written_in_place_and_right_has_no_culprit(self):
+        found = td.locate(overwriting, (torch.randn(8),), transform=Compiler(black_box_with("mul_", "mul_"), {}))
+
+        assert (found.verdict, found.culprits) == (td.Verdict.EQUIVALENT, ())
+        assert found.coverage.matched == found.coverage.total
+
+    def test_what_is_written_under_another_name_is_said_to_be_left_out(self):
+        def through_a_view(x):
+            inner = torch.sin(x)
+            inner[1:3].mul_(2.0)
+            return torch.cos(inner) * 2.0
+
+        found = td.locate(through_a_view, (torch.randn(8),), transform=Compiler(black_box_with("mul_", "mul_"), {}))
+
+        assert found.culprits == ()
+        assert any("were not judged: cos" in note for note in found.notes)
+        assert found.coverage.matched == found.coverage.total - 1
+
+    def test_the_gradients_of_what_is_overwritten_are_left_out_and_nobody_is_blamed(self):
+        weight = torch.nn.Parameter(torch.randn(8))
+
+        def trained(x):
+            inner = torch.sin(x * weight) * 1.5
+            inner.mul_(2.0)
+            return torch.cos(inner)
+
+        found = td.locate(trained, (torch.randn(8),), transform=Compiler(black_box_with("mul_", "mul_"), {}))
+
+        assert (found.verdict, found.culprits) == (td.Verdict.EQUIVALENT, ())
+        assert any("that are overwritten or strided anew were not looked at: inner" in note for note in found.notes)
+
+    @pytest.mark.parametrize("compiler", ["black box", "aot"])
+    @pytest.mark.parametrize(
+        "x", [torch.arange(16.0)[::2], torch.arange(8.0)], ids=["memory that is not the input's", "the input's own"]
+    )
+    def test_memory_that_no_tap_shows_is_not_judged(self, compiler, x):
+        def strided(x):
+            return torch.as_strided(torch.sin(x)[2:], (3,), (2,), 1) + torch.as_strided(x, (3,), (2,), 1)
+
+        made = black_box_with("mul_", "mul_") if compiler == "black box" else backend({})
+        found = td.locate(strided, (x,), transform=Compiler(made, {}))
+
+        assert (found.verdict, found.culprits) == (td.Verdict.EQUIVALENT, ())
+        left_out = [note for note in found.notes if "which a tap does not show: not judged" in note]
+        assert len(left_out) == (1 if x.is_contiguous() else 2)
 
     def test_taps_that_do_not_fit_are_said_to_be_missing(self):
         model, inputs = gated()
@@ -185,12 +282,16 @@ class TestBackends:
         assert found.verdict is td.Verdict.DIVERGED
         assert any("the verdict is equivalent" in note for note in found.notes)
 
-    def test_leaves_the_compiler_as_it_was(self):
-        from torch._dynamo.backends import common
-
+    def test_leaves_the_compiler_as_it_was_although_something_raised(self):
         stock = vars(common)["aot_module_simplified"]
-        model, inputs = gated()
-        td.locate(model, inputs, transform=Compiler(spoiling(aten.silu.default, lambda x: x), {}))
+
+        def fail_inside():
+            with aot.intercepting(hand_on):
+                assert vars(common)["aot_module_simplified"] is not stock
+                raise ValueError("no")
+
+        with pytest.raises(ValueError, match="no"):
+            fail_inside()
 
         assert vars(common)["aot_module_simplified"] is stock
 

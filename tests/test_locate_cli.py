@@ -225,6 +225,13 @@ class TestMapping:
         assert (ran.code, ran.out) == (2, "")
         assert re.fullmatch(f"torchdelta: {said}.*\n", ran.err), ran.err
 
+    @pytest.mark.parametrize("option", [("--memory", "1GB"), ("--cause",), ("--all",)])
+    def test_what_sensitivity_has_no_use_for_is_refused(self, locate, option):
+        ran = locate("programs.py:build", "-t", "quantize:x86", "--sensitivity", *option)
+
+        assert (ran.code, ran.out) == (2, "")
+        assert f"has no use for {option[0]}" in ran.err
+
     @pytest.mark.slow
     def test_that_a_compiler_has_no_use_for_is_told(self, locate, tmp_path):
         (tmp_path / "mapping.json").write_text('{"relu": "relu"}')
@@ -232,7 +239,7 @@ class TestMapping:
         ran = locate("programs.py:build", "-t", "inductor", "--mapping", "mapping.json")
 
         assert ran.code == 0, ran.err
-        assert "note the mapping mapping.json was not used: there are no two graphs to match here" in ran.text
+        assert "note the mapping was not used: there are no two graphs to match here" in ran.text
 
 
 class TestMemory:

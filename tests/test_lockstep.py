@@ -211,6 +211,62 @@ def test_a_mapping_of_unknown_nodes_is_refused_with_the_nearest_name():
         td.locate(module, (torch.randn(4),), candidate=copy.deepcopy(module), mapping={"sinn": "sin"})
 
 
+def broken_in_two(x):
+    first = torch.sin(x)
+    torch._dynamo.graph_break()
+    return torch.cos(first)
+
+
+def unchanged(graph_module, inputs):
+    graph_module.graph.lint()
+
+
+def test_a_mapping_names_nodes_of_any_of_several_graphs():
+    x = torch.randn(16)
+    found = td.locate(broken_in_two, (x,), transform=unchanged, mapping={"first": "first", "cos": "cos"})
+
+    assert found.coverage.how["given"] == 4
+
+
+@pytest.mark.parametrize(
+    ("mapping", "said"),
+    [
+        ({"frist": "first"}, "the mapping names 'frist', and the reference has no such node: did you mean first"),
+        ({"first": "frist"}, "the mapping names 'frist', and the candidate has no such node: did you mean first"),
+        ({"first": "cos"}, "the mapping matches 'first' with 'cos', which is in another graph"),
+        ({"first": "cos", "cos": "cos"}, "the mapping names 'cos' of the candidate 2 times"),
+    ],
+)
+def test_a_mapping_that_no_graph_has_a_use_for_is_refused(mapping, said):
+    with pytest.raises(td.UsageError, match=said):
+        td.locate(broken_in_two, (torch.randn(16),), transform=unchanged, mapping=mapping)
+
+
+def test_a_mapping_that_was_not_used_is_told():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    found = td.locate(model, (torch.randn(2, 4),), candidate=copy.deepcopy(model), mapping={"linear": "linear"})
+
+    assert "the mapping was not used: there are no two graphs to match here" in found.notes
+
+
+def test_an_input_that_one_side_lacks_is_on_the_report():
+    def takes_two(x, y):
+        return torch.sin(x) + 0.0 * y
+
+    def takes_one(y):
+        return torch.cos(y)
+
+    reference, candidate = traced(takes_two), traced(takes_one)
+    found = compared(reference, candidate, torch.randn(4), torch.randn(4))
+
+    assert "the reference takes x, and the candidate has no such input" in found.notes
+    assert (
+        "the candidate takes y, and the reference has no such input"
+        in compared(traced(lambda x: torch.sin(x)), traced(lambda x, y: torch.sin(x)), torch.randn(4)).notes
+    )
+    assert compared(reference, copy.deepcopy(reference), torch.randn(4), torch.randn(4)).notes == ()
+
+
 def test_a_mapping_of_the_user_comes_before_any_other():
     reference, candidate = traced(chain), Graph()
     x = candidate.placeholder("x")
@@ -256,3 +312,228 @@ def test_a_cast_names_the_operation_that_its_dtype_does_not_carry():
 
     assert found.culprits[0].op == "aten.mul.Tensor"
     assert td.locate(Narrowed(2.0), (x,), transform="cast:float16").culprits == ()
+
+
+class Branching(torch.nn.Module):
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: torch.sin(x), lambda x: torch.cos(x), (x,)) * 2.0
+
+
+def test_what_is_inside_of_a_branch_is_not_counted_as_matched():
+    x = torch.ones(4)
+    module = torch.export.export(Branching(), (x,)).module()
+    td.assign_handles(module)
+    wrong = copy.deepcopy(module)
+    branch = wrong.get_submodule("true_graph_0")
+    next(node for node in branch.graph.nodes if node.op == "call_function").target = aten.tan.default
+    branch.recompile()
+    found = compared(module, wrong, x)
+
+    assert culprits(found) == ["cond"]
+    assert {node.name for node in found.alignment.unmatched_reference} == {"true_graph_0.sin", "false_graph_0.cos"}
+    assert found.alignment.coverage.matched == found.alignment.coverage.total - 4
+    assert any("2 nodes are inside of graphs that a node runs" in note for note in found.notes)
+
+
+def without(graph_module, name):
+    """The graph without one node, whose readers read what it was given first."""
+    changed = copy.deepcopy(graph_module)
+    node = next(node for node in changed.graph.nodes if node.name == name)
+    node.replace_all_uses_with(node.args[0])
+    changed.graph.erase_node(node)
+    changed.recompile()
+    return changed
+
+
+class Counting(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(4))
+
+    def forward(self, x):
+        self.count.add_(1.0)
+        return torch.sin(x)
+
+
+class Normed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm2d(3)
+
+    def forward(self, x):
+        return torch.relu(self.norm(x))
+
+
+def exported_with_handles(module, *inputs):
+    made = torch.export.export(module, inputs).module()
+    td.assign_handles(made)
+    return made
+
+
+def with_argument(graph_module, target, place, value):
+    changed = copy.deepcopy(graph_module)
+    node = next(node for node in changed.graph.nodes if node.target is target)
+    node.update_arg(place, value)
+    changed.recompile()
+    return changed
+
+
+class TestWrittenValues:
+    def test_a_write_to_an_input_that_is_left_out_is_named(self):
+        def writing(x):
+            x.add_(1.0)
+            return torch.sin(x)
+
+        module = traced(writing)
+
+        assert culprits(compared(module, without(module, "add_"), torch.randn(8)))[:1] == ["add_"]
+        assert culprits(compared(module, copy.deepcopy(module), torch.randn(8))) == []
+
+    def test_a_write_to_an_input_that_nobody_reads_later_is_named_too(self):
+        def writing(x):
+            result = torch.sin(x)
+            x.add_(1.0)
+            return result
+
+        module = traced(writing)
+        found = compared(module, without(module, "add_"), torch.randn(8))
+
+        assert culprits(found) == ["add_"]
+        assert culprits(compared(module, copy.deepcopy(module), torch.randn(8))) == []
+
+    def test_a_write_that_became_a_sum_of_its_own_is_named(self):
+        def writing(x):
+            total = x.add_(1.0)
+            return torch.sin(total)
+
+        module = traced(writing)
+        candidate = copy.deepcopy(module)
+        next(node for node in candidate.graph.nodes if node.name == "add_").target = "add"
+        candidate.recompile()
+
+        assert culprits(compared(module, candidate, torch.randn(8))) == ["add_"]
+
+    def test_a_write_to_a_value_in_between_that_is_left_out_is_named(self):
+        def writing(x):
+            inner = torch.sin(x)
+            inner.mul_(2.0)
+            return torch.cos(inner)
+
+        module = traced(writing)
+
+        assert culprits(compared(module, without(module, "mul_"), torch.randn(8))) == ["mul_"]
+
+    def test_a_write_through_a_view_that_is_left_out_is_named(self):
+        def writing(x):
+            x.view(-1).add_(1.0)
+            return torch.sin(x) * 2.0
+
+        module = traced(writing)
+
+        assert culprits(compared(module, without(module, "add_"), torch.randn(2, 4))) == ["add_"]
+        assert culprits(compared(module, copy.deepcopy(module), torch.randn(2, 4))) == []
+
+    def test_a_write_that_nobody_asked_for_is_named(self):
+        def reading(x):
+            return torch.relu(torch.sin(x))
+
+        module = traced(reading)
+        candidate = copy.deepcopy(module)
+        next(node for node in candidate.graph.nodes if node.name == "sin").target = torch.sin_
+        candidate.recompile()
+
+        assert culprits(compared(module, candidate, torch.randn(8))) == ["sin"]
+
+    def test_a_value_in_between_may_be_overwritten_when_nobody_reads_it_any_more(self):
+        def reading(x):
+            return torch.relu(torch.sin(x))
+
+        module = traced(reading)
+        candidate = copy.deepcopy(module)
+        next(node for node in candidate.graph.nodes if node.name == "relu").target = torch.relu_
+        candidate.recompile()
+
+        assert culprits(compared(module, candidate, torch.randn(8))) == []
+
+    def test_one_that_is_overwritten_too_early_is_blamed_on_who_reads_it_too_late(self):
+        def reading(x):
+            inner = torch.sin(x)
+            return torch.relu(inner), torch.cos(inner)
+
+        module = traced(reading)
+        candidate = copy.deepcopy(module)
+        next(node for node in candidate.graph.nodes if node.name == "relu").target = torch.relu_
+        candidate.recompile()
+
+        assert culprits(compared(module, candidate, torch.randn(64))) == ["cos"]
+
+    def test_an_item_that_is_set_to_something_else_is_named(self):
+        graph = Graph()
+        inner = graph.call_function(torch.sin, (graph.placeholder("x"),))
+        graph.call_function(operator.setitem, (inner, 0, 5.0))
+        graph.output(graph.call_function(torch.cos, (inner,)))
+        module = GraphModule(torch.nn.Module(), graph)
+        td.assign_handles(module)
+        candidate = with_argument(module, operator.setitem, 2, 6.0)
+
+        assert culprits(compared(module, candidate, torch.randn(8))) == ["setitem"]
+        assert culprits(compared(module, copy.deepcopy(module), torch.randn(8))) == []
+
+    def test_a_buffer_that_is_not_counted_up_is_named(self):
+        module = exported_with_handles(Counting(), torch.randn(4))
+
+        assert culprits(compared(module, without(module, "add_"), torch.randn(4))) == ["add_"]
+        assert culprits(compared(module, copy.deepcopy(module), torch.randn(4))) == []
+
+    def test_running_statistics_with_another_momentum_are_named(self):
+        x = torch.randn(4, 3, 5, 5)
+        module = exported_with_handles(Normed(), x)
+        wrong = with_argument(module, aten.batch_norm.default, 6, 0.2)
+
+        assert culprits(compared(module, wrong, x)) == ["batch_norm"]
+        assert culprits(compared(module, copy.deepcopy(module), x)) == []
+
+    def test_statistics_that_a_decomposed_norm_writes_at_the_end_are_right(self):
+        torch.manual_seed(0)
+        found = td.locate(Normed(), (torch.randn(4, 3, 5, 5),), transform="decompose")
+
+        assert found.culprits == ()
+        assert found.verdict is Verdict.EQUIVALENT
+
+    def test_and_wrong_where_its_momentum_is_another(self):
+        x = torch.randn(4, 3, 5, 5)
+        program = torch.export.export(Normed(), (x,))
+        td.assign_handles(program)
+        reference, candidate = program.module(), program.run_decompositions().module()
+        norm = next(node for node in candidate.graph.nodes if "batch_norm" in str(node.target))
+        norm.update_arg(5 if norm.args[5] == 0.1 else 6, 0.2)
+        candidate.recompile()
+        right = program.run_decompositions().module()
+
+        assert set(culprits(compared(reference, candidate, x, with_gradients=False))) == {"batch_norm"}
+        assert culprits(compared(reference, right, x, with_gradients=False)) == []
+
+    def test_a_pass_on_the_graph_of_dynamo_that_drops_a_count_is_named(self):
+        def uncounted(graph_module, inputs):
+            for node in list(graph_module.graph.nodes):
+                if node.target == "add_":
+                    graph_module.graph.erase_node(node)
+
+        def kept(graph_module, inputs):
+            graph_module.graph.lint()
+
+        x = torch.randn(4)
+
+        assert [culprit.op for culprit in td.locate(Counting(), (x,), transform=uncounted).culprits] == ["add_"]
+        assert td.locate(Counting(), (x,), transform=kept).culprits == ()
+
+    def test_the_callers_graph_is_not_changed(self):
+        def writing(x):
+            x.add_(1.0)
+            return torch.sin(x)
+
+        module = traced(writing)
+        code = module.code
+        compared(module, copy.deepcopy(module), torch.randn(8))
+
+        assert module.code == code

@@ -19,6 +19,7 @@ from torchdelta.locate.align import align
 from torchdelta.locate.handles import assign_handles, handles_of
 from torchdelta.locate.listing import node_records
 from torchdelta.transforms.quantize import Quantize, quantized, quantizer_named
+from torchdelta.transforms.watched import Watched
 
 pytest.importorskip("torchao")
 
@@ -98,6 +99,19 @@ def sqnr_db(reference, candidate):
 
 def names(graph):
     return {node.name: node for node in graph.graph.nodes}
+
+
+def test_who_else_stands_at_the_seam_hides_no_layer_from_their_judge():
+    passed = []
+
+    def look(handed):
+        passed.append(handed.level)
+        return handed.on()
+
+    report = td.check(net(), (IMAGE,), transform=Watched(Quantize("x86", {}), look))
+
+    assert report.verdict is td.check(net(), (IMAGE,), transform="quantize:x86").verdict is Verdict.EQUIVALENT
+    assert set(passed) == {"export"}
 
 
 def test_a_healthy_quantized_program_has_its_signal_to_noise():

@@ -26,7 +26,7 @@ _WRITING_NORMS = frozenset(
 _PURE_MODULES = ("torch", "_operator", "operator", "builtins", "math")
 
 
-class Watched(Interpreter):
+class TellingInterpreter(Interpreter):
     """Interprets a graph: `writes` hears of memory before a node may write to it, `made` of each value after.
 
     The branch that a `cond` takes and graphs that are called are interpreted too, under names behind that of their
@@ -84,9 +84,11 @@ class Watched(Interpreter):
         assert isinstance(source, Node)
         return self._run_inner(branch, source.target, lambda inner: inner.run(*operands, enable_io_processing=False))
 
-    def _run_inner(self, graph_module: GraphModule, target: Any, run: Callable[[Watched], Any]) -> Any:
+    def _run_inner(self, graph_module: GraphModule, target: Any, run: Callable[[TellingInterpreter], Any]) -> Any:
         prefix = f"{self.prefix}{target}."
-        inner = Watched(graph_module, writes=self.writes, made=self.made, unlogged=self.unlogged, prefix=prefix)
+        inner = TellingInterpreter(
+            graph_module, writes=self.writes, made=self.made, unlogged=self.unlogged, prefix=prefix
+        )
         try:
             return run(inner)
         except Exception:

@@ -98,6 +98,11 @@ def writes_to(node: Node) -> bool:
     return is_named or "out" in node.kwargs or node.kwargs.get("inplace") is True
 
 
+def has_effect(node: Node) -> bool:
+    """Tell whether a node does something besides returning a value: writing, drawing, asserting, setting a mode."""
+    return writes_to(node) or node.is_impure()
+
+
 def widens(node: Node) -> bool:
     """Tell whether an operator returns a float that it reads in a wider dtype."""
     if not isinstance(node.target, OpOverload):
@@ -121,9 +126,29 @@ def writes_to_first(node: Node) -> bool:
     return writes_to(node) and not is_norm and node.op != "call_module"
 
 
-def is_last_write(node: Node) -> bool:
-    """Tell whether a functional graph writes an input back here: after everything that reads it."""
-    return _short_name(node) == "copy" and isinstance(node.args[0], Node) and node.args[0].op == "placeholder"
+def returns_what_it_writes(node: Node) -> bool:
+    """Tell whether a node writes to its first argument and returns that very tensor."""
+    if not (node.args and isinstance(node.args[0], Node) and writes_to_first(node)) or is_setting(node):
+        return False
+    if isinstance(node.target, OpOverload):
+        first, returns = node.target._schema.arguments[0].alias_info, node.target._schema.returns
+        return first is not None and first.is_write and len(returns) == 1 and returns[0].alias_info is not None
+    if node.op == "call_method":
+        return True
+    value = node.args[0].meta.get("val", node.args[0].meta.get("example_value"))
+    is_operator = getattr(node.target, "__module__", "") == "_operator"
+    # of numbers `+=` makes new ones; and somebody's own function may return anything
+    return isinstance(value, torch.Tensor) if is_operator else _is_function_of_torch(node.target)
+
+
+def _is_function_of_torch(target: Any) -> bool:
+    module = getattr(target, "__module__", None)
+    return module is None or str(module).partition(".")[0] == "torch"
+
+
+def reads_memory(node: Node) -> bool:
+    """Tell whether it matters to a node how its first argument lies in memory, and not only what its elements are."""
+    return _short_name(node).startswith("as_strided")
 
 
 def is_bounded(node: Node) -> bool:

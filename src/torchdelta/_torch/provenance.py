@@ -17,6 +17,9 @@ Handled = GraphModule | torch.export.ExportedProgram
 
 _CUSTOM = "custom"
 _KEY = "torchdelta_handles"
+_CONSTANT_KEY = "torchdelta_constant_handles"
+"""Of what is read from a module: exporting again gives that what its first reader carries too, and the same key must
+then have the same value."""
 _WITHOUT = ("placeholder", "output")
 _INDEX_BITS, _TAG_BITS = 21, 32
 """Together what a double holds exactly, as every reader of JSON does."""
@@ -53,7 +56,8 @@ def handles_of(node: Node) -> frozenset[int]:
     """Return the handles that a node carries, or that what it observes does."""
     source: Node | None = node
     while source is not None and source.op not in _WITHOUT:
-        if written := (source.meta.get(_CUSTOM) or {}).get(_KEY):
+        custom = source.meta.get(_CUSTOM) or {}
+        if written := custom.get(_key_of(source)) or custom.get(_KEY):
             return frozenset(written)
         source = observed_by(source)
     return frozenset()
@@ -62,7 +66,11 @@ def handles_of(node: Node) -> frozenset[int]:
 def write_handles(node: Node, handles: Iterable[int]) -> None:
     """Let a node carry exactly these handles."""
     # copies of a graph share the dict, and an exported program can be saved with a list in it but not with a set
-    node.meta[_CUSTOM] = {**(node.meta.get(_CUSTOM) or {}), _KEY: sorted(handles)}
+    node.meta[_CUSTOM] = {**(node.meta.get(_CUSTOM) or {}), _key_of(node): sorted(handles)}
+
+
+def _key_of(node: Node) -> str:
+    return _CONSTANT_KEY if node.op == "get_attr" else _KEY
 
 
 def merge_handles(into: Node, *sources: Node) -> None:

@@ -8,7 +8,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -39,6 +39,20 @@ Seam = Callable[[Handed], Callable[..., Any]]
 def hand_on(handed: Handed) -> Callable[..., Any]:
     """Be nobody at the seam."""
     return handed.on()
+
+
+def one_behind_the_other(first: Seam, second: Seam) -> Seam:
+    """Let two stand at one seam: what the first hands on passes the second."""
+    if second is hand_on:
+        return first
+
+    def both(handed: Handed) -> Callable[..., Any]:
+        def make(graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            return second(replace(handed, graph=graph, example_inputs=example_inputs))
+
+        return first(replace(handed, make=make))
+
+    return both
 
 
 def graph_behind(made: Callable[..., Any]) -> GraphModule | None:

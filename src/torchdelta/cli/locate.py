@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +21,6 @@ from torchdelta.cli.arguments import (
 from torchdelta.cli.exits import EXIT_OF
 from torchdelta.errors import UsageError
 from torchdelta.records.codec import write_report
-from torchdelta.records.location import Location
 from torchdelta.report.location import print_location
 from torchdelta.report.sensitivity import print_sensitivity
 
@@ -50,6 +48,10 @@ def command(
     """Where does it go wrong first?"""
     memory_bytes = read_bytes(memory) if memory is not None else None
     given = read_mapping(mapping) if mapping is not None else None
+    if sensitivity:
+        ignored = {"--memory": memory, "--mapping": mapping, "--cause": cause, "--all": show_all}
+        if given_too := [name for name, value in ignored.items() if value]:
+            raise UsageError(f"--sensitivity looks for no culprit, and has no use for {', '.join(given_too)}")
     with running(transform, json_file, verbose=verbose) as progress:
         # torch takes seconds to import: `--help` and `show` are not to wait for it
         with needing_torch("locating"):
@@ -70,23 +72,7 @@ def command(
             progress=progress,
             **case,
         )
-    if given and mapping is not None:
-        location = _require_used(location, mapping)
     print_location(location, show_all=show_all or verbose)
     if json_file is not None:
         write_report(location, json_file)
     raise typer.Exit(EXIT_OF[location.verdict])
-
-
-def _require_used(location: Location, mapping: Path) -> Location:
-    """Say where a mapping had no effect; where nothing could be matched with it, that is a mistake in it."""
-    coverage = location.coverage
-    if coverage is None or "given" in coverage.how:
-        return location
-    if not coverage.total:
-        raise UsageError(
-            f"nothing could be compared with the mapping {mapping}: it names a node that a graph has not, or one node "
-            "twice; without --mapping, --all shows the nodes of both sides"
-        )
-    note = f"the mapping {mapping} was not used: there are no two graphs to match here"
-    return replace(location, notes=(*location.notes, note))

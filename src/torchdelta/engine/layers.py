@@ -12,7 +12,8 @@ from functools import cached_property
 
 from torchdelta._torch.nodes import module_path, op_name
 from torchdelta.compare.policy import Judgement, Policy, Sample, relative
-from torchdelta.locate.lockstep import Judged
+from torchdelta.engine.reasons import reason_of
+from torchdelta.locate.judged import Judged
 from torchdelta.locate.quantized import QuantizedJudge
 from torchdelta.locate.side_by_side import Compared, SideBySide
 from torchdelta.records.comparison import Comparison
@@ -90,7 +91,7 @@ class Layered:
         if before.verdict is Verdict.EQUIVALENT:
             return found
         verdict = Verdict.DIVERGED if before.verdict.is_failure else Verdict.INCONCLUSIVE
-        return ByLayers(verdict, f"{_reason(before)}, in the graph that is quantized and before it is")
+        return ByLayers(verdict, f"{reason_of(before)}, in the graph that is quantized and before it is")
 
     @property
     def asked(self) -> str:
@@ -132,13 +133,6 @@ def _named(judged: Judged) -> str:
     node = judged.culprit or judged.reference
     where = f" of {path}" if (path := module_path(node)) else ""
     return f"{op_name(node)}{where} by itself, fed the reference's values: {_worst(judged).reason}"
-
-
-def _reason(report: Report) -> str:
-    if report.failure is not None:
-        return f"{report.failure.type}: {report.failure.message}".splitlines()[0]
-    worst = max(report.comparisons, key=lambda seen: seen.rank, default=None)
-    return next((stage.reason for stage in report.stages if stage.reason), worst.reason if worst else "")
 
 
 def _worst(judged: Judged) -> Comparison:

@@ -14,6 +14,7 @@ from torchdelta._torch.seams import Seam
 from torchdelta.engine import semantic
 from torchdelta.engine.candidate import CandidateRun, run_candidate
 from torchdelta.engine.check import Check
+from torchdelta.engine.reasons import reason_of, wrong_in
 from torchdelta.execute.memory import peak_bytes
 from torchdelta.execute.sides import Side
 from torchdelta.locate.causes import find_cause
@@ -26,7 +27,6 @@ from torchdelta.locate.local import LocalJudge
 from torchdelta.locate.quantized import QuantizedJudge
 from torchdelta.locate.side_by_side import SideBySide, compare_graphs
 from torchdelta.locate.taps import Taps
-from torchdelta.records.comparison import Comparison
 from torchdelta.records.location import Location, Rung
 from torchdelta.records.report import Cost, Culprit, Report
 from torchdelta.records.verdict import Verdict, worst_of
@@ -39,6 +39,7 @@ from torchdelta.transforms.watched import Watched, WatchedAfterAot
 THINNINGS = (1, 2, 4)
 """Every node has a tap; where the failure is gone with the taps, every second, then every fourth."""
 TOO_EARLY = "it goes wrong in {rung}, before there is a graph whose nodes could be held against those of another"
+MAPPING_UNUSED = "the mapping was not used: there are no two graphs to match here"
 BETWEEN = (
     "no node is wrong by itself: the failure lies between two graphs, or taps change what it comes from; "
     "what is named is the setting that it needs"
@@ -66,7 +67,7 @@ class Locating:
         """Check, then look for the node in the precision in which the check failed."""
         report = self.check.run()
         self.compiles += self.check.transform.is_compiler
-        self.is_lifted = any(seen.details.get("question") == "semantic" for seen in _wrong(report))
+        self.is_lifted = any(seen.details.get("question") == "semantic" for seen in wrong_in(report))
         with runtime.preserved():
             found, rungs = self._look(report)
         bad = next((rung.name for rung in rungs if rung.verdict.is_failure), None)
@@ -74,12 +75,14 @@ class Locating:
             self.notes.append(
                 f"no node of one side was found on the other; the check as a whole says {report.verdict.value}"
             )
+        if self.given and (found.coverage is None or "given" not in found.coverage.how):
+            self.notes.append(MAPPING_UNUSED)
         notes = dict.fromkeys((*report.notes, *self.notes, *found.notes))
         return Location(
             verdict=_verdict(report, found),
             environment=versions.environment(),
             case=self.check.case,
-            reason=_reason(report),
+            reason=reason_of(report),
             culprits=tuple(replace(culprit, rung=bad) for culprit in found.culprits),
             table=found.rows,
             coverage=found.coverage,
@@ -95,7 +98,7 @@ class Locating:
         transform = self.check.transform
         rungs: tuple[Rung, ...] = ()
         if report.verdict.is_failure:
-            rungs = climb(transform, (report.verdict, _reason(report)), self._ask)
+            rungs = climb(transform, (report.verdict, reason_of(report)), self._ask)
         bad = next((rung.name for rung in rungs if rung.verdict.is_failure), None)
         if report.failure is not None:
             # graphs that were run in lockstep say how far they came
@@ -129,6 +132,7 @@ class Locating:
         has_gradients = transform.has_backward and any(stage.name != "forward" for stage in report.stages)
         seam = SideBySide(judge=self._judge(), given=self.given, with_gradients=has_gradients)
         self._run(Watched(transform, seam))
+        seam.require_used()
         if seam.black_boxes:
             return self._in_black_box(transform, report)
         return found_in_lockstep(seam.seen, sorted(seam.judge.notes))
@@ -141,7 +145,8 @@ class Locating:
         gates = Gates(judge=self._judge())
         self._run(Watched(transform, gates))
         self.compiles += transform.is_compiler
-        slopes = found_behind_taps(gates.judged(), gates.total, sorted(gates.judge.notes))
+        judged = gates.judged()
+        slopes = found_behind_taps(judged, gates.total, (*gates.notes, *sorted(gates.judge.notes)))
         return joined(found, slopes)
 
     def _by_taps(self, watched: Callable[[Seam], Transform], report: Report) -> Found:
@@ -195,17 +200,18 @@ class Locating:
         assert isinstance(ours.owner, GraphModule)
         assert isinstance(theirs.owner, GraphModule)
         inputs = [graphs.flat_inputs(ours.owner, side.args, side.kwargs) for side in (ours, theirs)]
+        judge = self._judge()
         compared = compare_graphs(
             ours.owner,
             theirs.owner,
             inputs[0],
-            self._judge(),
+            judge,
             "given",
             self.given,
             with_gradients="gradients" in self.check.case.stages and self.check.transform.lowered_to is None,
             candidate_inputs=inputs[1],
         )
-        return found_in_lockstep([compared])
+        return found_in_lockstep([compared], sorted(judge.notes))
 
     def _by_modules(self, ours: Side, theirs: Side) -> Found:
         case = self.check.case
@@ -226,7 +232,7 @@ class Locating:
             return found
         if found.culprits:
             return replace(found, culprits=tuple(replace(each, cause=str(cause)) for each in found.culprits))
-        worst = max(_wrong(report), key=lambda seen: seen.rank)
+        worst = max(wrong_in(report), key=lambda seen: seen.rank)
         culprit = Culprit(
             op="",
             node="",
@@ -262,7 +268,7 @@ class Locating:
             return worst_of(each.verdict for each in seen), max(seen, key=lambda each: each.rank).reason
         case = replace(self.check.case, semantic=False)
         report = replace(self.check, case=case, transform=transform, notes=[], candidate=CandidateRun()).run()
-        return report.verdict, _reason(report)
+        return report.verdict, reason_of(report)
 
     def _run(self, transform: Transform) -> None:
         """Run a candidate in the precision that is looked at, for the sake of who stands at its seam."""
@@ -281,17 +287,6 @@ class Locating:
         if run.failure is not None:
             words = f"{run.failure.type}: {run.failure.message}".splitlines()[0]
             self.notes.append(f"the candidate failed while its nodes were looked at: {words}")
-
-
-def _wrong(report: Report) -> list[Comparison]:
-    return [seen for seen in report.comparisons if seen.verdict is Verdict.DIVERGED]
-
-
-def _reason(report: Report) -> str:
-    if report.failure is not None:
-        return f"{report.failure.type}: {report.failure.message}".splitlines()[0]
-    worst = max(report.comparisons, key=lambda seen: seen.rank, default=None)
-    return next((stage.reason for stage in report.stages if stage.reason), worst.reason if worst else "")
 
 
 def _verdict(report: Report, found: Found) -> Verdict:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchdelta.errors import UsageError
 from torchdelta.locate.groups import Nodes, ends_of, grouped, pairs_inside, widthless
@@ -67,6 +67,26 @@ def align(
     if values is not None:
         aligner.match_values(*values)
     return aligner.alignment()
+
+
+def is_nested(node: NodeRecord) -> bool:
+    """Tell whether a node is in a graph that another node runs."""
+    return "." in node.name
+
+
+def align_outermost(
+    reference: Sequence[NodeRecord], candidate: Sequence[NodeRecord], given: Mapping[str, str] | None = None
+) -> Alignment:
+    """Match the nodes of two graphs for who does not look into nested ones: what is in those has no match."""
+    sides = (reference, candidate)
+    found = align(*([node for node in nodes if not is_nested(node)] for nodes in sides), given=given)
+    inside, others = ([node for node in nodes if is_nested(node)] for nodes in sides)
+    return replace(
+        found,
+        unmatched_reference=(*found.unmatched_reference, *inside),
+        unmatched_candidate=(*found.unmatched_candidate, *others),
+        coverage=replace(found.coverage, total=len(reference) + len(candidate)),
+    )
 
 
 class _Half:

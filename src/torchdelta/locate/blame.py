@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from torchdelta._torch.nodes import returns_what_it_writes
 from torchdelta._torch.provenance import handles_of
 from torchdelta.locate.regions import Region
 
@@ -39,7 +40,12 @@ def blame(
 def _is_readers_work(
     wrong: Node, right: Node, reference: Region, candidate: Region, partners: Mapping[Node, Node]
 ) -> bool:
-    """Tell whether what was read wrongly belongs to the reader: by its handle, or because an input does no work."""
+    """Tell whether what was read wrongly belongs to the reader.
+
+    By its handle, because an input does no work, or because it was read after it was overwritten and not before.
+    """
+    if returns_what_it_writes(wrong) and isinstance(wrong.args[0], Node) and partners.get(wrong.args[0]) is right:
+        return True
     if handles_of(wrong) & handles_of(reference.result):
         return True
     is_altered = right in [partners.get(node) for node in candidate.reads]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from torchdelta._torch import runtime, tensors, versions
-from torchdelta._torch.interpret import Watched, as_graph_module
+from torchdelta._torch.interpret import TellingInterpreter, as_graph_module
 from torchdelta.compare.leaves import Leaves, brief
 from torchdelta.errors import TorchDeltaError, UsageError
 from torchdelta.execute.copies import copy_together
@@ -88,7 +88,9 @@ def capture(
         for given in batches:
             args, kwargs = copy_together(_arguments(given), name="the batch")
             runtime.seed_everything(seed + len(done))
-            watched = Watched(graph_module, writes=recorder.before_write, made=recorder.log, unlogged=unlogged)
+            watched = TellingInterpreter(
+                graph_module, writes=recorder.before_write, made=recorder.log, unlogged=unlogged
+            )
             recorder.begin(graph_module)
             try:
                 recorder.log_outputs(watched.run_on(args, kwargs))

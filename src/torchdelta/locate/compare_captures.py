@@ -6,8 +6,10 @@ two a capture cannot tell. The first node that diverged, in the order of the ref
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import torch
 
@@ -22,9 +24,11 @@ from torchdelta.locate.statistics import Statistics, compare_statistics, statist
 from torchdelta.records.case import VALUES, Case
 from torchdelta.records.comparison import Comparison
 from torchdelta.records.location import Location, NodeRecord, Row
+from torchdelta.records.report import Coverage
 from torchdelta.records.verdict import Verdict, worst_of
 
 _NO_TRUTH = "captures have no truth to be held against: judged by torch.testing's tolerances"
+_NOTHING_MATCHED = "no node of one side was found on the other; what both return is {verdict}"
 _LITTLE = (
     "of some values only statistics were kept: those tell identical values and gaps that are too large, and nothing "
     "in between"
@@ -63,12 +67,14 @@ def compare_captures(
             f"{first.reference.name} is the first node that diverged; whether it inherited that, captures cannot tell"
         )
     table.append(both.outputs())
+    if not alignment.matches:
+        notes.append(_NOTHING_MATCHED.format(verdict=_verdict(table[-1]).value))
     return Location(
         verdict=_overall(table, alignment, reference, candidate),
         environment=versions.environment(),
         case=case,
         table=tuple(table),
-        coverage=alignment.coverage,
+        coverage=_covered(alignment.coverage, table[:-1]),
         unmatched_reference=alignment.unmatched_reference,
         unmatched_candidate=alignment.unmatched_candidate,
         notes=tuple(dict.fromkeys(notes)),
@@ -126,6 +132,15 @@ class _Both:
         ]
 
 
+def _covered(coverage: Coverage, rows: Sequence[Row]) -> Coverage:
+    """Return the coverage without what was matched and has no value: the branch that was not taken."""
+    how = Counter(coverage.how)
+    for side in (attrgetter("reference.name"), attrgetter("candidate.name")):
+        seen = {side(row) for row in rows if row.inherited}
+        how.subtract({side(row): row.how for row in rows if side(row) not in seen}.values())
+    return Coverage(matched=how.total(), total=coverage.total, how={way: count for way, count in how.items() if count})
+
+
 def _aligned(reference: Capture, candidate: Capture, given: Mapping[str, str] | None) -> Alignment:
     first = align(reference.nodes, candidate.nodes, given=given)
     if not (first.unmatched_reference and first.unmatched_candidate):
@@ -178,10 +193,11 @@ def _notes(reference: Capture, candidate: Capture) -> Iterator[str]:
 
 
 def _overall(table: Sequence[Row], alignment: Alignment, reference: Capture, candidate: Capture) -> Verdict:
-    verdicts = [_verdict(row) for row in table if row.inherited]
     if candidate.failure and not reference.failure:
-        verdicts.append(Verdict.CRASHED)
-    is_partial = len(reference.batches) != len(candidate.batches) or bool(reference.failure)
-    if is_partial or not alignment.matches:
+        return Verdict.CRASHED
+    if not alignment.matches:
+        return Verdict.INCONCLUSIVE  # programs that have nothing in common may not have been meant to
+    verdicts = [_verdict(row) for row in table if row.inherited]
+    if len(reference.batches) != len(candidate.batches) or reference.failure:
         verdicts.append(Verdict.INCONCLUSIVE)
     return worst_of(verdicts)

@@ -15,12 +15,13 @@ import torch
 from torch.fx import GraphModule, Node
 
 from torchdelta._torch import graphs, runtime
-from torchdelta._torch.nodes import writes_to_first
+from torchdelta._torch.nodes import reads_memory, writes_to_first
 from torchdelta._torch.seams import Handed
 from torchdelta.locate.local import LocalJudge
 from torchdelta.locate.regions import Region, copied
-from torchdelta.locate.taps import Tapped, is_tappable, tap, values_between
+from torchdelta.locate.taps import FEW_NAMES, Tapped, is_tappable, tap, unsteady_nodes, values_between
 from torchdelta.locate.trained import trained_leaves, trained_nodes
+from torchdelta.locate.writes import read_writers
 
 Edge = tuple[str, str]
 """The names of who is read and of who reads."""
@@ -38,8 +39,27 @@ class _Run:
     zeros: Mapping[Edge, torch.Tensor]
     leaves: Mapping[str, torch.Tensor]
     """What is trained, by the node that stands for it."""
-    received: dict[str, torch.Tensor]
-    """What a trained leaf got in its first backward."""
+    received: _Received
+
+
+class _Received(dict[str, torch.Tensor]):
+    """What each trained leaf gets in its first backward, which its hook fills in."""
+
+    def __init__(self, leaves: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._hooks = [self._hooked(name, leaf) for name, leaf in leaves.items()]
+
+    def take_hooks_off(self) -> None:
+        """Leave the leaves as they were."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _hooked(self, name: str, leaf: torch.Tensor) -> Any:
+        def keep(tensor: torch.Tensor) -> None:
+            if tensor.grad is not None:
+                self.setdefault(name, tensor.grad.detach().clone())
+
+        return leaf.register_post_accumulate_grad_hook(keep)  # type: ignore[no-untyped-call]
 
 
 @dataclass(kw_only=True)
@@ -49,15 +69,17 @@ class Gates:
     judge: LocalJudge
     total: int = 0
     runs: list[_Run] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def __call__(self, handed: Handed) -> Callable[..., Any]:
         """Hand the graph on with taps and gates in it."""
         original = graphs.copied_graph(handed.graph)
+        read_writers(original)
         inputs = graphs.flat_inputs(handed.graph, handed.example_inputs)
-        trained = trained_nodes(handed.graph, inputs)
-        edges = _edges(handed.graph, trained)
+        edges = _edges(original, trained_nodes(original, inputs))
         names = [node.name for node in original.graph.nodes if is_tappable(node)]
         gated, plain = tap(handed.graph, names)
+        read_writers(gated)
         _gate(gated, edges)
         made = handed.make(gated, [*inputs, *_zeros(original, edges).values()])
         restore = graphs.restored_outputs(handed.graph)
@@ -78,7 +100,7 @@ class Gates:
                         tapped=dict(zip(names, returned[plain:], strict=True)),
                         zeros=zeros,
                         leaves=leaves,
-                        received=_receiving(leaves),
+                        received=_Received(leaves),
                     )
                 )
             return restore(returned[:plain])
@@ -86,7 +108,9 @@ class Gates:
         return call
 
     def judged(self) -> list[Tapped]:
-        """Judge what came back; to be asked once the backward is done."""
+        """Judge what came back; to be asked once, when the backward is done."""
+        for run in self.runs:
+            run.received.take_hooks_off()
         with runtime.drawing_from():
             return [seen for run in self.runs for seen in self._judged(run)]
 
@@ -94,7 +118,20 @@ class Gates:
         with torch.no_grad():
             values = values_between(run.graph, run.inputs, run.tapped)
         sent = {edge: zero.grad for edge, zero in run.zeros.items() if zero.grad is not None}
+        unsteady = unsteady_nodes(run.graph)
+        left_out = [
+            node.name
+            for node in run.graph.graph.nodes
+            if reads_memory(node) or any(writes_to_first(user) for user in node.users)
+        ]
+        if left_out:
+            self.notes.append(
+                f"the gradients of {len(left_out)} nodes that are overwritten or strided anew were not looked at: "
+                f"{', '.join(left_out[:FEW_NAMES])}{', …' if len(left_out) > FEW_NAMES else ''}"
+            )
         for node in reversed(run.graph.graph.nodes):
+            if node.name in left_out or node in unsteady:
+                continue
             if node.name in run.leaves:
                 yield self._judged_leaf(node, run, sent)
             elif node.op in ("call_function", "call_method") and not writes_to_first(node):
@@ -206,19 +243,6 @@ def _zeros(graph_module: GraphModule, edges: Sequence[Edge]) -> dict[Edge, torch
         value = graphs.known_value(nodes[edge[0]], graph_module)
         made[edge] = torch.zeros(tuple(value.shape), dtype=value.dtype, device=value.device, requires_grad=True)
     return made
-
-
-def _receiving(leaves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a dict that fills with what each leaf gets in the next backward."""
-    received: dict[str, torch.Tensor] = {}
-    for name, leaf in leaves.items():
-
-        def keep(tensor: torch.Tensor, name: str = name) -> None:
-            if tensor.grad is not None:
-                received.setdefault(name, tensor.grad.detach().clone())
-
-        leaf.register_post_accumulate_grad_hook(keep)  # type: ignore[no-untyped-call]
-    return received
 
 
 def _outputs(node: Node) -> list[Node]:

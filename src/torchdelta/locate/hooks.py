@@ -24,7 +24,7 @@ from torchdelta.errors import ProgramError
 from torchdelta.execute.copies import copy_together
 from torchdelta.execute.sides import Side, state_holders
 from torchdelta.locate.module_calls import Boundaries, Call, modules_of, state_prints, survey
-from torchdelta.locate.module_judge import LocalJudge, LocalVerdict, raised
+from torchdelta.locate.module_judge import LocalVerdict, ModuleJudge, raised
 from torchdelta.locate.module_match import Matched, Matcher
 from torchdelta.locate.module_runs import Inputs, Runner, left_by, take_inputs, versions_of
 from torchdelta.locate.restore import restored
@@ -72,7 +72,7 @@ def locate_modules(
             reference=reference,
             candidate=candidate,
             seed=seed,
-            judge=LocalJudge(policy=judging, runner=Runner(seed=seed, gradients=gradients)),
+            judge=ModuleJudge(policy=judging, runner=Runner(seed=seed, gradients=gradients)),
             limit_bytes=limit_bytes,
         ).run()
 
@@ -82,7 +82,7 @@ class _Search:
     reference: Side
     candidate: Side
     seed: int
-    judge: LocalJudge
+    judge: ModuleJudge
     limit_bytes: int
     notes: list[str] = field(default_factory=list)
     found: list[tuple[Matched, Row]] = field(default_factory=list)

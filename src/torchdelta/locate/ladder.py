@@ -15,7 +15,9 @@ from torchdelta.transforms.watched import WatchedAfterAot
 
 BACKEND = "backend"
 DECOMPOSED = "decomposed"
+"""A compiler on its way: its graphs after AOTAutograd, with the decompositions that its backend asked for."""
 DECOMPOSE = "decompose"
+"""The transform of that name, which exports and decomposes by its own table, and has no other rung above."""
 
 Ask = Callable[[Transform], tuple[Verdict, str]]
 """Holds a transform against the eager program."""

@@ -7,7 +7,6 @@ what differs only on the candidate's own values inherited that.
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,34 +18,24 @@ import torch
 from torch.fx import GraphModule, Node
 
 from torchdelta._torch import runtime
-from torchdelta.compare.judge import Judge
-from torchdelta.compare.leaves import leaves_of
-from torchdelta.compare.policy import Tolerance
 from torchdelta.locate.align import Alignment
+from torchdelta.locate.judged import Judged, inherited_from
+from torchdelta.locate.left_behind import LeftBehind
 from torchdelta.locate.local import LocalJudge
-from torchdelta.locate.places import inserted, is_same_call
-from torchdelta.locate.regions import Region, copied, is_discontinuous, is_identical, run_node, tensors_of
-from torchdelta.locate.running import Running, placeholders, readers_within
+from torchdelta.locate.places import inserted, is_same_call, is_same_output
+from torchdelta.locate.regions import (
+    Region,
+    copied,
+    is_discontinuous,
+    is_identical,
+    region_from,
+    run_writing,
+    tensors_of,
+)
+from torchdelta.locate.running import Running, paired_inputs, readers_within
 from torchdelta.locate.trial import Pair, Trial, is_wrong
 from torchdelta.records.comparison import Comparison
 from torchdelta.records.verdict import Verdict
-
-LARGEST = 32
-"""Nodes of a region beyond which it is not the work of one node any more."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Judged:
-    """What came of one pair."""
-
-    reference: Node
-    candidate: Node
-    how: str
-    local: tuple[Comparison, ...] = ()
-    local_gradients: tuple[Comparison, ...] = ()
-    inherited: tuple[Comparison, ...] = ()
-    culprit: Node | None = None
-    """The reference's node whose work is not done, where the pair is wrong by itself."""
 
 
 @dataclass(kw_only=True)
@@ -70,14 +59,13 @@ class Lockstep:
         """The reference's node for each matched one of the candidate."""
         ours = {node.name: node for node in self.reference.graph.nodes}
         theirs = {node.name: node for node in self.candidate.graph.nodes}
-        inputs = zip(placeholders(self.candidate), placeholders(self.reference), strict=False)
-        found = dict(inputs) | {
+        found = paired_inputs(self.reference, self.candidate) | {
             theirs[match.candidate]: ours[match.reference]
             for match in self.alignment.matches
             if match.reference in ours and match.candidate in theirs
         }
         found |= inserted(found)
-        return {node: partner for node, partner in found.items() if _is_same_output(partner, node, found)}
+        return {node: partner for node, partner in found.items() if is_same_output(partner, node, found)}
 
     @cached_property
     def pairs(self) -> dict[Node, Pair]:
@@ -92,7 +80,7 @@ class Lockstep:
                 continue
             candidate = Region.before(theirs, self.candidate, self.partners)
             fed = {self.partners[node] for node in candidate.reads}
-            reference = _region_from(fed, ours, self.reference, known)
+            reference = region_from(fed, ours, self.reference, known)
             found[theirs] = Pair(
                 reference=reference,
                 candidate=candidate,
@@ -117,13 +105,18 @@ class Lockstep:
         own = inputs if candidate_inputs is None else candidate_inputs
         theirs = Running(self.candidate, copied(tuple(own)), readers_within(self.candidate))
         same: set[Node] = set()
+        culprits: set[Node] = set()
         with torch.no_grad():
             for node in self.candidate.graph.nodes:
                 try:
                     if node.op == "output":
                         yield from self._judge_outputs(node, ours, theirs)
+                        ours.advance_to(self.reference.graph.output_node())
+                        yield from self._left.judged(ours, theirs, culprits)
                     else:
-                        yield from self._step(node, ours, theirs, same)
+                        for judged in self._step(node, ours, theirs, same):
+                            culprits |= {judged.culprit} if judged.culprit is not None else set()
+                            yield judged
                         for source in node.all_input_nodes:
                             if source in self.partners:
                                 ours.done_with(self.partners[source])
@@ -138,7 +131,9 @@ class Lockstep:
         if end is not None:
             ours.advance_to(end)
         drawn = ours.drawn_from.get(end) if end is not None else None
-        is_fed_alike = all(source in same for source in node.all_input_nodes)
+        is_fed_alike = all(
+            source in same and self._is_untouched(source, node, ours, theirs) for source in node.all_input_nodes
+        )
         given = (
             None
             if is_fed_alike
@@ -150,7 +145,9 @@ class Lockstep:
         if node.op == "placeholder":
             same |= set() if node in self._lowered else {node}
             return
-        local = own if given is None else self._run_on(given, node, theirs, drawn)
+        local, after = (own, theirs.left_by(node)) if given is None else self._run_on(given, node, theirs, drawn)
+        theirs.forget_write(node)
+        self._left.note(node, after, theirs)
         if partner is None:
             theirs.kept[node] = local
             same |= {node} if is_fed_alike else set()
@@ -159,8 +156,11 @@ class Lockstep:
         is_same = is_identical(reference, own)
         same |= {node} if is_same else set()
         pair = self.pairs[node]
-        if any(True for _ in tensors_of((reference, local))):
-            yield self._judge(pair, reference, local, () if is_same else _inherited(partner.name, reference, own), ours)
+        if after or any(True for _ in tensors_of((reference, local))):
+            inherited = () if is_same else inherited_from(partner.name, reference, own)
+            yield self._judge(pair, reference, local, after, inherited, ours)
+        if not after:
+            self._left.hold(partner, ours)
         ours.has_judged(partner)
         for needed in pair.needs:
             ours.done_with(needed)
@@ -169,6 +169,16 @@ class Lockstep:
     def _ends(self) -> dict[Node, Node]:
         """The reference's node at the end of the region that an unmatched node of the candidate is in."""
         return {node: pair.reference.result for pair in self.pairs.values() for node in pair.candidate.nodes[:-1]}
+
+    @cached_property
+    def _left(self) -> LeftBehind:
+        return LeftBehind(reference=self.reference, partners=self.partners, judge=self.judge, notes=self.notes)
+
+    def _is_untouched(self, source: Node, reader: Node, ours: Running, theirs: Running) -> bool:
+        """Tell whether nobody wrote to a value since it was computed, but for who is looked at now."""
+        partner = self.partners.get(source)
+        writers = (None, self.partners.get(reader))
+        return source not in theirs.touched and (partner is None or ours.touched.get(partner) in writers)
 
     def _fed(self, source: Node, ours: Running, theirs: Running, reader: Node | None = None) -> Any:
         partner = self.partners.get(source)
@@ -189,12 +199,20 @@ class Lockstep:
         if own.is_floating_point() and reference.is_floating_point() and own.dtype != reference.dtype:
             self._lowered[node] = own.dtype
 
-    def _run_on(self, given: Mapping[Node, Any], node: Node, theirs: Running, drawn: runtime.Drawn | None) -> Any:
+    def _run_on(
+        self, given: Mapping[Node, Any], node: Node, theirs: Running, drawn: runtime.Drawn | None
+    ) -> tuple[Any, dict[Node, Any]]:
         with runtime.drawing_from(drawn):
-            return run_node(theirs.interpreter, node, given)
+            return run_writing(theirs.interpreter, node, given)
 
     def _judge(
-        self, pair: Pair, reference: Any, local: Any, inherited: tuple[Comparison, ...], ours: Running
+        self,
+        pair: Pair,
+        reference: Any,
+        local: Any,
+        after: Mapping[Node, Any],
+        inherited: tuple[Comparison, ...],
+        ours: Running,
     ) -> Judged:
         name = pair.reference.result.name
         values = {node: ours.kept[node] for node in pair.needs if node in ours.kept}
@@ -203,10 +221,13 @@ class Lockstep:
         trial = Trial(pair, values, self.partners, drawn, self.judge, self.trained, self._lowered)
         is_exact = is_discontinuous(pair.reference)
         found = self.judge.judge(name, reference, local, trial.again, trial.given, is_exact=is_exact, within=trial)
+        written = trial.judge_written(ours.after_write.get(pair.reference.result, {}), after)
         slopes: tuple[Comparison, ...] = ()
         culprit = None
         if is_wrong(found):
             culprit = trial.blame(lambda edges: not is_wrong(trial.judge_values(reference, edges)))
+        elif is_wrong(written):
+            culprit = pair.reference.result
         elif pair.reference.result in self.trained and _is_parameter(reference) and not _is_parameter(local):
             slopes, culprit = (_untrained(name),), pair.reference.result
         elif trial.wanted and not pair.is_same_call and pair.has_same_inputs:
@@ -217,7 +238,7 @@ class Lockstep:
             reference=pair.reference.result,
             candidate=pair.candidate.result,
             how=pair.how,
-            local=found,
+            local=(*found, *written),
             local_gradients=slopes,
             inherited=inherited,
             culprit=culprit,
@@ -234,7 +255,7 @@ class Lockstep:
                 continue
             ours.advance_to(wanted)
             reference, local = ours.kept[wanted], self._fed(node, ours, theirs)
-            if not is_wrong(_inherited(wanted.name, reference, theirs.live[node])):
+            if not is_wrong(inherited_from(wanted.name, reference, theirs.live[node])):
                 continue  # what the candidate returns is right, whatever single nodes make of the reference's values
             found = self.judge.judge(wanted.name, reference, local, itemgetter(wanted), {wanted: reference})
             yield Judged(
@@ -246,36 +267,12 @@ class Lockstep:
             )
 
 
-def _region_from(fed: set[Node], node: Node, module: GraphModule, known: set[Node]) -> Region:
-    """Return the region that ends in the node and starts from what the candidate's is fed, if there is a small one."""
-    if node in fed:
-        return Region(module, (), (node,))
-    region = Region.before(node, module, known)
-    if fed <= set(region.reads):
-        return region
-    ends = {each for each in module.graph.nodes if each.op in ("placeholder", "get_attr")}
-    wider = Region.before(node, module, fed | ends)
-    return wider if len(wider.nodes) <= LARGEST and set(wider.reads) <= fed | ends else region
-
-
-def _is_same_output(ours: Node, theirs: Node, partners: Mapping[Node, Node]) -> bool:
-    """Tell a match from a guess: which of several nodes is one of an operator's outputs, handles do not say."""
-    if ours.target is not operator.getitem:
-        return True
-    source, index = theirs.args[:2] if theirs.target is operator.getitem else (None, None)
-    return isinstance(source, Node) and partners.get(source) is ours.args[0] and index == ours.args[1]
-
-
 def _is_parameter(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
 
 
 def _untrained(name: str) -> Comparison:
     return Comparison(path=f"{name}.grad", verdict=Verdict.DIVERGED, reason="a constant stands where a parameter was")
-
-
-def _inherited(name: str, reference: Any, own: Any) -> tuple[Comparison, ...]:
-    return tuple(Judge(policy=Tolerance()).compare(leaves_of(reference, name), leaves_of(own, name))[0])
 
 
 def _returned(output: Node) -> list[Any]:

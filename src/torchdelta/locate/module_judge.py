@@ -39,7 +39,7 @@ class LocalVerdict:
 
 
 @dataclass(kw_only=True)
-class LocalJudge:
+class ModuleJudge:
     """Judges call after call by one policy."""
 
     policy: Policy

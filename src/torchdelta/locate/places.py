@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,14 @@ def is_same_call(ours: Node, theirs: Node, partners: Mapping[Node, Node]) -> boo
     if ours.op != theirs.op or ours.target != theirs.target or ours.op == "call_module":
         return False
     return bool(_line([ours.args, ours.kwargs], {}) == _line([theirs.args, theirs.kwargs], partners))
+
+
+def is_same_output(ours: Node, theirs: Node, partners: Mapping[Node, Node]) -> bool:
+    """Tell a match from a guess: which of several nodes is one of an operator's outputs, handles do not say."""
+    if ours.target is not operator.getitem:
+        return True
+    source, index = theirs.args[:2] if theirs.target is operator.getitem else (None, None)
+    return isinstance(source, Node) and partners.get(source) is ours.args[0] and index == ours.args[1]
 
 
 def inserted(partners: Mapping[Node, Node]) -> dict[Node, Node]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,9 @@ from torchdelta._torch.nodes import op_name, writes_to
 from torchdelta.compare.leaves import leaves_of
 
 Values = Mapping[Node, Any]
+
+LARGEST = 32
+"""Nodes of a region beyond which it is not the work of one node any more."""
 
 
 @dataclass(frozen=True)
@@ -57,30 +60,58 @@ class Region:
         `instead` has values for single edges, from the node that is read to the one that reads it. What is given is
         not written to.
         """
+        return self.run_writing(given, instead)[0]
+
+    def run_writing(
+        self, given: Values, instead: Mapping[tuple[Node, Node], Any] | None = None
+    ) -> tuple[Any, dict[Node, Any]]:
+        """Return the value of the last node, and what it read as it is afterwards, if it may have written to that."""
         interpreter = Interpreter(self.module, garbage_collect_values=False)
         values = dict(given)
+        after: dict[Node, Any] = {}
         for node in self.nodes:
-            values[node] = run_node(interpreter, node, values, instead or {})
-        return values[self.result]
+            values[node], after = run_writing(interpreter, node, values, instead or {})
+        return values[self.result], after
 
 
-def run_node(
-    interpreter: Interpreter, node: Node, values: Values, instead: Mapping[tuple[Node, Node], Any] | None = None
-) -> Any:
+def region_from(fed: Set[Node], node: Node, module: GraphModule, known: Collection[Node]) -> Region:
+    """Return the region that ends in the node and starts from what the candidate's is fed, if there is a small one."""
+    if node in fed:
+        return Region(module, (), (node,))
+    region = Region.before(node, module, known)
+    if fed <= set(region.reads):
+        return region
+    ends = {each for each in module.graph.nodes if each.op in ("placeholder", "get_attr")}
+    wider = Region.before(node, module, fed | ends)
+    return wider if len(wider.nodes) <= LARGEST and set(wider.reads) <= fed | ends else region
+
+
+def run_node(interpreter: Interpreter, node: Node, values: Values) -> Any:
     """Run one node on copies of whatever it writes to."""
+    return run_writing(interpreter, node, values)[0]
+
+
+def run_writing(
+    interpreter: Interpreter, node: Node, values: Values, instead: Mapping[tuple[Node, Node], Any] | None = None
+) -> tuple[Any, dict[Node, Any]]:
+    """Run one node on copies of whatever it writes to, and return those too, as they are afterwards."""
     edges = instead or {}
-
-    def read(source: Node) -> Any:
-        return edges[source, node] if (source, node) in edges else values[source]
-
-    args, kwargs = map_arg((node.args, node.kwargs), read)
-    if writes_to(node):
-        args, kwargs = copied((args, kwargs), is_detached=False)
-    return call_node(interpreter, node, args, kwargs)
+    read = {
+        source: edges[source, node] if (source, node) in edges else values[source] for source in node.all_input_nodes
+    }
+    is_writing = writes_to(node)
+    if is_writing:
+        read = copied(read, is_detached=False)
+    args, kwargs = map_arg((node.args, node.kwargs), read.__getitem__)
+    return call_node(interpreter, node, args, kwargs), read if is_writing else {}
 
 
 def call_node(interpreter: Interpreter, node: Node, args: Any, kwargs: Any) -> Any:
     """Run one node on these arguments as they are."""
+    if node.target is torch.ops.higher_order.cond:
+        # the operator itself does not run under the modes that truth and noise are made by
+        predicate, if_true, if_false, operands = (*args, ())[:4]
+        return (if_true if bool(predicate) else if_false)(*operands)
     return getattr(interpreter, node.op)(node.target, args, kwargs)
 
 

@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
 from torchdelta._torch import runtime, tensors
 from torchdelta._torch.nodes import writes_to
 from torchdelta.locate.regions import call_node, copied, tensors_of
+from torchdelta.locate.writes import changed, has_writers, written_directly
 
 
 class Running:
@@ -30,6 +32,16 @@ class Running:
         self.done: set[Node] = set()
         self.before_write: dict[Node, dict[Node, Any]] = {}
         """What a node that writes read, as it was before."""
+        self.after_write: dict[Node, dict[Node, Any]] = {}
+        """What it changed of that, as it was left."""
+        self.touched: dict[Node, Node] = {}
+        """Nodes whose values are not any more what they were when they were computed, and who wrote to them first."""
+        self.state: dict[Node, Any] | None = {} if has_writers(module) else None
+        """Inputs and attributes, kept to the end where somebody may write to them."""
+        self.initial: dict[Node, Any] = {}
+        """Those that were written to, as they were before."""
+        self.last_writer: dict[Node, Node] = {}
+        self._as_computed = written_directly(module)
         self.awaited: Counter[Node] = Counter()
         """How often somebody has yet to judge a node's own value."""
         self.readers = readers
@@ -53,8 +65,7 @@ class Running:
         else:
             args, kwargs = map_arg((node.args, node.kwargs), self.live.__getitem__)
             if writes_to(node):
-                self.before_write[node] = copied({source: self.live[source] for source in node.all_input_nodes})
-                self._protect(args, kwargs)
+                self._prepare_write(node)
             before = runtime.drawn()
             if drawing_from is None:
                 value = call_node(self.interpreter, node, args, kwargs)
@@ -63,6 +74,10 @@ class Running:
                     value = call_node(self.interpreter, node, args, kwargs)
             if runtime.has_drawn_since(before):
                 self.drawn_from[node] = before
+            if node in self.before_write:
+                self._note_write(node)
+        if self.state is not None and node.op in ("placeholder", "get_attr") and isinstance(value, torch.Tensor):
+            self.state[node] = value
         self.live[node] = self.kept[node] = value
         for source in node.all_input_nodes:
             self.done_with(source)
@@ -75,9 +90,18 @@ class Running:
         self.awaited[node] -= 1
         if self.awaited[node] > 0:
             return
-        self.before_write.pop(node, None)
-        if node in self.live and node in self.kept:
+        self.forget_write(node)
+        if node in self.live and node in self.kept and node not in self._as_computed:
             self.kept[node] = self.live[node]
+
+    def left_by(self, node: Node) -> dict[Node, Any]:
+        """Return what a node that may write read, as it is since then."""
+        return {**self.before_write.get(node, {}), **self.after_write.get(node, {})}
+
+    def forget_write(self, node: Node) -> None:
+        """Drop what a node read and left."""
+        self.before_write.pop(node, None)
+        self.after_write.pop(node, None)
 
     def done_with(self, node: Node) -> None:
         """Count one reader less, and drop the value after the last."""
@@ -86,12 +110,38 @@ class Running:
             self.live.pop(node, None)
             self.kept.pop(node, None)
 
-    def _protect(self, *written: Any) -> None:
-        """Keep copies of what was not judged yet and shares memory with something that is about to be written to."""
-        storages = {tensors.storage_key(tensor) for tensor in tensors_of(written)} - {None}
-        for node, value in self.kept.items():
-            if self.awaited[node] > 0 and any(tensors.storage_key(tensor) in storages for tensor in tensors_of(value)):
-                self.kept[node] = copied(value)
+    def _prepare_write(self, node: Node) -> None:
+        """Keep copies of what is about to be written to, for who needs it as it was."""
+        read = {source: self.live[source] for source in node.all_input_nodes}
+        self.before_write[node] = before = copied(read)
+        storages = _storages(tuple(read.values()))
+        for other, value in self.kept.items():
+            is_wanted = self.awaited[other] > 0 or (other in self._as_computed and other not in self.touched)
+            if is_wanted and not storages.isdisjoint(_storages(value)):
+                self.kept[other] = before[other] if other in before else copied(value)
+        for given, value in (self.state or {}).items():
+            if given not in self.initial and not storages.isdisjoint(_storages(value)):
+                self.initial[given] = before[given] if given in before else copied(value)
+
+    def _note_write(self, node: Node) -> None:
+        before = self.before_write[node]
+        now = changed(before, {source: self.live[source] for source in before})
+        storages = _storages(tuple(now.values()))
+        self.after_write[node] = copied(now)
+        for other, value in self.live.items():
+            if not storages.isdisjoint(_storages(value)):
+                self.touched.setdefault(other, node)
+        for given in list(self.initial):
+            if not storages.isdisjoint(_storages((self.state or {})[given])):
+                self.last_writer[given] = node
+            elif given not in self.last_writer:
+                del self.initial[given]
+
+
+def _storages(value: Any) -> set[int]:
+    held = (value,) if isinstance(value, torch.Tensor) else tensors_of(value)
+    found = (tensors.storage_key(tensor) for tensor in held)
+    return {key for key in found if key is not None}
 
 
 def readers_within(module: GraphModule) -> Counter[Node]:
@@ -102,3 +152,12 @@ def readers_within(module: GraphModule) -> Counter[Node]:
 def placeholders(module: GraphModule) -> list[Node]:
     """Return the inputs of a graph, in order."""
     return [node for node in module.graph.nodes if node.op == "placeholder"]
+
+
+def paired_inputs(reference: GraphModule, candidate: GraphModule) -> dict[Node, Node]:
+    """Return the reference's input for each of the candidate's: by place, or by name where one side has more."""
+    ours, theirs = placeholders(reference), placeholders(candidate)
+    if len(ours) == len(theirs):
+        return dict(zip(theirs, ours, strict=True))
+    names = {node.name: node for node in ours}
+    return {node: names[node.name] for node in theirs if node.name in names}

@@ -17,19 +17,19 @@ from torch.fx import GraphModule, Interpreter, Node
 from torchdelta._torch import graphs, runtime
 from torchdelta._torch.nodes import (
     is_bounded,
-    is_last_write,
-    is_setting,
     is_unset,
     is_wide_float,
     may_share,
+    reads_memory,
     widens,
-    writes_to_first,
 )
 from torchdelta._torch.seams import Handed
 from torchdelta.locate.local import FEW_ULPS, LocalJudge
 from torchdelta.locate.regions import Region, copied, is_discontinuous, run_node
+from torchdelta.locate.writes import read_writers, stale_edges
 from torchdelta.records.comparison import Comparison
 
+FEW_NAMES = 5
 aten = torch.ops.aten
 
 
@@ -55,22 +55,19 @@ class Taps:
     """Which of the nodes that can be tapped are."""
     limit_bytes: int | None = None
     seen: list[Tapped] = field(default_factory=list)
-    graphs: int = 0
     total: int = 0
     """Nodes that could be tapped."""
     tapped: int = 0
     notes: list[str] = field(default_factory=list)
-    nodes: list[Node] = field(default_factory=list)
 
     def __call__(self, handed: Handed) -> Callable[..., Any]:
         """Hand the graph on with taps in it."""
         original = graphs.copied_graph(handed.graph)
-        self.graphs += 1
+        read_writers(original)
         tappable = [node for node in original.graph.nodes if is_tappable(node)]
         chosen = self._within_limit([node for node in tappable if self.chosen(node)])
         self.total += len(tappable)
         self.tapped += len(chosen)
-        self.nodes += tappable
         tapped, plain = tap(handed.graph, {node.name for node in chosen})
         made = handed.make(tapped, graphs.flat_inputs(handed.graph, handed.example_inputs))
         restore = graphs.restored_outputs(handed.graph)
@@ -111,14 +108,18 @@ class Taps:
     def _judged(
         self, graph: GraphModule, inputs: Sequence[Any], tapped: Mapping[str, Any], level: str
     ) -> Iterator[Tapped]:
-        widened, unsteady = _widened_nodes(graph), written_or_unset(graph)
-        if unsteady:
-            self.notes.append(f"{len(unsteady)} nodes share memory that is written in place or not set: not judged")
+        widened, unsteady = _widened_nodes(graph), unsteady_nodes(graph)
+        left_out = [node.name for node in unsteady if node.op != "output"]
+        if left_out:
+            self.notes.append(
+                f"{len(left_out)} nodes read memory that was written to under another name, or that nobody set, and "
+                f"were not judged: {', '.join(left_out[:FEW_NAMES])}{', …' if len(left_out) > FEW_NAMES else ''}"
+            )
         known = {node for node in graph.graph.nodes if node.op in ("placeholder", "get_attr")}
         values: dict[Node, Any] = {}
         for node in fill_values(values, graph, inputs, tapped):
             region = Region.before(node, graph, known)
-            if node.name in tapped and unsteady.isdisjoint((*region.nodes, *region.reads)):
+            if node.name in tapped and not any(inner in unsteady for inner in region.nodes):
                 yield self._judged_node(region, values, level)
             known |= {node} if node.name in tapped and node not in widened else set()
 
@@ -126,6 +127,9 @@ class Taps:
         given = {node: values[node] for node in region.reads}
         node = region.result
         before = runtime.drawn()
+        if moved := [source for source in _read_as_memory(region) if not _lies_as_traced(source, given)]:
+            self.notes.append(f"{node.name} reads memory of {moved[0].name}, which a tap does not show: not judged")
+            return Tapped(node=node, level=level, local=(), region=region.nodes, is_judged=False)
         reference = region.run(given)
         if runtime.has_drawn_since(before):  # what it draws is anybody's, and its readers are judged on it
             self.notes.append(f"{node.name} draws random numbers: its readers were judged on them, it was not")
@@ -187,17 +191,17 @@ def fill_values(
         else:
             values[node] = tapped[node.name] if node.name in tapped else run_node(interpreter, node, values)
         yield node
-        _write_back(node, values)
 
 
 def _named_outputs(graph_module: GraphModule, returned: Sequence[Any]) -> dict[str, Any]:
     """Return what the graph returns anyway, which takes no tap; a value that may be an input's memory is left out."""
     output = graph_module.graph.output_node()
     nodes = output.args[0] if isinstance(output.args[0], (list, tuple)) else (output.args[0],)
+    stale = stale_edges(graph_module)
     return {
         node.name: copied(value)
         for node, value in zip(nodes, returned, strict=True)
-        if isinstance(node, Node) and is_tappable(node)
+        if isinstance(node, Node) and is_tappable(node) and (node, output) not in stale
     }
 
 
@@ -214,35 +218,33 @@ def _widened_nodes(graph_module: GraphModule) -> set[Node]:
     return found
 
 
-def written_or_unset(graph_module: GraphModule) -> set[Node]:
-    """Return the nodes whose values are not what was computed for them: memory that others write to, or nobody set.
+def unsteady_nodes(graph_module: GraphModule) -> dict[Node, None]:
+    """Return the nodes that read something else than was computed for it: memory that others wrote to, or nobody set.
 
-    What is written through one node shows in every other that shares its memory, and a tap shows only its own. The
-    last writes of a functional graph, to its inputs, come after everything that reads them.
+    What is written through one node shows in every other that shares its memory, and a tap shows only its own.
     """
-    found: set[Node] = set()
-    shares: dict[Node, set[Node]] = {}
+    found = {reader for _, reader in stale_edges(graph_module)}
+    unset: set[Node] = set()
     for node in graph_module.graph.nodes:
-        source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
-        group = shares[source] if source is not None and may_share(node) else set()
-        group.add(node)
-        shares[node] = group
-        if is_unset(node):
-            found |= group
-        if is_setting(node) or (writes_to_first(node) and not is_last_write(node)):
-            found |= group
-    reached = set(found)
-    for node in graph_module.graph.nodes:
-        if node in shares and any(member in found for member in shares[node]):
-            reached.add(node)
-    return reached
+        if is_unset(node) or (may_share(node) and node.args and node.args[0] in unset):
+            unset.add(node)
+        elif not unset.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return {node: None for node in graph_module.graph.nodes if node in found or node in unset}
 
 
-def _write_back(node: Node, values: dict[Node, Any]) -> None:
-    """Let later readers of what a node wrote to see that."""
-    target = node.args[0] if node.args else None
-    if writes_to_first(node) and isinstance(target, Node) and isinstance(values[node], torch.Tensor):
-        values[target] = values[node]
+def _read_as_memory(region: Region) -> list[Node]:
+    """Return what is read by an operation to which it matters how its argument lies in memory."""
+    return [node.args[0] for node in region.nodes if reads_memory(node) and isinstance(node.args[0], Node)]
+
+
+def _lies_as_traced(node: Node, given: Mapping[Node, Any]) -> bool:
+    """Tell whether a value that was copied has the memory that the graph was traced with."""
+    traced, value = node.meta.get("val", node.meta.get("example_value")), given.get(node)
+    if not isinstance(traced, torch.Tensor) or not isinstance(value, torch.Tensor):
+        return False
+    ways = [(each.stride(), each.storage_offset(), each.untyped_storage().nbytes()) for each in (traced, value)]
+    return ways[0] == ways[1]
 
 
 def is_tappable(node: Node) -> bool:

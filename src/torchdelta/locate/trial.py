@@ -71,6 +71,22 @@ class Trial:
             return (_unfit(self.pair.reference.result.name, error),)
         return self.by.judge(self.pair.reference.result.name, reference, value, self.again, self.given, within=self)
 
+    def judge_written(self, reference: Mapping[Node, Any], candidate: Mapping[Node, Any]) -> tuple[Comparison, ...]:
+        """Judge what the last node left in what it read, where both sides write."""
+        found: list[Comparison] = []
+        for theirs, left in candidate.items():
+            ours = self.partners.get(theirs)
+            if ours is None or ours not in reference or not self.pair.reference.nodes:
+                continue
+
+            def again(values: Mapping[Any, Any], written: Node = ours) -> Any:
+                with runtime.drawing_from(self.drawn):
+                    return self.pair.reference.run_writing(values)[1][written]
+
+            path = f"{self.pair.reference.result.name} → {ours.name}"
+            found += self.by.judge(path, reference[ours], left, again, self.given)
+        return tuple(found)
+
     def judge_gradients(self, edges: Edges) -> tuple[Comparison, ...]:
         """Judge the gradients of what both regions read, given the same cotangent."""
         name = self.pair.reference.result.name

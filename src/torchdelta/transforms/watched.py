@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torchdelta._torch import aot
-from torchdelta._torch.seams import Seam, hand_on
+from torchdelta._torch.seams import Seam, hand_on, one_behind_the_other
 from torchdelta.execute.sides import Side
 from torchdelta.transforms.base import Transform, Transformed
 
@@ -26,8 +26,9 @@ class Watched(Transform):
     def applied(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[Transformed]:
-        """Apply the transform with its own seam."""
-        with self.inner.applied(side, draws_random=draws_random, lifted=lifted, seam=self.seam) as transformed:
+        """Apply the transform with its own seam; somebody else's comes behind it."""
+        both = one_behind_the_other(self.seam, seam)
+        with self.inner.applied(side, draws_random=draws_random, lifted=lifted, seam=both) as transformed:
             yield transformed
 
 
@@ -54,6 +55,6 @@ class WatchedAfterAot(Watched):
         watching = aot.intercepting(self.seam, decompose=self.decompose, compile_graphs=self.compile_graphs)
         with (
             watching as self.seen,
-            self.inner.applied(side, draws_random=draws_random, lifted=lifted) as transformed,
+            self.inner.applied(side, draws_random=draws_random, lifted=lifted, seam=seam) as transformed,
         ):
             yield transformed
