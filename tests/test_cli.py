@@ -112,6 +112,34 @@ def fails_eagerly():
 """
 
 
+DEADLY = """
+import ctypes, os, time
+import torch
+
+def segfaults(graph_module, example_inputs):
+    ctypes.string_at(0)
+
+def exits(graph_module, example_inputs):
+    os._exit(0)
+
+def hangs(graph_module, example_inputs):
+    while True:
+        time.sleep(1)
+
+def eats_memory(graph_module, example_inputs):
+    held = []
+    while True:
+        held.append(b"x" * (64 << 20))
+
+def dies():
+    return (lambda x: ctypes.string_at(0)), (torch.ones(2),)
+
+def talks():
+    print("hello from the factory")
+    return torch.relu, (torch.ones(2),)
+"""
+
+
 @dataclass
 class Ran:
     code: int
@@ -121,12 +149,13 @@ class Ran:
 
 @pytest.fixture
 def command_line(tmp_path, monkeypatch, capsys):
-    """Run a command line in this process, in a folder that has programs.py."""
+    """Run a command line in this process, in a folder that has programs.py; a check too, unless asked otherwise."""
     (tmp_path / "programs.py").write_text(PROGRAMS)
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["torchdelta", *arguments])
+        here = ["--no-isolated"] if arguments[:1] == ("check",) and "--isolated" not in arguments else []
+        monkeypatch.setattr(sys, "argv", ["torchdelta", *arguments, *here])
         with pytest.raises(SystemExit) as exited:
             torchdelta.cli.main()
         return Ran(exited.value.code, *capsys.readouterr())
@@ -385,7 +414,8 @@ class TestInterrupted:
         assert command_line("check", "programs.py:interrupted", "-t", "eager") == Ran(130, "", "")
 
     def test_by_a_real_signal_leaves_with_130(self, tmp_path):
-        process = start(["check", "programs.py:sleeps", "-t", "eager", "--json", "report.json"], tmp_path)
+        check = ["check", "programs.py:sleeps", "-t", "eager", "--json", "report.json", "--no-isolated"]
+        process = start(check, tmp_path)
         assert process.stdout.readline() == "asleep\n"
         time.sleep(0.1)
         process.send_signal(signal.SIGINT)
@@ -393,6 +423,57 @@ class TestInterrupted:
 
         assert (process.returncode, out, err) == (130, "", "")
         assert [entry.name for entry in tmp_path.iterdir() if entry.suffix != ""] == ["programs.py"]
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("workers")
+class TestInAProcessOfItsOwn:
+    def test_a_check_is_what_it_is_in_this_one(self, command_line):
+        there, here = (
+            command_line("check", "programs.py:build", "-t", "programs.py:scale", how)
+            for how in ("--isolated", "--no-isolated")
+        )
+
+        assert there.code == here.code == 1
+        assert there.out == here.out
+
+    @pytest.mark.parametrize(
+        ("transform", "options", "code", "said"),
+        [
+            ("segfaults", (), 4, "the process was ended by SIGSEGV"),
+            ("exits", (), 4, "the process exited with status 0 and no answer"),
+            ("hangs", ("--timeout", "15"), 4, "not finished after 15 s"),
+            ("eats_memory", ("--memory", "2GB"), 4, "more than 1907 MiB of memory"),
+        ],
+    )
+    def test_whose_candidate_ends_it_has_a_verdict(self, command_line, tmp_path, transform, options, code, said):
+        (tmp_path / "deadly.py").write_text(DEADLY)
+        ran = command_line("check", "programs.py:build", "-t", f"deadly.py:{transform}", "--isolated", *options)
+
+        assert ran.code == code
+        assert said in ran.out
+        assert ("timed_out" if transform == "hangs" else "crashed") in ran.out
+
+    def test_a_program_that_dies_by_itself_is_the_users_mistake(self, command_line, tmp_path):
+        (tmp_path / "deadly.py").write_text(DEADLY)
+
+        assert_one_sentence(
+            command_line("check", "deadly.py:dies", "-t", "eager", "--isolated"), "fails when run eagerly"
+        )
+
+    def test_a_mistake_is_the_sentence_that_it_is_in_this_one(self, command_line):
+        assert_one_sentence(command_line("check", "programs.py:raises", "-t", "eager", "--isolated"), "factory raised")
+
+    def test_what_the_program_prints_is_printed(self, command_line, tmp_path):
+        (tmp_path / "deadly.py").write_text(DEADLY)
+        ran = command_line("check", "deadly.py:talks", "-t", "eager", "--isolated")
+
+        assert ran.code == 0
+        assert "hello from the factory" in ran.out
+
+    @pytest.mark.parametrize("option", ["--timeout=5", "--memory=2GB"])
+    def test_its_limits_are_refused_without_it(self, command_line, option):
+        assert_one_sentence(command_line("check", "programs.py:build", "-t", "eager", option), "process of its own")
 
 
 def test_a_terminal_without_unicode_gets_the_report_all_the_same(tmp_path):

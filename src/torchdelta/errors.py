@@ -32,6 +32,10 @@ class ReportUnreadable(TorchDeltaError):
     """A file is not a report, or one of a schema that this version does not read."""
 
 
+class ReproUnwritable(TorchDeltaError):
+    """A finding that no script of torch alone can show; the message says what stands in the way."""
+
+
 class NotEquivalent(TorchDeltaError, AssertionError):
     """A check that did not end as `equivalent`; `report` is always there."""
 
@@ -52,3 +56,11 @@ class TimedOut(NotEquivalent):
 
 class Inconclusive(NotEquivalent):
     """The evidence decides nothing; the report says why."""
+
+
+class NothingToMinify(TorchDeltaError):
+    """No graph of the program shows a failure that could be made smaller."""
+
+
+class SearchFailed(TorchDeltaError):
+    """Looking for the culprit ended its process, although the check did not."""

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from torchdelta import __version__
-from torchdelta.cli import audit, check, locate, show
+from torchdelta.cli import audit, check, diagnose, locate, minify, show
 from torchdelta.cli.exits import INTERNAL, USAGE
 from torchdelta.errors import TorchDeltaError
 
@@ -22,6 +22,8 @@ app = typer.Typer(
 )
 app.command("check")(check.command)
 app.command("locate")(locate.command)
+app.command("minify")(minify.command)
+app.command("diagnose")(diagnose.command)
 app.command("show")(show.command)
 app.command("audit")(audit.command)
 

@@ -182,8 +182,13 @@ def counting_warnings(console: Console) -> Iterator[None]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         yield
-    if caught:
-        said = "1 warning; --verbose shows it" if len(caught) == 1 else f"{len(caught)} warnings; --verbose shows them"
+    tell_of_warnings(len(caught), console)
+
+
+def tell_of_warnings(count: int, console: Console) -> None:
+    """Say how many warnings nobody was shown."""
+    if count:
+        said = "1 warning; --verbose shows it" if count == 1 else f"{count} warnings; --verbose shows them"
         console.print(said, style="dim", highlight=False)
 
 

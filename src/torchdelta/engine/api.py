@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torchdelta import errors
@@ -13,8 +15,11 @@ from torchdelta.compare.leaves import leaves_of
 from torchdelta.compare.policies import parse
 from torchdelta.engine import steadiness
 from torchdelta.engine.baseline import Progress
+from torchdelta.engine.diagnose import Diagnosing, module_of
 from torchdelta.engine.locate import Locating
-from torchdelta.engine.prepare import prepare, words_of
+from torchdelta.engine.minified import Minified
+from torchdelta.engine.minify import TIMEOUT_S, Minifying
+from torchdelta.engine.prepare import prepare
 from torchdelta.engine.sensitivity import sensitivity
 from torchdelta.engine.thorough import ask_locally
 from torchdelta.errors import UsageError
@@ -23,7 +28,9 @@ from torchdelta.execute.stages import Loss
 from torchdelta.locate.capture import capture, read_capture
 from torchdelta.locate.compare_captures import compare_captures
 from torchdelta.locate.handles import assign_handles, handles_of
-from torchdelta.records.case import VALUES, Case
+from torchdelta.minify.reducer import Budget
+from torchdelta.minify.reducer import Progress as Reducing
+from torchdelta.records.case import VALUES, Case, words_of
 from torchdelta.records.comparison import Comparison, Scalar
 from torchdelta.records.location import Location
 from torchdelta.records.report import Questions, Report, Stage
@@ -37,8 +44,10 @@ __all__ = [
     "check",
     "compare",
     "compare_captures",
+    "diagnose",
     "handles_of",
     "locate",
+    "minify",
     "read_capture",
     "sensitivity",
 ]
@@ -144,6 +153,86 @@ def locate(
         check=prepare(program, args, kwargs, **options), given=mapping, limit_bytes=memory_bytes, with_cause=cause
     )
     return found.run()
+
+
+def minify(
+    program: Callable[..., Any] | str,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    isolated: bool = True,
+    timeout_s: float = TIMEOUT_S,
+    memory_bytes: int | None = None,
+    queries: int | None = None,
+    seconds: float | None = None,
+    match: str | None = None,
+    progress: Callable[[Reducing], None] = lambda _: None,
+    **options: Any,
+) -> Minified:
+    """Find the smallest graph that fails as the program does, each query in a process of its own.
+
+    Takes what `check` takes. The best so far is kept in the directory `out`, from which `resume` goes on. The first
+    query may take `timeout_s`; `queries` and `seconds` bound the whole. Of several failures, `match` is a regular
+    expression for the one that is meant. NothingToMinify is raised where no graph of the program fails by itself.
+    """
+    transform = options.get("transform")
+    minifying = Minifying(
+        check=prepare(program, args, kwargs, **options),
+        transform=transform,
+        timeout_s=timeout_s,
+        memory_bytes=memory_bytes,
+        budget=Budget(queries=queries, seconds=seconds),
+        match=match,
+        out=Path(out) if out is not None else None,
+        is_resumed=resume,
+        is_isolated=isolated,
+        imports=module_of(program),
+        tell=progress,
+    )
+    return minifying.run()
+
+
+def diagnose(
+    program: Callable[..., Any] | str,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    out: str | os.PathLike[str],
+    timeout_s: float = TIMEOUT_S,
+    memory_bytes: int | None = None,
+    queries: int | None = None,
+    seconds: float | None = None,
+    match: str | None = None,
+    data: bool = True,
+    issue: bool = False,
+    every: bool = False,
+    progress: Progress = lambda _: None,
+    **options: Any,
+) -> Report:
+    """Check, locate, minify and write a script: the whole way from a failing program to one small file.
+
+    Takes what `check` takes. The directory `out` gets `report.json` and `repro.py`, with `issue` also the text of an
+    issue. Each step's result is kept if a later one fails. `every` minifies each group of failures and not only the
+    first; without `data`, random numbers stand for the user's in the script.
+    """
+    diagnosing = Diagnosing(
+        program=program,
+        args=args,
+        kwargs=kwargs,
+        words=options,
+        out=Path(out),
+        timeout_s=timeout_s,
+        memory_bytes=memory_bytes,
+        budget=Budget(queries=queries, seconds=seconds),
+        match=match,
+        with_data=data,
+        with_issue=issue,
+        does_all=every,
+        progress=progress,
+    )
+    return diagnosing.run()
 
 
 def compare(

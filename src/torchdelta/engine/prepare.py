@@ -16,12 +16,10 @@ from torchdelta.errors import UsageError
 from torchdelta.execute.optimizers import OPTIMIZERS, OptimizerFactory
 from torchdelta.execute.programs import Program, load_callable, load_program
 from torchdelta.execute.stages import Loss, Plan
-from torchdelta.records.case import Case
+from torchdelta.records.case import DEFAULT_STAGES, Case, words_of
 from torchdelta.records.comparison import Scalar
 from torchdelta.transforms.base import Transform
 from torchdelta.transforms.replacement import Replacement
-
-DEFAULT_STAGES = ("forward", "gradients")
 
 
 def prepare(
@@ -101,11 +99,6 @@ def _program(program: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: M
             raise UsageError(f"{program} brings its own arguments: give none, or give the callable itself")
         return load_program(program)
     return Program(name=name_of(program), call=program, args=args, kwargs=kwargs or {})
-
-
-def words_of(names: str | Sequence[str]) -> tuple[str, ...]:
-    """Return names given as a sequence, or as one text with commas."""
-    return tuple(name.strip() for name in names.split(",") if name.strip()) if isinstance(names, str) else tuple(names)
 
 
 def _optimizer(optimizer: str | OptimizerFactory) -> OptimizerFactory:

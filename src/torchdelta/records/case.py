@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torchdelta.errors import UsageError
 from torchdelta.records.comparison import Scalar
 
 STAGES = ("forward", "gradients", "steps")
+DEFAULT_STAGES = ("forward", "gradients")
 VALUES = "values"
 """The stage of two values that were compared without running anything."""
 IGNORABLE = ("aliasing", "device", "dtype", "integers", "requires_grad", "stride")
@@ -22,7 +25,7 @@ class Case:
     program: str
     transform: str
     options: dict[str, Scalar] = field(default_factory=dict)
-    stages: tuple[str, ...] = ("forward", "gradients")
+    stages: tuple[str, ...] = DEFAULT_STAGES
     policy: str = "noise"
     seed: int = 0
     ignore: tuple[str, ...] = ()
@@ -53,6 +56,19 @@ class Case:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
         if not 0 <= self.seed < 2**63:
             raise UsageError(f"seed must be from 0 to 2**63 - 1, not {self.seed}")
+
+
+def read_case(program: str, *, transform: str, **words: Any) -> Case:
+    """Return the case that the words of `torchdelta.check` amount to, where program and transform are named."""
+    for several in ("stages", "ignore", "strict"):
+        if several in words:
+            words[several] = words_of(words[several]) if words[several] is not None else DEFAULT_STAGES
+    return Case(program=program, transform=transform, **words)
+
+
+def words_of(names: str | Sequence[str]) -> tuple[str, ...]:
+    """Return names given as a sequence, or as one text with commas."""
+    return tuple(name.strip() for name in names.split(",") if name.strip()) if isinstance(names, str) else tuple(names)
 
 
 def _require_known(what: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+CLEAR = 1
+"""Orders of magnitude beyond what is allowed from which on nobody would call a divergence near."""
 _VOLATILE = (
     (re.compile(r"\b0x[0-9a-fA-F]+"), "…"),
     (re.compile(r"(?<![\w.+~-])(?:[\w.+~-]*/)+"), ""),
+    (re.compile(r"\b(cpp|triton)_fused_\w+"), r"\1_fused_…"),
     (re.compile(r"-?\d[\d.]*(?:e[-+]?\d+)?"), "#"),
     (re.compile(r"\s+"), " "),
 )
@@ -20,6 +23,14 @@ def normalise(message: str) -> str:
     return message.strip()
 
 
+def essence(message: str) -> str:
+    """Return the line of a message that says what is wrong: a compiler's first error, or what a wrapper passes on."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    found = next((line.partition(" error: ")[2] for line in lines if " error: " in line), None)
+    said = (line for line in lines if not line.endswith("raised:"))
+    return found or next(said, lines[0] if lines else "")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Signature:
     """What makes two failures the same failure."""
@@ -28,14 +39,29 @@ class Signature:
     stage: str
     type: str
     message: str
+    magnitude: int | None = None
+    """Of a divergence: how many orders of magnitude it lies beyond what is allowed, as far as that tells."""
 
     def __str__(self) -> str:
-        return f"{self.kind}/{self.stage}/{self.type}: {self.message}"
+        beyond = "" if self.magnitude is None else f", beyond what is allowed by 10^{self.magnitude} or more"
+        return f"{self.kind}/{self.stage}/{self.type}{': ' if self.message else ''}{self.message}{beyond}"
+
+    def is_same_as(self, seen: Signature) -> bool:
+        """Tell whether another failure is this one; it may be larger, and hardly smaller."""
+        same = (self.kind, self.stage, self.type, self.message) == (seen.kind, seen.stage, seen.type, seen.message)
+        if not same or self.magnitude is None or seen.magnitude is None:
+            return same
+        # what was far off must not become what barely is: that is another failure, or none
+        return seen.magnitude >= min(self.magnitude, CLEAR)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """How the candidate failed: `kind` is `exception` (signals and timeouts have kinds of their own)."""
+    """How the candidate failed.
+
+    `kind` is `exception`, or how its process ended without one: `signal` (`type` is its name), `timeout`, `exit`
+    (`type` is the status), `memory`, `output`; `cancelled` means that nobody wanted the answer any more.
+    """
 
     kind: str
     type: str
@@ -47,11 +73,46 @@ class Failure:
     def of(cls, error: BaseException, *, stage: str, traceback: str = "") -> Failure:
         """Describe an exception that the candidate raised in a stage."""
         name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
-        message = str(error)
-        return cls(
-            kind="exception",
-            type=name,
-            message=message,
-            signature=Signature(kind="exception", stage=stage, type=name, message=normalise(message)),
-            traceback=traceback,
-        )
+        return cls.of_exception(name, str(error), stage=stage, traceback=traceback)
+
+    @classmethod
+    def of_exception(cls, name: str, message: str, *, stage: str, traceback: str = "") -> Failure:
+        """Describe an exception that was raised in another process."""
+        signature = Signature(kind="exception", stage=stage, type=name, message=normalise(message))
+        return cls(kind="exception", type=name, message=message, signature=signature, traceback=traceback)
+
+    @classmethod
+    def of_signal(cls, name: str, *, stage: str) -> Failure:
+        """Describe a process that a signal ended."""
+        return cls._made("signal", name, f"the process was ended by {name}", stage=stage)
+
+    @classmethod
+    def of_timeout(cls, deadline_s: float, *, stage: str) -> Failure:
+        """Describe a process that did not finish in time."""
+        return cls._made("timeout", "", f"not finished after {deadline_s:g} s", stage=stage)
+
+    @classmethod
+    def of_exit(cls, status: int, *, stage: str) -> Failure:
+        """Describe a process that left without an answer."""
+        return cls._made("exit", str(status), f"the process exited with status {status} and no answer", stage=stage)
+
+    @classmethod
+    def of_memory(cls, limit_bytes: int, *, stage: str) -> Failure:
+        """Describe a process that held more memory than it might."""
+        return cls._made("memory", "", f"more than {limit_bytes / 2**20:.0f} MiB of memory", stage=stage)
+
+    @classmethod
+    def of_output(cls, limit_bytes: int, *, stage: str) -> Failure:
+        """Describe a process that printed without end."""
+        return cls._made("output", "", f"more than {limit_bytes / 2**20:.0f} MiB of output", stage=stage)
+
+    @classmethod
+    def of_cancelled(cls, *, stage: str) -> Failure:
+        """Describe a process that was ended because its answer was no longer wanted."""
+        return cls._made("cancelled", "", "cancelled", stage=stage)
+
+    @classmethod
+    def _made(cls, kind: str, name: str, message: str, *, stage: str) -> Failure:
+        # the numbers of these messages are limits, and no part of what happened
+        signature = Signature(kind=kind, stage=stage, type=name, message="")
+        return cls(kind=kind, type=name, message=message, signature=signature)

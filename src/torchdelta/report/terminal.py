@@ -29,6 +29,7 @@ def print_report(report: Report, console: Console | None = None, *, verbose: boo
     parts = [headline(report), *_stage_lines(report), *_evidence(report, width=console.width, verbose=verbose)]
     remarks = [
         *culprit_remarks(report.culprits, show_all=verbose),
+        *_reduced(report),
         *_reasons(report, verbose=verbose),
         *_notes(report, verbose=verbose),
     ]
@@ -126,6 +127,15 @@ def _index(worst: Worst) -> str:
 
 def _mark(seen: Comparison) -> Text:
     return Text(MARK[seen.verdict], style=STYLE[seen.verdict])
+
+
+def _reduced(report: Report) -> Iterator[tuple[str, str]]:
+    if (found := report.reduction) is not None:
+        cost = f"{count(found.queries, 'query', 'queries')}, {found.seconds:.1f} s"
+        yield "reduced", f"from {found.nodes_before} nodes to {found.nodes_after} in {cost}"
+    if report.repro is not None:
+        shown = "failed again in a clean process" if report.repro.confirmed else "did NOT fail in a clean process"
+        yield "repro", shown
 
 
 def _reasons(report: Report, *, verbose: bool) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,62 @@
+"""Inductor before a fork and after it: what processes share is made ready, what they must not share is set apart."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+import torch._dynamo
+import torch._inductor.codecache
+import torch._inductor.compile_fx
+import torch._inductor.config
+import torch.hub
+from torch._dynamo.utils import counters
+from torch._inductor.utils import clear_caches
+
+
+def compile_alone() -> None:
+    """Have this process, and those forked from it, compile without helpers that would outlive it or have threads."""
+    torch._inductor.config.compile_threads = 1
+
+
+def headers_directory() -> Path:
+    """Return where inductor keeps precompiled C++ headers: one place for all, whatever their caches are."""
+    return Path(torch._inductor.codecache._HEADER_DIR)
+
+
+def warm_up(directory: Path) -> None:
+    """Compile something small, so that those forked afterwards find headers, patterns and probed instructions ready.
+
+    It has too few elements for a second thread. The backward is left out: the autograd engine must not see a fork.
+    """
+    # a progress bar would start a thread, and nobody forks beside one
+    torch.hub.tqdm.monitor_interval = 0  # type: ignore[attr-defined]
+    compile_alone()
+    use_private_cache(directory)
+    torch.compile(_small)(torch.zeros(8, requires_grad=True))
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def use_private_cache(directory: Path, *, scratch: Path | None = None) -> None:
+    """Keep what is compiled from now on in a directory of this process, and temporary files in its scratch."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory)
+    if scratch is not None:
+        os.environ["TMPDIR"] = str(scratch)
+        tempfile.tempdir = None
+    clear_caches()
+    torch._inductor.codecache.CacheBase.get_local_cache_path.cache_clear()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an allocation was refused."""
+    refused = ("can't allocate memory", "not enough memory")
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in refused)
+    )
+
+
+def _small(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x) + 1

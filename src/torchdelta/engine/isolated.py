@@ -1,0 +1,140 @@
+"""A check of a named program in a worker: whatever the candidate does to its process, there is a report.
+
+This process needs no torch for it: only the worker imports it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torchdelta.errors import ProgramError, SearchFailed
+from torchdelta.isolate.outcome import Outcome
+from torchdelta.isolate.pool import Pool
+from torchdelta.records.case import Case
+from torchdelta.records.codec import decode
+from torchdelta.records.failure import Failure
+from torchdelta.records.location import Location
+from torchdelta.records.report import Report, Stage
+from torchdelta.records.surroundings import environment
+from torchdelta.records.verdict import Verdict
+
+TASKS = "torchdelta.engine.tasks"
+NO_END_S = 30 * 24 * 3600.0
+OF_THE_CANDIDATE = frozenset({"candidate", "semantic"})
+"""The parts of a check in which the candidate runs: who dies in another one is not its victim."""
+_PULSE_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """What came of a check in a worker."""
+
+    report: Report
+    output: str
+    """The end of what the program printed."""
+    warnings: tuple[str, ...] = ()
+
+
+def check_isolated(
+    program: str,
+    words: Mapping[str, Any],
+    case: Case,
+    *,
+    timeout_s: float | None = None,
+    memory_bytes: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+    pool: Pool | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Checked:
+    """Check a program that is named, by the words that `torchdelta.check` takes; `case` is what they amount to."""
+    request = {"program": program, "words": dict(words), "settings": dict(settings or {})}
+    with nullcontext(pool) if pool is not None else Pool(preload=(TASKS,)) as workers:
+        outcome = followed(workers, "check_program", request, timeout_s, memory_bytes, progress)
+    if outcome.answer is not None:
+        return Checked(
+            report=decode(Report, outcome.answer["report"], "report"),
+            output=outcome.output,
+            warnings=tuple(outcome.answer["warnings"]),
+        )
+    return Checked(report=report_of_dead(outcome, case), output=outcome.output)
+
+
+def locate_isolated(
+    program: str,
+    words: Mapping[str, Any],
+    *,
+    pool: Pool,
+    timeout_s: float | None = None,
+    memory_bytes: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Location:
+    """Name the culprit in a program that is named; SearchFailed where the search took its worker with it."""
+    request = {"program": program, "words": dict(words), "settings": dict(settings or {})}
+    outcome = followed(pool, "locate_program", request, timeout_s, memory_bytes, progress)
+    if outcome.answer is not None:
+        return decode(Location, outcome.answer["location"], "location")  # type: ignore[no-any-return]
+    outcome.raise_own_error()
+    assert outcome.failure is not None
+    raise SearchFailed(f"the search ended without an answer: {outcome.failure.message}{_last(outcome.output)}")
+
+
+def followed(
+    pool: Pool,
+    task: str,
+    request: dict[str, Any],
+    timeout_s: float | None,
+    memory_bytes: int | None,
+    progress: Callable[[str], None],
+) -> Outcome:
+    """Have a task run, and pass on which part it is at."""
+    query = pool.submit(f"{TASKS}:{task}", request, deadline_s=timeout_s or NO_END_S, memory_bytes=memory_bytes)
+    part = ""
+    try:
+        while not query.is_done():
+            if query.part != part:
+                part = query.part
+                progress(part)
+            time.sleep(_PULSE_S)
+        return query.result()
+    except BaseException:  # a Ctrl-C ends the query, not only the waiting
+        query.cancel()
+        raise
+
+
+def report_of_dead(outcome: Outcome, case: Case) -> Report:
+    """Return the report of a check whose candidate took the worker with it.
+
+    Raises what the check raised by itself, and ProgramError where the program did it before any candidate ran.
+    """
+    outcome.raise_own_error()
+    failure = outcome.failure
+    assert failure is not None
+    if failure.kind == "exception":
+        raise RuntimeError(f"{failure.message}\n{failure.traceback}")
+    if outcome.part not in OF_THE_CANDIDATE and failure.kind != "timeout":
+        where = f"in its part {outcome.part!r}" if outcome.part else "while it was loaded"
+        raise ProgramError(f"{case.program} fails when run eagerly, {where}: {failure.message}{_last(outcome.output)}")
+    return dead(replace(failure, traceback=outcome.output), case, outcome.part)
+
+
+def dead(failure: Failure, case: Case, part: str = "") -> Report:
+    """Return the report of a candidate that ended its process."""
+    verdict = Verdict.TIMED_OUT if failure.kind == "timeout" else Verdict.CRASHED
+    where = f" (in {part})" if part and part not in OF_THE_CANDIDATE else ""
+    return Report(
+        verdict=verdict,
+        environment=environment(),
+        case=case,
+        stages=(Stage(name=case.stages[0], verdict=verdict, reason=f"{failure.message}{where}"),),
+        failure=failure,
+    )
+
+
+def _last(output: str) -> str:
+    lines = [line for line in output.splitlines() if line.strip()]
+    return f"; the last it printed: {lines[-1].strip()}" if lines else ""

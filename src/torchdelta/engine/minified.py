@@ -1,0 +1,74 @@
+"""What minifying found: a small graph, what a check of it says, and the script that shows it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.fx import GraphModule
+
+from torchdelta.records.case import Case
+from torchdelta.records.failure import Signature
+from torchdelta.records.report import Reduction, Report, Repro
+from torchdelta.repro import script
+from torchdelta.repro.confirm import confirm
+from torchdelta.repro.finding import Finding
+from torchdelta.repro.issue import issue_text
+
+CONFIRMED_S = 300.0
+"""How long a script may take that is run to see whether it shows the failure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Minified:
+    """The smallest graph that was found, and what a check of it says."""
+
+    graph: GraphModule
+    inputs: tuple[Any, ...]
+    case: Case
+    report: Report
+    signature: Signature
+    reduction: Reduction
+    is_minimal: bool
+    """Whether no single edit is left that still shows the failure; not so when the budget ended first."""
+    rate: float = 1.0
+    """How often it fails."""
+    drawn: dict[int, str] = field(default_factory=dict)
+    """Inputs that are random numbers and not the user's, by place, and the expression that draws them."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Settings of the compiler that were not as torch ships them."""
+    also_seen: tuple[Signature, ...] = ()
+    """Other failures that were met on the way, and not followed."""
+    twin: GraphModule | None = None
+    """A neighbour of the graph that passes."""
+    imports: tuple[str, ...] = ()
+    """Modules that define operators which the graph calls."""
+    notes: tuple[str, ...] = ()
+
+    def write(self, path: str | os.PathLike[str], *, data: bool = True, deadline_s: float = CONFIRMED_S) -> Repro:
+        """Write a script that shows the failure with torch alone, and run it in a clean process.
+
+        Without `data`, random numbers stand for the user's. ReproUnwritable says why there can be no such script.
+        """
+        written = script.write(self.finding, Path(path), data=data)
+        seen = confirm(written.path, deadline_s=deadline_s)
+        return Repro(path=str(written.path), confirmed=seen.is_there)
+
+    def issue(self, path: str | os.PathLike[str]) -> str:
+        """Return the text of an issue that has the script of that path in it."""
+        return issue_text(self.finding, Path(path))
+
+    @property
+    def finding(self) -> Finding:
+        """What a script has to show."""
+        return Finding(
+            graph=self.graph,
+            inputs=self.inputs,
+            case=self.case,
+            report=self.report,
+            config=self.settings,
+            inputs_from=self.drawn,
+            imports=self.imports,
+        )

@@ -1,0 +1,100 @@
+"""The subjects of a check: the graphs that its transform would get, with the inputs that they have in a real call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torchdelta._torch import graphs
+from torchdelta._torch.nodes import module_path, source_line
+from torchdelta._torch.seams import Handed
+from torchdelta.engine.candidate import run_candidate
+from torchdelta.engine.check import Check
+from torchdelta.errors import ProgramError, UsageError
+from torchdelta.execute.copies import copy_together
+from torchdelta.execute.sides import Side
+from torchdelta.minify.subject import Subject
+from torchdelta.records.report import Culprit
+from torchdelta.transforms.base import Transform
+from torchdelta.transforms.compiler import Compiler
+from torchdelta.transforms.export import exported
+from torchdelta.transforms.fx_pass import FxPass
+from torchdelta.transforms.watched import Watched
+
+
+def subjects_of(check: Check) -> list[Subject]:
+    """Capture what the transform would be given, without applying it: nothing of the candidate's runs.
+
+    UsageError where there is no graph to make smaller, ProgramError where torch makes none of the program.
+    """
+    transform = check.transform
+    if not transform.reads_program or not transform.keeps_names:
+        raise UsageError(
+            f"{check.case.transform} is another implementation, of which there is no graph to make smaller: "
+            "`torchdelta locate` names the module that differs"
+        )
+    return _captured(check) if transform.is_compiler else [_exported(check)]
+
+
+def nodes_of(culprit: Culprit, subject: Subject) -> tuple[str, ...]:
+    """Return the nodes of a subject that a culprit may be: it was named in another graph of the same program."""
+    if not culprit.source_line and not culprit.module_path:
+        return ()
+    return tuple(
+        node.name
+        for node in subject.nodes
+        if (source_line(node), module_path(node)) == (culprit.source_line, culprit.module_path)
+    )
+
+
+def _captured(check: Check) -> list[Subject]:
+    found: list[Subject] = []
+
+    def seam(handed: Handed) -> Callable[..., Any]:
+        graph = graphs.copied_graph(handed.graph)
+        has_run = False
+
+        def run(*args: Any) -> Any:
+            nonlocal has_run
+            if not has_run:
+                has_run = True
+                found.append(Subject.of(graph, copy_together(args, name="the inputs of a captured graph")))
+            return handed.graph.forward(*args)
+
+        return run
+
+    baseline = check.baseline
+    run = run_candidate(
+        Watched(_dynamo_of(check.transform), seam),
+        Side.copied_from(baseline.program),
+        replace(baseline.plan, stages=("forward",)),
+        original=baseline.original,
+        scope=baseline.scope,
+        draws_random=False,
+    )
+    found = [subject for subject in found if subject.nodes]
+    if not found:
+        why = f": {run.failure.message}" if run.failure is not None else ""
+        raise ProgramError(f"{check.case.program}: dynamo captures no graph of it, so there is nothing to minify{why}")
+    return found
+
+
+def _dynamo_of(transform: Transform) -> Compiler:
+    """Return the compiler that captures as this transform does, and changes nothing."""
+    if isinstance(transform, Compiler):
+        return transform.with_backend("eager")
+    assert isinstance(transform, FxPass)
+    return Compiler("eager", transform.options)
+
+
+def _exported(check: Check) -> Subject:
+    side = Side.copied_from(check.baseline.program)
+    try:
+        module, made = exported(side, strict=False)
+    except Exception as error:
+        said = str(error).splitlines()[0] if str(error) else ""
+        raise ProgramError(
+            f"{check.case.program} cannot be exported, so there is no graph to minify: {type(error).__name__}: {said}"
+        ) from error
+    return Subject.of(graphs.flattened(module), graphs.flat_inputs(module, made.args, made.kwargs))

@@ -1,0 +1,58 @@
+"""What a worker runs: a check, a search or a query, whose answer goes back as plain data."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torchdelta._torch import settings
+from torchdelta.engine import api
+from torchdelta.engine.asking import prepare_subject
+from torchdelta.execute.programs import load_module
+from torchdelta.isolate.place import Place
+from torchdelta.minify.subject import Subject
+from torchdelta.records.case import Case
+from torchdelta.records.codec import decode, encode
+
+
+def check_subject(request: Mapping[str, Any], place: Place) -> dict[str, Any]:
+    """Check a subject that lies in files."""
+    case = decode(Case, request["case"], "case")
+    with settings.applied(request["settings"]), _silenced():
+        for module in request["imports"]:
+            load_module(module, what="operators")
+        subject = Subject.read(Path(request["subject"]), allow=request["allow"])
+        return {"report": encode(prepare_subject(subject, case, case.transform, place.tell).run())}
+
+
+def check_program(request: Mapping[str, Any], place: Place) -> dict[str, Any]:
+    """Check a program that is named."""
+    with settings.applied(request["settings"]), _counted() as caught:
+        report = api.check(request["program"], progress=place.tell, **request["words"])
+    return {"report": encode(report), "warnings": caught}
+
+
+def locate_program(request: Mapping[str, Any], place: Place) -> dict[str, Any]:
+    """Name the culprit in a program that is named."""
+    with settings.applied(request["settings"]), _counted() as caught:
+        location = api.locate(request["program"], progress=place.tell, **request["words"])
+    return {"location": encode(location), "warnings": caught}
+
+
+@contextmanager
+def _silenced() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def _counted() -> Iterator[list[str]]:
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        yield texts
+    texts += [warnings.formatwarning(each.message, each.category, each.filename, each.lineno) for each in caught]

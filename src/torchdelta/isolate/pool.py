@@ -1,0 +1,149 @@
+"""A pool of workers: queries go in, typed outcomes come out, whatever the tasks do to their processes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+from torchdelta.errors import UsageError
+from torchdelta.isolate.directories import PoolDirectory
+from torchdelta.isolate.forked import ForkingStarter
+from torchdelta.isolate.outcome import Outcome
+from torchdelta.isolate.overseer import Limits, oversee
+from torchdelta.isolate.place import Place
+from torchdelta.isolate.protocol import Message, line_of
+from torchdelta.isolate.spawned import SpawningStarter
+from torchdelta.isolate.starters import Readiness, Starter
+from torchdelta.isolate.worker import Order
+from torchdelta.records.failure import Failure
+
+_NEEDED = "torchdelta._torch.forking"
+# a process that loaded Apple's frameworks must not fork either
+CAN_FORK = hasattr(os, "fork") and sys.platform != "darwin"
+
+
+class Query:
+    """A task under way."""
+
+    def __init__(self, *, place: Place, future: Future[Outcome], is_cancelled: threading.Event) -> None:
+        self._place, self._future, self._is_cancelled = place, future, is_cancelled
+
+    @property
+    def part(self) -> str:
+        """What the task told last, while it runs and afterwards."""
+        return self.result().part if self.is_done() else self._place.told_last()
+
+    def is_done(self) -> bool:
+        """Tell whether there is an outcome."""
+        return self._future.done()
+
+    def cancel(self) -> None:
+        """End it; its outcome says so, unless it was faster."""
+        self._is_cancelled.set()
+        self._future.cancel()
+
+    def result(self) -> Outcome:
+        """Wait for the outcome. By then nobody of a query that failed is left; a worker that answered is leaving."""
+        try:
+            return self._future.result()
+        except CancelledError:
+            return Outcome(failure=Failure.of_cancelled(stage=""))
+
+
+class Pool:
+    """Workers for tasks that may crash, hang, eat memory or print without end; each task has one for itself.
+
+    A task is named `package.module:function`; the function gets the request and a `Place`, and returns a dict. Both
+    are plain JSON. Workers find the modules of `preload` imported, and with `warm` a compiler that has compiled before.
+    """
+
+    def __init__(
+        self,
+        *,
+        workers: int = 1,
+        preload: Sequence[str] = (),
+        warm: bool = False,
+        forks: bool = CAN_FORK,
+        root: Path | None = None,
+    ) -> None:
+        self._readiness = Readiness(path=list(sys.path), preload=[*preload, _NEEDED], warm=warm)
+        self._workers, self._forks = workers, forks
+        self._directory = PoolDirectory(root)
+        self._numbers = itertools.count()
+        self._queries: set[Query] = set()
+        self._stack = ExitStack()
+        self._starter: Starter
+        self._overseers: ThreadPoolExecutor
+        self._sweeper: ThreadPoolExecutor
+
+    def __enter__(self) -> Pool:
+        with ExitStack() as stack:
+            directory = stack.enter_context(self._directory).path
+            way = ForkingStarter if self._forks else SpawningStarter
+            self._starter = way(directory, self._readiness)
+            self._sweeper = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="torchdelta-sweeper"))
+            self._overseers = ThreadPoolExecutor(self._workers, thread_name_prefix="torchdelta-overseer")
+            stack.callback(self._overseers.shutdown, cancel_futures=True)
+            # before anybody waits for overseers: one of them may wait for a zygote that is still importing
+            stack.callback(self._starter.close)
+            stack.callback(self._cancel_all)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def submit(self, task: str, request: Message, *, deadline_s: float, memory_bytes: int | None = None) -> Query:
+        """Have a task run as soon as a worker is free; the deadline counts from then."""
+        module, _, function = task.partition(":")
+        if not function or module == "__main__":
+            raise UsageError(f"{task!r} is no task that another process can import: name it package.module:function")
+        asked = line_of({"task": task, "request": request})
+        limits = Limits(deadline_s=deadline_s, memory_bytes=memory_bytes)
+        place = Place(directory=self._directory.path / f"query-{next(self._numbers)}")
+        is_cancelled = threading.Event()
+        future = self._overseers.submit(self._run, place, asked, limits, is_cancelled)
+        query = Query(place=place, future=future, is_cancelled=is_cancelled)
+        self._queries.add(query)
+        future.add_done_callback(lambda _: self._queries.discard(query))
+        return query
+
+    def ask(self, task: str, request: Message, *, deadline_s: float, memory_bytes: int | None = None) -> Outcome:
+        """Run a task and wait for its outcome."""
+        query = self.submit(task, request, deadline_s=deadline_s, memory_bytes=memory_bytes)
+        try:
+            return query.result()
+        except BaseException:  # a Ctrl-C ends the query, not only the waiting
+            query.cancel()
+            raise
+
+    def _run(self, place: Place, asked: bytes, limits: Limits, is_cancelled: threading.Event) -> Outcome:
+        outcome, is_lost = self._try(place, asked, limits, is_cancelled)
+        if is_lost and not is_cancelled.is_set():
+            # whose fault the zygote's death was is not known; if it happens again, it is this query's
+            shutil.rmtree(place.directory)
+            outcome, _ = self._try(place, asked, limits, is_cancelled)
+        # nobody waits for that: to remove the files of a compiler can take longer than to fork
+        self._sweeper.submit(shutil.rmtree, place.directory, ignore_errors=True)
+        return outcome
+
+    def _try(self, place: Place, asked: bytes, limits: Limits, is_cancelled: threading.Event) -> tuple[Outcome, bool]:
+        place.lay_out()
+        place.request.write_bytes(asked)
+        worker = self._starter.start(Order(directory=str(place.directory), memory_bytes=limits.memory_bytes))
+        outcome = oversee(worker, place, limits, is_cancelled=is_cancelled, abandon=self._starter.abandon)
+        return outcome, worker.is_lost() and outcome.answer is None
+
+    def _cancel_all(self) -> None:
+        for query in list(self._queries):
+            query.cancel()

@@ -1,0 +1,28 @@
+"""Replace the user's numbers by random ones, which a line of code draws."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from torchdelta.minify.edit import Edit
+from torchdelta.minify.reducer import Proposals, Search, merging
+
+
+def propose(search: Search) -> Proposals:
+    """Propose a seeded draw for each input of real numbers."""
+    yield from merging(list(_drawn(search)))
+
+
+def _drawn(search: Search) -> Iterator[Edit]:
+    for index, (name, value) in enumerate(search.subject.named_inputs.items()):
+        is_real = isinstance(value, torch.Tensor) and value.is_floating_point() and value.is_contiguous()
+        if not is_real or name in search.subject.drawn:
+            continue
+        made = torch.randn(value.shape, generator=torch.Generator().manual_seed(index)).to(value.dtype)
+        shape = ", ".join(str(size) for size in value.shape) or "()"
+        text = f"torch.randn({shape}, generator=torch.Generator().manual_seed({index}))"
+        if value.dtype is not torch.float32:
+            text += f".to({value.dtype})"
+        yield Edit(inputs={name: made.to(value.device).requires_grad_(value.requires_grad)}, drawn={name: text})

@@ -1,0 +1,188 @@
+"""The reducer: passes propose edits, and it alone tests them, remembers what came of them and keeps the best.
+
+What a pass proposes is taken when the changed subject is simpler and still shows the failure that is looked for.
+Another failure is kept under "also seen", and never followed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torchdelta.minify.edit import Edit, merged
+from torchdelta.minify.oracle import Answer, Oracle
+from torchdelta.minify.subject import Subject
+from torchdelta.records.failure import Signature
+
+Proposals = Generator[Edit, bool, None]
+"""A pass yields edits, and is told of each whether it was taken."""
+Kept = Callable[[Subject, Answer], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """How much a reduction may cost; None is without end."""
+
+    queries: int | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a reduction has come."""
+
+    nodes: int
+    queries: int
+    doing: str
+
+
+class Spent(Exception):
+    """The budget is used up."""
+
+
+@dataclass(kw_only=True)
+class Search:
+    """What a pass may look at: the best subject so far, what it showed, and where the failure is said to be."""
+
+    subject: Subject
+    answer: Answer
+    wanted: Signature
+    culprits: tuple[str, ...] = ()
+
+
+Pass = Callable[[Search], Proposals]
+
+
+@dataclass(kw_only=True)
+class Reducer:
+    """One reduction; `run` makes the subject small."""
+
+    ask: Oracle
+    wanted: Signature
+    budget: Budget = field(default_factory=Budget)
+    keep: Kept = lambda _, __: None
+    """Told of each subject that is the best so far."""
+    tell: Callable[[Progress], None] = lambda _: None
+    known: dict[str, bool] = field(default_factory=dict)
+    """Which subjects showed the failure, by their keys."""
+    queries: int = 0
+    also_seen: dict[Signature, int] = field(default_factory=dict)
+    twin: Subject | None = None
+    """The last neighbour of the best subject that passed."""
+    is_minimal: bool = False
+    """Whether no single edit is left that still shows the failure."""
+    started: float = field(default_factory=time.monotonic)
+
+    def run(
+        self,
+        subject: Subject,
+        answer: Answer,
+        *,
+        strategies: Sequence[Pass],
+        passes: Sequence[Pass],
+        culprits: Sequence[str] = (),
+    ) -> Subject:
+        """Reduce: strategies make great leaps once, passes small steps until none is left."""
+        self.search = Search(subject=subject, answer=answer, wanted=self.wanted, culprits=tuple(culprits))
+        self.known[subject.key] = True
+        try:
+            for strategy in strategies:
+                self._leap(strategy)
+            while not self.is_minimal:
+                before = self.search.subject
+                for each in passes:
+                    self._drive(each, is_leaping=False)
+                self.is_minimal = self.search.subject is before
+        except Spent:
+            pass
+        return self.search.subject
+
+    def _leap(self, strategy: Pass) -> None:
+        """Follow a strategy, which may make a subject larger on its way, and come back when it did not end smaller."""
+        before = self.search.subject, self.search.answer
+        try:
+            self._drive(strategy, is_leaping=True)
+        finally:
+            if _measure(self.search.subject) >= _measure(before[0]):
+                self.search.subject, self.search.answer = before
+            else:
+                self.keep(self.search.subject, self.search.answer)
+
+    def _drive(self, propose: Pass, *, is_leaping: bool) -> None:
+        proposals = propose(self.search)
+        name = propose.__module__.rpartition(".")[2]
+        try:
+            edit = next(proposals)
+            while True:
+                edit = proposals.send(self._take(edit, name, is_leaping=is_leaping))
+        except StopIteration:
+            return
+
+    def _take(self, edit: Edit, name: str, *, is_leaping: bool) -> bool:
+        made = edit.applied_to(self.search.subject)
+        if made is None or made.key in self.known:
+            return False
+        if not is_leaping and _measure(made) >= _measure(self.search.subject):
+            return False
+        self._require_budget()
+        self.tell(Progress(nodes=self.search.subject.size, queries=self.queries, doing=name))
+        self.queries += 1
+        answer = self.ask(made)
+        shows = self.known[made.key] = answer.shows(self.wanted)
+        for signature in answer.signatures:
+            if not self.wanted.is_same_as(signature):
+                self.also_seen[signature] = self.also_seen.get(signature, 0) + 1
+        if shows:
+            self.search.subject, self.search.answer = made, answer
+            if not is_leaping:
+                self.keep(made, answer)
+        elif answer.has_passed:
+            self.twin = made
+        return shows
+
+    def _require_budget(self) -> None:
+        spent = time.monotonic() - self.started
+        if self.budget.queries is not None and self.queries >= self.budget.queries:
+            raise Spent
+        if self.budget.seconds is not None and spent >= self.budget.seconds:
+            raise Spent
+
+
+def merging(edits: Sequence[Edit]) -> Proposals:
+    """Propose all edits as one, and where that is too much each half by itself, down to single ones."""
+    if not edits:
+        return
+    if (yield merged(edits)) or len(edits) == 1:
+        return
+    half = len(edits) // 2
+    yield from merging(edits[:half])
+    yield from merging(edits[half:])
+
+
+def _measure(subject: Subject) -> tuple[float, ...]:
+    """Say how simple a subject is: fewer nodes first, then fewer inputs and outputs, then plainer values."""
+    held = [value for value in subject.inputs if isinstance(value, torch.Tensor)]
+    plain = sum(value.is_contiguous() for value in held)
+    asked = sum(value.requires_grad for value in held)
+    return (
+        len(subject.nodes),
+        len(subject.inputs) + len(subject.outputs),
+        sum(_numbers(node.args) + _numbers(node.kwargs) for node in subject.nodes),
+        sum(value.numel() for value in held),
+        len(held) - plain,
+        asked,
+        len(held) - len(subject.drawn),
+    )
+
+
+def _numbers(value: Any) -> int:
+    """Return how large the integers in an argument are together."""
+    if isinstance(value, (tuple, list)):
+        return sum(_numbers(item) for item in value)
+    if isinstance(value, dict):
+        return sum(_numbers(item) for item in value.values())
+    return abs(value) if type(value) is int and abs(value) < 2**31 else 0

@@ -1,0 +1,97 @@
+"""What is wrong, in a sentence, and the head of a script."""
+
+from __future__ import annotations
+
+import textwrap
+
+from torchdelta._torch import nodes
+from torchdelta.compare.leaves import brief
+from torchdelta.records.failure import Failure, essence
+from torchdelta.repro.applied import Applied
+from torchdelta.repro.evidence import Divergence
+from torchdelta.repro.finding import Finding
+
+WIDTH = 110
+SAID = 160
+"""Letters of a message that a headline holds."""
+_NAMED = 3
+EXITS = "Exits with 1 while the bug is there, 0 once it is gone, 2 if it cannot run here."
+
+
+def headline(finding: Finding, applied: Applied, divergence: Divergence | None) -> str:
+    """Return what is wrong, without a full stop."""
+    return f"{applied.what} {_does(finding, divergence)}{_ops(finding)}"
+
+
+def header_of(finding: Finding, applied: Applied, divergence: Divergence | None, data: str) -> str:
+    """Return the docstring of a script."""
+    environment = finding.report.environment
+    found = f"Found with torch {environment.torch}, Python {environment.python}, {environment.platform}. {data}"
+    parts = [f"{headline(finding, applied, divergence)}.", f"{details(finding, applied, divergence)} {found} {EXITS}"]
+    first, *rest = ("\n".join(textwrap.wrap(_quoted(part), WIDTH, break_long_words=False)) for part in parts)
+    return "\n\n".join((f'"""{first}', *rest)) + '\n"""'
+
+
+def details(finding: Finding, applied: Applied, divergence: Divergence | None) -> str:
+    """Return the evidence as a sentence."""
+    failure = finding.report.failure
+    if divergence is None:
+        assert failure is not None
+        return f"It says: {said(failure)}." if failure.kind == "exception" else f"It ended so: {failure.message}."
+    seen = divergence.comparison
+    if divergence.clause is not None:
+        broken = next(breach for breach in seen.contract if breach.clause == divergence.clause)
+        return f"{seen.path}, {broken.clause}: {broken.reference} eagerly, {broken.candidate} {applied.label}."
+    if divergence.is_lifted:
+        return f"It shows in float64, where both sides are run here: {seen.path} is off by {seen.error:.3g}."
+    if seen.worst is None:
+        return f"{seen.path}: {seen.reason}."
+    index = f"{seen.path}{list(seen.worst.index) or ''}"
+    has_truth = seen.worst.truth is not None and not divergence.is_exact
+    truth = f", {seen.worst.truth} in float64" if has_truth else ""
+    casts = next((f" The reference {breach.reference}." for breach in seen.contract if breach.clause == "casts"), "")
+    return f"{index} is {seen.worst.reference} eagerly, {seen.worst.candidate} {applied.label}{truth}.{casts}"
+
+
+def said(failure: Failure) -> str:
+    """Return the line of a message that says what went wrong."""
+    return brief(essence(failure.message), SAID).rstrip(".")
+
+
+def _does(finding: Finding, divergence: Divergence | None) -> str:
+    failure = finding.report.failure
+    if divergence is None:
+        assert failure is not None
+        name = failure.type.rpartition(".")[2]
+        return {
+            "exception": f"raises {name}",
+            "signal": f"dies of {name}",
+            "timeout": "does not end",
+            "exit": f"ends the process with status {name}",
+            "memory": "runs out of memory",
+            "output": "prints without end",
+        }.get(failure.kind, f"fails ({failure.kind})")
+    if divergence.stage == "gradients":
+        what = "gradients"
+    elif divergence.leaf.startswith("outputs"):
+        what = "outputs"
+    else:
+        what = "values in its inputs" if divergence.leaf.startswith("args") else "values in its buffers"
+    if divergence.clause is None:
+        return (
+            f"leaves other {what} than eager PyTorch"
+            if "values in" in what
+            else f"gives other {what} than eager PyTorch"
+        )
+    return f"gives {what} of another {divergence.clause.replace('_', ' ')} than eager PyTorch"
+
+
+def _ops(finding: Finding) -> str:
+    """Name what a small graph calls."""
+    called = [node for node in finding.graph.graph.nodes if node.op in ("call_function", "call_method", "call_module")]
+    names = list(dict.fromkeys(nodes.op_name(node) for node in called if nodes.op_name(node) != "getitem"))
+    return f" for {', '.join(names)}" if 0 < len(names) <= _NAMED else ""
+
+
+def _quoted(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"""', "'''")

@@ -1,0 +1,161 @@
+"""What workers are asked to do in tests: answer, and every way not to."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from torchdelta.errors import UsageError
+
+
+class TooOdd(UsageError):
+    pass
+
+
+def echo(request, place):
+    return {"request": request, "process": os.getpid()}
+
+
+def describe(request, place):
+    (place.scratch / "mine").write_text("")
+    import torch._inductor.config
+
+    return {
+        "scratch": str(place.scratch),
+        "files": [path.name for path in place.scratch.iterdir()],
+        "cache": os.environ["TORCHINDUCTOR_CACHE_DIR"],
+        "group": os.getpgrp(),
+        "session": os.getsid(0),
+        "process": os.getpid(),
+        "parent": os.getppid(),
+        "compile_threads": torch._inductor.config.compile_threads,
+    }
+
+
+def segfault(request, place):
+    place.tell("compile")
+    place.tell("run")
+    print("the last words")
+    ctypes.string_at(0)
+
+
+def abort(request, place):
+    os.abort()
+
+
+def send_itself(request, place):
+    os.kill(os.getpid(), signal.Signals[request["signal"]])
+    time.sleep(60)
+
+
+def hang(request, place):
+    place.tell(f"asleep {os.getpid()}")
+    time.sleep(request.get("seconds", 600))
+    return {}
+
+
+def hang_deaf_to_sigterm(request, place):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+
+
+def hang_in_c(request, place):
+    place.tell(f"asleep {os.getpid()}")
+    # PyDLL keeps the interpreter's lock: no thread of Python runs meanwhile
+    ctypes.PyDLL(None).sleep(600)
+
+
+def leave(request, place):
+    os._exit(request["status"])
+
+
+def exit_politely(request, place):
+    sys.exit(request["status"])
+
+
+def exit_with_words(request, place):
+    sys.exit("no such thing")
+
+
+def eat(request, place):
+    held = []
+    for _ in range(request["mebibytes"]):
+        held.append(b"x" * 2**20)
+        time.sleep(0.0005)
+    return {"held": len(held)}
+
+
+def eat_in_a_child(request, place):
+    code = f"import time; held = [(b'x' * 2**20, time.sleep(0.0005)) for _ in range({request['mebibytes']})]"
+    subprocess.run([sys.executable, "-c", code], check=False)
+    return {}
+
+
+def eat_at_once(request, place):
+    import torch
+
+    return {"held": torch.ones(request["mebibytes"] << 18).nbytes}
+
+
+def write(request, place):
+    line = b"x" * 1023 + b"\n"
+    for _ in range(request["kibibytes"]):
+        os.write(1, line)
+    return {}
+
+
+def write_everywhere(request, place):
+    print("python")
+    print("python's errors", file=sys.stderr)
+    os.write(2, b"descriptor\n")
+    ctypes.CDLL(None).puts(b"c")
+    subprocess.run(["echo", "child"], check=True)
+    return {}
+
+
+def fail(request, place):
+    raise {"ValueError": ValueError, "UsageError": UsageError, "TooOdd": TooOdd}[request["type"]](request["message"])
+
+
+def answer_oddly(request, place):
+    return {"list": [1], "nan": {"x": float("nan")}, "object": {"x": object()}}[request["what"]]
+
+
+def leave_a_child(request, place):
+    """Leave somebody behind who is in this group, and with `daemon` somebody who is not."""
+    child = subprocess.Popen(["sleep", "600"], start_new_session=request["daemon"])
+    return {"child": child.pid}
+
+
+def kill_zygote(request, place):
+    """Kill it, unless the file `unless` is there; with `unless`, leave that file."""
+    if not os.path.exists(request["unless"]):
+        if request["once"]:
+            open(request["unless"], "w").close()
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
+    return {"process": os.getpid()}
+
+
+def threads_of_parent(request, place):
+    with open(f"/proc/{os.getppid()}/status") as file:
+        return {"threads": int(next(line.split()[1] for line in file if line.startswith("Threads:")))}
+
+
+def compile_relu(request, place):
+    import torch
+
+    from torchdelta._torch import forking
+
+    x = torch.linspace(-1, 1, 70_000, requires_grad=True)  # enough for several threads
+    result = torch.compile(lambda x: torch.relu(x) * request["factor"])(x)
+    result.sum().backward()
+    return {
+        "is_right": bool((result == torch.relu(x) * request["factor"]).all()),
+        "graphs": sum(path.is_file() for path in place.cache.rglob("fxgraph/**/*")),
+        "hits": torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"],
+        "headers": sorted(path.name for path in forking.headers_directory().glob("*.gch")),
+        "new_headers": sorted(path.name for path in place.directory.rglob("*.gch")),
+    }

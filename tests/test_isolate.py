@@ -1,0 +1,437 @@
+"""Real crashes, hangs, floods and kills: each costs one worker, and the next query starts."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from torchdelta import errors
+from torchdelta.isolate import groups
+from torchdelta.isolate.directories import PoolDirectory, sweep
+from torchdelta.isolate.outcome import Outcome
+from torchdelta.isolate.overseer import KEPT_OUTPUT_BYTES, Limits
+from torchdelta.isolate.pool import Pool
+from torchdelta.records.failure import Failure
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="looks at processes through /proc"),
+    pytest.mark.xdist_group("isolate"),  # the pools of this module are started once
+]
+
+_TESTS = Path(__file__).parent
+_GIB = 2**30
+
+
+@pytest.fixture(scope="module", autouse=True)
+def importable_tasks():
+    sys.path.insert(0, str(_TESTS))
+    yield
+    sys.path.remove(str(_TESTS))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("isolate")
+
+
+@pytest.fixture(scope="module")
+def forking_pool(root):
+    with Pool(root=root) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def spawning_pool(root):
+    with Pool(root=root, forks=False) as pool:
+        yield pool
+
+
+@pytest.fixture(params=["forking", pytest.param("spawning", marks=pytest.mark.slow)])
+def pool(request):
+    """Either way to start workers; each test begins with whatever the one before did to its own."""
+    return request.getfixturevalue(f"{request.param}_pool")
+
+
+def ask(pool, task, *, deadline_s=60, memory_bytes=None, **request):
+    return pool.ask(f"isolate_tasks:{task}", request, deadline_s=deadline_s, memory_bytes=memory_bytes)
+
+
+def is_alive(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, seconds=30):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.02)
+
+
+# answers
+
+
+def test_answers_what_the_task_returned(pool):
+    outcome = ask(pool, "echo", numbers=[1, 2.5, None], text="ä")
+
+    assert outcome.answer["request"] == {"numbers": [1, 2.5, None], "text": "ä"}
+    assert outcome.failure is None
+
+
+def test_each_query_has_a_process_group_scratch_and_cache_of_its_own(pool):
+    first, second = (ask(pool, "describe").answer for _ in range(2))
+
+    for name in ("process", "scratch", "cache"):
+        assert first[name] != second[name]
+    assert first["group"] == first["session"] == first["process"]
+    assert second["files"] == ["mine"]
+    assert not Path(first["scratch"]).exists() or not list(Path(first["scratch"]).iterdir())
+    assert first["compile_threads"] == 1
+
+
+def test_everything_that_was_printed_is_kept(pool):
+    output = ask(pool, "write_everywhere").output
+
+    for words in ("python", "python's errors", "descriptor", "c", "child"):
+        assert words in output.splitlines()
+
+
+def test_only_the_end_of_long_output_is_kept(forking_pool):
+    outcome = ask(forking_pool, "write", kibibytes=100)
+
+    assert outcome.answer == {}
+    assert len(outcome.output) == KEPT_OUTPUT_BYTES
+
+
+@pytest.mark.parametrize(("what", "kind"), [("list", "TypeError"), ("nan", "ValueError"), ("object", "TypeError")])
+def test_an_answer_that_is_no_strict_json_object_is_the_tasks_mistake(forking_pool, what, kind):
+    failure = ask(forking_pool, "answer_oddly", what=what).failure
+
+    assert (failure.kind, failure.type) == ("exception", kind)
+
+
+def test_a_request_that_is_no_strict_json_is_refused_at_once(forking_pool):
+    with pytest.raises(ValueError, match="JSON"):
+        ask(forking_pool, "echo", x=float("nan"))
+
+
+@pytest.mark.parametrize("task", ["isolate_tasks", "__main__:echo"])
+def test_a_task_that_no_other_process_can_import_is_refused_at_once(forking_pool, task):
+    with pytest.raises(errors.UsageError, match=r"package\.module:function"):
+        forking_pool.submit(task, {}, deadline_s=1)
+
+
+def test_a_task_that_does_not_exist_is_an_exception(forking_pool):
+    assert ask(forking_pool, "no_such_task").failure.type == "AttributeError"
+
+
+# deaths
+
+
+def test_a_segfault_is_a_signal_with_the_last_words_and_the_part_in_which_it_happened(pool):
+    outcome = ask(pool, "segfault")
+
+    assert (outcome.failure.kind, outcome.failure.type) == ("signal", "SIGSEGV")
+    assert outcome.part == outcome.failure.signature.stage == "run"
+    assert "the last words" in outcome.output
+    assert "in segfault" in outcome.output
+
+
+def test_an_abort_is_a_signal(forking_pool):
+    assert ask(forking_pool, "abort").failure.type == "SIGABRT"
+
+
+@pytest.mark.parametrize("name", ["SIGILL", "SIGKILL", "SIGTERM", "SIGFPE"])
+def test_a_signal_is_named(forking_pool, name):
+    failure = ask(forking_pool, "send_itself", signal=name).failure
+
+    assert (failure.kind, failure.type) == ("signal", name)
+
+
+@pytest.mark.parametrize("task", ["leave", "exit_politely"])
+@pytest.mark.parametrize("status", [0, 3])
+def test_leaving_without_an_answer_is_an_exit(forking_pool, task, status):
+    failure = ask(forking_pool, task, status=status).failure
+
+    assert (failure.kind, failure.type) == ("exit", str(status))
+
+
+def test_the_words_of_an_exit_are_in_the_output(forking_pool):
+    outcome = ask(forking_pool, "exit_with_words")
+
+    assert outcome.failure.type == "1"
+    assert "no such thing" in outcome.output
+
+
+def test_a_hang_that_ignores_sigterm_is_a_timeout(pool):
+    assert ask(pool, "hang_deaf_to_sigterm", deadline_s=1).failure.kind == "timeout"
+
+
+def test_a_hang_outside_of_python_is_a_timeout(forking_pool):
+    assert ask(forking_pool, "hang_in_c", deadline_s=1).failure.kind == "timeout"
+
+
+def test_a_hang_says_where_it_was(forking_pool):
+    assert "in hang_in_c" in ask(forking_pool, "hang_in_c", deadline_s=0.5).output
+
+
+def test_what_ends_just_in_time_has_not_timed_out(forking_pool):
+    assert ask(forking_pool, "hang", deadline_s=20, seconds=0.3).answer == {}
+
+
+def test_runaway_memory_is_stopped(pool):
+    outcome = ask(pool, "eat", memory_bytes=_GIB, mebibytes=4096)
+
+    assert outcome.failure.kind == "memory"
+    assert "1024 MiB" in outcome.failure.message
+
+
+@pytest.mark.parametrize("task", ["eat_in_a_child", "eat_at_once"])
+def test_memory_of_children_counts_and_so_does_what_is_asked_for_at_once(forking_pool, task):
+    assert ask(forking_pool, task, memory_bytes=_GIB, mebibytes=4096).failure.kind == "memory"
+
+
+def test_memory_within_the_limit_is_not_stopped(forking_pool):
+    assert ask(forking_pool, "eat_at_once", memory_bytes=_GIB, mebibytes=256).answer == {"held": 256 << 20}
+
+
+def test_endless_output_is_stopped(pool):
+    outcome = ask(pool, "write", kibibytes=1 << 22)
+
+    assert outcome.failure.kind == "output"
+    assert len(outcome.output) == KEPT_OUTPUT_BYTES
+
+
+def test_an_exception_comes_back_with_type_message_and_traceback(pool):
+    outcome = ask(pool, "fail", type="ValueError", message="size 3 is odd")
+
+    assert (outcome.failure.kind, outcome.failure.type) == ("exception", "ValueError")
+    assert outcome.failure.message == "size 3 is odd"
+    assert "in fail" in outcome.failure.traceback
+    outcome.raise_own_error()  # it is none of ours
+
+
+@pytest.mark.parametrize("kind", ["UsageError", "TooOdd"])
+def test_an_error_of_ours_can_be_raised_again(forking_pool, kind):
+    outcome = ask(forking_pool, "fail", type=kind, message="no such policy")
+
+    with pytest.raises(errors.UsageError, match="no such policy"):
+        outcome.raise_own_error()
+
+
+def test_a_failure_is_the_same_whatever_its_limit_was_and_another_one_when_its_kind_or_type_is():
+    failures = [
+        Failure.of_timeout(5, stage="run"),
+        Failure.of_memory(5, stage="run"),
+        Failure.of_output(5, stage="run"),
+        Failure.of_exit(0, stage="run"),
+        Failure.of_exit(1, stage="run"),
+        Failure.of_signal("SIGILL", stage="run"),
+        Failure.of_signal("SIGSEGV", stage="run"),
+    ]
+
+    assert len({failure.signature for failure in failures}) == len(failures)
+    assert Failure.of_timeout(50, stage="run").signature == failures[0].signature
+    assert Failure.of_memory(50, stage="run").signature == failures[1].signature
+
+
+def test_an_outcome_is_an_answer_or_a_failure():
+    with pytest.raises(ValueError, match="either"):
+        Outcome()
+
+
+def test_limits_are_positive():
+    with pytest.raises(errors.UsageError, match="deadline"):
+        Limits(deadline_s=0)
+
+
+# nobody stays
+
+
+@pytest.mark.parametrize("daemon", [False, True])
+def test_whom_a_task_leaves_behind_is_ended(forking_pool, daemon):
+    child = ask(forking_pool, "leave_a_child", daemon=daemon).answer["child"]
+
+    wait_until(lambda: not is_alive(child))
+
+
+def test_a_query_can_be_cancelled_while_it_runs_and_while_it_waits(forking_pool):
+    running = forking_pool.submit("isolate_tasks:hang", {}, deadline_s=600)
+    waiting = forking_pool.submit("isolate_tasks:echo", {}, deadline_s=600)
+    wait_until(lambda: running.part)
+
+    waiting.cancel()
+    running.cancel()
+
+    assert running.result().failure.kind == waiting.result().failure.kind == "cancelled"
+    assert running.part.startswith("asleep")
+    assert not is_alive(int(running.part.split()[1]))
+
+
+@pytest.mark.slow
+def test_several_queries_run_at_once_and_one_that_dies_disturbs_no_other(root):
+    with Pool(root=root, workers=2) as pool:
+        sleeping = pool.submit("isolate_tasks:hang", {"seconds": 3}, deadline_s=60)
+        wait_until(lambda: sleeping.part)
+        assert ask(pool, "segfault").failure.type == "SIGSEGV"
+        assert not sleeping.is_done()
+
+        assert sleeping.result().answer == {}
+
+
+@pytest.mark.slow
+def test_a_zygote_that_dies_is_started_again_and_the_query_with_it(root, tmp_path):
+    with Pool(root=root) as pool:
+        before = ask(pool, "describe").answer["parent"]
+
+        assert ask(pool, "kill_zygote", once=True, unless=str(tmp_path / "done")).answer
+        assert ask(pool, "describe").answer["parent"] != before
+
+
+@pytest.mark.slow
+def test_a_query_that_kills_two_zygotes_is_a_failure(root, tmp_path):
+    with Pool(root=root) as pool:
+        failure = ask(pool, "kill_zygote", once=False, unless=str(tmp_path / "done")).failure
+
+        assert (failure.kind, failure.type) == ("signal", "SIGKILL")
+        assert ask(pool, "echo").answer
+
+
+def test_the_zygote_has_one_thread(forking_pool):
+    ask(forking_pool, "echo")
+
+    assert ask(forking_pool, "threads_of_parent").answer == {"threads": 1}
+
+
+@pytest.mark.parametrize("forks", [True, False])
+def test_what_cannot_start_says_why(root, forks):
+    with (
+        Pool(root=root, forks=forks, preload=["no_such_module"]) as pool,
+        pytest.raises(errors.EnvironmentUnfit, match="No module named 'no_such_module'"),
+    ):
+        ask(pool, "echo")
+
+
+@pytest.mark.slow
+def test_a_zygote_that_cannot_warm_up_starts_cold(root, monkeypatch):
+    monkeypatch.setenv("CXX", "/bin/false")
+    with Pool(root=root, warm=True) as pool:
+        assert ask(pool, "echo").answer
+
+
+_SCRIPT = """
+    import sys, time
+    from pathlib import Path
+    from torchdelta.isolate.pool import Pool
+
+    with Pool(root=Path({root!r}), workers=2, forks={forks}) as pool:
+        queries = [pool.submit("isolate_tasks:" + task, {{}}, deadline_s=600) for task in ("hang", "hang_in_c")]
+        while not all(query.part for query in queries):
+            time.sleep(0.02)
+        print(*(query.part.split()[1] for query in queries), flush=True)
+        queries[0].result()
+"""
+
+
+@pytest.fixture(params=[True, False], ids=["forked", "spawned"])
+def busy_parent(request, tmp_path):
+    """A process with two busy workers, their numbers, and where its pool lives."""
+    script = tmp_path / "parent.py"
+    script.write_text(textwrap.dedent(_SCRIPT.format(root=str(tmp_path / "pools"), forks=request.param)))
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(_TESTS)},
+        start_new_session=True,
+    )
+    family = []
+    try:
+        workers = [int(number) for number in process.stdout.readline().split()]
+        family = _family_of(process.pid)
+        assert len(workers) == 2
+        assert set(workers) < set(family)
+        yield process, family, tmp_path / "pools"
+    finally:
+        process.kill()
+        process.communicate()
+        for number in filter(is_alive, family):
+            os.kill(number, signal.SIGKILL)
+
+
+def _family_of(process):
+    children = groups.children_of(process)
+    return children + [number for child in children for number in _family_of(child)]
+
+
+@pytest.mark.slow
+def test_nobody_outlives_a_parent_that_was_killed_and_its_files_are_swept(busy_parent):
+    process, family, root = busy_parent
+
+    process.kill()
+    process.wait()
+    wait_until(lambda: not any(map(is_alive, family)))
+
+    assert [path for path in root.iterdir() if path.is_dir()]
+    with PoolDirectory(root) as directory:
+        assert [path for path in root.iterdir() if path.is_dir()] == [directory.path]
+
+
+@pytest.mark.slow
+def test_nobody_outlives_a_ctrl_c_and_nothing_is_left_on_disk(busy_parent):
+    process, family, root = busy_parent
+
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to everybody in the foreground
+    _, complaint = process.communicate(timeout=60)
+
+    assert "KeyboardInterrupt" in complaint
+    assert not any(map(is_alive, family))
+    assert not list(root.iterdir())
+
+
+@pytest.mark.slow
+def test_nobody_outlives_a_killed_zygote_whose_parent_is_killed_too(busy_parent):
+    process, family, _ = busy_parent
+
+    os.kill(process.pid, signal.SIGSTOP)  # so that it cannot start another
+    for number in groups.children_of(process.pid):
+        os.kill(number, signal.SIGKILL)
+    process.kill()
+
+    wait_until(lambda: not any(map(is_alive, family)))
+
+
+def test_the_directory_of_a_living_pool_is_not_swept(tmp_path):
+    with PoolDirectory(tmp_path) as living:
+        sweep(tmp_path)
+        with PoolDirectory(tmp_path) as other:
+            assert living.path.is_dir()
+            assert other.path.is_dir()
+
+    assert not list(tmp_path.iterdir())
+
+
+# the compiler
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("warm", [False, True])
+def test_workers_compile_with_graphs_of_their_own_and_headers_of_all(root, warm):
+    with Pool(root=root, warm=warm) as pool:
+        first = ask(pool, "compile_relu", deadline_s=300, factor=2).answer
+        second = ask(pool, "compile_relu", deadline_s=300, factor=2).answer
+
+    for answer in (first, second):
+        assert answer["is_right"]
+        assert answer["graphs"] > 0
+        assert answer["hits"] == 0
+        assert answer["new_headers"] == []
+    assert first["headers"] == second["headers"] != []

@@ -1,0 +1,388 @@
+"""The smallest graph that fails in the same way, whatever that way is."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import symbolic_trace
+
+import torchdelta as td
+from programs import broken
+from torchdelta import Verdict
+from torchdelta.minify.edit import Edit, merged
+from torchdelta.minify.oracle import Answer
+from torchdelta.minify.passes import PASSES, STRATEGIES
+from torchdelta.minify.reducer import Budget, Reducer
+from torchdelta.minify.subject import Name, Subject
+from torchdelta.records.failure import Signature
+
+WANTED = Signature(kind="exception", stage="forward", type="RuntimeError", message="A")
+OTHER = Signature(kind="exception", stage="forward", type="RuntimeError", message="B")
+
+
+def subject_of(function, *inputs):
+    return Subject.of(symbolic_trace(function), inputs)
+
+
+def ops(graph_module):
+    """Return what a graph calls, by short names."""
+    named = (node for node in graph_module.graph.nodes if node.op not in ("placeholder", "output", "get_attr"))
+    return [getattr(node.target, "__name__", str(node.target)) for node in named]
+
+
+def reduced(subject, is_failing, **options):
+    """Reduce by an oracle in this process; return the reducer and the smallest subject."""
+
+    def ask(asked):
+        try:
+            asked.values  # noqa: B018 — runs it
+        except RuntimeError:
+            return Answer()
+        seen = is_failing(asked)
+        signatures = seen if isinstance(seen, tuple) else (WANTED,) if seen else ()
+        return Answer(signatures=signatures, has_passed=not signatures)
+
+    reducer = Reducer(ask=ask, wanted=WANTED, **options)
+    return reducer, reducer.run(subject, Answer(signatures=(WANTED,)), strategies=STRATEGIES, passes=PASSES)
+
+
+class TestSubject:
+    def test_a_constant_of_the_graph_is_an_input(self):
+        class Scaled(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = nn.Parameter(torch.ones(3))
+
+            def forward(self, x):
+                return x * self.weight
+
+        subject = subject_of(Scaled(), torch.ones(3))
+
+        assert [node.op for node in subject.graph.graph.nodes] == [
+            "placeholder",
+            "placeholder",
+            "call_function",
+            "output",
+        ]
+        assert torch.equal(subject.graph(*subject.inputs)[0], torch.ones(3))
+
+    def test_values_are_those_before_anything_wrote_to_them(self):
+        def program(x):
+            y = x + 1
+            y.mul_(5)
+            return y
+
+        subject = subject_of(program, torch.zeros(2))
+
+        assert subject.values["add"].tolist() == [1, 1]
+        assert subject.values["mul_"].tolist() == [5, 5]
+        assert subject.inputs[0].tolist() == [0, 0]
+
+    def test_two_of_the_same_have_the_same_key_whatever_their_nodes_are_called(self):
+        one = subject_of(lambda x: torch.sin(x), torch.ones(2))
+        other = subject_of(lambda value: torch.sin(value), torch.ones(2))
+
+        assert one.key == other.key
+        assert one.key != subject_of(lambda x: torch.cos(x), torch.ones(2)).key
+        assert one.key != subject_of(lambda x: torch.sin(x), torch.zeros(2)).key
+        assert one.key != subject_of(lambda x: torch.sin(x), torch.ones(2, requires_grad=True)).key
+
+    def test_comes_back_from_files(self, tmp_path):
+        shared = torch.randn(4, 4)
+        subject = subject_of(lambda x, y, n: torch.cat([x, y]) * n, shared[:2].t(), shared[1:3].t().requires_grad_(), 3)
+        subject.write(tmp_path)
+        read = Subject.read(tmp_path)
+
+        assert read.key == subject.key
+        assert read.inputs[0].stride() == subject.inputs[0].stride()
+        assert read.inputs[1].requires_grad
+        assert read.inputs[0].untyped_storage().data_ptr() == read.inputs[1].untyped_storage().data_ptr()
+
+
+class TestEdits:
+    subject = subject_of(lambda x, y: torch.cos(torch.sin(x) + y), torch.ones(2), torch.ones(2))
+
+    def test_a_cut_gives_readers_the_value_of_the_reference(self):
+        made = Edit(cut=frozenset({"add"})).applied_to(self.subject)
+
+        assert ops(made.graph) == ["cos"]
+        assert torch.equal(made.inputs[0], torch.sin(torch.ones(2)) + 1)
+
+    def test_a_node_that_is_returned_stays_behind_a_cut(self):
+        made = Edit(cut=frozenset({"sin"}), outputs=("sin", "add")).applied_to(self.subject)
+
+        assert ops(made.graph) == ["sin", "add"]
+        assert len(made.inputs) == 3
+
+    def test_an_operand_stands_for_an_operation(self):
+        made = Edit(instead={"add": Name("sin")}).applied_to(self.subject)
+
+        assert ops(made.graph) == ["sin", "cos"]
+        assert len(made.inputs) == 1
+
+    def test_what_several_change_is_changed_by_their_merger(self):
+        made = merged([Edit(cut=frozenset({"sin"})), Edit(instead={"cos": Name("add")})]).applied_to(self.subject)
+
+        assert ops(made.graph) == ["add"]
+
+    def test_nothing_is_left_of_a_subject_that_returns_nothing(self):
+        assert Edit(outputs=()).applied_to(self.subject) is None
+
+    def test_what_writes_stays_until_it_is_dropped(self):
+        def program(x, y):
+            x.add_(1)
+            return torch.sin(y)
+
+        subject = subject_of(program, torch.ones(2), torch.ones(2))
+
+        assert ops(Edit(outputs=("sin",)).applied_to(subject).graph) == ["add_", "sin"]
+        assert ops(Edit(dropped=frozenset({"add_"})).applied_to(subject).graph) == ["sin"]
+
+    def test_sizes_change_in_inputs_and_in_what_nodes_are_called_with(self):
+        subject = subject_of(lambda x: x.view(24).reshape(4, 6), torch.arange(24.0).view(4, 6))
+        made = Edit(sizes={6: 2}).applied_to(subject)
+
+        assert made.graph(*made.inputs)[0].tolist() == [[0, 1], [6, 7], [12, 13], [18, 19]]
+
+
+class TestReducer:
+    def test_ends_at_the_one_operation_that_fails(self):
+        subject = subject_of(lambda x: torch.cos(torch.relu(torch.sin(x)).exp()).tanh(), torch.randn(8, 4))
+        reducer, small = reduced(subject, lambda asked: "relu" in ops(asked.graph))
+
+        assert ops(small.graph) == ["relu"]
+        assert small.size == 3
+        assert reducer.is_minimal
+        assert small.inputs[0].shape == (2, 2)
+
+    def test_ends_at_two_that_fail_only_together(self):
+        def fails(asked):
+            return any(
+                node.target is torch.cos and node.args[0].op != "placeholder" and node.args[0].target is torch.sin
+                for node in asked.nodes
+            )
+
+        subject = subject_of(lambda x: torch.exp(torch.cos(torch.sin(x.tanh() + 1)).abs() * 2), torch.randn(3))
+        _, small = reduced(subject, fails)
+
+        assert ops(small.graph) == ["sin", "cos"]
+
+    def test_ends_at_two_that_are_far_apart(self):
+        def program(x):
+            for _ in range(10):
+                x = torch.relu(torch.sin(x)) + 1
+            return torch.floor(x)
+
+        subject = subject_of(lambda x: torch.ceil(program(torch.round(x))), torch.randn(3))
+        _, small = reduced(subject, lambda asked: {"round", "ceil"} <= set(ops(asked.graph)))
+
+        assert sorted(ops(small.graph)) == ["ceil", "round"]
+
+    def test_another_failure_is_noted_and_never_followed(self):
+        def seen(asked):
+            called = ops(asked.graph)
+            if "sin" in called and "relu" in called:
+                return (WANTED,)
+            return (OTHER,) if "sin" in called else ()
+
+        reducer, small = reduced(subject_of(lambda x: torch.relu(torch.sin(x.exp())).tanh(), torch.randn(2)), seen)
+
+        assert ops(small.graph) == ["sin", "relu"]
+        assert OTHER in reducer.also_seen
+
+    def test_a_dead_random_operation_of_many_results_goes(self):
+        def program(x):
+            torch.ops.aten.native_dropout(x, 0.5, True)
+            return torch.relu(x)
+
+        _, small = reduced(subject_of(program, torch.randn(2)), lambda asked: "relu" in ops(asked.graph))
+
+        assert ops(small.graph) == ["relu"]
+
+    def test_numbers_that_are_only_sizes_become_literals(self):
+        def program(x, y):
+            return x.view(y.size(0), y.size(1))
+
+        subject = subject_of(program, torch.randn(4), torch.randn(2, 2))
+        _, small = reduced(subject, lambda asked: "view" in ops(asked.graph))
+
+        assert ops(small.graph) == ["view"]
+        assert len(small.inputs) == 1
+
+    def test_stops_when_its_budget_is_spent_and_has_the_best_so_far(self):
+        subject = subject_of(lambda x: torch.cos(torch.relu(torch.sin(x)).exp()).tanh(), torch.randn(8, 4))
+        reducer, small = reduced(subject, lambda asked: "relu" in ops(asked.graph), budget=Budget(queries=2))
+
+        assert reducer.queries == 2
+        assert not reducer.is_minimal
+        assert small.size < subject.size
+
+    def test_asks_nothing_twice(self):
+        asked_before = set()
+
+        def fails(asked):
+            assert asked.key not in asked_before
+            asked_before.add(asked.key)
+            return "relu" in ops(asked.graph)
+
+        reduced(subject_of(lambda x: torch.cos(torch.relu(torch.sin(x)).exp()).tanh(), torch.randn(8, 4)), fails)
+
+        assert asked_before
+
+
+def minified(factory, transform, **options):
+    program, args = factory()
+    return td.minify(program, args, transform=transform, isolated=False, semantic=False, **options)
+
+
+class TestMinify:
+    def test_a_difference(self):
+        small = minified(broken.stack, broken.relu_is_off)
+
+        assert ops(small.graph) == ["relu"]
+        assert small.report.verdict is Verdict.DIVERGED
+        assert small.is_minimal
+
+    def test_an_exception(self):
+        small = minified(broken.stack, broken.relu_raises)
+
+        assert ops(small.graph) == ["relu"]
+        assert "relu is not supported" in small.report.failure.message
+
+    def test_a_pass_that_is_right_has_nothing_to_minify(self):
+        with pytest.raises(td.NothingToMinify, match="none of the 1 graphs"):
+            minified(broken.stack, broken.healthy)
+
+    def test_what_is_wrong_only_together_is_widened_to(self):
+        small = minified(broken.fused, broken.fused_wrongly)
+
+        assert ops(small.graph) == ["mul", "add"]
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_never_ends_on_another_bug(self, seed):
+        small = minified(lambda: broken.random_program(seed), broken.two_bugs)
+
+        assert ops(small.graph) == ["relu"]
+        assert "A: relu" in small.report.failure.message
+
+    def test_what_is_wrong_only_in_the_backward_graph(self):
+        small = minified(broken.stack, broken.wrong_backward, options={"graph": "aten"})
+
+        assert ops(small.graph) == ["relu"]
+        assert small.signature.stage == "gradients"
+
+    def test_what_is_wrong_only_with_dynamic_shapes(self):
+        small = minified(broken.stack, broken.wrong_when_dynamic, options={"dynamic": True})
+
+        assert ops(small.graph) == ["relu"]
+
+    def test_one_value_in_a_thousand_is_not_randomised_away(self):
+        small = minified(broken.one_in_a_thousand, broken.wrong_for_thirteen)
+
+        assert ops(small.graph) == ["relu"]
+        assert 13.0 in small.inputs[0].flatten().tolist()
+
+    def test_a_write_to_an_argument_that_is_dropped(self):
+        small = minified(broken.mutating, broken.mutation_dropped)
+
+        assert ops(small.graph) == ["add_"]
+
+    def test_a_flaky_failure_is_said_to_be_one_and_is_run_again_and_again(self):
+        small = minified(broken.stack, broken.failing_every(3))
+
+        assert "relu" in ops(small.graph)
+        assert small.rate == pytest.approx(1 / 3, abs=0.1)
+        assert any("it fails in 3 of 8 runs" in note for note in small.notes)
+
+    def test_a_failure_that_hardly_ever_comes_is_not_minified(self):
+        with pytest.raises(td.NothingToMinify, match="it came in 1 of 8 runs"):
+            minified(broken.stack, broken.failing_every(100))
+
+    def test_of_several_failures_the_one_that_is_meant(self):
+        def program(x):
+            return torch.relu(torch.sin(x))
+
+        with pytest.raises(td.NothingToMinify, match="matches none"):
+            td.minify(program, (torch.randn(2),), transform=broken.two_bugs, isolated=False, match="C: cos")
+
+    def test_another_implementation_has_no_graph(self):
+        with pytest.raises(td.UsageError, match="no graph to make smaller"):
+            td.minify(nn.ReLU(), (torch.randn(2),), candidate=nn.Tanh(), isolated=False)
+
+    def test_the_best_so_far_is_on_disk_and_gone_on_from(self, tmp_path):
+        first = minified(broken.stack, broken.relu_is_off, out=tmp_path, queries=1)
+        assert not first.is_minimal
+        journal = json.loads((tmp_path / "journal.json").read_text())
+
+        second = minified(broken.stack, broken.relu_is_off, out=tmp_path, resume=True)
+
+        assert journal["nodes_before"] == first.reduction.nodes_before
+        assert ops(second.graph) == ["relu"]
+        assert second.reduction.nodes_before == first.reduction.nodes_before
+        assert second.reduction.queries > first.reduction.queries
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("workers")
+class TestInWorkers:
+    @pytest.mark.parametrize(
+        ("transform", "kind"),
+        [
+            (broken.relu_segfaults, "signal"),
+            (broken.relu_hangs, "timeout"),
+            (broken.relu_eats_memory, "memory"),
+            (broken.relu_exits, "exit"),
+        ],
+    )
+    def test_whatever_a_pass_does_to_its_process_it_ends_at_the_operation(self, transform, kind, tmp_path):
+        program, args = broken.frozen_stack()
+        report = td.diagnose(
+            program, args, transform=transform, out=tmp_path, timeout_s=20, memory_bytes=2 << 30, semantic=False
+        )
+
+        assert report.failure.kind == kind
+        assert report.verdict is (Verdict.TIMED_OUT if kind == "timeout" else Verdict.CRASHED)
+        assert report.reduction.nodes_after == 3
+        assert report.repro.confirmed
+        assert "relu" in (tmp_path / "repro.py").read_text()
+
+    def test_a_parent_that_is_killed_leaves_the_best_so_far(self, tmp_path):
+        script = tmp_path / "script.py"
+        script.write_text(
+            textwrap.dedent(
+                """
+                import sys
+                import torchdelta as td
+                from programs import broken
+
+                program, args = broken.frozen_stack()
+                def tell(progress):
+                    print(progress.queries, progress.nodes, flush=True)
+                td.minify(program, args, transform=broken.relu_raises, out=sys.argv[1], progress=tell)
+                """
+            )
+        )
+        out = tmp_path / "out"
+        process = subprocess.Popen(
+            [sys.executable, str(script), str(out)],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.path.dirname(__file__)},
+        )
+        with process:
+            for line in process.stdout:
+                if line.startswith("2 "):
+                    process.send_signal(signal.SIGKILL)
+                    break
+        entry = json.loads((out / "journal.json").read_text())
+        program, args = broken.frozen_stack()
+        small = td.minify(program, args, transform=broken.relu_raises, out=out, resume=True)
+
+        assert entry["queries"] >= 1
+        assert ops(small.graph) == ["relu"]
