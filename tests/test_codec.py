@@ -142,7 +142,7 @@ class TestRoundTrip:
 
 # Whoever changes this changes what a report is: raise SCHEMA_VERSION with it.
 SCHEMA = (
-    3,
+    4,
     {
         "Breach": "clause: str, reference: str, candidate: str, excused: bool",
         "Case": "program: str, transform: str, options: dict[str, Scalar], stages: tuple[str, ...], policy: str, "
@@ -171,7 +171,7 @@ SCHEMA = (
         "reduction: Reduction | None, repro: Repro | None, cost: Cost | None, schema_version: int",
         "Repro": "path: str, confirmed: bool",
         "Scalar": "bool | int | float | str",
-        "Signature": "kind: str, stage: str, type: str, message: str",
+        "Signature": "kind: str, stage: str, type: str, message: str, magnitude: int | None",
         "Stage": "name: str, verdict: Verdict, comparisons: tuple[Comparison, ...], reason: str",
         "Unmatched": "path: str, side: str, what: str",
         "Verdict": "equivalent, inconclusive, diverged, timed_out, crashed",

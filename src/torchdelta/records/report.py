@@ -9,7 +9,7 @@ from torchdelta.records.comparison import Comparison, Unmatched
 from torchdelta.records.failure import Failure
 from torchdelta.records.verdict import Verdict, worst_of
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 ASKED = "asked"
 
