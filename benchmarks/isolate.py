@@ -88,7 +88,7 @@ def _main() -> int:
                 worst = max(worst, statistics.median(seconds))
                 print(_row(f"{when}, {work_s:g} s of work", seconds), flush=True)
     print("\n| first compile in a worker | seconds |\n|---|---:|")
-    for name, warm in (("cold zygote", False), ("warm zygote", True)):
+    for name, warm in (("cold zygote", ""), ("warm zygote", "inductor")):
         with Pool(warm=warm) as pool:
             answers = [_ask(pool, "compile_small").answer for _ in range(options.compiles)]
         print(f"| {name} | {statistics.median(answer['seconds'] for answer in answers if answer):.2f} |", flush=True)

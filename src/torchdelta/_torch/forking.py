@@ -26,7 +26,7 @@ def headers_directory() -> Path:
     return Path(torch._inductor.codecache._HEADER_DIR)
 
 
-def warm_up(directory: Path) -> None:
+def warm_up(directory: Path, backend: str) -> None:
     """Compile something small, so that those forked afterwards find headers, patterns and probed instructions ready.
 
     It has too few elements for a second thread. The backward is left out: the autograd engine must not see a fork.
@@ -35,7 +35,7 @@ def warm_up(directory: Path) -> None:
     torch.hub.tqdm.monitor_interval = 0  # type: ignore[attr-defined]
     compile_alone()
     use_private_cache(directory)
-    torch.compile(_small)(torch.zeros(8, requires_grad=True))
+    torch.compile(_small, backend=backend)(torch.zeros(8, requires_grad=True))
     torch._dynamo.reset()
     counters.clear()
 

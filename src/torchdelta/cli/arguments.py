@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import json
 import os
@@ -103,6 +104,13 @@ def running(transform: str, json_file: Path | None, *, verbose: bool) -> Iterato
         console.status("loading torch", spinner="dots") as status,
     ):
         yield lambda part: status.update(Text(f"{transform}: {part}"))
+
+
+def require_torch(what: str) -> None:
+    """Say what lacks torch, without the seconds that importing it takes."""
+    with needing_torch(what):
+        if importlib.util.find_spec("torch") is None:
+            raise ModuleNotFoundError(name="torch")
 
 
 @contextmanager

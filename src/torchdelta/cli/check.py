@@ -15,6 +15,7 @@ from torchdelta.cli.arguments import (
     Transform,
     needing_torch,
     read_bytes,
+    require_torch,
     running,
     taking_a_case,
     tell_of_warnings,
@@ -74,6 +75,7 @@ def _here(program: str, words: dict[str, Any], progress: Any) -> Report:
 def _in_worker(
     program: str, words: dict[str, Any], timeout: float | None, memory: str | None, progress: Any, *, verbose: bool
 ) -> Report:
+    require_torch("a check")
     checked = check_isolated(
         program,
         words,

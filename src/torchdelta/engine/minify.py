@@ -26,6 +26,7 @@ from torchdelta.minify.reducer import Budget, Progress, Reducer
 from torchdelta.minify.subject import Subject
 from torchdelta.records.failure import Signature
 from torchdelta.records.report import Culprit, Reduction, Report
+from torchdelta.transforms.compiler import Compiler
 
 TIMEOUT_S = 600.0
 """How long the first query may take."""
@@ -219,4 +220,6 @@ class Minifying:
 
 def ready_pool(check: Check) -> Pool:
     """Return workers that have everything imported, and compiled something where compiling is what they will do."""
-    return Pool(preload=(TASKS,), warm=check.transform.is_compiler)
+    transform = check.transform
+    is_inductor = isinstance(transform, Compiler) and transform.is_inductor
+    return Pool(preload=(TASKS,), warm="inductor" if is_inductor else "eager" if transform.is_compiler else "")

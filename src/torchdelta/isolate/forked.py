@@ -70,8 +70,8 @@ class _Zygote:
                 bufsize=0,
                 start_new_session=True,
             )
-        warm = str(directory / "warm") if readiness.warm else ""
-        self.send({"path": readiness.path, "preload": readiness.preload, "warm": warm})
+        greeting = {"path": readiness.path, "preload": readiness.preload, "warm": readiness.warm}
+        self.send({**greeting, "cache": str(directory / "warm")})
         self._listener = threading.Thread(target=self._listen, name="torchdelta-zygote", daemon=True)
         self._listener.start()
 

@@ -62,7 +62,7 @@ class Pool:
     """Workers for tasks that may crash, hang, eat memory or print without end; each task has one for itself.
 
     A task is named `package.module:function`; the function gets the request and a `Place`, and returns a dict. Both
-    are plain JSON. Workers find the modules of `preload` imported, and with `warm` a compiler that has compiled before.
+    are plain JSON. Workers find the modules of `preload` imported, and the backend `warm` has compiled before.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Pool:
         *,
         workers: int = 1,
         preload: Sequence[str] = (),
-        warm: bool = False,
+        warm: str = "",
         forks: bool = CAN_FORK,
         root: Path | None = None,
     ) -> None:

@@ -18,7 +18,8 @@ class Readiness:
 
     path: list[str]
     preload: list[str] = field(default_factory=list)
-    warm: bool = False
+    warm: str = ""
+    """The backend of torch.compile that has compiled something before."""
 
 
 class Worker(Protocol):

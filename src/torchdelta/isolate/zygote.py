@@ -65,7 +65,7 @@ class _Zygote:
         if greeting["warm"]:
             from torchdelta._torch import forking
 
-            forking.warm_up(Path(greeting["warm"]))
+            forking.warm_up(Path(greeting["cache"]), greeting["warm"])
         # collected now and never looked at again: pages that nobody writes to stay shared after a fork
         gc.collect()
         gc.freeze()

@@ -57,7 +57,8 @@ class Names:
 
 def wishes_for_input(node: Node, value: Any) -> Iterator[str]:
     """Yield names for a placeholder, the shortest first."""
-    target = str(node.target)
+    # a reduction calls so what it gives instead of computing it
+    target = str(node.target).removesuffix("_given")
     if not isinstance(value, torch.Tensor):
         yield from ("size",) if type(value) is int and re.fullmatch(r"(s|u)\d+", target) else ()
     elif _ANONYMOUS.match(target):
