@@ -94,17 +94,9 @@ def _stock(folder: Path, model: str, kind: str, way: str) -> tuple[str, str, str
     seconds = time.perf_counter() - started
     text = ran.stdout + ran.stderr
     sizes = list(_sizes(folder, text))
-    queries = max(
-        (
-            int(found)
-            for found in re.findall(r"Number of queries: (\d+)|# of queries: (\d+)", text)
-            for found in found
-            if found
-        ),
-        default=0,
-    )
+    queries = re.findall(r"(?:Number|#) of queries: (\d+)", text)
     note = "" if ran.returncode == 0 else f" (exit {ran.returncode}: {_last(ran)})"
-    return str(min(sizes, default=0) or "-"), str(queries or "-"), f"{seconds:.1f}{note}"
+    return str(min(sizes, default=0) or "-"), max(queries, key=int, default="-"), f"{seconds:.1f}{note}"
 
 
 def _sizes(folder: Path, text: str) -> Iterator[int]:

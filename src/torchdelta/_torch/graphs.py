@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen, _PyTreeCodeGen
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
@@ -85,20 +85,26 @@ def after_aot(compiler: Callable[[GraphModule, Sequence[Any], str], Callable[...
 
 
 def read_before_update(graph_module: GraphModule) -> None:
-    """Let every reader of a buffer that the graph updates at its end read a copy of it.
+    """Let every reader of a buffer or input that the graph updates at its end read a copy of it.
 
     Autograd saves what an operation read, and refuses a backward once that was written to: a functionalised graph
-    that writes its buffers back could be run but not trained.
+    that writes them back could be run but not trained.
     """
     graph = graph_module.graph
-    for node in [node for node in graph.nodes if node.op == "get_attr"]:
+    for node in [node for node in graph.nodes if node.op in ("get_attr", "placeholder")]:
         writers = [user for user in node.users if user.target is aten.copy_.default and user.args[0] is node]
         if not writers:
             continue
-        with graph.inserting_after(node):
+        # behind the last placeholder: they come before everything else
+        with graph.inserting_after(node if node.op == "get_attr" else _last_placeholder(graph)):
             snapshot = graph.call_function(aten.clone.default, (node,))
         node.replace_all_uses_with(snapshot, lambda user, kept=(*writers, snapshot): user not in kept)
     graph_module.recompile()
+
+
+def _last_placeholder(graph: Graph) -> Node:
+    found: list[Node] = [node for node in graph.nodes if node.op == "placeholder"]
+    return found[-1]
 
 
 def flattened(graph_module: GraphModule) -> GraphModule:

@@ -80,3 +80,11 @@ def _anonymous_bytes(process: int) -> int:
         return 0
     held = [line.split()[1] for line in lines if line.startswith(("RssAnon:", "RssShmem:"))]
     return sum(map(int, held)) * 1024
+
+
+def most_bytes() -> int | None:
+    """Return what a worker may hold if nobody says otherwise: so much that the rest of the machine lives on."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 3 // 4
+    except (AttributeError, OSError, ValueError):  # a system that does not tell
+        return None

@@ -16,6 +16,7 @@ from types import TracebackType
 from torchdelta.errors import UsageError
 from torchdelta.isolate.directories import PoolDirectory
 from torchdelta.isolate.forked import ForkingStarter
+from torchdelta.isolate.groups import most_bytes
 from torchdelta.isolate.outcome import Outcome
 from torchdelta.isolate.overseer import Limits, oversee
 from torchdelta.isolate.place import Place
@@ -109,7 +110,7 @@ class Pool:
         if not function or module == "__main__":
             raise UsageError(f"{task!r} is no task that another process can import: name it package.module:function")
         asked = line_of({"task": task, "request": request})
-        limits = Limits(deadline_s=deadline_s, memory_bytes=memory_bytes)
+        limits = Limits(deadline_s=deadline_s, memory_bytes=memory_bytes or most_bytes())
         place = Place(directory=self._directory.path / f"query-{next(self._numbers)}")
         is_cancelled = threading.Event()
         future = self._overseers.submit(self._run, place, asked, limits, is_cancelled)
