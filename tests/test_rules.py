@@ -750,3 +750,25 @@ def test_rounding_in_bfloat16_is_no_reason_for_doubt():
 
     assert any(seen.measurement and seen.measurement.mismatches for seen in report.comparisons)
     assert report.verdict is EQUIVALENT
+
+
+def test_what_a_programs_module_sets_when_it_is_imported_holds_while_it_is_checked(tmp_path):
+    import torch._inductor.config as settings
+
+    (tmp_path / "setting.py").write_text(
+        "import torch, torch._inductor.config\n"
+        "torch._inductor.config.epilogue_fusion = False\n"
+        "def build():\n"
+        "    return torch.relu, (torch.randn(4),)\n"
+        "def tells(graph_module, example_inputs):\n"
+        "    assert torch._inductor.config.epilogue_fusion is False\n"
+        "    return graph_module\n"
+    )
+    before = settings.epilogue_fusion
+    try:
+        report = td.check(f"{tmp_path}/setting.py:build", transform=f"{tmp_path}/setting.py:tells")
+    finally:
+        settings.epilogue_fusion = before
+
+    assert before is True
+    assert report.verdict is EQUIVALENT

@@ -24,19 +24,28 @@ _CONFIGS = (
 @contextmanager
 def preserved() -> Iterator[None]:
     """Leave random generators, flags, environment and compiler settings as they were, exceptions included."""
-    generators = _take_generators()
     flags = _take_flags()
     environment = dict(os.environ)
     configs = {name: sys.modules[name].get_config_copy() for name in _CONFIGS if name in sys.modules}
+    with preserved_generators():
+        try:
+            yield
+        finally:
+            for name, saved in configs.items():
+                _put_config(sys.modules[name], saved)
+            if dict(os.environ) != environment:
+                os.environ.clear()
+                os.environ.update(environment)
+            _put_flags(flags)
+
+
+@contextmanager
+def preserved_generators() -> Iterator[None]:
+    """Leave random generators as they were."""
+    generators = _take_generators()
     try:
         yield
     finally:
-        for name, saved in configs.items():
-            _put_config(sys.modules[name], saved)
-        if dict(os.environ) != environment:
-            os.environ.clear()
-            os.environ.update(environment)
-        _put_flags(flags)
         _put_generators(generators)
 
 

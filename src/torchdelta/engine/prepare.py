@@ -72,6 +72,10 @@ def prepare(
         semantic=semantic,
         thorough=thorough,
     )
+    if isinstance(program, str):
+        # what its module sets when it is imported holds from then on, as in the user's own run
+        with runtime.preserved_generators():
+            load_callable(program, what="program factory")
     # a factory draws its weights: from the seed of the case, and without changing anybody's generators
     with runtime.preserved():
         runtime.seed_everything(seed)
