@@ -772,3 +772,21 @@ def test_what_a_programs_module_sets_when_it_is_imported_holds_while_it_is_check
 
     assert before is True
     assert report.verdict is EQUIVALENT
+
+
+def branching(x):
+    return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)) + 1
+
+
+def looping(x):
+    return torch.while_loop(lambda count, _: count < 3, lambda count, x: (count + 1, x.sin()), (torch.tensor(0), x))[1]
+
+
+@pytest.mark.parametrize("program", [branching, looping])
+def test_branches_and_loops_have_truth_and_noise(program):
+    def shifted(graph_module, example_inputs):
+        return lambda *args: tuple(value + 1e-4 for value in graph_module(*args))
+
+    x = torch.linspace(-1, 3, 16)
+    assert td.check(program, (x,), transform="aot_eager").verdict is EQUIVALENT
+    assert td.check(program, (x,), transform=shifted).verdict is DIVERGED

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchdelta._torch.operations import OperationMode
 
 aten = torch.ops.aten
 _CHOICES = {
@@ -27,16 +28,14 @@ NEAR = 16.0
 """Two values within so many units of rounding of each other may be in either order."""
 
 
-class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Record(OperationMode):
     """While it is active, the indices of every choice are kept."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.chosen: list[torch.Tensor] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation, and keep what it chose."""
         made = func(*args, **(kwargs or {}))
         if is_choice(func, args):
@@ -44,7 +43,7 @@ class Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
 
-class Replay(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Replay(OperationMode):
     """While it is active, each choice that is a matter of rounding, in this unit, is made as it was recorded."""
 
     def __init__(self, chosen: list[torch.Tensor], unit: float) -> None:
@@ -54,9 +53,7 @@ class Replay(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.count = 0
         """Choices that would have been others."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation; where it chose otherwise by a hair, return what was chosen before."""
         kwargs = kwargs or {}
         made = func(*args, **kwargs)

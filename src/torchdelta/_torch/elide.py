@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from torchdelta._torch.operations import OperationMode
 from torchdelta._torch.tensors import ViewKey, view_key
 
 aten = torch.ops.aten
@@ -35,7 +35,7 @@ def coarser(first: torch.dtype | None, second: torch.dtype) -> torch.dtype:
     return second if first is None or torch.finfo(second).eps > torch.finfo(first).eps else first
 
 
-class Elide(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Elide(OperationMode):
     """While active, no narrowing cast rounds what pointwise operations and sums read; `elided` names the casts."""
 
     def __init__(self) -> None:
@@ -44,9 +44,7 @@ class Elide(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Where a cast was elided, and to which dtype it was."""
         self.wide: dict[ViewKey, tuple[torch.Tensor, str]] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation on what its operands were before they were cast."""
         kwargs = kwargs or {}
         made = func(*args, **kwargs)

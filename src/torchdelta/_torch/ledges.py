@@ -11,16 +11,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torchdelta._torch.operations import OperationMode
 from torchdelta._torch.tensors import ViewKey, view_key
 
 aten = torch.ops.aten
 Margins = Callable[..., torch.Tensor | None]
 
 
-class Ledges(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Ledges(OperationMode):
     """While it is active, the margin of every integer that floats were turned into is kept."""
 
     def __init__(self) -> None:
@@ -31,9 +31,7 @@ class Ledges(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the margin of each element and the operation that made it; None where that is not known."""
         return self.margins.get(view_key(tensor))
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation, and keep the margin of what it decided."""
         kwargs = kwargs or {}
         made = func(*args, **kwargs)

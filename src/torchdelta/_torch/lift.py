@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from torchdelta._torch.operations import OperationMode
 
 _WIDE = {
     torch.float32: torch.float64,
@@ -43,7 +44,7 @@ def is_narrow(dtype: torch.dtype) -> bool:
     return dtype in _WIDE
 
 
-class Lift(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Lift(OperationMode):
     """While it is active, no operation rounds below float64; `drawn_in` is the dtype random numbers come in.
 
     What has no float64 runs as it would natively, and is named in `unlifted`.
@@ -54,9 +55,7 @@ class Lift(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.drawn_in = drawn_in
         self.unlifted = set() if unlifted is None else unlifted
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation lifted."""
         kwargs = dict(kwargs or {})
         name = func._schema.name.partition("::")[2]

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch._decomp import get_decompositions
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torchdelta._torch import tensors
 from torchdelta._torch.choices import is_choice
 from torchdelta._torch.elide import coarser, is_narrowing
+from torchdelta._torch.operations import OperationMode
 
 aten = torch.ops.aten
 
@@ -86,7 +86,7 @@ _POOL = 1 << 20
 EXAGGERATION = math.sqrt(6.0)
 
 
-class Noisy(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Noisy(OperationMode):
     """While it is active, everything that depends on what `start_from` named is rounded anew.
 
     The same seed rounds the same way. With a `unit`, every dtype is rounded to that relative precision instead of its
@@ -117,9 +117,7 @@ class Noisy(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     with torch.no_grad():
                         self.steps.take(whole)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation, and move what it rounded."""
         kwargs = kwargs or {}
         self.has_chosen |= is_choice(func, args)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchdelta._torch.choices import choice_dim, is_choice, values_at
+from torchdelta._torch.operations import OperationMode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,16 +69,14 @@ class Choice:
         return rows.reshape(self.indices.movedim(self.dim, -1).shape).movedim(-1, self.dim)
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Watch(OperationMode):
     """While it is active, every choice is kept with what it was made among."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.choices: list[Choice] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation, and keep its choice."""
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
@@ -89,16 +87,14 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
 
-class Force(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Force(OperationMode):
     """While it is active, the first choices are these, whatever the values are; later ones are free."""
 
     def __init__(self, chosen: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.chosen = iter(chosen)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation; a choice returns what it is told to."""
         kwargs = kwargs or {}
         made = func(*args, **kwargs)

@@ -1,0 +1,45 @@
+"""A mode that sees every operation, those inside of a branch or a loop too."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_COND = torch.ops.higher_order.cond
+_WHILE = torch.ops.higher_order.while_loop
+
+
+class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Passes each operation to `operate`; what `cond` and `while_loop` run, they run under the mode."""
+
+    supports_higher_order_operators = True
+
+    @abstractmethod
+    def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Run one operation."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Take apart what runs operations of its own."""
+        if not isinstance(func, HigherOrderOperator):
+            return self.operate(func, args, kwargs)
+        if func is _COND:
+            return self._branch(*args, **(kwargs or {}))
+        if func is _WHILE:
+            return self._loop(*args, **(kwargs or {}))
+        raise NotImplementedError(f"{func} runs operations that a mode cannot see")
+
+    def _branch(self, predicate: Any, if_true: Any, if_false: Any, operands: Any = ()) -> Any:
+        with self:
+            return (if_true if bool(predicate) else if_false)(*operands)
+
+    def _loop(self, condition: Any, body: Any, carried: Any, additional: Any = ()) -> Any:
+        with self:
+            while bool(condition(*carried, *additional)):
+                carried = tuple(body(*carried, *additional))
+        return carried
