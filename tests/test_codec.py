@@ -171,7 +171,7 @@ SCHEMA = (
         "reduction: Reduction | None, repro: Repro | None, cost: Cost | None, schema_version: int",
         "Repro": "path: str, confirmed: bool",
         "Scalar": "bool | int | float | str",
-        "Signature": "kind: str, stage: str, type: str, message: str, magnitude: int | None",
+        "Signature": "kind: str, stage: str, type: str, message: str, where: str, magnitude: int | None",
         "Stage": "name: str, verdict: Verdict, comparisons: tuple[Comparison, ...], reason: str",
         "Unmatched": "path: str, side: str, what: str",
         "Verdict": "equivalent, inconclusive, diverged, timed_out, crashed",

@@ -264,6 +264,7 @@ class TestMinify:
 
         assert ops(small.graph) == ["mul", "add"]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("seed", range(20))
     def test_never_ends_on_another_bug(self, seed):
         small = minified(lambda: broken.random_program(seed), broken.two_bugs)
@@ -310,6 +311,80 @@ class TestMinify:
 
         with pytest.raises(td.NothingToMinify, match="matches none"):
             td.minify(program, (torch.randn(2),), transform=broken.two_bugs, isolated=False, match="C: cos")
+
+    def test_two_that_say_the_same_are_told_apart_by_their_lines(self):
+        def program(x):
+            return torch.relu(torch.sin(torch.exp(x))) + 1
+
+        small = td.minify(program, (torch.randn(2),), transform=broken.asserting, isolated=False, semantic=False)
+
+        assert ops(small.graph)[0] == "relu"
+        assert "sin" not in ops(small.graph)
+
+    def test_arguments_by_keyword_and_in_structures_reach_an_exported_graph(self):
+        class Model(nn.Module):
+            def forward(self, pair, *, scale):
+                return torch.relu(pair["a"] * scale) + pair["b"]
+
+        pair = {"a": torch.randn(3), "b": torch.randn(3)}
+        small = td.minify(
+            Model(),
+            (pair,),
+            {"scale": torch.full((3,), 2.0)},
+            transform=broken.relu_is_off,
+            options={"graph": "export"},
+            isolated=False,
+            semantic=False,
+        )
+
+        assert ops(small.graph) == ["relu.default"]
+
+    def test_what_is_returned_as_it_was_given_is_part_of_the_subject(self):
+        def passed_on_wrongly(graph_module, example_inputs):
+            return lambda *args: tuple(value + 1 if value is args[0] else value for value in graph_module(*args))
+
+        class Model(nn.Module):
+            def forward(self, x):
+                return x, torch.sin(x)
+
+        options = {"options": {"graph": "export"}, "isolated": False, "semantic": False}
+        small = td.minify(Model(), (torch.randn(2),), transform=passed_on_wrongly, **options)
+
+        assert small.report.verdict is Verdict.DIVERGED
+
+    def test_a_failure_of_a_later_call_of_the_same_graph(self):
+        @torch.compiler.disable
+        def apart(x):
+            return x
+
+        def inner(x):
+            return torch.relu(x) * 2
+
+        def program(x):
+            y = inner(x)
+            return inner(apart(torch.full_like(y, 13.0)))
+
+        small = td.minify(
+            program, (torch.randn(3),), transform=broken.wrong_for_thirteen, isolated=False, semantic=False
+        )
+
+        assert 13.0 in small.inputs[0].flatten().tolist()
+
+    def test_of_two_bugs_each_culprit_has_its_own_script(self, tmp_path):
+        program, args = broken.two_wrong()
+        report = td.diagnose(program, args, transform=broken.two_are_off, out=tmp_path, every=True, semantic=False)
+
+        scripts = [(tmp_path / name).read_text() for name in ("repro.py", "repro-2.py")]
+        assert [culprit.op for culprit in report.culprits] == ["sin", "relu"]
+        assert "torch.sin(" in scripts[0]
+        assert "torch.relu(" not in scripts[0]
+        assert "torch.relu(" in scripts[1]
+
+    def test_resumes_for_the_failure_that_it_began_with(self, tmp_path):
+        first = minified(broken.stack, broken.relu_is_off, out=tmp_path, queries=1, match="gradients")
+        second = minified(broken.stack, broken.relu_is_off, out=tmp_path, resume=True)
+
+        assert first.signature.stage == second.signature.stage == "gradients"
 
     def test_another_implementation_has_no_graph(self):
         with pytest.raises(td.UsageError, match="no graph to make smaller"):

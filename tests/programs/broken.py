@@ -205,3 +205,27 @@ def random_program(seed):
 
     torch.manual_seed(seed)
     return program, (torch.randn(2, 3), torch.randn(2, 3))
+
+
+def asserting(graph_module, example_inputs):
+    """Fail alike at two places, which only their lines tell apart."""
+    for node in calls(graph_module, "relu"):
+        assert not node.users
+    for node in calls(graph_module, "sin"):
+        assert node.args[0].op != "placeholder"
+    return graph_module
+
+
+def two_are_off(graph_module, example_inputs):
+    """Be wrong for sine and for relu, by different amounts."""
+    shifted(graph_module, calls(graph_module, "sin"), by=0.01)
+    return shifted(graph_module, calls(graph_module, "relu"), by=0.5)
+
+
+def two_wrong():
+    def program(x):
+        y = torch.sin(x).exp()
+        z = torch.relu(y - 1)
+        return z * 2
+
+    return program, (torch.randn(8),)

@@ -180,5 +180,10 @@ _MAYBE_VIEWS = frozenset(
 )
 
 
+def short_name(name: str) -> str:
+    """Return what an operation is called in every kind of graph: `relu` of aten.relu_.default and of relu."""
+    return name.removeprefix("aten.").partition(".")[0].strip("_")
+
+
 def _short_name(node: Node) -> str:
-    return op_name(node).removeprefix("aten.").partition(".")[0].strip("_")
+    return short_name(op_name(node))

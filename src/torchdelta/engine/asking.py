@@ -54,7 +54,8 @@ class Workers:
 
     def __call__(self, subject: Subject) -> Answer:
         """Ask about one subject."""
-        with tempfile.TemporaryDirectory(prefix="torchdelta-") as directory:
+        # in the pool's own directory, which is swept if this process is killed
+        with tempfile.TemporaryDirectory(prefix="subject-", dir=self.pool.directory) as directory:
             subject.write(Path(directory))
             request = {
                 "case": encode(self.case),
@@ -151,7 +152,9 @@ def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _words(case: Case, transform: object) -> dict[str, Any]:
     words = asdict(case)
-    known = {each.name for each in fields(Case)} - {"program", "transform", "thorough"}
+    # a subject has flat outputs and no parameters of its own: nothing to train, and nothing for a user's loss
+    left_out = {"program", "transform", "thorough", "loss", "optimizer", "steps", "iterations"}
+    known = {each.name for each in fields(Case)} - left_out
     kept = {name: value for name, value in words.items() if name in known}
     if isinstance(transform, Transform):
         kept.pop("options")

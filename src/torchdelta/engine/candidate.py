@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from torchdelta._torch import dynamo
+from torchdelta._torch.frames import place_of
 from torchdelta._torch.lift import widened
 from torchdelta.errors import EnvironmentUnfit, TorchDeltaError
 from torchdelta.execute.sides import Side
@@ -122,4 +123,5 @@ def _attend(transformed: Transformed, run: CandidateRun, watch: Callable[[Side],
 def _failure(error: BaseException, stage: str) -> Failure:
     if reason := dynamo.unfit_reason(error):
         raise EnvironmentUnfit(reason) from error
-    return Failure.of(error, stage=stage, traceback="".join(traceback.format_exception(error)))
+    text = "".join(traceback.format_exception(error))
+    return Failure.of(error, stage=stage, traceback=text, where=place_of(error))

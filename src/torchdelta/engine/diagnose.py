@@ -16,11 +16,12 @@ from torchdelta.engine.locate import Locating
 from torchdelta.engine.minified import Minified
 from torchdelta.engine.minify import TIMEOUT_S, Minifying, ready_pool
 from torchdelta.engine.prepare import prepare
-from torchdelta.errors import EnvironmentUnfit, NothingToMinify, TorchDeltaError, UsageError
+from torchdelta.errors import EnvironmentUnfit, NothingToMinify, ReproUnwritable, TorchDeltaError, UsageError
 from torchdelta.minify.reducer import Budget, Progress
 from torchdelta.records.codec import write_report
 from torchdelta.records.location import Location
 from torchdelta.records.report import Culprit, Report
+from torchdelta.records.signatures import signatures_of
 from torchdelta.records.verdict import Verdict
 
 REPORT, REPRO = "report.json", "repro.py"
@@ -46,6 +47,8 @@ class Diagnosing:
     """Whether every group of failures gets a script, and not only the first."""
     progress: Callable[[str], None] = lambda _: None
     notes: list[str] = field(default_factory=list)
+    found: Report | None = None
+    """What the check said."""
     minified: list[Minified] = field(default_factory=list)
 
     def run(self) -> Report:
@@ -135,12 +138,14 @@ class Diagnosing:
             match=self.match,
             out=self.out / ("minify" if number == 1 else f"minify-{number}"),
             culprit=culprit,
+            expected=signatures_of(self.found) if self.found is not None else (),
             imports=module_of(self.program),
             pool=self.pool,
             tell=lambda progress: self.progress(_told(progress)),
         )
 
     def _reproduced(self, report: Report) -> Report:
+        self.found = report
         groups: Sequence[Culprit | None] = groups_of(report.culprits) or [None]
         if len(groups) > 1 and not self.does_all:
             self.notes.append(
@@ -168,7 +173,11 @@ class Diagnosing:
             self._keep(report)
         self.progress("repro")
         path = self.out / (REPRO if number == 1 else f"repro-{number}.py")
-        repro = small.write(path, data=self.with_data)
+        try:
+            repro = small.write(path, data=self.with_data)
+        except ReproUnwritable as error:
+            self.notes.append(f"there is no script: {error}")
+            return report
         if not repro.confirmed:
             self.notes.append(f"{path.name} did not show the failure in a clean process")
         if self.with_issue:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +13,14 @@ from torch.fx import GraphModule
 from torchdelta.records.case import Case
 from torchdelta.records.failure import Signature
 from torchdelta.records.report import Reduction, Report, Repro
+from torchdelta.records.signatures import showing_only
 from torchdelta.repro import script
 from torchdelta.repro.confirm import confirm
 from torchdelta.repro.finding import Finding
 from torchdelta.repro.issue import issue_text
 
+LOST = 0.02
+"""The chance that is taken of not seeing a failure which comes only now and then."""
 CONFIRMED_S = 300.0
 """How long a script may take that is run to see whether it shows the failure."""
 
@@ -43,8 +47,6 @@ class Minified:
     """Other failures that were met on the way, and not followed."""
     twin: GraphModule | None = None
     """A neighbour of the graph that passes."""
-    imports: tuple[str, ...] = ()
-    """Modules that define operators which the graph calls."""
     notes: tuple[str, ...] = ()
 
     def write(self, path: str | os.PathLike[str], *, data: bool = True, deadline_s: float = CONFIRMED_S) -> Repro:
@@ -67,8 +69,8 @@ class Minified:
             graph=self.graph,
             inputs=self.inputs,
             case=self.case,
-            report=self.report,
+            report=showing_only(self.report, self.signature),
+            tries=1 if self.rate == 1.0 else math.ceil(math.log(LOST) / math.log(1.0 - self.rate)),
             config=self.settings,
             inputs_from=self.drawn,
-            imports=self.imports,
         )

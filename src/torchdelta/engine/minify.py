@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import re
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,8 +15,9 @@ from torchdelta.engine.asking import InProcess, Workers, plain_settings, spec_of
 from torchdelta.engine.check import Check
 from torchdelta.engine.isolated import TASKS
 from torchdelta.engine.minified import Minified
+from torchdelta.engine.preflight import Chosen, Preflight
 from torchdelta.engine.subjects import nodes_of, subjects_of
-from torchdelta.errors import NothingToMinify, UsageError
+from torchdelta.errors import NothingToMinify, ProgramError, UsageError
 from torchdelta.isolate.pool import Pool
 from torchdelta.minify.journal import Entry, Journal
 from torchdelta.minify.oracle import Answer, Oracle
@@ -30,12 +30,6 @@ from torchdelta.transforms.compiler import Compiler
 
 TIMEOUT_S = 600.0
 """How long the first query may take."""
-TRIALS = 8
-"""How often a failure that did not come again is asked for, to tell how often it comes."""
-RARE = 0.2
-"""A failure that comes less often than this cannot be minified by running it again and again."""
-SURE = 0.02
-"""The chance that is taken of losing a failure which comes only now and then."""
 
 
 @dataclass(kw_only=True)
@@ -54,6 +48,8 @@ class Minifying:
     """Where the best so far is kept."""
     is_resumed: bool = False
     is_isolated: bool = True
+    expected: Sequence[Signature] = ()
+    """The failures of the program as a whole."""
     culprit: Culprit | None = None
     """Where the failure is said to be."""
     imports: Sequence[str] = ()
@@ -66,18 +62,35 @@ class Minifying:
     def run(self) -> Minified:
         """Minify; NothingToMinify where no graph of the program shows a failure."""
         self.started = time.monotonic()
+        entry = self._journal.read()[1] if self.is_resumed else None
         # workers get ready while the graphs are captured
         with self._asking() as ask:
             with runtime.preserved():
-                subjects = self._resumed() if self.is_resumed else subjects_of(self.check)
-            subject, answer, wanted = self._preflight(subjects, ask)
-            oracle = self._steady(ask, subject, wanted)
-            return self._reduced(subject, answer, wanted, oracle)
+                subjects = [self._journal.read()[0]] if self.is_resumed else subjects_of(self.check)
+            preflight = Preflight(
+                ask=ask,
+                program=f"{self.check.case.program} under {self.check.case.transform}",
+                match=self.match,
+                expected=self.expected if entry is None else (entry.wanted,),
+                tell=self.tell,
+                notes=self.notes,
+            )
+            chosen = preflight.choose(subjects)
+            if entry is not None and not entry.wanted.is_same_as(chosen.wanted):
+                raise NothingToMinify(f"what was reduced so far does not show {entry.wanted} any more")
+            oracle = preflight.steady(chosen)
+            self.rate = preflight.rate
+            return self._reduced(chosen, oracle, entry)
 
     def died(self) -> Report | None:
         """Return the report of a graph whose candidate ends its process, before anybody runs it in this one."""
-        with self._asking() as ask, runtime.preserved():
-            for subject in subjects_of(self.check):
+        try:
+            with runtime.preserved():
+                subjects = subjects_of(self.check)
+        except (ProgramError, UsageError):  # there is no graph to ask about, and the check will say more
+            return None
+        with self._asking() as ask:
+            for subject in subjects:
                 report = ask(subject).report
                 if report is not None and report.failure is not None and report.failure.kind != "exception":
                     return replace(report, case=self.check.case)
@@ -104,78 +117,34 @@ class Minifying:
                 imports=imports,
             )
 
-    def _preflight(self, subjects: Sequence[Subject], ask: Workers | InProcess) -> tuple[Subject, Answer, Signature]:
-        """Return the first graph that fails by itself, and with which failure."""
-        seen: list[Signature] = []
-        asked = ask.case
-        # the semantic question takes one more compile, and most failures need it not
-        for is_semantic in (False, True) if asked.semantic else (False,):
-            ask.case = replace(asked, semantic=is_semantic)
-            for number, subject in enumerate(subjects, 1):
-                self.tell(Progress(nodes=subject.size, queries=0, doing=f"graph {number} of {len(subjects)}"))
-                answer = ask(subject)
-                seen += answer.signatures
-                wanted = next(filter(self._is_meant, answer.signatures), None)
-                if wanted is not None:
-                    if len(subjects) > 1:
-                        self.notes.append(f"the failure is in graph {number} of {len(subjects)}")
-                    stages = ("forward",) if wanted.stage in ("forward", "transform") else ("forward", "gradients")
-                    ask.case = replace(ask.case, stages=stages)
-                    return subject, answer, wanted
-        if seen:
-            raise NothingToMinify(f"{self.match!r} matches none of the failures: {'; '.join(map(str, seen))}")
-        raise NothingToMinify(
-            f"{self.check.case.program} under {self.check.case.transform}: none of the {len(subjects)} graphs that "
-            "it is made of fails by itself, so there is nothing to make smaller"
-        )
-
-    def _is_meant(self, signature: Signature) -> bool:
-        return self.match is None or re.search(self.match, str(signature)) is not None
-
-    def _steady(self, ask: Oracle, subject: Subject, wanted: Signature) -> Oracle:
-        """Ask once more, in a fresh worker; what fails only now and then is asked about as often as it takes."""
-        if ask(subject).shows(wanted):
-            return ask
-        shown = 1 + sum(ask(subject).shows(wanted) for _ in range(TRIALS - 2))
-        self.rate = shown / TRIALS
-        if self.rate < RARE:
-            raise NothingToMinify(
-                f"{wanted}: it came in {shown} of {TRIALS} runs of the same graph on the same inputs, which is too "
-                "rare to tell a smaller graph that does not fail from one that did not fail this time"
-            )
-        times = math.ceil(math.log(SURE) / math.log(1 - self.rate))
-        self.notes.append(f"it fails in {shown} of {TRIALS} runs: each smaller graph was run up to {times} times")
-
-        def ask_again(subject: Subject) -> Answer:
-            answer = ask(subject)
-            for _ in range(times - 1):
-                if answer.shows(wanted):
-                    break
-                answer = ask(subject)
-            return answer
-
-        return ask_again
-
-    def _reduced(self, subject: Subject, answer: Answer, wanted: Signature, ask: Oracle) -> Minified:
-        reducer = Reducer(ask=ask, wanted=wanted, budget=self.budget, tell=self.tell)
-        before, spent = self._journalled(reducer, subject, wanted) if self.out is not None else (subject.size, 0.0)
-        subject.values  # noqa: B018 — what each node is: computed once, before anything is cut
+    def _reduced(self, chosen: Chosen, ask: Oracle, entry: Entry | None) -> Minified:
+        subject, before = chosen.subject, entry.nodes_before if entry is not None else chosen.subject.size
+        reducer = Reducer(ask=ask, wanted=chosen.wanted, budget=self.budget, tell=self.tell)
+        if entry is not None:
+            reducer.known.update(entry.known)
+            reducer.queries = entry.queries
+        spent = entry.seconds if entry is not None else 0.0
+        if self.out is not None:
+            reducer.keep = self._keeping(reducer, before, spent)
+            reducer.keep(subject, chosen.answer)
         culprits = nodes_of(self.culprit, subject) if self.culprit is not None else ()
-        small = reducer.run(subject, answer, strategies=STRATEGIES, passes=PASSES, culprits=culprits)
-        found = reducer.search.answer
-        assert found.report is not None
-        asked = getattr(ask, "case", self.check.case)
+        small = reducer.run(subject, chosen.answer, strategies=STRATEGIES, passes=PASSES, culprits=culprits)
+        found = reducer.search.answer.report
+        assert found is not None
+        if not reducer.is_minimal:
+            why = f"queries broke ({reducer.broken[-1]})" if reducer.broken else "the budget was spent"
+            self.notes.append(f"it may not be the smallest: {why}")
         places = {name: index for index, name in enumerate(small.named_inputs)}
         return Minified(
             graph=small.graph,
             inputs=small.inputs,
-            case=found.report.case if found.report else asked,
-            report=found.report,
-            signature=wanted,
+            case=found.case,
+            report=found,
+            signature=chosen.wanted,
             reduction=Reduction(
                 nodes_before=before,
                 nodes_after=small.size,
-                queries=reducer.queries + 2,
+                queries=reducer.queries + (0 if entry is not None else 2),
                 seconds=spent + time.monotonic() - self.started,
             ),
             is_minimal=reducer.is_minimal,
@@ -187,35 +156,29 @@ class Minifying:
             notes=tuple(self.notes),
         )
 
-    def _journalled(self, reducer: Reducer, subject: Subject, wanted: Signature) -> tuple[int, float]:
-        """Keep the best so far on disk; return how large it was, and what was spent, before this run."""
-        assert self.out is not None
-        journal, spent, before = Journal(directory=self.out), 0.0, subject.size
-        if self.is_resumed:
-            _, entry = journal.read(allow=())
-            reducer.known.update(entry.known)
-            reducer.queries, spent, before = entry.queries, entry.seconds, entry.nodes_before
+    def _keeping(self, reducer: Reducer, before: int, spent: float) -> Callable[[Subject, Answer], None]:
+        """Return what keeps the best so far on disk."""
 
         def keep(best: Subject, _: Answer) -> None:
             entry = Entry(
-                wanted=wanted,
+                wanted=reducer.wanted,
                 nodes_before=before,
                 queries=reducer.queries,
                 seconds=spent + time.monotonic() - self.started,
-                best=f"best-{reducer.queries}",
+                # a name of its own: what the journal points to stays until it points elsewhere
+                best=f"best-{os.urandom(4).hex()}",
                 drawn=dict(best.drawn),
                 known=dict(reducer.known),
             )
-            journal.write(best, entry)
+            self._journal.write(best, entry)
 
-        reducer.keep = keep
-        keep(subject, Answer())
-        return before, spent
+        return keep
 
-    def _resumed(self) -> list[Subject]:
+    @property
+    def _journal(self) -> Journal:
         if self.out is None:
             raise UsageError("name the directory of the reduction that is to be gone on with")
-        return [Journal(directory=self.out).read()[0]]
+        return Journal(directory=self.out)
 
 
 def ready_pool(check: Check) -> Pool:

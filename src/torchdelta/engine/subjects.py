@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchdelta._torch import graphs
-from torchdelta._torch.nodes import module_path, source_line
+from torchdelta._torch.nodes import module_path, op_name, short_name, source_line
 from torchdelta._torch.seams import Handed
 from torchdelta.engine.candidate import run_candidate
 from torchdelta.engine.check import Check
@@ -21,6 +21,9 @@ from torchdelta.transforms.compiler import Compiler
 from torchdelta.transforms.export import exported
 from torchdelta.transforms.fx_pass import FxPass
 from torchdelta.transforms.watched import Watched
+
+CALLS = 4
+"""How many calls of one graph are kept: a failure may depend on the values."""
 
 
 def subjects_of(check: Check) -> list[Subject]:
@@ -41,11 +44,13 @@ def nodes_of(culprit: Culprit, subject: Subject) -> tuple[str, ...]:
     """Return the nodes of a subject that a culprit may be: it was named in another graph of the same program."""
     if not culprit.source_line and not culprit.module_path:
         return ()
-    return tuple(
-        node.name
+    there = [
+        node
         for node in subject.nodes
         if (source_line(node), module_path(node)) == (culprit.source_line, culprit.module_path)
-    )
+    ]
+    word = short_name(culprit.op)
+    return tuple(node.name for node in sorted(there, key=lambda node: word != short_name(op_name(node))))
 
 
 def _captured(check: Check) -> list[Subject]:
@@ -53,12 +58,12 @@ def _captured(check: Check) -> list[Subject]:
 
     def seam(handed: Handed) -> Callable[..., Any]:
         graph = graphs.copied_graph(handed.graph)
-        has_run = False
+        calls = 0
 
         def run(*args: Any) -> Any:
-            nonlocal has_run
-            if not has_run:
-                has_run = True
+            nonlocal calls
+            calls += 1
+            if calls <= CALLS:
                 found.append(Subject.of(graph, copy_together(args, name="the inputs of a captured graph")))
             return handed.graph.forward(*args)
 
@@ -97,4 +102,5 @@ def _exported(check: Check) -> Subject:
         raise ProgramError(
             f"{check.case.program} cannot be exported, so there is no graph to minify: {type(error).__name__}: {said}"
         ) from error
-    return Subject.of(graphs.flattened(module), graphs.flat_inputs(module, made.args, made.kwargs))
+    inputs = graphs.flat_inputs(module, made.args, made.kwargs)  # before its calling convention is taken away
+    return Subject.of(graphs.flattened(module), inputs)

@@ -104,6 +104,11 @@ class Pool:
     ) -> None:
         self._stack.close()
 
+    @property
+    def directory(self) -> Path:
+        """Where everything of this pool lies while it lives."""
+        return self._directory.path
+
     def submit(self, task: str, request: Message, *, deadline_s: float, memory_bytes: int | None = None) -> Query:
         """Have a task run as soon as a worker is free; the deadline counts from then."""
         module, _, function = task.partition(":")

@@ -46,7 +46,6 @@ class Journal:
         """Write the best subject, then the entry that points to it: a reader sees the old state or the new."""
         self.directory.mkdir(parents=True, exist_ok=True)
         place = self.directory / entry.best
-        shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
         subject.write(place)
         self._point_to(entry)

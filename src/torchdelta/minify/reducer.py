@@ -18,6 +18,8 @@ from torchdelta.minify.oracle import Answer, Oracle
 from torchdelta.minify.subject import Subject
 from torchdelta.records.failure import Signature
 
+PATIENCE = 3
+"""So many queries in a row that break end a reduction."""
 Proposals = Generator[Edit, bool, None]
 """A pass yields edits, and is told of each whether it was taken."""
 Kept = Callable[[Subject, Answer], None]
@@ -73,6 +75,8 @@ class Reducer:
     also_seen: dict[Signature, int] = field(default_factory=dict)
     twin: Subject | None = None
     """The last neighbour of the best subject that passed."""
+    broken: list[str] = field(default_factory=list)
+    """What queries broke by, since the last that did not."""
     is_minimal: bool = False
     """Whether no single edit is left that still shows the failure."""
     started: float = field(default_factory=time.monotonic)
@@ -131,7 +135,7 @@ class Reducer:
         self._require_budget()
         self.tell(Progress(nodes=self.search.subject.size, queries=self.queries, doing=name))
         self.queries += 1
-        answer = self.ask(made)
+        answer = self._asked(made)
         shows = self.known[made.key] = answer.shows(self.wanted)
         for signature in answer.signatures:
             if not self.wanted.is_same_as(signature):
@@ -143,6 +147,18 @@ class Reducer:
         elif answer.has_passed:
             self.twin = made
         return shows
+
+    def _asked(self, subject: Subject) -> Answer:
+        """Ask; a query that breaks tells nothing, and several in a row break the reduction."""
+        try:
+            answer = self.ask(subject)
+        except Exception as error:
+            self.broken.append(f"{type(error).__name__}: {error}")
+            if len(self.broken) >= PATIENCE:
+                raise Spent from error
+            return Answer()
+        self.broken.clear()
+        return answer
 
     def _require_budget(self) -> None:
         spent = time.monotonic() - self.started

@@ -87,7 +87,7 @@ class Subject:
 
         digest = hashlib.sha256()
         for index, node in enumerate(self.graph.graph.nodes):
-            target = "" if node.op in ("placeholder", "output") else str(node.target)
+            target = "" if node.op in ("placeholder", "output") else _target(node)
             names[node] = f"%{index}"
             digest.update(f"{node.op} {target} {canonical((node.args, node.kwargs))}\n".encode())
         for value in self.inputs:
@@ -132,7 +132,7 @@ def rebuilt(
 
     # what writes, draws or asserts is not needed for its result: it goes when somebody proposes that
     effects = [node.name for node in ordered if _has_effect(node) and node.name not in dropped | other.keys()]
-    returned = [each.name for each in map(found, outputs) if isinstance(each, Name) and each.name not in inputs]
+    returned = [each.name for each in map(found, outputs) if isinstance(each, Name)]
     kept, read_cut = _needed({node.name: node for node in ordered}, [*returned, *effects], inputs, cut, found)
     graph = Graph()
     made: dict[str, Node] = {}
@@ -222,6 +222,12 @@ def _outputs(graph: Graph) -> tuple[str, ...]:
 
 def _provenance(node: Node) -> dict[str, Any]:
     return {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
+
+
+def _target(node: Node) -> str:
+    """Return what a node calls without its address, which is another one in each process."""
+    name = getattr(node.target, "__qualname__", None)
+    return f"{getattr(node.target, '__module__', '')}.{name}" if name else str(node.target)
 
 
 class _Name(str):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 
 CLEAR = 1
 """Orders of magnitude beyond what is allowed from which on nobody would call a divergence near."""
+_DUMPED = re.compile(r"(target|args\[\d+\]|kwargs): ")
 _VOLATILE = (
     (re.compile(r"\b0x[0-9a-fA-F]+"), "…"),
     (re.compile(r"(?<![\w.+~-])(?:[\w.+~-]*/)+"), ""),
@@ -24,11 +26,17 @@ def normalise(message: str) -> str:
 
 
 def essence(message: str) -> str:
-    """Return the line of a message that says what is wrong: a compiler's first error, or what a wrapper passes on."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    found = next((line.partition(" error: ")[2] for line in lines if " error: " in line), None)
-    said = (line for line in lines if not line.endswith("raised:"))
-    return found or next(said, lines[0] if lines else "")
+    """Return what of a message says what is wrong: a compiler's first error, or the first paragraph.
+
+    A wrapper's own line does not count, and neither does the dump of arguments that inductor appends.
+    """
+    lines = [line.strip() for line in message.strip().splitlines()]
+    if errors := [line.partition(" error: ")[2] for line in lines if " error: " in line]:
+        return errors[0]
+    if lines and lines[0].endswith("raised:"):
+        return next(filter(None, lines[1:]), lines[0])
+    said = itertools.takewhile(lambda line: line and not _DUMPED.match(line), lines)
+    return " ".join(said)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +47,8 @@ class Signature:
     stage: str
     type: str
     message: str
+    where: str = ""
+    """File and line of an exception, where they are neither torch's nor torchdelta's."""
     magnitude: int | None = None
     """Of a divergence: how many orders of magnitude it lies beyond what is allowed, as far as that tells."""
 
@@ -46,9 +56,15 @@ class Signature:
         beyond = "" if self.magnitude is None else f", beyond what is allowed by 10^{self.magnitude} or more"
         return f"{self.kind}/{self.stage}/{self.type}{': ' if self.message else ''}{self.message}{beyond}"
 
+    def is_like(self, seen: Signature) -> bool:
+        """Tell whether a part of a program may fail so because the whole fails like that."""
+        same = (self.kind, self.type, self.message) == (seen.kind, seen.type, seen.message)
+        return same and (self.kind != "divergence" or self.stage == seen.stage)
+
     def is_same_as(self, seen: Signature) -> bool:
         """Tell whether another failure is this one; it may be larger, and hardly smaller."""
         same = (self.kind, self.stage, self.type, self.message) == (seen.kind, seen.stage, seen.type, seen.message)
+        same = same and self.where == seen.where
         if not same or self.magnitude is None or seen.magnitude is None:
             return same
         # what was far off must not become what barely is: that is another failure, or none
@@ -70,15 +86,17 @@ class Failure:
     traceback: str = ""
 
     @classmethod
-    def of(cls, error: BaseException, *, stage: str, traceback: str = "") -> Failure:
+    def of(cls, error: BaseException, *, stage: str, traceback: str = "", where: str = "") -> Failure:
         """Describe an exception that the candidate raised in a stage."""
         name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
-        return cls.of_exception(name, str(error), stage=stage, traceback=traceback)
+        return cls.of_exception(name, str(error), stage=stage, traceback=traceback, where=where)
 
     @classmethod
-    def of_exception(cls, name: str, message: str, *, stage: str, traceback: str = "") -> Failure:
+    def of_exception(cls, name: str, message: str, *, stage: str, traceback: str = "", where: str = "") -> Failure:
         """Describe an exception that was raised in another process."""
-        signature = Signature(kind="exception", stage=stage, type=name, message=normalise(message))
+        signature = Signature(
+            kind="exception", stage=stage, type=name, message=normalise(essence(message)), where=where
+        )
         return cls(kind="exception", type=name, message=message, signature=signature, traceback=traceback)
 
     @classmethod

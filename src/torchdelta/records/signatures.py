@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from torchdelta.records.comparison import Comparison
 from torchdelta.records.failure import Signature
@@ -32,6 +33,24 @@ def guilty_of(report: Report) -> tuple[tuple[Signature, str], ...]:
         for seen in sorted(stage.comparisons, key=lambda seen: seen.rank, reverse=True)
         if seen.verdict is Verdict.DIVERGED
     )
+
+
+def showing_only(report: Report, wanted: Signature) -> Report:
+    """Return the report without what differs in another way."""
+    if report.failure is not None:
+        return report
+    stages = tuple(
+        replace(
+            stage,
+            comparisons=tuple(
+                seen
+                for seen in stage.comparisons
+                if seen.verdict is not Verdict.DIVERGED or wanted.is_same_as(_of(seen, stage.name))
+            ),
+        )
+        for stage in report.stages
+    )
+    return replace(report, stages=stages)
 
 
 def _of(seen: Comparison, stage: str) -> Signature:

@@ -15,7 +15,7 @@ from torchdelta.minify.passes import (
     widen,
 )
 
-STRATEGIES = (scatter.propose, widen.propose, bisect.propose)
+STRATEGIES = (widen.propose, scatter.propose, bisect.propose)
 """Great leaps, each made once; what does not end smaller is undone."""
 PASSES = (
     outputs.propose,

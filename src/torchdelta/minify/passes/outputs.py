@@ -15,9 +15,8 @@ def propose(search: Search) -> Proposals:
         return
     # something inside may be enough to return: what only its readers did then goes
     yield from merging([Edit(unreturned=frozenset({name})) for name in returned])
-    for name in search.subject.outputs:
-        node = next(node for node in search.subject.nodes if node.name == name)
-        others = tuple(each for each in search.subject.outputs if each != name)
+    for node in [node for node in search.subject.nodes if node.name in search.subject.outputs]:
+        others = tuple(each for each in search.subject.outputs if each != node.name)
         inner = tuple(source.name for source in node.all_input_nodes if source.op != "placeholder")
         if inner:
             yield Edit(outputs=(*others, *inner))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from torchdelta._torch.nodes import op_name
+from torchdelta._torch.nodes import op_name, short_name
 from torchdelta.minify.edit import Edit, can_be_given
 from torchdelta.minify.oracle import guilty_outputs
 from torchdelta.minify.reducer import Proposals, Search
@@ -60,7 +60,7 @@ def _only(subject: Subject, names: list[str] | tuple[str, ...]) -> Edit:
 def _is_named(search: Search, name: str) -> bool:
     """Tell whether the candidate's own words name the operation."""
     node = next(node for node in search.subject.nodes if node.name == name)
-    word = op_name(node).removeprefix("aten.").partition(".")[0].strip("_")
+    word = short_name(op_name(node))
     return len(word) > 2 and word in search.answer.message
 
 

@@ -1,0 +1,37 @@
+"""Where an exception comes from: the last frame that is neither torch's, nor ours, nor generated."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+import torchdelta
+
+_PLUMBING = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(torchdelta.__file__) + os.sep)
+
+
+def place_of(error: BaseException) -> str:
+    """Return file and line of whoever raised it, or called torch when it was raised; empty where torch did by itself.
+
+    A compiler wraps what it catches: it is the innermost exception that counts, and its frames begin where it was
+    caught.
+    """
+    inner = error
+    while inner.__cause__ is not None:
+        inner = inner.__cause__
+    frames = traceback.extract_tb(inner.__traceback__)
+    own = [frame for frame in frames if _is_written(frame.filename)]
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
+
+
+def _is_written(file: str) -> bool:
+    """Tell whether somebody wrote this file, other than torch and we."""
+    if file.startswith(_PLUMBING) or not os.path.isfile(file):
+        return False
+    # what inductor generates lies in files, too: in folders of its caches, and is nobody's module
+    known = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
+    return "torchinductor" not in file and f"{os.sep}cache{os.sep}" not in file and file in known

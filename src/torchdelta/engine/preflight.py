@@ -1,0 +1,114 @@
+"""Before anything is cut: which graph fails by itself, with which failure, and how often."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from torchdelta.engine.asking import InProcess, Workers
+from torchdelta.errors import NothingToMinify
+from torchdelta.minify.oracle import Answer, Oracle
+from torchdelta.minify.reducer import Progress
+from torchdelta.minify.subject import Subject
+from torchdelta.records.failure import Signature
+
+TRIALS = 8
+"""How often a failure that did not come again is asked for, to tell how often it comes."""
+RARE = 0.2
+"""A failure that comes less often than this cannot be minified by running it again and again."""
+SURE = 0.02
+"""The chance that is taken of losing a failure which comes only now and then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """A graph that fails by itself."""
+
+    subject: Subject
+    answer: Answer
+    wanted: Signature
+
+
+@dataclass(kw_only=True)
+class Preflight:
+    """Finds the graph that fails, among those that a program is made of."""
+
+    ask: Workers | InProcess
+    program: str
+    match: str | None = None
+    """Which of several failures is meant: a regular expression for its signature."""
+    expected: Sequence[Signature] = ()
+    """The failures of the program as a whole: one of them is looked for before any other."""
+    tell: Callable[[Progress], None] = lambda _: None
+    notes: list[str] = field(default_factory=list)
+    rate: float = 1.0
+
+    def choose(self, subjects: Sequence[Subject]) -> Chosen:
+        """Return the first graph that shows what is meant; NothingToMinify where none fails."""
+        case = self.ask.case
+        others: list[tuple[int, Chosen]] = []
+        unmeant: list[Signature] = []
+        # the semantic question takes one more compile, and most failures need it not
+        questions = [False, True] if case.semantic else [False]
+        # what the program showed as a whole and no graph does may come only now and then
+        for is_semantic in [*questions, *questions[-1:] * (TRIALS - 1 if self.expected else 0)]:
+            self.ask.case = replace(case, semantic=is_semantic)
+            for number, subject in enumerate(subjects, 1):
+                self.tell(Progress(nodes=subject.size, queries=0, doing=f"graph {number} of {len(subjects)}"))
+                answer = self.ask(subject)
+                meant = [signature for signature in answer.signatures if self._is_meant(signature)]
+                unmeant += [signature for signature in answer.signatures if signature not in meant]
+                same = [each for each in meant if any(each.is_like(whole) for whole in self.expected)]
+                if same or (meant and not self.expected):
+                    found = Chosen(subject=subject, answer=answer, wanted=(same or meant)[0])
+                    return self._chosen(number, subjects, found)
+                others += [(number, Chosen(subject=subject, answer=answer, wanted=each)) for each in meant]
+            if others and is_semantic == questions[-1]:
+                number, found = others[0]
+                whole = "; ".join(map(str, self.expected))
+                self.notes.append(f"no graph shows by itself what the program does ({whole}): this is what one shows")
+                return self._chosen(number, subjects, found)
+        if unmeant:
+            raise NothingToMinify(f"{self.match!r} matches none of the failures: {'; '.join(map(str, unmeant))}")
+        raise NothingToMinify(
+            f"{self.program}: none of the {len(subjects)} graphs that it is made of fails by itself, so there is "
+            "nothing to make smaller"
+        )
+
+    def _is_meant(self, signature: Signature) -> bool:
+        return self.match is None or re.search(self.match, str(signature)) is not None
+
+    def _chosen(self, number: int, subjects: Sequence[Subject], found: Chosen) -> Chosen:
+        """Ask from now on only what this failure needs."""
+        if len(subjects) > 1:
+            self.notes.append(f"the failure is in graph {number} of {len(subjects)}")
+        is_early = found.wanted.stage in ("forward", "transform")
+        self.ask.case = replace(self.ask.case, stages=("forward",) if is_early else ("forward", "gradients"))
+        return found
+
+    def steady(self, chosen: Chosen) -> Oracle:
+        """Ask once more, in a fresh worker; what fails only now and then is asked about as often as it takes."""
+        ask, subject, wanted = self.ask, chosen.subject, chosen.wanted
+        if ask(subject).shows(wanted):
+            return ask
+        shown = 1 + sum(ask(subject).shows(wanted) for _ in range(TRIALS - 2))
+        self.rate = shown / TRIALS
+        if self.rate < RARE:
+            raise NothingToMinify(
+                f"{wanted}: it came in {shown} of {TRIALS} runs of the same graph on the same inputs, which is too "
+                "rare to tell a smaller graph that does not fail from one that did not fail this time"
+            )
+        times = math.ceil(math.log(SURE) / math.log(1 - self.rate))
+        self.notes.append(f"it fails in {shown} of {TRIALS} runs: each smaller graph was run up to {times} times")
+
+        def ask_again(subject: Subject) -> Answer:
+            answer = ask(subject)
+            for _ in range(times - 1):
+                if answer.shows(wanted):
+                    break
+                answer = ask(subject)
+            return answer
+
+        return ask_again
