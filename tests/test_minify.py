@@ -215,6 +215,23 @@ class TestReducer:
         assert ops(small.graph) == ["view"]
         assert len(small.inputs) == 1
 
+    def test_values_become_plain_where_the_failure_survives_that(self):
+        subject = subject_of(
+            lambda table, rows: torch.relu(table[rows]), torch.randn(4, 2, dtype=torch.float64), torch.tensor([3, 1])
+        )
+        _, small = reduced(subject, lambda asked: {"getitem", "relu"} <= set(ops(asked.graph)))
+
+        assert [value.dtype for value in small.inputs] == [torch.float32, torch.int64]
+        assert small.inputs[1].tolist() == [0, 0]
+        assert small.drawn["rows"] == "torch.zeros((2,), dtype=torch.int64)"
+        assert "randn" in small.drawn["table"]
+
+    def test_values_that_the_failure_needs_stay(self):
+        subject = subject_of(lambda rows: torch.relu(rows), torch.tensor([3, 1]))
+        _, small = reduced(subject, lambda asked: 3 in asked.inputs[0].tolist() and "relu" in ops(asked.graph))
+
+        assert small.inputs[0].tolist() == [3, 1]
+
     def test_stops_when_its_budget_is_spent_and_has_the_best_so_far(self):
         subject = subject_of(lambda x: torch.cos(torch.relu(torch.sin(x)).exp()).tanh(), torch.randn(8, 4))
         reducer, small = reduced(subject, lambda asked: "relu" in ops(asked.graph), budget=Budget(queries=2))

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torchdelta.engine.check import Check
 from torchdelta.engine.isolated import OF_THE_CANDIDATE, TASKS, dead
@@ -46,6 +46,8 @@ class Workers:
     slowest_s: float | None = None
     """Of those that ended by themselves; the first compiles what all others share, and does not count."""
     asked: int = 0
+    is_parallel: ClassVar[bool] = True
+    """Whether something may be asked while something else is."""
 
     @property
     def deadline_s(self) -> float:
@@ -54,23 +56,39 @@ class Workers:
 
     def __call__(self, subject: Subject) -> Answer:
         """Ask about one subject."""
+        return self.begin(subject)()
+
+    def begin(self, subject: Subject) -> Callable[[], Answer]:
+        """Ask about one subject while something else is done; what comes back waits for the answer."""
         # in the pool's own directory, which is swept if this process is killed
-        with tempfile.TemporaryDirectory(prefix="subject-", dir=self.pool.directory) as directory:
-            subject.write(Path(directory))
-            request = {
-                "case": encode(self.case),
-                "settings": dict(self.settings),
-                "imports": list(self.imports),
-                "allow": list(self.allow),
-                "subject": directory,
-            }
-            outcome = self.pool.ask(
-                f"{TASKS}:check_subject", request, deadline_s=self.deadline_s, memory_bytes=self.memory_bytes
-            )
-        self.asked += 1
-        if outcome.answer is not None and self.asked > 1:
-            self.slowest_s = max(self.slowest_s or 0.0, outcome.seconds)
-        return answer_of(outcome, self.case)
+        place = tempfile.TemporaryDirectory(prefix="subject-", dir=self.pool.directory)
+        subject.write(Path(place.name))
+        case = self.case
+        request = {
+            "case": encode(case),
+            "settings": dict(self.settings),
+            "imports": list(self.imports),
+            "allow": list(self.allow),
+            "subject": place.name,
+        }
+        query = self.pool.submit(
+            f"{TASKS}:check_subject", request, deadline_s=self.deadline_s, memory_bytes=self.memory_bytes
+        )
+
+        def wait() -> Answer:
+            try:
+                outcome = query.result()
+            except BaseException:  # a Ctrl-C ends the query, not only the waiting
+                query.cancel()
+                raise
+            finally:
+                place.cleanup()
+            self.asked += 1
+            if outcome.answer is not None and self.asked > 1:
+                self.slowest_s = max(self.slowest_s or 0.0, outcome.seconds)
+            return answer_of(outcome, case)
+
+        return wait
 
 
 @dataclass(kw_only=True)
@@ -79,6 +97,12 @@ class InProcess:
 
     case: Case
     transform: Transform | Callable[..., Any]
+    is_parallel: ClassVar[bool] = False
+
+    def begin(self, subject: Subject) -> Callable[[], Answer]:
+        """Ask now: there is nobody else to do it meanwhile."""
+        answer = self(subject)
+        return lambda: answer
 
     def __call__(self, subject: Subject) -> Answer:
         """Ask about one subject."""

@@ -88,11 +88,9 @@ class Preflight:
         self.ask.case = replace(self.ask.case, stages=("forward",) if is_early else ("forward", "gradients"))
         return found
 
-    def steady(self, chosen: Chosen) -> Oracle:
-        """Ask once more, in a fresh worker; what fails only now and then is asked about as often as it takes."""
+    def patient(self, chosen: Chosen) -> Oracle:
+        """Return who asks about a failure that comes only now and then as often as it takes."""
         ask, subject, wanted = self.ask, chosen.subject, chosen.wanted
-        if ask(subject).shows(wanted):
-            return ask
         shown = 1 + sum(ask(subject).shows(wanted) for _ in range(TRIALS - 2))
         self.rate = shown / TRIALS
         if self.rate < RARE:

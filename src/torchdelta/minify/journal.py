@@ -53,6 +53,13 @@ class Journal:
             if other != place:
                 shutil.rmtree(other, ignore_errors=True)
 
+    def write_twin(self, subject: Subject) -> None:
+        """Write a neighbour of the best that passes."""
+        place = self.directory / "twin"
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        subject.write(place)
+
     def _point_to(self, entry: Entry) -> None:
         unfinished = self.directory / f".{_FILE}"
         unfinished.write_text(json.dumps(encode(entry), allow_nan=False, indent=1) + "\n", encoding="utf-8")

@@ -128,7 +128,12 @@ class Reducer:
 
     def _take(self, edit: Edit, name: str, *, is_leaping: bool) -> bool:
         made = edit.applied_to(self.search.subject)
-        if made is None or made.key in self.known:
+        if made is None:
+            return False
+        if made.key == self.search.subject.key and _measure(made) < _measure(self.search.subject):
+            self.search.subject = made  # the same, told more simply
+            return True
+        if made.key in self.known:
             return False
         if not is_leaping and _measure(made) >= _measure(self.search.subject):
             return False
@@ -183,6 +188,7 @@ def _measure(subject: Subject) -> tuple[float, ...]:
     """Say how simple a subject is: fewer nodes first, then fewer inputs and outputs, then plainer values."""
     held = [value for value in subject.inputs if isinstance(value, torch.Tensor)]
     plain = sum(value.is_contiguous() for value in held)
+    odd = sum(value.is_floating_point() and value.dtype is not torch.float32 for value in held)
     asked = sum(value.requires_grad for value in held)
     return (
         len(subject.nodes),
@@ -190,6 +196,7 @@ def _measure(subject: Subject) -> tuple[float, ...]:
         sum(_numbers(node.args) + _numbers(node.kwargs) for node in subject.nodes),
         sum(value.numel() for value in held),
         len(held) - plain,
+        odd,
         asked,
         len(held) - len(subject.drawn),
     )

@@ -2,6 +2,8 @@
 
 from torchdelta.minify.passes import (
     bisect,
+    constants,
+    dtypes,
     edges,
     effects,
     gradients,
@@ -26,6 +28,8 @@ PASSES = (
     gradients.propose,
     sizes.propose,
     strides.propose,
+    dtypes.propose,
     numbers.propose,
+    constants.propose,
 )
 """Small steps, repeated until none is left."""

@@ -1,0 +1,26 @@
+"""Replace the user's integers and truths by zeros or ones, which a line of code makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from torchdelta.minify.edit import Edit
+from torchdelta.minify.reducer import Proposals, Search, merging
+
+
+def propose(search: Search) -> Proposals:
+    """Propose zeros, then ones, for each input that has no real numbers."""
+    for make in ("zeros", "ones"):
+        yield from merging(list(_made(search, make)))
+
+
+def _made(search: Search, make: str) -> Iterator[Edit]:
+    for name, value in search.subject.named_inputs.items():
+        is_whole = isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
+        if not is_whole or name in search.subject.drawn or not value.is_contiguous():
+            continue
+        made = getattr(torch, make)(value.shape, dtype=value.dtype, device=value.device)
+        text = f"torch.{make}({tuple(value.shape)}, dtype={value.dtype})"
+        yield Edit(inputs={name: made}, drawn={name: text})
