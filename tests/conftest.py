@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import signal
 
 import pytest
 
@@ -11,6 +12,9 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_CACHE / "inductor"))
 os.environ.setdefault("NUMBA_CACHE_DIR", str(_CACHE / "numba"))
 # oneDNN's bf16 matmul dies with SIGILL on some x86 machines
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
+# whoever runs the tests in the background runs them deaf to Ctrl-C, and their children with them
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # the tests themselves run side by side; threads of theirs beside that would only wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

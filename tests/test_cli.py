@@ -394,13 +394,8 @@ class TestWarnings:
 def start(arguments, cwd, **environment):
     """Start the command line in a process of its own."""
     (cwd / "programs.py").write_text(PROGRAMS)
-    # whoever runs the tests in the background runs them deaf to Ctrl-C, and their children with them
-    code = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "import torchdelta.cli; torchdelta.cli.main()"
-    )
     return subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
+        [sys.executable, "-c", "import torchdelta.cli; torchdelta.cli.main()", *arguments],
         cwd=cwd,
         env={**os.environ, **environment},
         stdout=subprocess.PIPE,

@@ -435,7 +435,7 @@ class TestInWorkers:
     def test_whatever_a_pass_does_to_its_process_it_ends_at_the_operation(self, transform, kind, tmp_path):
         program, args = broken.frozen_stack()
         report = td.diagnose(
-            program, args, transform=transform, out=tmp_path, timeout_s=20, memory_bytes=2 << 30, semantic=False
+            program, args, transform=transform, out=tmp_path, timeout_s=12, memory_bytes=1 << 30, semantic=False
         )
 
         assert report.failure.kind == kind
