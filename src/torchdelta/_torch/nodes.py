@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
 # dynamo names a module as its frame reaches it: L['self'].layers[0], or L['fn']._modules['0']
@@ -96,6 +97,21 @@ def writes_to(node: Node) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     is_named = name in _WRITERS or (name.endswith("_") and not name.endswith("__"))
     return is_named or "out" in node.kwargs or node.kwargs.get("inplace") is True
+
+
+def may_write(node: Node) -> frozenset[Node]:
+    """Return what a node reads and may write to."""
+    if not writes_to(node):
+        return frozenset()
+    if not isinstance(node.target, OpOverload):
+        return frozenset(node.all_input_nodes)
+    written = [
+        value
+        for argument in node.target._schema.arguments
+        for value in [arguments(node)[argument.name]]
+        if argument.name.startswith("running_") or (argument.alias_info is not None and argument.alias_info.is_write)
+    ]
+    return frozenset(leaf for leaf in tree_leaves(written) if isinstance(leaf, Node))
 
 
 def has_effect(node: Node) -> bool:

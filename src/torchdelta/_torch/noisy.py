@@ -224,8 +224,9 @@ class Steps:
         key = piece.dtype, piece.device
         if key not in self.pools:
             drawn = torch.randint(0, 4, (2 * _POOL,), generator=self.generator, dtype=torch.int8)
-            step = (drawn == 0).to(piece.dtype) - (drawn == 1).to(piece.dtype)
-            self.pools[key] = (1 + step * self.unit_of(piece)).to(piece.device)
+            # in place: a pool is large beside what lockstep holds
+            step = (drawn == 0).to(piece.dtype).sub_((drawn == 1).to(torch.int8))
+            self.pools[key] = step.mul_(self.unit_of(piece)).add_(1).to(piece.device)
         start = int(torch.randint(0, _POOL, (), generator=self.generator))
         return self.pools[key][start : start + piece.numel()].view(piece.shape)
 

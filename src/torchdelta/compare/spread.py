@@ -97,9 +97,10 @@ def are_masks(truth: torch.Tensor) -> bool:
     """Tell whether values beyond `MASK` are the exception: where they are the rule, they are data."""
     masks = values = 0
     for index in chunked.pieces(truth.shape, _SPAN):
-        size = _wide(truth[index]).abs()
-        masks += int(torch.count_nonzero(size > MASK))
-        values += int(torch.count_nonzero(size))
+        piece = truth[index].detach()
+        piece = torch.view_as_real(piece) if piece.is_complex() else piece
+        masks += int(torch.count_nonzero(piece > MASK)) + int(torch.count_nonzero(piece < -MASK))
+        values += int(torch.count_nonzero(piece))
     return masks * 2 <= values
 
 

@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from torchdelta._torch.nodes import returns_what_it_writes
 from torchdelta.locate.judged import Judged, inherited_from
 from torchdelta.locate.local import LocalJudge
-from torchdelta.locate.regions import Region
+from torchdelta.locate.regions import Region, copied
 from torchdelta.locate.running import Running
 from torchdelta.locate.trial import is_wrong
 
@@ -41,7 +41,7 @@ class LeftBehind:
     def hold(self, writer: Node, ours: Running) -> None:
         """Keep what a writer of the reference read until the candidate has written, too."""
         if writer in ours.last_writer.values():
-            self._read[writer] = ours.before_write[writer]
+            self._read[writer] = copied(ours.before_write[writer])
 
     def judged(self, ours: Running, theirs: Running, culprits: Collection[Node]) -> Iterator[Judged]:
         """Judge every input and attribute that one side wrote to; whoever is a culprit already explains his own."""

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
 from torchdelta._torch import tensors
-from torchdelta._torch.nodes import op_name, writes_to
+from torchdelta._torch.nodes import may_write, op_name, writes_to
 from torchdelta.compare.leaves import leaves_of
 
 Values = Mapping[Node, Any]
@@ -99,11 +99,10 @@ def run_writing(
     read = {
         source: edges[source, node] if (source, node) in edges else values[source] for source in node.all_input_nodes
     }
-    is_writing = writes_to(node)
-    if is_writing:
-        read = copied(read, is_detached=False)
+    if writes_to(node):
+        read = safe_from(node, read, is_detached=False)
     args, kwargs = map_arg((node.args, node.kwargs), read.__getitem__)
-    return call_node(interpreter, node, args, kwargs), read if is_writing else {}
+    return call_node(interpreter, node, args, kwargs), read if writes_to(node) else {}
 
 
 def call_node(interpreter: Interpreter, node: Node, args: Any, kwargs: Any) -> Any:
@@ -113,6 +112,24 @@ def call_node(interpreter: Interpreter, node: Node, args: Any, kwargs: Any) -> A
         predicate, if_true, if_false, operands = (*args, ())[:4]
         return (if_true if bool(predicate) else if_false)(*operands)
     return getattr(interpreter, node.op)(node.target, args, kwargs)
+
+
+def safe_from(writer: Node, read: Values, *, is_detached: bool = True) -> dict[Node, Any]:
+    """Return what a node reads, with copies of what it may write to."""
+    written = may_write(writer)
+    storages = storages_of([read[source] for source in written])
+    exposed = {
+        source: value
+        for source, value in read.items()
+        if source in written or not storages.isdisjoint(storages_of(value))
+    }
+    return {**read, **copied(exposed, is_detached=is_detached)}
+
+
+def storages_of(value: Any) -> set[int]:
+    """Return which memory a value lies in."""
+    held = (value,) if isinstance(value, torch.Tensor) else tensors_of(value)
+    return {key for tensor in held if (key := tensors.storage_key(tensor)) is not None}
 
 
 def copied(value: Any, *, is_detached: bool = True) -> Any:

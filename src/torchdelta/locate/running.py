@@ -10,9 +10,9 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
-from torchdelta._torch import runtime, tensors
-from torchdelta._torch.nodes import writes_to
-from torchdelta.locate.regions import call_node, copied, tensors_of
+from torchdelta._torch import runtime
+from torchdelta._torch.nodes import may_write, writes_to
+from torchdelta.locate.regions import call_node, copied, safe_from, storages_of
 from torchdelta.locate.writes import changed, has_writers, written_directly
 
 
@@ -113,35 +113,32 @@ class Running:
     def _prepare_write(self, node: Node) -> None:
         """Keep copies of what is about to be written to, for who needs it as it was."""
         read = {source: self.live[source] for source in node.all_input_nodes}
-        self.before_write[node] = before = copied(read)
-        storages = _storages(tuple(read.values()))
+        storages = storages_of([read[source] for source in may_write(node)])
+        for held in self.before_write.values():
+            exposed = {each: value for each, value in held.items() if not storages.isdisjoint(storages_of(value))}
+            held |= copied(exposed)
+        self.before_write[node] = before = safe_from(node, read)
         for other, value in self.kept.items():
             is_wanted = self.awaited[other] > 0 or (other in self._as_computed and other not in self.touched)
-            if is_wanted and not storages.isdisjoint(_storages(value)):
+            if is_wanted and not storages.isdisjoint(storages_of(value)):
                 self.kept[other] = before[other] if other in before else copied(value)
         for given, value in (self.state or {}).items():
-            if given not in self.initial and not storages.isdisjoint(_storages(value)):
+            if given not in self.initial and not storages.isdisjoint(storages_of(value)):
                 self.initial[given] = before[given] if given in before else copied(value)
 
     def _note_write(self, node: Node) -> None:
         before = self.before_write[node]
         now = changed(before, {source: self.live[source] for source in before})
-        storages = _storages(tuple(now.values()))
+        storages = storages_of(tuple(now.values()))
         self.after_write[node] = copied(now)
         for other, value in self.live.items():
-            if not storages.isdisjoint(_storages(value)):
+            if not storages.isdisjoint(storages_of(value)):
                 self.touched.setdefault(other, node)
         for given in list(self.initial):
-            if not storages.isdisjoint(_storages((self.state or {})[given])):
+            if not storages.isdisjoint(storages_of((self.state or {})[given])):
                 self.last_writer[given] = node
             elif given not in self.last_writer:
                 del self.initial[given]
-
-
-def _storages(value: Any) -> set[int]:
-    held = (value,) if isinstance(value, torch.Tensor) else tensors_of(value)
-    found = (tensors.storage_key(tensor) for tensor in held)
-    return {key for key in found if key is not None}
 
 
 def readers_within(module: GraphModule) -> Counter[Node]:
