@@ -8,7 +8,9 @@ import torch
 from torch.fx import Graph, GraphModule, symbolic_trace
 
 import torchdelta as td
+from torchdelta._torch.nodes import may_write
 from torchdelta.locate.local import LocalJudge
+from torchdelta.locate.running import Running, readers_within
 from torchdelta.locate.side_by_side import compare_graphs
 from torchdelta.records.verdict import Verdict
 
@@ -537,3 +539,48 @@ class TestWrittenValues:
         compared(module, copy.deepcopy(module), torch.randn(8))
 
         assert module.code == code
+
+
+def graph_with(build):
+    graph = Graph()
+    node = build(graph)
+    graph.output(node)
+    return node
+
+
+def test_a_norm_writes_to_its_statistics_and_not_to_what_it_normalises():
+    def build(graph):
+        x, weight, bias, mean, variance = (graph.placeholder(name) for name in ("x", "w", "b", "mean", "variance"))
+        return graph.call_function(aten.batch_norm.default, (x, weight, bias, mean, variance, True, 0.1, 1e-5, False))
+
+    assert {node.name for node in may_write(graph_with(build))} == {"mean", "variance"}
+
+
+def test_an_operator_writes_to_what_its_schema_says_and_a_method_perhaps_to_all_it_reads():
+    def build(graph, make):
+        return make(graph, graph.placeholder("x"), graph.placeholder("y"))
+
+    operator_node = graph_with(lambda graph: build(graph, lambda g, x, y: g.call_function(aten.add_.Tensor, (x, y))))
+    pure = graph_with(lambda graph: build(graph, lambda g, x, y: g.call_function(aten.add.Tensor, (x, y))))
+    method = graph_with(lambda graph: build(graph, lambda g, x, y: g.call_method("add_", (x, y))))
+
+    assert [node.name for node in may_write(operator_node)] == ["x"]
+    assert not may_write(pure)
+    assert {node.name for node in may_write(method)} == {"x", "y"}
+
+
+def test_what_a_writer_read_is_still_as_it_was_when_another_wrote_to_it():
+    def program(x, total):
+        read = x * 2
+        aten.add_.Tensor(total, read)
+        aten.mul_.Tensor(read, 3)
+        return total + read
+
+    module = traced(program)
+    running = Running(module, (torch.ones(3), torch.zeros(3)), readers_within(module))
+    writers = [node for node in module.graph.nodes if node.target in (aten.add_.Tensor, aten.mul_.Tensor)]
+    running.advance_to(writers[-1])
+
+    held = {source.name: value for source, value in running.before_write[writers[0]].items()}
+    assert torch.equal(held["mul"], torch.full((3,), 2.0))
+    assert torch.equal(held["total"], torch.zeros(3))
