@@ -15,10 +15,11 @@ from torch.fx import symbolic_trace
 import torchdelta as td
 from programs import broken
 from torchdelta import Verdict
+from torchdelta.engine import asking
 from torchdelta.minify.edit import Edit, merged
 from torchdelta.minify.oracle import Answer
 from torchdelta.minify.passes import PASSES, STRATEGIES
-from torchdelta.minify.reducer import Budget, Reducer
+from torchdelta.minify.reducer import Budget, Reducer, Wavering
 from torchdelta.minify.subject import Name, Subject
 from torchdelta.records.failure import Signature
 
@@ -240,17 +241,37 @@ class TestReducer:
         assert not reducer.is_minimal
         assert small.size < subject.size
 
-    def test_asks_nothing_twice(self):
-        asked_before = set()
+    def test_asks_nothing_twice_but_once_whether_the_failure_comes_again(self):
+        asked = []
 
-        def fails(asked):
-            assert asked.key not in asked_before
-            asked_before.add(asked.key)
-            return "relu" in ops(asked.graph)
+        def fails(subject):
+            asked.append(subject.key)
+            return "relu" in ops(subject.graph)
 
         reduced(subject_of(lambda x: torch.cos(torch.relu(torch.sin(x)).exp()).tanh(), torch.randn(8, 4)), fails)
 
-        assert asked_before
+        assert len(asked) == len(set(asked)) + 1
+
+    def test_what_does_not_come_again_is_not_followed_in_small_steps(self):
+        shown = iter([True])
+
+        with pytest.raises(Wavering):
+            reduced(
+                subject_of(lambda x: torch.relu(x).exp().tanh().cos(), torch.randn(8, 4)), lambda _: next(shown, False)
+            )
+
+    def test_a_query_that_breaks_says_nothing_about_whether_the_failure_comes_again(self):
+        asked = []
+
+        def fails(subject):
+            asked.append(subject.key)
+            if len(asked) > len(set(asked)):
+                raise OSError("no worker")
+            return "relu" in ops(subject.graph)
+
+        _, small = reduced(subject_of(lambda x: torch.relu(x.sin()).exp(), torch.randn(8, 4)), fails)
+
+        assert ops(small.graph) == ["relu"]
 
 
 def minified(factory, transform, **options):
@@ -432,7 +453,8 @@ class TestInWorkers:
             (broken.relu_exits, "exit"),
         ],
     )
-    def test_whatever_a_pass_does_to_its_process_it_ends_at_the_operation(self, transform, kind, tmp_path):
+    def test_whatever_a_pass_does_to_its_process_it_ends_at_the_operation(self, transform, kind, tmp_path, monkeypatch):
+        monkeypatch.setattr(asking, "LEAST_S", 2.0)
         program, args = broken.frozen_stack()
         report = td.diagnose(
             program, args, transform=transform, out=tmp_path, timeout_s=12, memory_bytes=1 << 30, semantic=False

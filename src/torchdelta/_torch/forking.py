@@ -26,16 +26,19 @@ def headers_directory() -> Path:
     return Path(torch._inductor.codecache._HEADER_DIR)
 
 
-def warm_up(directory: Path, backend: str) -> None:
+def warm_up(backend: str) -> None:
     """Compile something small, so that those forked afterwards find headers, patterns and probed instructions ready.
 
     It has too few elements for a second thread. The backward is left out: the autograd engine must not see a fork.
+    The cache is the user's own, where the instructions may have been probed before; a graph that was found there would
+    warm nothing. What every key of a cache starts with is a hash over all of torch.
     """
     # a progress bar would start a thread, and nobody forks beside one
     torch.hub.tqdm.monitor_interval = 0  # type: ignore[attr-defined]
     compile_alone()
-    use_private_cache(directory)
-    torch.compile(_small, backend=backend)(torch.zeros(8, requires_grad=True))
+    torch._inductor.codecache.torch_key()
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        torch.compile(_small, backend=backend)(torch.zeros(8, requires_grad=True))
     torch._dynamo.reset()
     counters.clear()
 

@@ -37,7 +37,7 @@ _UNITS = {"": 1, "b": 1} | {
 }
 
 
-def read_case(
+def read_words(
     option: Options = None,
     stages: Stages = None,
     policy: Policy = "noise",
@@ -76,21 +76,28 @@ def read_case(
     }
 
 
-def taking_a_case(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of `read_case`, whose answer becomes its argument `case`."""
-    own = inspect.signature(command, eval_str=True).parameters
-    shared = inspect.signature(read_case, eval_str=True).parameters
+Command = Callable[..., None]
 
-    @functools.wraps(command)
-    def run(**typed: Any) -> None:
-        case = read_case(**{name: typed.pop(name) for name in shared})
-        command(**typed, case=case)
 
-    # the options stand where the argument stood, so that they do in --help too
-    parameters = [each for name in own for each in (shared.values() if name == "case" else (own[name],))]
-    signature = inspect.Signature([each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters])
-    run.__signature__ = signature  # type: ignore[attr-defined]
-    return run
+def taking(**readers: Callable[..., dict[str, Any]]) -> Callable[[Command], Command]:
+    """Give a command the options of each reader, whose answer becomes its argument of that name."""
+    shared = {name: inspect.signature(read, eval_str=True).parameters for name, read in readers.items()}
+
+    def decorate(command: Command) -> Command:
+        own = inspect.signature(command, eval_str=True).parameters
+
+        @functools.wraps(command)
+        def run(**typed: Any) -> None:
+            read = {name: readers[name](**{each: typed.pop(each) for each in shared[name]}) for name in readers}
+            command(**typed, **read)
+
+        # the options stand where the argument stood, so that they do in --help too
+        parameters = [each for name in own for each in (shared[name].values() if name in shared else (own[name],))]
+        signature = inspect.Signature([each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters])
+        run.__signature__ = signature  # type: ignore[attr-defined]
+        return run
+
+    return decorate
 
 
 @contextmanager

@@ -15,9 +15,10 @@ from torchdelta.cli.arguments import (
     Transform,
     needing_torch,
     read_bytes,
+    read_words,
     require_torch,
     running,
-    taking_a_case,
+    taking,
     tell_of_warnings,
 )
 from torchdelta.cli.exits import EXIT_OF
@@ -30,7 +31,7 @@ from torchdelta.records.report import Report
 from torchdelta.report.terminal import print_report
 
 
-@taking_a_case
+@taking(case=read_words)
 def command(
     program: Program,
     transform: Transform,

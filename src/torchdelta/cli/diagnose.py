@@ -11,36 +11,24 @@ from torchdelta.cli.arguments import (
     Program,
     Transform,
     needing_torch,
-    read_bytes,
+    read_words,
+    require_torch,
     running,
-    taking_a_case,
+    taking,
 )
 from torchdelta.cli.exits import EXIT_OF
-from torchdelta.cli.reduction import (
-    Match,
-    Memory,
-    NoData,
-    OutDirectory,
-    Queries,
-    Seconds,
-    Timeout,
-    WithIssue,
-    require_directory,
-)
+from torchdelta.cli.reduction import NoData, OutDirectory, WithIssue, read_limits, require_directory
+from torchdelta.engine.isolated import pool_for
 from torchdelta.report.terminal import print_report
 
 
-@taking_a_case
+@taking(case=read_words, limits=read_limits)
 def command(
     program: Program,
     transform: Transform,
     out: OutDirectory,
     case: dict[str, Any],
-    match: Match = None,
-    timeout: Timeout = 600.0,
-    queries: Queries = None,
-    seconds: Seconds = None,
-    memory: Memory = None,
+    limits: dict[str, Any],
     no_data: NoData = False,
     issue: WithIssue = False,
     every: Annotated[bool, typer.Option("--all", help="Minify each group of failures, not only the first.")] = False,
@@ -49,22 +37,21 @@ def command(
 ) -> None:
     """Does it still compute the same thing, where does it go wrong first, and what is the smallest script?"""
     require_directory(out)
-    with running(transform, None, verbose=verbose) as progress:
+    require_torch("a diagnosis")
+    # workers get ready while this process imports torch and loads the program
+    with running(transform, None, verbose=verbose) as progress, pool_for(transform) as workers:
         with needing_torch("a diagnosis"):
             from torchdelta.engine.api import diagnose
         report = diagnose(
             program,
             transform=transform,
             out=out,
-            timeout_s=timeout,
-            memory_bytes=read_bytes(memory) if memory is not None else None,
-            queries=queries,
-            seconds=seconds,
-            match=match,
             data=not no_data,
             issue=issue,
             every=every,
             progress=progress,
+            workers=workers,
+            **limits,
             **case,
         )
     print_report(report, verbose=verbose)

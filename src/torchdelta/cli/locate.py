@@ -15,8 +15,9 @@ from torchdelta.cli.arguments import (
     needing_torch,
     read_bytes,
     read_mapping,
+    read_words,
     running,
-    taking_a_case,
+    taking,
 )
 from torchdelta.cli.exits import EXIT_OF
 from torchdelta.errors import UsageError
@@ -25,7 +26,7 @@ from torchdelta.report.location import print_location
 from torchdelta.report.sensitivity import print_sensitivity
 
 
-@taking_a_case
+@taking(case=read_words)
 def command(
     program: Program,
     transform: Transform,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -12,45 +12,35 @@ from torchdelta.cli.arguments import (
     Program,
     Transform,
     needing_torch,
-    read_bytes,
+    read_words,
+    require_torch,
     running,
-    taking_a_case,
+    taking,
 )
 from torchdelta.cli.exits import EXIT_OF
-from torchdelta.cli.reduction import (
-    Match,
-    Memory,
-    NoData,
-    OutDirectory,
-    Queries,
-    Seconds,
-    Timeout,
-    WithIssue,
-    require_directory,
-)
+from torchdelta.cli.reduction import NoData, OutDirectory, Resume, WithIssue, read_limits, require_directory
+from torchdelta.engine.isolated import pool_for
 from torchdelta.records.codec import write_report
 from torchdelta.report.terminal import print_report
 
 
-@taking_a_case
+@taking(case=read_words, limits=read_limits)
 def command(
     program: Program,
     transform: Transform,
     out: OutDirectory,
     case: dict[str, Any],
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with what is in the directory.")] = False,
-    match: Match = None,
-    timeout: Timeout = 600.0,
-    queries: Queries = None,
-    seconds: Seconds = None,
-    memory: Memory = None,
+    limits: dict[str, Any],
+    resume: Resume = False,
     no_data: NoData = False,
     issue: WithIssue = False,
     debug: Debug = False,  # noqa: ARG001 — read in main
 ) -> None:
     """What is the smallest graph that still shows it?"""
     require_directory(out)
-    with running(transform, None, verbose=False) as progress:
+    require_torch("minifying")
+    # workers get ready while this process imports torch and loads the program
+    with running(transform, None, verbose=False) as progress, pool_for(transform) as workers:
         with needing_torch("minifying"):
             from torchdelta.engine.api import minify
         small = minify(
@@ -58,12 +48,9 @@ def command(
             transform=transform,
             out=out / "minify",
             resume=resume,
-            timeout_s=timeout,
-            memory_bytes=read_bytes(memory) if memory is not None else None,
-            queries=queries,
-            seconds=seconds,
-            match=match,
             progress=lambda told: progress(f"{told.nodes} nodes, {told.queries} queries, {told.doing}"),
+            workers=workers,
+            **limits,
             **case,
         )
         path = out / "repro.py"

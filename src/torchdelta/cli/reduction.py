@@ -1,23 +1,40 @@
-"""Options of the commands that make a failure small."""
+"""What the commands that make a failure small have in common."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from torchdelta.cli.arguments import read_bytes
 from torchdelta.errors import UsageError
 
 OutDirectory = Annotated[Path, typer.Option("--out", "-o", help="The directory for everything that is found.")]
 Memory = Annotated[str | None, typer.Option(help="What a worker may hold: 2GB, 512MiB, …")]
 NoData = Annotated[bool, typer.Option("--no-data", help="Random numbers stand for weights and data in the script.")]
-Timeout = Annotated[float, typer.Option("--timeout", help="Seconds that the first query may take.")]
-Queries = Annotated[int | None, typer.Option(help="At most so many queries.")]
-Seconds = Annotated[float | None, typer.Option(help="At most so long.")]
-Match = Annotated[str | None, typer.Option(help="A regular expression: of several failures, the one that is meant.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with what is in the directory.")]
 WithIssue = Annotated[bool, typer.Option("--issue", help="Write the text of an issue beside the script.")]
+
+
+def read_limits(
+    match: Annotated[
+        str | None, typer.Option(help="A regular expression: of several failures, the one that is meant.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds that the first query may take.")] = 600.0,
+    queries: Annotated[int | None, typer.Option(help="At most so many queries.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="At most so long.")] = None,
+    memory: Memory = None,
+) -> dict[str, Any]:
+    """Return what `minify` and `diagnose` of the engine are told about which failure, and at what cost."""
+    return {
+        "match": match,
+        "timeout_s": timeout,
+        "queries": queries,
+        "seconds": seconds,
+        "memory_bytes": read_bytes(memory) if memory is not None else None,
+    }
 
 
 def require_directory(path: Path) -> None:

@@ -25,6 +25,7 @@ from torchdelta.engine.thorough import ask_locally
 from torchdelta.errors import UsageError
 from torchdelta.execute.optimizers import OptimizerFactory
 from torchdelta.execute.stages import Loss
+from torchdelta.isolate.pool import Pool
 from torchdelta.locate.capture import capture, read_capture
 from torchdelta.locate.compare_captures import compare_captures
 from torchdelta.locate.handles import assign_handles, handles_of
@@ -169,6 +170,7 @@ def minify(
     seconds: float | None = None,
     match: str | None = None,
     progress: Callable[[Reducing], None] = lambda _: None,
+    workers: Pool | None = None,
     **options: Any,
 ) -> Minified:
     """Find the smallest graph that fails as the program does, each query in a process of its own.
@@ -176,6 +178,7 @@ def minify(
     Takes what `check` takes. The best so far is kept in the directory `out`, from which `resume` goes on. The first
     query may take `timeout_s`; `queries` and `seconds` bound the whole. Of several failures, `match` is a regular
     expression for the one that is meant. NothingToMinify is raised where no graph of the program fails by itself.
+    `workers` are some that got ready while the program was loaded.
     """
     transform = options.get("transform")
     minifying = Minifying(
@@ -189,6 +192,7 @@ def minify(
         is_resumed=resume,
         is_isolated=isolated,
         imports=module_of(program),
+        pool=workers,
         tell=progress,
     )
     return minifying.run()
@@ -209,13 +213,14 @@ def diagnose(
     issue: bool = False,
     every: bool = False,
     progress: Progress = lambda _: None,
+    workers: Pool | None = None,
     **options: Any,
 ) -> Report:
     """Check, locate, minify and write a script: the whole way from a failing program to one small file.
 
     Takes what `check` takes. The directory `out` gets `report.json` and `repro.py`, with `issue` also the text of an
     issue. Each step's result is kept if a later one fails. `every` minifies each group of failures and not only the
-    first; without `data`, random numbers stand for the user's in the script.
+    first; without `data`, random numbers stand for the user's in the script. `workers` are as for `minify`.
     """
     diagnosing = Diagnosing(
         program=program,
@@ -231,6 +236,7 @@ def diagnose(
         with_issue=issue,
         does_all=every,
         progress=progress,
+        workers=workers,
     )
     return diagnosing.run()
 

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from torchdelta.engine.check import Check
 from torchdelta.engine.isolated import OF_THE_CANDIDATE, TASKS, dead
@@ -46,8 +46,6 @@ class Workers:
     slowest_s: float | None = None
     """Of those that ended by themselves; the first compiles what all others share, and does not count."""
     asked: int = 0
-    is_parallel: ClassVar[bool] = True
-    """Whether something may be asked while something else is."""
 
     @property
     def deadline_s(self) -> float:
@@ -58,12 +56,12 @@ class Workers:
         """Ask about one subject."""
         return self.begin(subject)()
 
-    def begin(self, subject: Subject) -> Callable[[], Answer]:
+    def begin(self, subject: Subject, case: Case | None = None) -> Callable[[], Answer]:
         """Ask about one subject while something else is done; what comes back waits for the answer."""
         # in the pool's own directory, which is swept if this process is killed
         place = tempfile.TemporaryDirectory(prefix="subject-", dir=self.pool.directory)
         subject.write(Path(place.name))
-        case = self.case
+        case = case or self.case
         request = {
             "case": encode(case),
             "settings": dict(self.settings),
@@ -97,12 +95,6 @@ class InProcess:
 
     case: Case
     transform: Transform | Callable[..., Any]
-    is_parallel: ClassVar[bool] = False
-
-    def begin(self, subject: Subject) -> Callable[[], Answer]:
-        """Ask now: there is nobody else to do it meanwhile."""
-        answer = self(subject)
-        return lambda: answer
 
     def __call__(self, subject: Subject) -> Answer:
         """Ask about one subject."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ from typing import Any
 from torchdelta._torch import settings
 from torchdelta.engine.asking import plain_settings, spec_of
 from torchdelta.engine.check import Check
-from torchdelta.engine.isolated import check_isolated, locate_isolated
+from torchdelta.engine.isolated import check_isolated, locate_isolated, pool_for
 from torchdelta.engine.locate import Locating
 from torchdelta.engine.minified import Minified
-from torchdelta.engine.minify import TIMEOUT_S, Minifying, ready_pool
+from torchdelta.engine.minify import TIMEOUT_S, Minifying
 from torchdelta.engine.prepare import prepare
 from torchdelta.errors import EnvironmentUnfit, NothingToMinify, ReproUnwritable, TorchDeltaError, UsageError
+from torchdelta.isolate.pool import Pool
 from torchdelta.minify.reducer import Budget, Progress
 from torchdelta.records.codec import write_report
 from torchdelta.records.location import Location
@@ -46,6 +48,8 @@ class Diagnosing:
     does_all: bool = False
     """Whether every group of failures gets a script, and not only the first."""
     progress: Callable[[str], None] = lambda _: None
+    workers: Pool | None = None
+    """Workers that are there already."""
     notes: list[str] = field(default_factory=list)
     found: Report | None = None
     """What the check said."""
@@ -54,8 +58,10 @@ class Diagnosing:
     def run(self) -> Report:
         """Diagnose; what is the user's or the machine's fault is raised, everything else is on the report."""
         self.out.mkdir(parents=True, exist_ok=True)
-        self.check = self._prepared()
-        with ready_pool(self.check) as self.pool:
+        transform = self.words.get("transform")
+        begun = nullcontext(self.workers) if self.workers is not None else pool_for(spec_of(transform))
+        with begun as self.pool:
+            self.check = self._prepared()
             return self._diagnosed()
 
     def _diagnosed(self) -> Report:

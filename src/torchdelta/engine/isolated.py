@@ -39,6 +39,11 @@ class Checked:
     warnings: tuple[str, ...] = ()
 
 
+def pool_for(transform: str | None) -> Pool:
+    """Return workers that have everything imported, and compiled something where compiling is what they will do."""
+    return Pool(workers=2, preload=(f"{TASKS}:get_ready",), warm="inductor" if transform == "inductor" else "eager")
+
+
 def check_isolated(
     program: str,
     words: Mapping[str, Any],

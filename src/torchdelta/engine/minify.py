@@ -14,7 +14,7 @@ from torchdelta._torch import runtime, settings
 from torchdelta._torch.nodes import op_name, short_name
 from torchdelta.engine.asking import InProcess, Workers, plain_settings, spec_of
 from torchdelta.engine.check import Check
-from torchdelta.engine.isolated import TASKS
+from torchdelta.engine.isolated import pool_for
 from torchdelta.engine.minified import Minified
 from torchdelta.engine.preflight import Chosen, Preflight
 from torchdelta.engine.subjects import nodes_of, subjects_of
@@ -22,12 +22,11 @@ from torchdelta.errors import NothingToMinify, ProgramError, UsageError
 from torchdelta.isolate.pool import Pool
 from torchdelta.minify.journal import Entry, Journal
 from torchdelta.minify.oracle import Answer, Oracle
-from torchdelta.minify.passes import PASSES, STRATEGIES
-from torchdelta.minify.reducer import Budget, Progress, Reducer
+from torchdelta.minify.passes import PASSES, STRATEGIES, scatter
+from torchdelta.minify.reducer import Budget, Progress, Reducer, Wavering
 from torchdelta.minify.subject import Subject
 from torchdelta.records.failure import Signature
 from torchdelta.records.report import Culprit, Reduction, Report
-from torchdelta.transforms.compiler import Compiler
 
 TIMEOUT_S = 600.0
 """How long the first query may take."""
@@ -59,6 +58,8 @@ class Minifying:
     tell: Callable[[Progress], None] = lambda _: None
     notes: list[str] = field(default_factory=list)
     rate: float = 1.0
+    foreseen: dict[str, Callable[[], Answer]] = field(default_factory=dict)
+    """Queries under way before anybody needs their answers, by the keys of their subjects."""
 
     def run(self) -> Minified:
         """Minify; NothingToMinify where no graph of the program shows a failure."""
@@ -76,17 +77,31 @@ class Minifying:
                 tell=self.tell,
                 notes=self.notes,
             )
+            if isinstance(ask, Workers) and len(subjects) == 1 and self.culprit is None and entry is None:
+                self._foresee(subjects[0], ask)
             chosen = preflight.choose(subjects)
             if entry is not None and not entry.wanted.is_same_as(chosen.wanted):
                 raise NothingToMinify(f"what was reduced so far does not show {entry.wanted} any more")
-            # a failure has to come again in a second worker, which is asked while the reduction begins
-            second = ask.begin(chosen.subject)
-            small = self._reduced(chosen, ask, entry) if ask.is_parallel else None
-            if second().shows(chosen.wanted):
-                return small or self._reduced(chosen, ask, entry)
-            oracle = preflight.patient(chosen)
-            self.rate = preflight.rate
-            return self._reduced(chosen, oracle, entry)
+            try:
+                return self._reduced(chosen, self._foreseeing(ask), entry)
+            except Wavering:
+                oracle = preflight.patient(chosen)
+                self.rate = preflight.rate
+                return self._reduced(chosen, oracle, entry)
+
+    def _foresee(self, subject: Subject, ask: Workers) -> None:
+        """Ask what the reduction will most likely ask first, while nobody knows yet how the subject fails."""
+        edit = scatter.first_guess(subject)
+        made = edit.applied_to(subject) if edit is not None else None
+        if made is not None:
+            self.foreseen[made.key] = ask.begin(made, replace(ask.case, semantic=False))
+
+    def _foreseeing(self, ask: Oracle) -> Oracle:
+        def answer(subject: Subject) -> Answer:
+            begun = self.foreseen.pop(subject.key, None)
+            return begun() if begun is not None else ask(subject)
+
+        return answer
 
     def died(self) -> Report | None:
         """Return the report of a graph whose candidate ends its process, before anybody runs it in this one."""
@@ -113,7 +128,7 @@ class Minifying:
         place = spec.rpartition(":")[0]
         # what a graph calls of the user's own is defined where its program or its transform is
         imports = [*self.imports, *([place] if place.endswith(".py") else [])]
-        with nullcontext(self.pool) if self.pool is not None else ready_pool(self.check) as pool:
+        with nullcontext(self.pool) if self.pool is not None else pool_for(spec) as pool:
             yield Workers(
                 pool=pool,
                 case=replace(self.check.case, transform=spec, program="subject"),
@@ -125,7 +140,7 @@ class Minifying:
 
     def _reduced(self, chosen: Chosen, ask: Oracle, entry: Entry | None) -> Minified:
         subject, before = chosen.subject, entry.nodes_before if entry is not None else chosen.subject.size
-        reducer = Reducer(ask=ask, wanted=chosen.wanted, budget=self.budget, tell=self.tell)
+        reducer = Reducer(ask=ask, wanted=chosen.wanted, budget=self.budget, tell=self.tell, is_patient=self.rate < 1.0)
         if entry is not None:
             reducer.known.update(entry.known)
             reducer.queries = entry.queries
@@ -153,7 +168,7 @@ class Minifying:
             reduction=Reduction(
                 nodes_before=before,
                 nodes_after=small.size,
-                queries=reducer.queries + (0 if entry is not None else 2),
+                queries=reducer.queries + (0 if entry is not None else 1 + len(self.foreseen)),
                 seconds=spent + time.monotonic() - self.started,
             ),
             is_minimal=reducer.is_minimal,
@@ -192,11 +207,3 @@ class Minifying:
 
 def _calls(subject: Subject) -> str:
     return ", ".join(short_name(op_name(node)) for node in subject.nodes)
-
-
-def ready_pool(check: Check) -> Pool:
-    """Return workers that have everything imported, and compiled something where compiling is what they will do."""
-    transform = check.transform
-    is_inductor = isinstance(transform, Compiler) and transform.is_inductor
-    warm = "inductor" if is_inductor else "eager" if transform.is_compiler else ""
-    return Pool(workers=2, preload=(TASKS,), warm=warm)

@@ -63,7 +63,8 @@ class Pool:
     """Workers for tasks that may crash, hang, eat memory or print without end; each task has one for itself.
 
     A task is named `package.module:function`; the function gets the request and a `Place`, and returns a dict. Both
-    are plain JSON. Workers find the modules of `preload` imported, and the backend `warm` has compiled before.
+    are plain JSON. Workers find the modules of `preload` imported, its `package.module:function` called, and
+    the backend `warm` has compiled before.
     """
 
     def __init__(

@@ -46,9 +46,12 @@ def work(order: Order) -> NoReturn:
 
 
 def import_all(names: list[str]) -> None:
-    """Import modules before the first query needs them."""
+    """Import modules before the first query needs them, and call what is named behind a colon."""
     for name in names:
-        importlib.import_module(name)
+        if ":" in name:
+            _function(name)()
+        else:
+            importlib.import_module(name)
 
 
 def _answer(asked: Message, place: Place, order: Order) -> Message:
@@ -66,12 +69,12 @@ def _answer(asked: Message, place: Place, order: Order) -> Message:
         return answer
 
 
-def _function(task: str) -> Callable[[Message, Place], Any]:
+def _function(task: str) -> Callable[..., Any]:
     module, _, name = task.partition(":")
     found: Any = importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part)
-    function: Callable[[Message, Place], Any] = found
+    function: Callable[..., Any] = found
     return function
 
 

@@ -15,7 +15,6 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torchdelta.isolate import groups, lifeline, worker
@@ -65,7 +64,7 @@ class _Zygote:
         if greeting["warm"]:
             from torchdelta._torch import forking
 
-            forking.warm_up(Path(greeting["cache"]), greeting["warm"])
+            forking.warm_up(greeting["warm"])
         # collected now and never looked at again: pages that nobody writes to stay shared after a fork
         gc.collect()
         gc.freeze()

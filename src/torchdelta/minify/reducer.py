@@ -46,6 +46,10 @@ class Spent(Exception):
     """The budget is used up."""
 
 
+class Wavering(Exception):
+    """What showed the failure once does not show it again."""
+
+
 @dataclass(kw_only=True)
 class Search:
     """What a pass may look at: the best subject so far, what it showed, and where the failure is said to be."""
@@ -66,6 +70,8 @@ class Reducer:
     ask: Oracle
     wanted: Signature
     budget: Budget = field(default_factory=Budget)
+    is_patient: bool = False
+    """Whether it is known that the failure comes only now and then, and asked for as often as it takes."""
     keep: Kept = lambda _, __: None
     """Told of each subject that is the best so far."""
     tell: Callable[[Progress], None] = lambda _: None
@@ -90,12 +96,17 @@ class Reducer:
         passes: Sequence[Pass],
         culprits: Sequence[str] = (),
     ) -> Subject:
-        """Reduce: strategies make great leaps once, passes small steps until none is left."""
+        """Reduce: strategies make great leaps once, passes small steps until none is left.
+
+        In between the failure has to come again: to ask for it is cheap by then, and what comes only now and then must
+        not be followed in small steps. Wavering where it does not.
+        """
         self.search = Search(subject=subject, answer=answer, wanted=self.wanted, culprits=tuple(culprits))
         self.known[subject.key] = True
         try:
             for strategy in strategies:
                 self._leap(strategy)
+            self._ask_again()
             while not self.is_minimal:
                 before = self.search.subject
                 for each in passes:
@@ -104,6 +115,14 @@ class Reducer:
         except Spent:
             pass
         return self.search.subject
+
+    def _ask_again(self) -> None:
+        if not self.is_patient:
+            self._require_budget()
+            self.queries += 1
+            is_shown = self._asked(self.search.subject).shows(self.wanted)
+            if not is_shown and not self.broken:
+                raise Wavering
 
     def _leap(self, strategy: Pass) -> None:
         """Follow a strategy, which may make a subject larger on its way, and come back when it did not end smaller."""

@@ -44,6 +44,8 @@ def confirm(path: Path, *, deadline_s: float) -> Confirmed:
             stderr=subprocess.STDOUT,
             cwd=Path(path).resolve().parent,
             start_new_session=True,
+            # inductor's helper processes take longer to start than one small graph takes to compile
+            env={"TORCHINDUCTOR_COMPILE_THREADS": "1", **os.environ},
         )
         status: int | None = None
         try:

@@ -23,15 +23,25 @@ def propose(search: Search) -> Proposals:
     subject = search.subject
     if len(subject.nodes) <= ENOUGH:
         return
-    everything = [name for name in subject.values if _is_computed_tensor(subject, name)]
-    cut = frozenset(node.name for node in subject.nodes if can_be_given(subject.values[node.name]))
-    kinds = _one_of_each(subject, everything)
     # a forward that fails needs no backward, which takes as long to compile again
-    is_detached = search.wanted.stage == "forward"
-    for returned, detached in ((kinds, is_detached), (everything, False)):
-        if (yield Edit(cut=cut, outputs=tuple(returned), is_detached=detached)):
+    for edit in (_kinds(subject, is_detached=search.wanted.stage == "forward"), _cut(subject, _computed(subject))):
+        if (yield edit):
             yield from _narrow(search)
             return
+
+
+def first_guess(subject: Subject) -> Edit | None:
+    """Return what is most likely proposed first of all, before it is known how the subject fails."""
+    return _kinds(subject, is_detached=True) if len(subject.nodes) > ENOUGH else None
+
+
+def _kinds(subject: Subject, *, is_detached: bool) -> Edit:
+    return _cut(subject, _one_of_each(subject, _computed(subject)), is_detached=is_detached)
+
+
+def _cut(subject: Subject, returned: list[str], *, is_detached: bool = False) -> Edit:
+    cut = frozenset(node.name for node in subject.nodes if can_be_given(subject.values[node.name]))
+    return Edit(cut=cut, outputs=tuple(returned), is_detached=is_detached)
 
 
 def _narrow(search: Search) -> Proposals:
@@ -87,5 +97,6 @@ def _described(value: object) -> str:
     return f"{value.dtype}{value.dim()}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def _is_computed_tensor(subject: Subject, name: str) -> bool:
-    return isinstance(subject.values[name], torch.Tensor) and name not in subject.named_inputs
+def _computed(subject: Subject) -> list[str]:
+    given = subject.named_inputs
+    return [name for name, value in subject.values.items() if isinstance(value, torch.Tensor) and name not in given]
