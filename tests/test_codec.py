@@ -142,7 +142,7 @@ class TestRoundTrip:
 
 # Whoever changes this changes what a report is: raise SCHEMA_VERSION with it.
 SCHEMA = (
-    4,
+    5,
     {
         "Breach": "clause: str, reference: str, candidate: str, excused: bool",
         "Case": "program: str, transform: str, options: dict[str, Scalar], stages: tuple[str, ...], policy: str, "
@@ -164,7 +164,7 @@ SCHEMA = (
         "square_error: float, square_reference: float, square_candidate: float, dot: float, max_ulp: int | None, "
         "beyond: int, worst: int",
         "Questions": "native: str, semantic: str, local: str",
-        "Reduction": "nodes_before: int, nodes_after: int, queries: int, seconds: float",
+        "Reduction": "nodes_before: int, nodes_after: int, queries: int, seconds: float, is_minimal: bool, rate: float",
         "Report": "verdict: Verdict, environment: Environment, case: Case, stages: tuple[Stage, ...], "
         "questions: Questions, graphs: Graphs | None, unmatched: tuple[Unmatched, ...], notes: tuple[str, ...], "
         "culprits: tuple[Culprit, ...], coverage: Coverage | None, failure: Failure | None, "

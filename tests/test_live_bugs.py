@@ -7,6 +7,8 @@ import pytest
 
 import torchdelta as td
 from torchdelta import Verdict
+from torchdelta.engine.isolated import pool_for
+from torchdelta.minify.journal import Journal
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("inductor-live-bugs")]
 
@@ -66,3 +68,43 @@ def test_a_floor_division_by_division_has_diverged():
 
     assert report.verdict is Verdict.DIVERGED
     assert (report.comparisons[0].worst.reference, report.comparisons[0].worst.candidate) == (9.0, 10.0)
+
+
+@pytest.fixture(scope="module")
+def workers():
+    with pool_for("inductor") as pool:
+        yield pool
+
+
+def diagnosed(name, out, **options):
+    """Diagnose; return the report and what is left of the program."""
+    report = td.diagnose(f"{LIVE_BUGS}:{name}", transform="inductor", out=out, **options)
+    return report, Journal(directory=out / "minify").read()[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "most"),
+    [
+        ("pt197895_floor_divide", {}, 1),
+        ("pt191308_int8_matmul_dtype", {}, 1),
+        ("pt187018_uint8_negate", {}, 4),
+        ("pt181568_bf16_cast_elided", {"strict": "casts"}, 2),
+    ],
+)
+def test_a_diagnosis_ends_in_a_confirmed_script_of_a_few_operations(name, options, most, workers, tmp_path):
+    report, small = diagnosed(name, tmp_path, workers=workers, **options)
+
+    assert report.verdict is Verdict.DIVERGED
+    assert len(small.nodes) <= most
+    assert report.repro.confirmed
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_diagnosis_of_what_is_wrong_between_two_graphs_keeps_both(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    report, small = diagnosed("pt185509_interpolate_gradient", tmp_path)
+
+    assert report.stage("gradients").verdict is Verdict.DIVERGED
+    assert len(small.nodes) <= 4
+    assert report.repro.confirmed
+    assert "backward" in (tmp_path / "repro.py").read_text()

@@ -16,12 +16,13 @@ import torchdelta as td
 from programs import broken
 from torchdelta import Verdict
 from torchdelta.engine import asking
+from torchdelta.errors import UsageError
 from torchdelta.minify.edit import Edit, merged
 from torchdelta.minify.oracle import Answer
 from torchdelta.minify.passes import PASSES, STRATEGIES
 from torchdelta.minify.reducer import Budget, Reducer, Wavering
 from torchdelta.minify.subject import Name, Subject
-from torchdelta.records.failure import Signature
+from torchdelta.records.failure import Failure, Signature
 
 WANTED = Signature(kind="exception", stage="forward", type="RuntimeError", message="A")
 OTHER = Signature(kind="exception", stage="forward", type="RuntimeError", message="B")
@@ -241,7 +242,7 @@ class TestReducer:
         assert not reducer.is_minimal
         assert small.size < subject.size
 
-    def test_asks_nothing_twice_but_once_whether_the_failure_comes_again(self):
+    def test_asks_nothing_again_but_twice_whether_the_failure_comes_again(self):
         asked = []
 
         def fails(subject):
@@ -250,7 +251,7 @@ class TestReducer:
 
         reduced(subject_of(lambda x: torch.cos(torch.relu(torch.sin(x)).exp()).tanh(), torch.randn(8, 4)), fails)
 
-        assert len(asked) == len(set(asked)) + 1
+        assert len(asked) == len(set(asked)) + 2
 
     def test_what_does_not_come_again_is_not_followed_in_small_steps(self):
         shown = iter([True])
@@ -285,7 +286,7 @@ class TestMinify:
 
         assert ops(small.graph) == ["relu"]
         assert small.report.verdict is Verdict.DIVERGED
-        assert small.is_minimal
+        assert small.reduction.is_minimal
 
     def test_an_exception(self):
         small = minified(broken.stack, broken.relu_raises)
@@ -336,7 +337,7 @@ class TestMinify:
         small = minified(broken.stack, broken.failing_every(3))
 
         assert "relu" in ops(small.graph)
-        assert small.rate == pytest.approx(1 / 3, abs=0.1)
+        assert small.reduction.rate == pytest.approx(1 / 3, abs=0.1)
         assert any("it fails in 3 of 8 runs" in note for note in small.notes)
 
     def test_a_failure_that_hardly_ever_comes_is_not_minified(self):
@@ -430,7 +431,7 @@ class TestMinify:
 
     def test_the_best_so_far_is_on_disk_and_gone_on_from(self, tmp_path):
         first = minified(broken.stack, broken.relu_is_off, out=tmp_path, queries=1)
-        assert not first.is_minimal
+        assert not first.reduction.is_minimal
         journal = json.loads((tmp_path / "journal.json").read_text())
 
         second = minified(broken.stack, broken.relu_is_off, out=tmp_path, resume=True)
@@ -441,9 +442,46 @@ class TestMinify:
         assert second.reduction.queries > first.reduction.queries
 
 
+class TestLevels:
+    @pytest.mark.parametrize(
+        ("activation", "op", "origin"),
+        [("tanh", "tanh.default", "forward"), ("relu", "threshold_backward.default", "backward")],
+    )
+    def test_a_graph_of_aot_is_made_smaller_by_itself(self, activation, op, origin):
+        program = nn.Sequential(nn.Linear(4, 4), nn.Tanh() if activation == "tanh" else nn.ReLU(), nn.Linear(4, 4))
+        small = td.minify(
+            program,
+            (torch.randn(2, 4),),
+            transform="backend:off_after_aot",
+            isolated=False,
+            semantic=False,
+            level="aot",
+        )
+
+        assert ops(small.graph) == [op]
+        assert any(f"({origin})" in note for note in small.notes)
+
+    def test_a_pass_has_no_such_graphs(self):
+        with pytest.raises(UsageError, match="only a compiler has the level aot"):
+            minified(broken.stack, broken.relu_is_off, level="aot")
+
+
 @pytest.mark.slow
 @pytest.mark.xdist_group("workers")
 class TestInWorkers:
+    def test_a_graph_that_calls_the_users_own_function(self):
+        small = td.minify(
+            broken.CallsOwnFunction(), (torch.randn(4),), transform=broken.relu_is_off, semantic=False, isolated=True
+        )
+
+        assert ops(small.graph) == ["relu"]
+
+    def test_of_refused_memory_is_one_failure_however_it_ends(self):
+        refused = Failure.of_refused_memory("can't allocate memory", stage="forward").signature
+        ended = Failure.of_memory(1 << 30, stage="candidate").signature
+
+        assert refused.is_same_as(ended)
+
     @pytest.mark.parametrize(
         ("transform", "kind"),
         [

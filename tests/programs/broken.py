@@ -7,7 +7,10 @@ import random
 import time
 
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.registry import register_backend
 
 
 def is_called(node, *names):
@@ -69,6 +72,16 @@ def relu_exits(graph_module, example_inputs):
     if calls(graph_module, "relu"):
         os._exit(0)
     return graph_module
+
+
+@register_backend
+def off_after_aot(graph_module, example_inputs):
+    """A backend that is wrong for one operation of the forward graphs and one of the backward graphs."""
+
+    def compiled(graph, _):
+        return make_boxed_func(shifted(graph, calls(graph, "tanh", "threshold_backward")).forward)
+
+    return aot_autograd(fw_compiler=compiled)(graph_module, example_inputs)
 
 
 def two_bugs(graph_module, example_inputs):
@@ -229,3 +242,15 @@ def two_wrong():
         return z * 2
 
     return program, (torch.randn(8),)
+
+
+@torch.compiler.allow_in_graph
+def halved(x):
+    return x * 0.5
+
+
+class CallsOwnFunction(nn.Module):
+    """Has a function of this module in its graph, which no compiler looks into."""
+
+    def forward(self, x):
+        return torch.relu(halved(x.sin())).exp()

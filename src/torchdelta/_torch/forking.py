@@ -53,13 +53,5 @@ def use_private_cache(directory: Path, *, scratch: Path | None = None) -> None:
     torch._inductor.codecache.CacheBase.get_local_cache_path.cache_clear()
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an allocation was refused."""
-    refused = ("can't allocate memory", "not enough memory")
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in refused)
-    )
-
-
 def _small(x: torch.Tensor) -> torch.Tensor:
     return torch.relu(x) + 1

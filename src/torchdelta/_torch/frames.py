@@ -1,4 +1,4 @@
-"""Where an exception comes from: the last frame that is neither torch's, nor ours, nor generated."""
+"""Exceptions: where one comes from, and whether it is of memory that was refused."""
 
 from __future__ import annotations
 
@@ -26,6 +26,14 @@ def place_of(error: BaseException) -> str:
     frames = traceback.extract_tb(inner.__traceback__)
     own = [frame for frame in frames if _is_written(frame.filename)]
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an allocation was refused."""
+    refused = ("can't allocate memory", "not enough memory")
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in refused)
+    )
 
 
 def _is_written(file: str) -> bool:

@@ -17,7 +17,7 @@ from torchdelta.cli.arguments import (
     taking,
 )
 from torchdelta.cli.exits import EXIT_OF
-from torchdelta.cli.reduction import NoData, OutDirectory, WithIssue, read_limits, require_directory
+from torchdelta.cli.reduction import NoData, OutDirectory, Resume, WithIssue, read_limits, require_directory
 from torchdelta.engine.isolated import pool_for
 from torchdelta.report.terminal import print_report
 
@@ -29,6 +29,7 @@ def command(
     out: OutDirectory,
     case: dict[str, Any],
     limits: dict[str, Any],
+    resume: Resume = False,
     no_data: NoData = False,
     issue: WithIssue = False,
     every: Annotated[bool, typer.Option("--all", help="Minify each group of failures, not only the first.")] = False,
@@ -48,6 +49,7 @@ def command(
             out=out,
             data=not no_data,
             issue=issue,
+            resume=resume,
             every=every,
             progress=progress,
             workers=workers,

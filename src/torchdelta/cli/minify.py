@@ -48,7 +48,7 @@ def command(
             transform=transform,
             out=out / "minify",
             resume=resume,
-            progress=lambda told: progress(f"{told.nodes} nodes, {told.queries} queries, {told.doing}"),
+            progress=lambda told: progress(str(told)),
             workers=workers,
             **limits,
             **case,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,14 +23,23 @@ def read_limits(
     match: Annotated[
         str | None, typer.Option(help="A regular expression: of several failures, the one that is meant.")
     ] = None,
+    level: Annotated[str, typer.Option(help="Whose graphs are made smaller: dynamo, or aot.")] = "dynamo",
     timeout: Annotated[float, typer.Option(help="Seconds that the first query may take.")] = 600.0,
     queries: Annotated[int | None, typer.Option(help="At most so many queries.")] = None,
     seconds: Annotated[float | None, typer.Option(help="At most so long.")] = None,
     memory: Memory = None,
 ) -> dict[str, Any]:
     """Return what `minify` and `diagnose` of the engine are told about which failure, and at what cost."""
+    for name, value in (("timeout", timeout), ("queries", queries), ("seconds", seconds)):
+        if value is not None and value <= 0:
+            raise UsageError(f"--{name} is a number above 0, not {value:g}")
+    try:
+        re.compile(match or "")
+    except re.error as error:
+        raise UsageError(f"--match {match!r} is no regular expression: {error}") from error
     return {
         "match": match,
+        "level": level,
         "timeout_s": timeout,
         "queries": queries,
         "seconds": seconds,

@@ -21,6 +21,7 @@ from torchdelta.engine.minified import Minified
 from torchdelta.engine.minify import TIMEOUT_S, Minifying
 from torchdelta.engine.prepare import prepare
 from torchdelta.engine.sensitivity import sensitivity
+from torchdelta.engine.subjects import DYNAMO
 from torchdelta.engine.thorough import ask_locally
 from torchdelta.errors import UsageError
 from torchdelta.execute.optimizers import OptimizerFactory
@@ -169,6 +170,7 @@ def minify(
     queries: int | None = None,
     seconds: float | None = None,
     match: str | None = None,
+    level: str = DYNAMO,
     progress: Callable[[Reducing], None] = lambda _: None,
     workers: Pool | None = None,
     **options: Any,
@@ -178,7 +180,8 @@ def minify(
     Takes what `check` takes. The best so far is kept in the directory `out`, from which `resume` goes on. The first
     query may take `timeout_s`; `queries` and `seconds` bound the whole. Of several failures, `match` is a regular
     expression for the one that is meant. NothingToMinify is raised where no graph of the program fails by itself.
-    `workers` are some that got ready while the program was loaded.
+    With the level `aot`, what is made smaller are the forward and backward graphs that AOTAutograd makes. `workers` are
+    some that got ready while the program was loaded.
     """
     transform = options.get("transform")
     minifying = Minifying(
@@ -188,6 +191,7 @@ def minify(
         memory_bytes=memory_bytes,
         budget=Budget(queries=queries, seconds=seconds),
         match=match,
+        level=level,
         out=Path(out) if out is not None else None,
         is_resumed=resume,
         is_isolated=isolated,
@@ -209,8 +213,10 @@ def diagnose(
     queries: int | None = None,
     seconds: float | None = None,
     match: str | None = None,
+    level: str = DYNAMO,
     data: bool = True,
     issue: bool = False,
+    resume: bool = False,
     every: bool = False,
     progress: Progress = lambda _: None,
     workers: Pool | None = None,
@@ -219,8 +225,9 @@ def diagnose(
     """Check, locate, minify and write a script: the whole way from a failing program to one small file.
 
     Takes what `check` takes. The directory `out` gets `report.json` and `repro.py`, with `issue` also the text of an
-    issue. Each step's result is kept if a later one fails. `every` minifies each group of failures and not only the
-    first; without `data`, random numbers stand for the user's in the script. `workers` are as for `minify`.
+    issue. Each step's result is kept if a later one fails, and `resume` goes on from there. `every` minifies each group
+    of failures and not only the first; without `data`, random numbers stand for the user's in the script. `level` and
+    `workers` are as for `minify`.
     """
     diagnosing = Diagnosing(
         program=program,
@@ -232,8 +239,10 @@ def diagnose(
         memory_bytes=memory_bytes,
         budget=Budget(queries=queries, seconds=seconds),
         match=match,
+        level=level,
         with_data=data,
         with_issue=issue,
+        is_resumed=resume,
         does_all=every,
         progress=progress,
         workers=workers,

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from torchdelta.engine.check import Check
 from torchdelta.engine.isolated import OF_THE_CANDIDATE, TASKS, dead
 from torchdelta.engine.prepare import prepare
@@ -42,7 +44,6 @@ class Workers:
     memory_bytes: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     imports: Sequence[str] = ()
-    allow: Sequence[str] = ()
     slowest_s: float | None = None
     """Of those that ended by themselves; the first compiles what all others share, and does not count."""
     asked: int = 0
@@ -66,7 +67,8 @@ class Workers:
             "case": encode(case),
             "settings": dict(self.settings),
             "imports": list(self.imports),
-            "allow": list(self.allow),
+            "threads": torch.get_num_threads(),
+            "allow": subject.modules,
             "subject": place.name,
         }
         query = self.pool.submit(

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from torchdelta._torch import dynamo
-from torchdelta._torch.frames import place_of
+from torchdelta._torch.frames import is_out_of_memory, place_of
 from torchdelta._torch.lift import widened
 from torchdelta.errors import EnvironmentUnfit, TorchDeltaError
+from torchdelta.execute.memory import is_limited
 from torchdelta.execute.sides import Side
 from torchdelta.execute.stages import Observation, Plan, Scope, SideFailed, observe
 from torchdelta.records.case import STAGES
@@ -124,4 +125,7 @@ def _failure(error: BaseException, stage: str) -> Failure:
     if reason := dynamo.unfit_reason(error):
         raise EnvironmentUnfit(reason) from error
     text = "".join(traceback.format_exception(error))
+    if is_limited() and is_out_of_memory(error):
+        # whether it is refused what it asks for, or ended for what it holds, is a matter of chance
+        return Failure.of_refused_memory(str(error), stage=stage, traceback=text)
     return Failure.of(error, stage=stage, traceback=text, where=place_of(error))

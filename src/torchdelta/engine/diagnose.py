@@ -17,10 +17,12 @@ from torchdelta.engine.locate import Locating
 from torchdelta.engine.minified import Minified
 from torchdelta.engine.minify import TIMEOUT_S, Minifying
 from torchdelta.engine.prepare import prepare
+from torchdelta.engine.subjects import DYNAMO
 from torchdelta.errors import EnvironmentUnfit, NothingToMinify, ReproUnwritable, TorchDeltaError, UsageError
 from torchdelta.isolate.pool import Pool
-from torchdelta.minify.reducer import Budget, Progress
-from torchdelta.records.codec import write_report
+from torchdelta.minify.journal import Journal
+from torchdelta.minify.reducer import Budget
+from torchdelta.records.codec import read_report, write_report
 from torchdelta.records.location import Location
 from torchdelta.records.report import Culprit, Report
 from torchdelta.records.signatures import signatures_of
@@ -43,8 +45,11 @@ class Diagnosing:
     memory_bytes: int | None = None
     budget: Budget = field(default_factory=Budget)
     match: str | None = None
+    level: str = DYNAMO
     with_data: bool = True
     with_issue: bool = False
+    is_resumed: bool = False
+    """Whether to go on with what is in the directory."""
     does_all: bool = False
     """Whether every group of failures gets a script, and not only the first."""
     progress: Callable[[str], None] = lambda _: None
@@ -65,14 +70,28 @@ class Diagnosing:
             return self._diagnosed()
 
     def _diagnosed(self) -> Report:
-        report = self._checked()
+        report = self._found_before() or self._checked()
         self._keep(report)
         if not report.verdict.is_failure:
             return report
-        report = self._step("locate", report, self._located)
+        if not report.culprits:
+            report = self._step("locate", report, self._located)
         report = self._step("minify", report, self._reproduced)
         report = replace(report, notes=tuple(dict.fromkeys((*report.notes, *self.notes))))
         self._keep(report)
+        return report
+
+    def _found_before(self) -> Report | None:
+        """Return what an earlier diagnosis of the same case left in the directory."""
+        path = self.out / REPORT
+        if not self.is_resumed or not path.exists():
+            return None
+        report = read_report(path)
+        if report.case != self.check.case:
+            raise UsageError(
+                f"{path} is about {report.case.program} under {report.case.transform}, asked otherwise: "
+                "resume with the same words, or name another directory"
+            )
         return report
 
     def _step(self, name: str, report: Report, step: Callable[[Report], Report]) -> Report:
@@ -135,6 +154,7 @@ class Diagnosing:
         return with_location(report, location)
 
     def _minifying(self, culprit: Culprit | None = None, number: int = 1) -> Minifying:
+        out = self.out / ("minify" if number == 1 else f"minify-{number}")
         return Minifying(
             check=self._prepared(),
             transform=self.words.get("transform"),
@@ -142,12 +162,14 @@ class Diagnosing:
             memory_bytes=self.memory_bytes,
             budget=self.budget,
             match=self.match,
-            out=self.out / ("minify" if number == 1 else f"minify-{number}"),
+            level=self.level,
+            out=out,
+            is_resumed=self.is_resumed and Journal(directory=out).is_there,
             culprit=culprit,
             expected=signatures_of(self.found) if self.found is not None else (),
             imports=module_of(self.program),
             pool=self.pool,
-            tell=lambda progress: self.progress(_told(progress)),
+            tell=lambda progress: self.progress(f"minify: {progress}"),
         )
 
     def _reproduced(self, report: Report) -> Report:
@@ -215,7 +237,3 @@ def groups_of(culprits: Sequence[Culprit]) -> list[Culprit]:
 def module_of(program: object) -> tuple[str, ...]:
     """Return where a named program is defined: operators that its graphs call may be, too."""
     return (program.rpartition(":")[0],) if isinstance(program, str) else ()
-
-
-def _told(progress: Progress) -> str:
-    return f"minify: {progress.nodes} nodes after {progress.queries} queries ({progress.doing})"

@@ -15,7 +15,7 @@ from torchdelta.records.failure import Signature
 from torchdelta.records.report import Reduction, Report, Repro
 from torchdelta.records.signatures import showing_only
 from torchdelta.repro import script
-from torchdelta.repro.confirm import confirm
+from torchdelta.repro.confirm import Clean, confirm
 from torchdelta.repro.finding import Finding
 from torchdelta.repro.issue import issue_text
 
@@ -35,10 +35,6 @@ class Minified:
     report: Report
     signature: Signature
     reduction: Reduction
-    is_minimal: bool
-    """Whether no single edit is left that still shows the failure; not so when the budget ended first."""
-    rate: float = 1.0
-    """How often it fails."""
     drawn: dict[int, str] = field(default_factory=dict)
     """Inputs that are random numbers and not the user's, by place, and the expression that draws them."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -48,6 +44,8 @@ class Minified:
     twin: GraphModule | None = None
     """A neighbour of the graph that passes."""
     notes: tuple[str, ...] = ()
+    clean: Clean | None = field(default=None, repr=False)
+    """A process that waits for the script."""
 
     def write(self, path: str | os.PathLike[str], *, data: bool = True, deadline_s: float = CONFIRMED_S) -> Repro:
         """Write a script that shows the failure with torch alone, and run it in a clean process.
@@ -55,7 +53,7 @@ class Minified:
         Without `data`, random numbers stand for the user's. ReproUnwritable says why there can be no such script.
         """
         written = script.write(self.finding, Path(path), data=data)
-        seen = confirm(written.path, deadline_s=deadline_s)
+        seen = confirm(written.path, deadline_s=deadline_s, clean=self.clean)
         return Repro(path=str(written.path), confirmed=seen.is_there)
 
     def issue(self, path: str | os.PathLike[str]) -> str:
@@ -65,12 +63,13 @@ class Minified:
     @property
     def finding(self) -> Finding:
         """What a script has to show."""
+        rate = self.reduction.rate
         return Finding(
             graph=self.graph,
             inputs=self.inputs,
             case=self.case,
             report=showing_only(self.report, self.signature),
-            tries=1 if self.rate == 1.0 else math.ceil(math.log(LOST) / math.log(1.0 - self.rate)),
+            tries=1 if rate == 1.0 else math.ceil(math.log(LOST) / math.log(1.0 - rate)),
             config=self.settings,
             inputs_from=self.drawn,
         )

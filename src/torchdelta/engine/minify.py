@@ -17,16 +17,18 @@ from torchdelta.engine.check import Check
 from torchdelta.engine.isolated import pool_for
 from torchdelta.engine.minified import Minified
 from torchdelta.engine.preflight import Chosen, Preflight
-from torchdelta.engine.subjects import nodes_of, subjects_of
+from torchdelta.engine.subjects import DYNAMO, nodes_of, subjects_of
 from torchdelta.errors import NothingToMinify, ProgramError, UsageError
+from torchdelta.execute.programs import load_module
 from torchdelta.isolate.pool import Pool
 from torchdelta.minify.journal import Entry, Journal
-from torchdelta.minify.oracle import Answer, Oracle
+from torchdelta.minify.oracle import Answer, Begin, Oracle
 from torchdelta.minify.passes import PASSES, STRATEGIES, scatter
 from torchdelta.minify.reducer import Budget, Progress, Reducer, Wavering
 from torchdelta.minify.subject import Subject
 from torchdelta.records.failure import Signature
 from torchdelta.records.report import Culprit, Reduction, Report
+from torchdelta.repro.confirm import Clean
 
 TIMEOUT_S = 600.0
 """How long the first query may take."""
@@ -52,31 +54,39 @@ class Minifying:
     """The failures of the program as a whole."""
     culprit: Culprit | None = None
     """Where the failure is said to be."""
+    level: str = DYNAMO
+    """Whose graphs are made smaller: those that dynamo captures, or what AOTAutograd makes of them."""
     imports: Sequence[str] = ()
     pool: Pool | None = None
     """Workers that are there already."""
     tell: Callable[[Progress], None] = lambda _: None
     notes: list[str] = field(default_factory=list)
     rate: float = 1.0
+    begin: Begin | None = None
+    """Asks while something else is asked; None where everything is asked in this process."""
+    clean: Clean | None = None
+    """Waits for the script that will be written."""
     foreseen: dict[str, Callable[[], Answer]] = field(default_factory=dict)
     """Queries under way before anybody needs their answers, by the keys of their subjects."""
 
     def run(self) -> Minified:
         """Minify; NothingToMinify where no graph of the program shows a failure."""
         self.started = time.monotonic()
-        entry = self._journal.read()[1] if self.is_resumed else None
+        resumed = self._journal.read(allow=self._own_modules()) if self.is_resumed else None
+        entry = resumed[1] if resumed is not None else None
         # workers get ready while the graphs are captured
         with self._asking() as ask:
             with runtime.preserved():
-                subjects = [self._journal.read()[0]] if self.is_resumed else subjects_of(self.check)
+                subjects = [resumed[0]] if resumed is not None else subjects_of(self.check, self.level)
             preflight = Preflight(
                 ask=ask,
                 program=f"{self.check.case.program} under {self.check.case.transform}",
                 match=self.match,
-                expected=self.expected if entry is None else (entry.wanted,),
-                tell=self.tell,
+                expected=self._expected if entry is None else (entry.wanted,),
+                tell=self._told,
                 notes=self.notes,
             )
+            self.begin = ask.begin if isinstance(ask, Workers) else None
             if isinstance(ask, Workers) and len(subjects) == 1 and self.culprit is None and entry is None:
                 self._foresee(subjects[0], ask)
             chosen = preflight.choose(subjects)
@@ -88,6 +98,25 @@ class Minifying:
                 oracle = preflight.patient(chosen)
                 self.rate = preflight.rate
                 return self._reduced(chosen, oracle, entry)
+
+    def _beginning(self, begin: Begin) -> Begin:
+        def begin_again(subject: Subject) -> Callable[[], Answer]:
+            # a process that will run the script gets ready meanwhile
+            self.clean = Clean(("torch", "torch._inductor.compile_fx") if self.transform == "inductor" else ("torch",))
+            return begin(subject)
+
+        return begin_again
+
+    def _told(self, progress: Progress) -> None:
+        self.tell(replace(progress, workers=len(self.foreseen)))
+
+    def _own_modules(self) -> list[str]:
+        return [load_module(place, what="program").__name__ for place in self.imports]
+
+    @property
+    def _expected(self) -> Sequence[Signature]:
+        # what is wrong in the backward of a program is wrong in the forward of its backward graph
+        return self.expected if self.level == DYNAMO else ()
 
     def _foresee(self, subject: Subject, ask: Workers) -> None:
         """Ask what the reduction will most likely ask first, while nobody knows yet how the subject fails."""
@@ -107,7 +136,7 @@ class Minifying:
         """Return the report of a graph whose candidate ends its process, before anybody runs it in this one."""
         try:
             with runtime.preserved():
-                subjects = subjects_of(self.check)
+                subjects = subjects_of(self.check, self.level)
         except (ProgramError, UsageError):  # there is no graph to ask about, and the check will say more
             return None
         with self._asking() as ask:
@@ -140,7 +169,11 @@ class Minifying:
 
     def _reduced(self, chosen: Chosen, ask: Oracle, entry: Entry | None) -> Minified:
         subject, before = chosen.subject, entry.nodes_before if entry is not None else chosen.subject.size
-        reducer = Reducer(ask=ask, wanted=chosen.wanted, budget=self.budget, tell=self.tell, is_patient=self.rate < 1.0)
+        reducer = Reducer(
+            ask=ask, wanted=chosen.wanted, budget=self.budget, tell=self._told, is_patient=self.rate < 1.0
+        )
+        if self.begin is not None:
+            reducer.begin = self._beginning(self.begin)
         if entry is not None:
             reducer.known.update(entry.known)
             reducer.queries = entry.queries
@@ -170,13 +203,14 @@ class Minifying:
                 nodes_after=small.size,
                 queries=reducer.queries + (0 if entry is not None else 1 + len(self.foreseen)),
                 seconds=spent + time.monotonic() - self.started,
+                is_minimal=reducer.is_minimal,
+                rate=self.rate,
             ),
-            is_minimal=reducer.is_minimal,
-            rate=self.rate,
             drawn={places[name]: text for name, text in small.drawn.items()},
             settings=plain_settings(settings.changed_settings()),
             also_seen=tuple(reducer.also_seen),
             twin=reducer.twin.graph if reducer.twin is not None else None,
+            clean=self.clean,
             notes=tuple(self.notes),
         )
 

@@ -83,7 +83,8 @@ class Preflight:
     def _chosen(self, number: int, subjects: Sequence[Subject], found: Chosen) -> Chosen:
         """Ask from now on only what this failure needs."""
         if len(subjects) > 1:
-            self.notes.append(f"the failure is in graph {number} of {len(subjects)}")
+            which = f" ({found.subject.origin})" if found.subject.origin else ""
+            self.notes.append(f"the failure is in graph {number} of {len(subjects)}{which}")
         is_early = found.wanted.stage in ("forward", "transform")
         self.ask.case = replace(self.ask.case, stages=("forward",) if is_early else ("forward", "gradients"))
         return found

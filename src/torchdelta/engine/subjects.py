@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from torchdelta._torch import graphs
 from torchdelta._torch.nodes import module_path, op_name, short_name, source_line
 from torchdelta._torch.seams import Handed
@@ -20,24 +22,30 @@ from torchdelta.transforms.base import Transform
 from torchdelta.transforms.compiler import Compiler
 from torchdelta.transforms.export import exported
 from torchdelta.transforms.fx_pass import FxPass
-from torchdelta.transforms.watched import Watched
+from torchdelta.transforms.watched import Watched, WatchedAfterAot
 
+DYNAMO, AOT = LEVELS = ("dynamo", "aot")
 CALLS = 4
 """How many calls of one graph are kept: a failure may depend on the values."""
 
 
-def subjects_of(check: Check) -> list[Subject]:
+def subjects_of(check: Check, level: str = DYNAMO) -> list[Subject]:
     """Capture what the transform would be given, without applying it: nothing of the candidate's runs.
 
-    UsageError where there is no graph to make smaller, ProgramError where torch makes none of the program.
+    At the level `aot` these are the forward and backward graphs that a compiler's own backend is given, each by
+    itself. UsageError where there is no graph to make smaller, ProgramError where torch makes none of the program.
     """
     transform = check.transform
+    if level not in LEVELS:
+        raise UsageError(f"there is no level {level!r} of graphs: it is one of {', '.join(LEVELS)}")
+    if level == AOT and not isinstance(transform, Compiler):
+        raise UsageError(f"AOTAutograd hands nothing to {check.case.transform}: only a compiler has the level {AOT}")
     if not transform.reads_program or not transform.keeps_names:
         raise UsageError(
             f"{check.case.transform} is another implementation, of which there is no graph to make smaller: "
             "`torchdelta locate` names the module that differs"
         )
-    return _captured(check) if transform.is_compiler else [_exported(check)]
+    return _captured(check, level) if transform.is_compiler else [_exported(check)]
 
 
 def nodes_of(culprit: Culprit, subject: Subject) -> tuple[str, ...]:
@@ -53,7 +61,7 @@ def nodes_of(culprit: Culprit, subject: Subject) -> tuple[str, ...]:
     return tuple(node.name for node in sorted(there, key=lambda node: word != short_name(op_name(node))))
 
 
-def _captured(check: Check) -> list[Subject]:
+def _captured(check: Check, level: str) -> list[Subject]:
     found: list[Subject] = []
 
     def seam(handed: Handed) -> Callable[..., Any]:
@@ -64,16 +72,22 @@ def _captured(check: Check) -> list[Subject]:
             nonlocal calls
             calls += 1
             if calls <= CALLS:
-                found.append(Subject.of(graph, copy_together(args, name="the inputs of a captured graph")))
+                given = copy_together(args, name="the inputs of a captured graph")
+                if level == AOT:  # its gradients are somebody else's work
+                    given = tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in given)
+                found.append(replace(Subject.of(graph, given), origin=handed.level))
             return handed.graph.forward(*args)
 
         return run
 
     baseline = check.baseline
+    is_dynamo = level == DYNAMO
     run = run_candidate(
-        Watched(_dynamo_of(check.transform), seam),
+        Watched(_dynamo_of(check.transform), seam)
+        if is_dynamo
+        else WatchedAfterAot(check.transform, seam, compile_graphs=False),
         Side.copied_from(baseline.program),
-        replace(baseline.plan, stages=("forward",)),
+        replace(baseline.plan, stages=("forward",) if is_dynamo else baseline.plan.stages[:2]),
         original=baseline.original,
         scope=baseline.scope,
         draws_random=False,
@@ -81,7 +95,8 @@ def _captured(check: Check) -> list[Subject]:
     found = [subject for subject in found if subject.nodes]
     if not found:
         why = f": {run.failure.message}" if run.failure is not None else ""
-        raise ProgramError(f"{check.case.program}: dynamo captures no graph of it, so there is nothing to minify{why}")
+        who = "dynamo captures" if is_dynamo else "AOTAutograd makes"
+        raise ProgramError(f"{check.case.program}: {who} no graph of it, so there is nothing to minify{why}")
     return found
 
 

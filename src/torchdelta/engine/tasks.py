@@ -28,6 +28,7 @@ def get_ready() -> None:
 def check_subject(request: Mapping[str, Any], place: Place) -> dict[str, Any]:
     """Check a subject that lies in files."""
     case = decode(Case, request["case"], "case")
+    torch.set_num_threads(request["threads"])
     with settings.applied(request["settings"]), _silenced():
         for module in request["imports"]:
             load_module(module, what="operators")

@@ -1,10 +1,15 @@
-"""How much memory this process has held at most."""
+"""How much memory this process has held at most, and whether it may have any amount."""
 
 import resource
 import sys
 from pathlib import Path
 
 STATUS = Path("/proc/self/status")
+
+
+def is_limited() -> bool:
+    """Tell whether somebody has set a limit to what this process may hold."""
+    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
 
 def peak_bytes() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import subprocess
 import sys
 import threading
@@ -70,8 +69,6 @@ class _Zygote:
                 stderr=log,
                 bufsize=0,
                 start_new_session=True,
-                # threads that have nothing to do sleep, and leave the machine to the other workers
-                env={"OMP_WAIT_POLICY": "passive", **os.environ},
             )
         self.send({"path": readiness.path, "preload": readiness.preload, "warm": readiness.warm})
         self._listener = threading.Thread(target=self._listen, name="torchdelta-zygote", daemon=True)

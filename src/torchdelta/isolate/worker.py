@@ -129,9 +129,9 @@ def _set_up_compiler(place: Place) -> None:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    from torchdelta._torch import forking
+    from torchdelta._torch.frames import is_out_of_memory
 
-    return forking.is_out_of_memory(error)
+    return is_out_of_memory(error)
 
 
 def _status_of(left: SystemExit) -> int:

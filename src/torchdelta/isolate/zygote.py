@@ -240,6 +240,8 @@ def _drain(descriptor: int) -> None:
 
 
 def _main() -> None:
+    # threads that have nothing to do sleep, and leave the machine to the other workers
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     lifeline.adopt_orphans()

@@ -33,6 +33,8 @@ class Answer:
 
 
 Oracle = Callable[[Subject], Answer]
+Begin = Callable[[Subject], Callable[[], Answer]]
+"""Asks while something else is asked: what comes back waits for the answer."""
 
 
 def guilty_outputs(subject: Subject, answer: Answer, wanted: Signature) -> list[str]:

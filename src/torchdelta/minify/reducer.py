@@ -9,17 +9,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from torchdelta.minify.edit import Edit, merged
-from torchdelta.minify.oracle import Answer, Oracle
+from torchdelta.minify.oracle import Answer, Begin, Oracle
 from torchdelta.minify.subject import Subject
 from torchdelta.records.failure import Signature
 
 PATIENCE = 3
 """So many queries in a row that break end a reduction."""
+AGAIN = 2
+"""So often the same subject is asked about again: what was followed so far was chosen because it showed the failure."""
 Proposals = Generator[Edit, bool, None]
 """A pass yields edits, and is told of each whether it was taken."""
 Kept = Callable[[Subject, Answer], None]
@@ -38,8 +41,18 @@ class Progress:
     """How far a reduction has come."""
 
     nodes: int
+    """Of the best so far."""
     queries: int
     doing: str
+    workers: int = 0
+    """How many are asked at the moment, besides the one that is asked next."""
+
+    def __str__(self) -> str:
+        at_work = self.workers + 1
+        return (
+            f"best so far {self.nodes} nodes, {self.queries} {'query' if self.queries == 1 else 'queries'}, "
+            f"{at_work} {'worker' if at_work == 1 else 'workers'} ({self.doing})"
+        )
 
 
 class Spent(Exception):
@@ -70,6 +83,10 @@ class Reducer:
     ask: Oracle
     wanted: Signature
     budget: Budget = field(default_factory=Budget)
+    begin: Begin | None = None
+    """Asks while something else is asked; None where nobody can."""
+    again: list[Callable[[], Answer]] = field(default_factory=list)
+    """The answers that are waited for, whether the failure comes again."""
     is_patient: bool = False
     """Whether it is known that the failure comes only now and then, and asked for as often as it takes."""
     keep: Kept = lambda _, __: None
@@ -114,14 +131,23 @@ class Reducer:
                 self.is_minimal = self.search.subject is before
         except Spent:
             pass
+        self._settle()
         return self.search.subject
 
     def _ask_again(self) -> None:
-        if not self.is_patient:
+        """Begin to ask whether the failure comes again; the first small step is asked beside it."""
+        if self.is_patient:
+            return
+        subject = self.search.subject
+        for _ in range(AGAIN):
             self._require_budget()
             self.queries += 1
-            is_shown = self._asked(self.search.subject).shows(self.wanted)
-            if not is_shown and not self.broken:
+            self.again.append(self.begin(subject) if self.begin is not None else partial(self.ask, subject))
+
+    def _settle(self) -> None:
+        while self.again:
+            answer = self._tried(self.again.pop())
+            if answer is not None and not answer.shows(self.wanted):
                 raise Wavering
 
     def _leap(self, strategy: Pass) -> None:
@@ -159,7 +185,8 @@ class Reducer:
         self._require_budget()
         self.tell(Progress(nodes=self.search.subject.size, queries=self.queries, doing=name))
         self.queries += 1
-        answer = self._asked(made)
+        answer = self._tried(partial(self.ask, made)) or Answer()
+        self._settle()
         shows = self.known[made.key] = answer.shows(self.wanted)
         for signature in answer.signatures:
             if not self.wanted.is_same_as(signature):
@@ -172,15 +199,15 @@ class Reducer:
             self.twin = made
         return shows
 
-    def _asked(self, subject: Subject) -> Answer:
+    def _tried(self, ask: Callable[[], Answer]) -> Answer | None:
         """Ask; a query that breaks tells nothing, and several in a row break the reduction."""
         try:
-            answer = self.ask(subject)
+            answer = ask()
         except Exception as error:
             self.broken.append(f"{type(error).__name__}: {error}")
             if len(self.broken) >= PATIENCE:
                 raise Spent from error
-            return Answer()
+            return None
         self.broken.clear()
         return answer
 

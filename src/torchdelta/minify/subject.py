@@ -17,6 +17,7 @@ from torch.fx.node import map_arg
 
 from torchdelta._torch import graphs, runtime, tensors
 from torchdelta._torch.nodes import has_effect
+from torchdelta._torch.targets import name_target
 from torchdelta.execute.copies import copy_together
 from torchdelta.execute.graph_files import read_graph, write_graph
 
@@ -29,6 +30,8 @@ class Subject:
     inputs: tuple[Any, ...]
     drawn: Mapping[str, str] = field(default_factory=dict)
     """Inputs that are random numbers and not the user's, by name, and the expression that draws them."""
+    origin: str = ""
+    """Who made the graph, where that was captured and not cut out of another: dynamo, or forward or backward of AOT."""
 
     @classmethod
     def of(cls, graph_module: GraphModule, inputs: Sequence[Any]) -> Subject:
@@ -47,6 +50,13 @@ class Subject:
     def nodes(self) -> list[Node]:
         """What the graph computes, without its inputs and its output."""
         return [node for node in self.graph.graph.nodes if node.op not in ("placeholder", "output")]
+
+    @property
+    def modules(self) -> list[str]:
+        """Where the functions are that the graph calls: who reads it in another process has to import them."""
+        calls = (name_target(node.target) for node in self.nodes if node.op == "call_function")
+        named = (name.removeprefix("function ") for name in calls if name.startswith("function "))
+        return sorted({name.partition(":")[0] for name in named})
 
     @property
     def outputs(self) -> tuple[str, ...]:

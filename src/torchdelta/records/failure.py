@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 CLEAR = 1
 """Orders of magnitude beyond what is allowed from which on nobody would call a divergence near."""
@@ -63,8 +63,9 @@ class Signature:
 
     def is_same_as(self, seen: Signature) -> bool:
         """Tell whether another failure is this one; it may be larger, and hardly smaller."""
-        same = (self.kind, self.stage, self.type, self.message) == (seen.kind, seen.stage, seen.type, seen.message)
-        same = same and self.where == seen.where
+        same = (self.kind, self.type, self.message, self.where) == (seen.kind, seen.type, seen.message, seen.where)
+        # in which stage a process was that died is often not known
+        same = same and (self.stage == seen.stage or self.kind not in ("exception", "divergence"))
         if not same or self.magnitude is None or seen.magnitude is None:
             return same
         # what was far off must not become what barely is: that is another failure, or none
@@ -76,7 +77,8 @@ class Failure:
     """How the candidate failed.
 
     `kind` is `exception`, or how its process ended without one: `signal` (`type` is its name), `timeout`, `exit`
-    (`type` is the status), `memory`, `output`; `cancelled` means that nobody wanted the answer any more.
+    (`type` is the status), `memory` (also where it was refused more than a limit allows), `output`; `cancelled` means
+    that nobody wanted the answer any more.
     """
 
     kind: str
@@ -118,6 +120,12 @@ class Failure:
     def of_memory(cls, limit_bytes: int, *, stage: str) -> Failure:
         """Describe a process that held more memory than it might."""
         return cls._made("memory", "", f"more than {limit_bytes / 2**20:.0f} MiB of memory", stage=stage)
+
+    @classmethod
+    def of_refused_memory(cls, message: str, *, stage: str, traceback: str = "") -> Failure:
+        """Describe a process that was refused memory, and said so itself: who asks for less dies of the same."""
+        made = cls._made("memory", "", message, stage=stage)
+        return replace(made, traceback=traceback)
 
     @classmethod
     def of_output(cls, limit_bytes: int, *, stage: str) -> Failure:

@@ -9,7 +9,7 @@ from torchdelta.records.comparison import Comparison, Unmatched
 from torchdelta.records.failure import Failure
 from torchdelta.records.verdict import Verdict, worst_of
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 ASKED = "asked"
 
@@ -96,6 +96,10 @@ class Reduction:
     nodes_after: int
     queries: int
     seconds: float
+    is_minimal: bool = True
+    """Whether no single edit is left that still shows the failure; not so when the budget ended first."""
+    rate: float = 1.0
+    """In which part of the runs it fails."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -132,7 +132,8 @@ def _mark(seen: Comparison) -> Text:
 def _reduced(report: Report) -> Iterator[tuple[str, str]]:
     if (found := report.reduction) is not None:
         cost = f"{count(found.queries, 'query', 'queries')}, {found.seconds:.1f} s"
-        yield "reduced", f"from {found.nodes_before} nodes to {found.nodes_after} in {cost}"
+        doubt = "" if found.is_minimal else "; it may not be the smallest"
+        yield "reduced", f"from {found.nodes_before} nodes to {found.nodes_after} in {cost}{doubt}"
     if report.repro is not None:
         shown = "failed again in a clean process" if report.repro.confirmed else "did NOT fail in a clean process"
         yield "repro", shown

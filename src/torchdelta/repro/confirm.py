@@ -9,11 +9,29 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 KEPT = 64 * 1024
 """Bytes of output, from its end."""
+_WAIT = """
+import importlib, os, runpy, sys
+
+# inductor's helper processes take longer to start than one small graph takes to compile
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+path = sys.stdin.readline().rstrip("\\n")
+if path:
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.argv = [path]
+    sys.path[0] = os.path.dirname(path)
+    os.chdir(sys.path[0])
+    runpy.run_path(path, run_name="__main__")
+"""
 THERE = "the bug is there"
 """What a script says before it exits with 1: Python itself exits so when it cannot even read one."""
 
@@ -33,33 +51,58 @@ class Confirmed:
         return self.status == 1 and THERE in self.output
 
 
-def confirm(path: Path, *, deadline_s: float) -> Confirmed:
-    """Run the script in a clean process; one that takes longer is ended, with everything that it started."""
-    started = time.monotonic()
-    with tempfile.TemporaryFile() as printed:
-        process = subprocess.Popen(
-            [sys.executable, str(Path(path).resolve())],
-            stdin=subprocess.DEVNULL,
-            stdout=printed,
+class Clean:
+    """A clean process that has imported torch, which takes longer than most scripts, and waits for one.
+
+    It runs a single script, and ends when nobody holds it any more.
+    """
+
+    def __init__(self, modules: Sequence[str] = ("torch",)) -> None:
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 — lives as long as the process
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _WAIT, *modules],
+            stdin=subprocess.PIPE,
+            stdout=self._printed,
             stderr=subprocess.STDOUT,
-            cwd=Path(path).resolve().parent,
             start_new_session=True,
-            # inductor's helper processes take longer to start than one small graph takes to compile
-            env={"TORCHINDUCTOR_COMPILE_THREADS": "1", **os.environ},
         )
+        self._end = weakref.finalize(self, _end, self._process, self._printed)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it may still be given a script."""
+        return self._end.alive and self._process.poll() is None
+
+    def run(self, path: Path, *, deadline_s: float) -> Confirmed:
+        """Run the script; one that takes longer is ended, with everything that it started."""
+        started = time.monotonic()
         status: int | None = None
         try:
-            status = process.wait(deadline_s)
+            self._process.communicate(f"{Path(path).resolve()}\n".encode(), deadline_s)
+            status = self._process.returncode
         except subprocess.TimeoutExpired:
             pass
         finally:
-            _end(process)
-        printed.seek(max(0, printed.seek(0, os.SEEK_END) - KEPT))
-        output = printed.read().decode(errors="replace")
-    return Confirmed(status=status, output=output, seconds=time.monotonic() - started)
+            _kill(self._process)
+        self._printed.seek(max(0, self._printed.seek(0, os.SEEK_END) - KEPT))
+        output = self._printed.read().decode(errors="replace")
+        self._end()
+        return Confirmed(status=status, output=output, seconds=time.monotonic() - started)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def confirm(path: Path, *, deadline_s: float, clean: Clean | None = None) -> Confirmed:
+    """Run the script in a clean process, the one that waits for it if there is one."""
+    return (clean if clean is not None and clean.is_waiting else Clean()).run(path, deadline_s=deadline_s)
+
+
+def _end(process: subprocess.Popen[bytes], printed: IO[bytes]) -> None:
+    _kill(process)
+    assert process.stdin is not None
+    process.stdin.close()
+    printed.close()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if hasattr(os, "killpg"):
             os.killpg(process.pid, signal.SIGKILL)

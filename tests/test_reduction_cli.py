@@ -1,0 +1,154 @@
+"""`torchdelta minify` and `torchdelta diagnose` from outside: exit codes, what they print, what they leave behind."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+PROGRAMS = """
+import torch
+
+
+def build():
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.ReLU(), torch.nn.Linear(8, 8), torch.nn.Sigmoid()
+    return torch.nn.Sequential(*layers).requires_grad_(False), (torch.randn(3, 4),)
+
+
+def healthy(graph_module, example_inputs):
+    return graph_module
+
+
+def relu_is_off(graph_module, example_inputs):
+    for node in list(graph_module.graph.nodes):
+        if "relu" in str(node.target):
+            with graph_module.graph.inserting_after(node):
+                off = graph_module.graph.call_function(torch.add, (node, 0.1))
+            node.replace_all_uses_with(off, lambda user: user is not off)
+    graph_module.recompile()
+    return graph_module
+
+
+def gives_up(graph_module, example_inputs):
+    if any("relu" in str(node.target) for node in graph_module.graph.nodes):
+        raise NotImplementedError("this pass knows no relu")
+    return graph_module
+"""
+
+
+@pytest.fixture
+def command_line(tmp_path):
+    """Run a command line in a folder that has programs.py."""
+    (tmp_path / "programs.py").write_text(PROGRAMS)
+
+    def run(*arguments):
+        command = [sys.executable, "-m", "torchdelta", *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    return run
+
+
+def assert_one_sentence(ran, said):
+    assert ran.returncode == 2, ran
+    assert ran.stdout == ""
+    assert len(ran.stderr.splitlines()) == 1, ran.stderr
+    assert re.search(said, ran.stderr), ran.stderr
+
+
+@pytest.mark.parametrize("command", ["minify", "diagnose"])
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--timeout=0", "--timeout is a number above 0"),
+        ("--queries=-1", "--queries is a number above 0"),
+        ("--seconds=0", "--seconds is a number above 0"),
+        ("--memory=lots", "malformed amount of memory"),
+        ("--match=(", "no regular expression"),
+    ],
+)
+def test_a_limit_that_is_none_is_refused_at_once(command_line, command, option, said):
+    assert_one_sentence(command_line(command, "programs.py:build", "-t", "eager", "-o", "out", option), said)
+
+
+@pytest.mark.parametrize("command", ["minify", "diagnose"])
+def test_a_directory_that_cannot_be_is_refused_at_once(command_line, command):
+    assert_one_sentence(
+        command_line(command, "programs.py:build", "-t", "eager", "-o", "programs.py"), "cannot make the directory"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("workers")
+class TestMinify:
+    def test_ends_in_the_path_of_a_script_and_leaves_everything_in_the_directory(self, command_line, tmp_path):
+        ran = command_line("minify", "programs.py:build", "-t", "programs.py:relu_is_off", "-o", "out", "--issue")
+
+        assert ran.returncode == 1, ran.stderr
+        assert ran.stdout.splitlines()[-1] == "out/repro.py"
+        assert "failed again in a clean process" in ran.stdout
+        report = json.loads((tmp_path / "out" / "report.json").read_text())
+        assert report["reduction"]["nodes_after"] == 3
+        assert report["reduction"]["is_minimal"]
+        assert report["reduction"]["rate"] == 1.0
+        assert report["repro"]["confirmed"]
+        assert "relu" in (tmp_path / "out" / "repro.md").read_text()
+
+    def test_goes_on_where_it_was(self, command_line, tmp_path):
+        words = ("minify", "programs.py:build", "-t", "programs.py:gives_up", "-o", "out")
+        first = command_line(*words, "--queries", "1")
+        before = json.loads((tmp_path / "out" / "report.json").read_text())["reduction"]
+        second = command_line(*words, "--resume")
+        after = json.loads((tmp_path / "out" / "report.json").read_text())["reduction"]
+
+        assert first.returncode == second.returncode == 4, (first.stderr, second.stderr)
+        assert not before["is_minimal"]
+        assert "it may not be the smallest" in first.stdout
+        assert after["is_minimal"]
+        assert after["nodes_after"] == 3
+        assert after["nodes_before"] == before["nodes_before"]
+
+    def test_says_so_where_nothing_fails(self, command_line):
+        assert_one_sentence(
+            command_line("minify", "programs.py:build", "-t", "programs.py:healthy", "-o", "out"),
+            "nothing to make smaller",
+        )
+
+    def test_an_unknown_level_is_a_mistake(self, command_line):
+        assert_one_sentence(
+            command_line("minify", "programs.py:build", "-t", "eager", "-o", "out", "--level", "triton"),
+            "no level 'triton'",
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("workers")
+class TestDiagnose:
+    def test_of_what_is_equivalent_is_the_check(self, command_line, tmp_path):
+        ran = command_line("diagnose", "programs.py:build", "-t", "programs.py:healthy", "-o", "out")
+
+        assert ran.returncode == 0, ran.stderr
+        assert ran.stdout.startswith("equivalent")
+        assert not (tmp_path / "out" / "repro.py").exists()
+
+    def test_names_the_culprit_and_ends_in_the_path_of_a_script(self, command_line, tmp_path):
+        ran = command_line("diagnose", "programs.py:build", "-t", "programs.py:relu_is_off", "-o", "out")
+
+        assert ran.returncode == 1, ran.stderr
+        assert ran.stdout.splitlines()[-1] == "out/repro.py"
+        report = json.loads((tmp_path / "out" / "report.json").read_text())
+        assert "relu" in report["culprits"][0]["op"]
+        assert report["repro"]["confirmed"]
+
+    def test_goes_on_where_it_was(self, command_line, tmp_path):
+        words = ("diagnose", "programs.py:build", "-t", "programs.py:gives_up", "-o", "out")
+        first = command_line(*words, "--queries", "1")
+        second = command_line(*words, "--resume")
+        reduction = json.loads((tmp_path / "out" / "report.json").read_text())["reduction"]
+        other = command_line("diagnose", "programs.py:build", "-t", "programs.py:healthy", "-o", "out", "--resume")
+
+        assert first.returncode == second.returncode == 4, (first.stderr, second.stderr)
+        assert reduction["is_minimal"]
+        assert reduction["nodes_after"] == 3
+        assert_one_sentence(other, "is about programs.py:build under programs.py:gives_up")
