@@ -27,6 +27,15 @@ def same_numbers_whatever_ran_before():
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session")
+def workers():
+    """Workers for whoever shares them: they take longer to get ready than most queries take."""
+    from torchdelta.engine.isolated import pool_for
+
+    with pool_for("inductor") as pool:
+        yield pool
+
+
 @pytest.fixture
 def two_threads():
     """For bugs that only kernels split over threads have."""

@@ -7,7 +7,6 @@ import pytest
 
 import torchdelta as td
 from torchdelta import Verdict
-from torchdelta.engine.isolated import pool_for
 from torchdelta.minify.journal import Journal
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("inductor-live-bugs")]
@@ -70,12 +69,6 @@ def test_a_floor_division_by_division_has_diverged():
     assert (report.comparisons[0].worst.reference, report.comparisons[0].worst.candidate) == (9.0, 10.0)
 
 
-@pytest.fixture(scope="module")
-def workers():
-    with pool_for("inductor") as pool:
-        yield pool
-
-
 def diagnosed(name, out, **options):
     """Diagnose; return the report and what is left of the program."""
     report = td.diagnose(f"{LIVE_BUGS}:{name}", transform="inductor", out=out, **options)
@@ -96,6 +89,7 @@ def test_a_diagnosis_ends_in_a_confirmed_script_of_a_few_operations(name, option
 
     assert report.verdict is Verdict.DIVERGED
     assert len(small.nodes) <= most
+    assert report.repro is not None, report.notes
     assert report.repro.confirmed
 
 

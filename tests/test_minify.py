@@ -16,6 +16,7 @@ import torchdelta as td
 from programs import broken
 from torchdelta import Verdict
 from torchdelta.engine import asking
+from torchdelta.engine import minified as minified_of
 from torchdelta.errors import UsageError
 from torchdelta.minify.edit import Edit, merged
 from torchdelta.minify.oracle import Answer
@@ -469,10 +470,9 @@ class TestLevels:
 @pytest.mark.slow
 @pytest.mark.xdist_group("workers")
 class TestInWorkers:
-    def test_a_graph_that_calls_the_users_own_function(self):
-        small = td.minify(
-            broken.CallsOwnFunction(), (torch.randn(4),), transform=broken.relu_is_off, semantic=False, isolated=True
-        )
+    def test_a_graph_that_calls_the_users_own_function(self, workers):
+        program, args = broken.CallsOwnFunction(), (torch.randn(4),)
+        small = td.minify(program, args, transform=broken.relu_is_off, semantic=False, workers=workers)
 
         assert ops(small.graph) == ["relu"]
 
@@ -491,11 +491,22 @@ class TestInWorkers:
             (broken.relu_exits, "exit"),
         ],
     )
-    def test_whatever_a_pass_does_to_its_process_it_ends_at_the_operation(self, transform, kind, tmp_path, monkeypatch):
+    def test_whatever_a_pass_does_to_its_process_it_ends_at_the_operation(
+        self, transform, kind, tmp_path, monkeypatch, workers
+    ):
         monkeypatch.setattr(asking, "LEAST_S", 2.0)
+        if kind == "timeout":
+            monkeypatch.setattr(minified_of, "HUNG_S", 12.0)
         program, args = broken.frozen_stack()
         report = td.diagnose(
-            program, args, transform=transform, out=tmp_path, timeout_s=12, memory_bytes=1 << 30, semantic=False
+            program,
+            args,
+            transform=transform,
+            out=tmp_path,
+            timeout_s=8,
+            memory_bytes=1 << 30,
+            semantic=False,
+            workers=workers,
         )
 
         assert report.failure.kind == kind
@@ -504,7 +515,7 @@ class TestInWorkers:
         assert report.repro.confirmed
         assert "relu" in (tmp_path / "repro.py").read_text()
 
-    def test_a_parent_that_is_killed_leaves_the_best_so_far(self, tmp_path):
+    def test_a_parent_that_is_killed_leaves_the_best_so_far(self, tmp_path, workers):
         script = tmp_path / "script.py"
         script.write_text(
             textwrap.dedent(
@@ -534,7 +545,7 @@ class TestInWorkers:
                     break
         entry = json.loads((out / "journal.json").read_text())
         program, args = broken.frozen_stack()
-        small = td.minify(program, args, transform=broken.relu_raises, out=out, resume=True)
+        small = td.minify(program, args, transform=broken.relu_raises, out=out, resume=True, workers=workers)
 
         assert entry["queries"] >= 1
         assert ops(small.graph) == ["relu"]

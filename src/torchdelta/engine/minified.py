@@ -21,6 +21,8 @@ from torchdelta.repro.issue import issue_text
 
 LOST = 0.02
 """The chance that is taken of not seeing a failure which comes only now and then."""
+HUNG_S = 30.0
+"""How long a script waits for a candidate that hangs."""
 CONFIRMED_S = 300.0
 """How long a script may take that is run to see whether it shows the failure."""
 
@@ -70,6 +72,7 @@ class Minified:
             case=self.case,
             report=showing_only(self.report, self.signature),
             tries=1 if rate == 1.0 else math.ceil(math.log(LOST) / math.log(1.0 - rate)),
+            deadline_s=HUNG_S,
             config=self.settings,
             inputs_from=self.drawn,
         )

@@ -104,7 +104,7 @@ def _shortened(value: float, dtype: torch.dtype) -> float:
 
 def _read(expression: str) -> torch.Tensor:
     # it was written a moment ago, of numbers alone
-    made = eval(expression, {"torch": torch, "complex": complex, "__builtins__": {}})
+    made = eval(expression, {"torch": torch})
     assert isinstance(made, torch.Tensor)
     return made
 
