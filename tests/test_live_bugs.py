@@ -93,6 +93,7 @@ def test_a_diagnosis_ends_in_a_confirmed_script_of_a_few_operations(name, option
     assert report.repro.confirmed
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("two_threads")
 def test_a_diagnosis_of_what_is_wrong_between_two_graphs_keeps_both(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")

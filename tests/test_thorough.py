@@ -120,3 +120,12 @@ def test_a_correct_compiler_is_no_alarm(dtype):
 
     assert report.stage("local").verdict is td.Verdict.EQUIVALENT
     assert report.coverage.matched == report.coverage.total > 50
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("inductor-b")
+def test_an_error_function_by_another_polynomial_is_no_alarm():
+    everywhere = torch.linspace(-8, 8, 2_000_000)
+    report = td.check(lambda x: torch.erf(x), (everywhere,), transform="inductor", thorough=True)
+
+    assert report.stage("local").verdict is td.Verdict.EQUIVALENT
