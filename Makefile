@@ -9,7 +9,7 @@ export NUMBA_CACHE_DIR ?= $(CURDIR)/.cache/numba
 # oneDNN's bf16 matmul dies with SIGILL on some x86 machines.
 export ONEDNN_MAX_CPU_ISA ?= AVX2
 
-.PHONY: demo test test-fast lint bench bench-verdicts bench-locate setup lock clean
+.PHONY: demo test test-fast test-long lint bench bench-verdicts bench-locate setup lock clean
 
 setup: $(STAMP)
 
@@ -35,6 +35,10 @@ test: lint
 
 test-fast: setup
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
+
+# What takes minutes by itself: a compiler that is compared node by node, a diagnosis that compiles fifty times.
+test-long: setup
+	$(BIN)/python -m pytest -m long
 
 bench: setup
 	$(BIN)/python benchmarks/compare.py

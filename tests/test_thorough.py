@@ -112,7 +112,7 @@ def test_the_command_line_asks_for_it(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("inductor-b")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)])
 def test_a_correct_compiler_is_no_alarm(dtype):
     torch.manual_seed(0)
     model = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).to(dtype)

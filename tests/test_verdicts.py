@@ -44,7 +44,8 @@ def clean_cases():
     for name in models.MODELS:
         marks = [pytest.mark.xdist_group(f"inductor-{'a' if name == 'lstm' else 'b'}")] if name in COMPILED else []
         for dtype in DTYPES:
-            yield pytest.param(name, dtype, marks=marks, id=f"{name}-{dtype}")
+            long = [pytest.mark.long] if name in COMPILED and dtype == "bfloat16" else []
+            yield pytest.param(name, dtype, marks=[*marks, *long], id=f"{name}-{dtype}")
 
 
 @pytest.mark.parametrize(("name", "dtype"), list(clean_cases()))

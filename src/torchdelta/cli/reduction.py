@@ -11,6 +11,7 @@ import typer
 
 from torchdelta.cli.arguments import read_bytes
 from torchdelta.errors import UsageError
+from torchdelta.records.case import DYNAMO, require_level
 
 OutDirectory = Annotated[Path, typer.Option("--out", "-o", help="The directory for everything that is found.")]
 Memory = Annotated[str | None, typer.Option(help="What a worker may hold: 2GB, 512MiB, …")]
@@ -23,7 +24,7 @@ def read_limits(
     match: Annotated[
         str | None, typer.Option(help="A regular expression: of several failures, the one that is meant.")
     ] = None,
-    level: Annotated[str, typer.Option(help="Whose graphs are made smaller: dynamo, or aot.")] = "dynamo",
+    level: Annotated[str, typer.Option(help="Whose graphs are made smaller: dynamo, or aot.")] = DYNAMO,
     timeout: Annotated[float, typer.Option(help="Seconds that the first query may take.")] = 600.0,
     queries: Annotated[int | None, typer.Option(help="At most so many queries.")] = None,
     seconds: Annotated[float | None, typer.Option(help="At most so long.")] = None,
@@ -33,6 +34,7 @@ def read_limits(
     for name, value in (("timeout", timeout), ("queries", queries), ("seconds", seconds)):
         if value is not None and value <= 0:
             raise UsageError(f"--{name} is a number above 0, not {value:g}")
+    require_level(level)
     try:
         re.compile(match or "")
     except re.error as error:

@@ -21,7 +21,6 @@ from torchdelta.engine.minified import Minified
 from torchdelta.engine.minify import TIMEOUT_S, Minifying
 from torchdelta.engine.prepare import prepare
 from torchdelta.engine.sensitivity import sensitivity
-from torchdelta.engine.subjects import DYNAMO
 from torchdelta.engine.thorough import ask_locally
 from torchdelta.errors import UsageError
 from torchdelta.execute.optimizers import OptimizerFactory
@@ -32,7 +31,7 @@ from torchdelta.locate.compare_captures import compare_captures
 from torchdelta.locate.handles import assign_handles, handles_of
 from torchdelta.minify.reducer import Budget
 from torchdelta.minify.reducer import Progress as Reducing
-from torchdelta.records.case import VALUES, Case, words_of
+from torchdelta.records.case import DYNAMO, VALUES, Case, words_of
 from torchdelta.records.comparison import Comparison, Scalar
 from torchdelta.records.location import Location
 from torchdelta.records.report import Questions, Report, Stage

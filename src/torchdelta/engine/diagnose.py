@@ -17,11 +17,11 @@ from torchdelta.engine.locate import Locating
 from torchdelta.engine.minified import Minified
 from torchdelta.engine.minify import TIMEOUT_S, Minifying
 from torchdelta.engine.prepare import prepare
-from torchdelta.engine.subjects import DYNAMO
 from torchdelta.errors import EnvironmentUnfit, NothingToMinify, ReproUnwritable, TorchDeltaError, UsageError
 from torchdelta.isolate.pool import Pool
 from torchdelta.minify.journal import Journal
 from torchdelta.minify.reducer import Budget
+from torchdelta.records.case import DYNAMO
 from torchdelta.records.codec import read_report, write_report
 from torchdelta.records.location import Location
 from torchdelta.records.report import Culprit, Report

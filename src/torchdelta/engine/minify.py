@@ -17,7 +17,7 @@ from torchdelta.engine.check import Check
 from torchdelta.engine.isolated import pool_for
 from torchdelta.engine.minified import Minified
 from torchdelta.engine.preflight import Chosen, Preflight
-from torchdelta.engine.subjects import DYNAMO, nodes_of, subjects_of
+from torchdelta.engine.subjects import nodes_of, subjects_of
 from torchdelta.errors import NothingToMinify, ProgramError, UsageError
 from torchdelta.execute.programs import load_module
 from torchdelta.isolate.pool import Pool
@@ -26,6 +26,7 @@ from torchdelta.minify.oracle import Answer, Begin, Oracle
 from torchdelta.minify.passes import PASSES, STRATEGIES, scatter
 from torchdelta.minify.reducer import Budget, Progress, Reducer, Wavering
 from torchdelta.minify.subject import Subject
+from torchdelta.records.case import DYNAMO
 from torchdelta.records.failure import Signature
 from torchdelta.records.report import Culprit, Reduction, Report
 from torchdelta.repro.confirm import Clean

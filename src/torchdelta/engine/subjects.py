@@ -17,6 +17,7 @@ from torchdelta.errors import ProgramError, UsageError
 from torchdelta.execute.copies import copy_together
 from torchdelta.execute.sides import Side
 from torchdelta.minify.subject import Subject
+from torchdelta.records.case import AOT, DYNAMO, require_level
 from torchdelta.records.report import Culprit
 from torchdelta.transforms.base import Transform
 from torchdelta.transforms.compiler import Compiler
@@ -24,7 +25,6 @@ from torchdelta.transforms.export import exported
 from torchdelta.transforms.fx_pass import FxPass
 from torchdelta.transforms.watched import Watched, WatchedAfterAot
 
-DYNAMO, AOT = LEVELS = ("dynamo", "aot")
 CALLS = 4
 """How many calls of one graph are kept: a failure may depend on the values."""
 
@@ -36,8 +36,7 @@ def subjects_of(check: Check, level: str = DYNAMO) -> list[Subject]:
     itself. UsageError where there is no graph to make smaller, ProgramError where torch makes none of the program.
     """
     transform = check.transform
-    if level not in LEVELS:
-        raise UsageError(f"there is no level {level!r} of graphs: it is one of {', '.join(LEVELS)}")
+    require_level(level)
     if level == AOT and not isinstance(transform, Compiler):
         raise UsageError(f"AOTAutograd hands nothing to {check.case.transform}: only a compiler has the level {AOT}")
     if not transform.reads_program or not transform.keeps_names:

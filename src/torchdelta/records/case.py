@@ -10,6 +10,8 @@ from torchdelta.errors import UsageError
 from torchdelta.records.comparison import Scalar
 
 STAGES = ("forward", "gradients", "steps")
+DYNAMO, AOT = LEVELS = ("dynamo", "aot")
+"""Whose graphs are made smaller: those that dynamo captures, or what AOTAutograd makes of them."""
 DEFAULT_STAGES = ("forward", "gradients")
 VALUES = "values"
 """The stage of two values that were compared without running anything."""
@@ -75,3 +77,9 @@ def _require_known(what: str, given: tuple[str, ...], known: tuple[str, ...]) ->
     for name in given:
         if name not in known:
             raise UsageError(f"unknown {what} {name!r}: it is one of {', '.join(known)}")
+
+
+def require_level(level: str) -> None:
+    """Raise UsageError for a level of graphs that there is not."""
+    if level not in LEVELS:
+        raise UsageError(f"there is no level {level!r} of graphs: it is one of {', '.join(LEVELS)}")

@@ -5,6 +5,8 @@ One compile answers for all operations at once: which differs is on the report, 
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import torch
 from torch.fx import Node
 
@@ -53,10 +55,22 @@ def _narrow(search: Search) -> Proposals:
         named = [name for name in returned if _is_named(search, name)]
         if 0 < len(named) < len(returned) and (yield _only(search.subject, named)):
             continue
+        if (yield from _halved(search, returned)):
+            continue
         half = len(returned) // 2
         if (yield _only(search.subject, returned[:half])) or (yield _only(search.subject, returned[half:])):
             continue
         return
+
+
+def _halved(search: Search, returned: tuple[str, ...]) -> Generator[Edit, bool, bool]:
+    """Ask about first halves only: who is alone, and not in one half, is in the other."""
+    suspects = returned
+    while len(suspects) > 1:
+        first, suspects = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
+        if (yield _only(search.subject, first)):
+            return True
+    return (yield _only(search.subject, suspects))
 
 
 def _only(subject: Subject, names: list[str] | tuple[str, ...]) -> Edit:
