@@ -21,7 +21,7 @@ from torchdelta.errors import UsageError
 from torchdelta.minify.edit import Edit, merged
 from torchdelta.minify.oracle import Answer
 from torchdelta.minify.passes import PASSES, STRATEGIES
-from torchdelta.minify.reducer import Budget, Reducer, Wavering
+from torchdelta.minify.reducer import AGAIN, Budget, Reducer, Wavering
 from torchdelta.minify.subject import Name, Subject
 from torchdelta.records.failure import Failure, Signature
 
@@ -53,6 +53,18 @@ def reduced(subject, is_failing, **options):
 
     reducer = Reducer(ask=ask, wanted=WANTED, **options)
     return reducer, reducer.run(subject, Answer(signatures=(WANTED,)), strategies=STRATEGIES, passes=PASSES)
+
+
+def captured_graph(function, *args):
+    """Return the graph that dynamo captures."""
+    found = []
+
+    def keep(graph_module, _):
+        found.append(graph_module)
+        return graph_module.forward
+
+    torch.compile(function, backend=keep)(*args)
+    return found[0]
 
 
 class TestSubject:
@@ -239,7 +251,7 @@ class TestReducer:
         subject = subject_of(lambda x: torch.cos(torch.relu(torch.sin(x)).exp()).tanh(), torch.randn(8, 4))
         reducer, small = reduced(subject, lambda asked: "relu" in ops(asked.graph), budget=Budget(queries=2))
 
-        assert reducer.queries == 2
+        assert reducer.queries == 2 + AGAIN  # whether it comes again is asked whatever it costs
         assert not reducer.is_minimal
         assert small.size < subject.size
 
@@ -261,6 +273,34 @@ class TestReducer:
             reduced(
                 subject_of(lambda x: torch.relu(x).exp().tanh().cos(), torch.randn(8, 4)), lambda _: next(shown, False)
             )
+
+    @pytest.mark.parametrize("good", range(6))
+    def test_queries_that_break_sooner_or_later_lose_nothing(self, good):
+        left = iter(range(good))
+
+        def fails(subject):
+            next(left)
+            return "relu" in ops(subject.graph)
+
+        def broken_off(subject):
+            try:
+                return fails(subject)
+            except StopIteration:
+                raise OSError("no worker") from None
+
+        subject = subject_of(lambda x: torch.relu(x.sin().exp()).cos().tanh(), torch.randn(8, 4))
+        reducer, small = reduced(subject, broken_off)
+
+        assert small.size <= subject.size
+        assert not reducer.is_minimal
+
+    @pytest.mark.parametrize("queries", [1, 2, 4])
+    def test_a_spent_budget_is_no_reason_to_believe_that_it_comes_each_time(self, queries):
+        times = iter(range(100))
+        subject = subject_of(lambda x: torch.relu(x.sin().exp()).cos().tanh(), torch.randn(8, 4))
+
+        with pytest.raises(Wavering):
+            reduced(subject, lambda _: next(times) % 3 == 2, budget=Budget(queries=queries))
 
     def test_a_query_that_breaks_says_nothing_about_whether_the_failure_comes_again(self):
         asked = []
@@ -462,8 +502,27 @@ class TestLevels:
         assert ops(small.graph) == [op]
         assert any(f"({origin})" in note for note in small.notes)
 
+    def test_a_pass_on_aten_graphs_has_them_too(self):
+        def spoils(graph_module, example_inputs):
+            return broken.shifted(graph_module, broken.calls(graph_module, "threshold_backward"))
+
+        def factory():
+            return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), (torch.randn(2, 4),)
+
+        small = minified(factory, spoils, level="aot", options={"graph": "aten"})
+
+        assert ops(small.graph) == ["threshold_backward.default"]
+
+    def test_a_reduction_is_resumed_at_its_own_level(self, tmp_path):
+        minified(broken.stack, broken.relu_is_off, out=tmp_path, queries=1)
+
+        with pytest.raises(UsageError, match="no level 'nonsense'"):
+            minified(broken.stack, broken.relu_is_off, out=tmp_path, resume=True, level="nonsense")
+        with pytest.raises(UsageError, match="has a graph of the level dynamo"):
+            minified(broken.stack, "backend:off_after_aot", out=tmp_path, resume=True, level="aot")
+
     def test_a_pass_has_no_such_graphs(self):
-        with pytest.raises(UsageError, match="only a compiler has the level aot"):
+        with pytest.raises(UsageError, match="only a compiler and a pass on ATen graphs"):
             minified(broken.stack, broken.relu_is_off, level="aot")
 
 
@@ -475,6 +534,16 @@ class TestInWorkers:
         small = td.minify(program, args, transform=broken.relu_is_off, semantic=False, workers=workers)
 
         assert ops(small.graph) == ["relu"]
+
+    def test_a_function_of_the_users_own_in_a_body_is_found_in_a_worker(self, tmp_path):
+        def checkpointed(x):
+            return torch.utils.checkpoint.checkpoint(lambda y: broken.halved(y.sin()).relu(), x, use_reentrant=False)
+
+        subject = Subject.of(captured_graph(checkpointed, torch.randn(4, requires_grad=True)), (torch.randn(4),))
+        subject.write(tmp_path)
+
+        assert "programs.broken" in subject.modules
+        assert Subject.read(tmp_path, allow=subject.modules).size == subject.size
 
     def test_of_refused_memory_is_one_failure_however_it_ends(self):
         refused = Failure.of_refused_memory("can't allocate memory", stage="forward").signature

@@ -53,14 +53,16 @@ def command(
             **limits,
             **case,
         )
+        also = [f"also seen, and not followed: {signature}" for signature in small.also_seen]
+        notes = (*small.report.notes, *small.notes, *also)
+        report = replace(small.report, reduction=small.reduction, notes=notes)
+        write_report(report, out / "report.json")
         path = out / "repro.py"
         repro = small.write(path, data=not no_data)
         if issue:
             path.with_suffix(".md").write_text(small.issue(path), encoding="utf-8")
-    also = [f"also seen, and not followed: {signature}" for signature in small.also_seen]
-    notes = (*small.report.notes, *small.notes, *also)
-    report = replace(small.report, reduction=small.reduction, repro=repro, notes=notes)
-    write_report(report, out / "report.json")
+        report = replace(report, repro=repro)
+        write_report(report, out / "report.json")
     print_report(report)
     print(repro.path)
     raise typer.Exit(EXIT_OF[report.verdict])

@@ -18,7 +18,7 @@ from torchdelta.engine.prepare import prepare
 from torchdelta.errors import ProgramError
 from torchdelta.execute.programs import load_object
 from torchdelta.isolate.outcome import Outcome
-from torchdelta.isolate.pool import Pool
+from torchdelta.isolate.pool import Pool, Query
 from torchdelta.minify.oracle import Answer
 from torchdelta.minify.subject import Subject
 from torchdelta.records.case import Case
@@ -47,6 +47,11 @@ class Workers:
     slowest_s: float | None = None
     """Of those that ended by themselves; the first compiles what all others share, and does not count."""
     asked: int = 0
+    """How many queries were begun."""
+    answered: int = 0
+    foreseen: dict[str, Callable[[], Answer]] = field(default_factory=dict)
+    """Queries that were begun before anybody needs their answers, by the keys of their subjects."""
+    under_way: dict[Query, tempfile.TemporaryDirectory[str]] = field(default_factory=dict)
 
     @property
     def deadline_s(self) -> float:
@@ -54,8 +59,20 @@ class Workers:
         return self.timeout_s if self.slowest_s is None else max(LEAST_S, PATIENCE * self.slowest_s)
 
     def __call__(self, subject: Subject) -> Answer:
-        """Ask about one subject."""
-        return self.begin(subject)()
+        """Ask about one subject, unless that was foreseen."""
+        return (self.foreseen.pop(subject.key, None) or self.begin(subject))()
+
+    def foresee(self, subject: Subject, case: Case) -> None:
+        """Begin to ask what will most likely be asked."""
+        self.foreseen[subject.key] = self.begin(subject, case)
+
+    def end(self) -> None:
+        """End what nobody waits for any more."""
+        for query, place in list(self.under_way.items()):
+            query.cancel()
+            query.result()
+            place.cleanup()
+        self.under_way.clear()
 
     def begin(self, subject: Subject, case: Case | None = None) -> Callable[[], Answer]:
         """Ask about one subject while something else is done; what comes back waits for the answer."""
@@ -75,6 +92,9 @@ class Workers:
             f"{TASKS}:check_subject", request, deadline_s=self.deadline_s, memory_bytes=self.memory_bytes
         )
 
+        self.asked += 1
+        self.under_way[query] = place
+
         def wait() -> Answer:
             try:
                 outcome = query.result()
@@ -82,9 +102,9 @@ class Workers:
                 query.cancel()
                 raise
             finally:
-                place.cleanup()
-            self.asked += 1
-            if outcome.answer is not None and self.asked > 1:
+                self.under_way.pop(query).cleanup()
+            self.answered += 1
+            if outcome.answer is not None and self.answered > 1:
                 self.slowest_s = max(self.slowest_s or 0.0, outcome.seconds)
             return answer_of(outcome, case)
 
@@ -97,9 +117,11 @@ class InProcess:
 
     case: Case
     transform: Transform | Callable[..., Any]
+    asked: int = 0
 
     def __call__(self, subject: Subject) -> Answer:
         """Ask about one subject."""
+        self.asked += 1
         try:
             return answer_from(prepare_subject(subject, self.case, self.transform).run())
         except ProgramError:  # a subject that does not run eagerly tells nothing

@@ -29,6 +29,8 @@ from torchdelta.records.signatures import signatures_of
 from torchdelta.records.verdict import Verdict
 
 REPORT, REPRO = "report.json", "repro.py"
+FOUND = "found.json"
+"""What check and locate said, for who goes on from there."""
 
 
 @dataclass(kw_only=True)
@@ -76,6 +78,7 @@ class Diagnosing:
             return report
         if not report.culprits:
             report = self._step("locate", report, self._located)
+        write_report(report, self.out / FOUND)
         report = self._step("minify", report, self._reproduced)
         report = replace(report, notes=tuple(dict.fromkeys((*report.notes, *self.notes))))
         self._keep(report)
@@ -83,7 +86,7 @@ class Diagnosing:
 
     def _found_before(self) -> Report | None:
         """Return what an earlier diagnosis of the same case left in the directory."""
-        path = self.out / REPORT
+        path = self.out / FOUND
         if not self.is_resumed or not path.exists():
             return None
         report = read_report(path)

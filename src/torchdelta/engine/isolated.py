@@ -40,8 +40,9 @@ class Checked:
 
 
 def pool_for(transform: str | None) -> Pool:
-    """Return workers that have everything imported, and compiled something where compiling is what they will do."""
-    return Pool(workers=2, preload=(f"{TASKS}:get_ready",), warm="inductor" if transform == "inductor" else "eager")
+    """Return workers that have everything imported, and compiled something."""
+    is_inductor = (transform or "").removeprefix("backend:") == "inductor"
+    return Pool(workers=2, preload=(f"{TASKS}:get_ready",), warm="inductor" if is_inductor else "eager")
 
 
 def check_isolated(
@@ -70,7 +71,7 @@ def check_isolated(
     if outcome.answer is not None:
         report = decode(Report, outcome.answer["report"], "report")
         return Checked(
-            report=replace(report, notes=(*report.notes, *notes)),
+            report=replace(report, case=case if notes else report.case, notes=(*report.notes, *notes)),
             output=outcome.output,
             warnings=tuple(outcome.answer["warnings"]),
         )

@@ -46,8 +46,10 @@ class Minified:
     twin: GraphModule | None = None
     """A neighbour of the graph that passes."""
     notes: tuple[str, ...] = ()
+    memory_bytes: int | None = None
+    """What a candidate was allowed to hold."""
     clean: Clean | None = field(default=None, repr=False)
-    """A process that waits for the script."""
+    """A process that waits for the script, as long as this is there."""
 
     def write(self, path: str | os.PathLike[str], *, data: bool = True, deadline_s: float = CONFIRMED_S) -> Repro:
         """Write a script that shows the failure with torch alone, and run it in a clean process.
@@ -66,13 +68,17 @@ class Minified:
     def finding(self) -> Finding:
         """What a script has to show."""
         rate = self.reduction.rate
+        failure = self.report.failure
+        limits: dict[str, Any] = {"deadline_s": HUNG_S} if failure is not None and failure.kind == "timeout" else {}
+        if self.memory_bytes is not None:
+            limits["memory_bytes"] = self.memory_bytes
         return Finding(
             graph=self.graph,
             inputs=self.inputs,
             case=self.case,
             report=showing_only(self.report, self.signature),
             tries=1 if rate == 1.0 else math.ceil(math.log(LOST) / math.log(1.0 - rate)),
-            deadline_s=HUNG_S,
             config=self.settings,
+            **limits,
             inputs_from=self.drawn,
         )

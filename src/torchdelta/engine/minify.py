@@ -19,10 +19,9 @@ from torchdelta.engine.minified import Minified
 from torchdelta.engine.preflight import Chosen, Preflight
 from torchdelta.engine.subjects import nodes_of, subjects_of
 from torchdelta.errors import NothingToMinify, ProgramError, UsageError
-from torchdelta.execute.programs import load_module
 from torchdelta.isolate.pool import Pool
 from torchdelta.minify.journal import Entry, Journal
-from torchdelta.minify.oracle import Answer, Begin, Oracle
+from torchdelta.minify.oracle import Answer, Oracle
 from torchdelta.minify.passes import PASSES, STRATEGIES, scatter
 from torchdelta.minify.reducer import Budget, Progress, Reducer, Wavering
 from torchdelta.minify.subject import Subject
@@ -63,75 +62,68 @@ class Minifying:
     tell: Callable[[Progress], None] = lambda _: None
     notes: list[str] = field(default_factory=list)
     rate: float = 1.0
-    begin: Begin | None = None
-    """Asks while something else is asked; None where everything is asked in this process."""
     clean: Clean | None = None
     """Waits for the script that will be written."""
-    foreseen: dict[str, Callable[[], Answer]] = field(default_factory=dict)
-    """Queries under way before anybody needs their answers, by the keys of their subjects."""
 
     def run(self) -> Minified:
         """Minify; NothingToMinify where no graph of the program shows a failure."""
         self.started = time.monotonic()
-        resumed = self._journal.read(allow=self._own_modules()) if self.is_resumed else None
-        entry = resumed[1] if resumed is not None else None
+        entry: Entry | None = None
         # workers get ready while the graphs are captured
-        with self._asking() as ask:
+        with self._asking() as self.ask:
             with runtime.preserved():
-                subjects = [resumed[0]] if resumed is not None else subjects_of(self.check, self.level)
+                subjects = subjects_of(self.check, self.level)
+            if self.is_resumed:
+                best, entry = self._resumed(subjects)
+                subjects = [best]
             preflight = Preflight(
-                ask=ask,
+                ask=self.ask,
                 program=f"{self.check.case.program} under {self.check.case.transform}",
                 match=self.match,
                 expected=self._expected if entry is None else (entry.wanted,),
                 tell=self._told,
                 notes=self.notes,
             )
-            self.begin = ask.begin if isinstance(ask, Workers) else None
-            if isinstance(ask, Workers) and len(subjects) == 1 and self.culprit is None and entry is None:
-                self._foresee(subjects[0], ask)
+            if len(subjects) == 1 and self.culprit is None and entry is None:
+                self._foresee(subjects[0])
             chosen = preflight.choose(subjects)
             if entry is not None and not entry.wanted.is_same_as(chosen.wanted):
                 raise NothingToMinify(f"what was reduced so far does not show {entry.wanted} any more")
             try:
-                return self._reduced(chosen, self._foreseeing(ask), entry)
-            except Wavering:
-                oracle = preflight.patient(chosen)
+                return self._reduced(chosen, self.ask, entry)
+            except Wavering as wavering:
+                oracle = preflight.patient(wavering.subject, chosen.wanted)
                 self.rate = preflight.rate
                 return self._reduced(chosen, oracle, entry)
 
-    def _beginning(self, begin: Begin) -> Begin:
-        def begin_again(subject: Subject) -> Callable[[], Answer]:
-            # a process that will run the script gets ready meanwhile
-            self.clean = Clean(("torch", "torch._inductor.compile_fx") if self.transform == "inductor" else ("torch",))
-            return begin(subject)
+    def _resumed(self, subjects: Sequence[Subject]) -> tuple[Subject, Entry]:
+        """Return where an earlier reduction of these subjects stood."""
+        best, entry = self._journal.read(allow=[name for subject in subjects for name in subject.modules])
+        if entry.level != self.level:
+            raise UsageError(f"{self.out} has a graph of the level {entry.level}: resume with that, not {self.level}")
+        return best, entry
 
-        return begin_again
+    def _begin(self, subject: Subject) -> Callable[[], Answer]:
+        assert isinstance(self.ask, Workers)
+        if self.clean is None:
+            # who will run the script gets ready meanwhile
+            self.clean = Clean(("torch", "torch._inductor.compile_fx") if self.transform == "inductor" else ("torch",))
+        return self.ask.begin(subject)
 
     def _told(self, progress: Progress) -> None:
-        self.tell(replace(progress, workers=len(self.foreseen)))
-
-    def _own_modules(self) -> list[str]:
-        return [load_module(place, what="program").__name__ for place in self.imports]
+        self.tell(replace(progress, workers=len(self.ask.under_way) if isinstance(self.ask, Workers) else 0))
 
     @property
     def _expected(self) -> Sequence[Signature]:
         # what is wrong in the backward of a program is wrong in the forward of its backward graph
         return self.expected if self.level == DYNAMO else ()
 
-    def _foresee(self, subject: Subject, ask: Workers) -> None:
+    def _foresee(self, subject: Subject) -> None:
         """Ask what the reduction will most likely ask first, while nobody knows yet how the subject fails."""
         edit = scatter.first_guess(subject)
         made = edit.applied_to(subject) if edit is not None else None
-        if made is not None:
-            self.foreseen[made.key] = ask.begin(made, replace(ask.case, semantic=False))
-
-    def _foreseeing(self, ask: Oracle) -> Oracle:
-        def answer(subject: Subject) -> Answer:
-            begun = self.foreseen.pop(subject.key, None)
-            return begun() if begun is not None else ask(subject)
-
-        return answer
+        if made is not None and isinstance(self.ask, Workers):
+            self.ask.foresee(made, replace(self.ask.case, semantic=False))
 
     def died(self) -> Report | None:
         """Return the report of a graph whose candidate ends its process, before anybody runs it in this one."""
@@ -159,7 +151,7 @@ class Minifying:
         # what a graph calls of the user's own is defined where its program or its transform is
         imports = [*self.imports, *([place] if place.endswith(".py") else [])]
         with nullcontext(self.pool) if self.pool is not None else pool_for(spec) as pool:
-            yield Workers(
+            workers = Workers(
                 pool=pool,
                 case=replace(self.check.case, transform=spec, program="subject"),
                 timeout_s=self.timeout_s,
@@ -167,27 +159,31 @@ class Minifying:
                 settings=plain_settings(settings.changed_settings()),
                 imports=imports,
             )
+            try:
+                yield workers
+            finally:
+                workers.end()
 
     def _reduced(self, chosen: Chosen, ask: Oracle, entry: Entry | None) -> Minified:
         subject, before = chosen.subject, entry.nodes_before if entry is not None else chosen.subject.size
         reducer = Reducer(
             ask=ask, wanted=chosen.wanted, budget=self.budget, tell=self._told, is_patient=self.rate < 1.0
         )
-        if self.begin is not None:
-            reducer.begin = self._beginning(self.begin)
+        if isinstance(self.ask, Workers):
+            reducer.begin = self._begin
         if entry is not None:
             reducer.known.update(entry.known)
-            reducer.queries = entry.queries
         spent = entry.seconds if entry is not None else 0.0
         if self.out is not None:
-            reducer.keep = self._keeping(reducer, before, spent)
+            reducer.keep = self._keeping(reducer, before, entry)
             reducer.keep(subject, chosen.answer)
         culprits = nodes_of(self.culprit, subject) if self.culprit is not None else ()
         small = reducer.run(subject, chosen.answer, strategies=STRATEGIES, passes=PASSES, culprits=culprits)
         found = reducer.search.answer.report
         assert found is not None
         if not reducer.is_minimal:
-            why = f"queries broke ({reducer.broken[-1]})" if reducer.broken else "the budget was spent"
+            why = "queries broke" if reducer.has_gaps else "the budget was spent"
+            why += f" ({reducer.broken[-1]})" if reducer.broken else ""
             self.notes.append(f"it may not be the smallest: {why}")
         if reducer.twin is not None and self.out is not None:
             self._journal.write_twin(reducer.twin)
@@ -202,7 +198,7 @@ class Minifying:
             reduction=Reduction(
                 nodes_before=before,
                 nodes_after=small.size,
-                queries=reducer.queries + (0 if entry is not None else 1 + len(self.foreseen)),
+                queries=self._queries(entry),
                 seconds=spent + time.monotonic() - self.started,
                 is_minimal=reducer.is_minimal,
                 rate=self.rate,
@@ -212,18 +208,23 @@ class Minifying:
             also_seen=tuple(reducer.also_seen),
             twin=reducer.twin.graph if reducer.twin is not None else None,
             clean=self.clean,
+            memory_bytes=self.memory_bytes,
             notes=tuple(self.notes),
         )
 
-    def _keeping(self, reducer: Reducer, before: int, spent: float) -> Callable[[Subject, Answer], None]:
+    def _queries(self, entry: Entry | None) -> int:
+        return self.ask.asked + (entry.queries if entry is not None else 0)
+
+    def _keeping(self, reducer: Reducer, before: int, resumed: Entry | None) -> Callable[[Subject, Answer], None]:
         """Return what keeps the best so far on disk."""
 
         def keep(best: Subject, _: Answer) -> None:
             entry = Entry(
                 wanted=reducer.wanted,
+                level=self.level,
                 nodes_before=before,
-                queries=reducer.queries,
-                seconds=spent + time.monotonic() - self.started,
+                queries=self._queries(resumed),
+                seconds=(resumed.seconds if resumed is not None else 0.0) + time.monotonic() - self.started,
                 # a name of its own: what the journal points to stays until it points elsewhere
                 best=f"best-{os.urandom(4).hex()}",
                 drawn=dict(best.drawn),

@@ -89,9 +89,9 @@ class Preflight:
         self.ask.case = replace(self.ask.case, stages=("forward",) if is_early else ("forward", "gradients"))
         return found
 
-    def patient(self, chosen: Chosen) -> Oracle:
-        """Return who asks about a failure that comes only now and then as often as it takes."""
-        ask, subject, wanted = self.ask, chosen.subject, chosen.wanted
+    def patient(self, subject: Subject, wanted: Signature) -> Oracle:
+        """Return who asks as often as it takes about a failure that this subject showed once, and once not."""
+        ask = self.ask
         shown = 1 + sum(ask(subject).shows(wanted) for _ in range(TRIALS - 2))
         self.rate = shown / TRIALS
         if self.rate < RARE:

@@ -37,8 +37,12 @@ def subjects_of(check: Check, level: str = DYNAMO) -> list[Subject]:
     """
     transform = check.transform
     require_level(level)
-    if level == AOT and not isinstance(transform, Compiler):
-        raise UsageError(f"AOTAutograd hands nothing to {check.case.transform}: only a compiler has the level {AOT}")
+    is_behind_aot = isinstance(transform, Compiler) or (isinstance(transform, FxPass) and transform.graph == "aten")
+    if level == AOT and not is_behind_aot:
+        raise UsageError(
+            f"AOTAutograd hands nothing to {check.case.transform}: only a compiler and a pass on ATen graphs have the "
+            f"level {AOT}"
+        )
     if not transform.reads_program or not transform.keeps_names:
         raise UsageError(
             f"{check.case.transform} is another implementation, of which there is no graph to make smaller: "
@@ -81,12 +85,13 @@ def _captured(check: Check, level: str) -> list[Subject]:
 
     baseline = check.baseline
     is_dynamo = level == DYNAMO
+    stages = ("forward",) if is_dynamo else tuple(each for each in baseline.plan.stages if each != "steps")
     run = run_candidate(
         Watched(_dynamo_of(check.transform), seam)
         if is_dynamo
         else WatchedAfterAot(check.transform, seam, compile_graphs=False),
         Side.copied_from(baseline.program),
-        replace(baseline.plan, stages=("forward",) if is_dynamo else baseline.plan.stages[:2]),
+        replace(baseline.plan, stages=stages),
         original=baseline.original,
         scope=baseline.scope,
         draws_random=False,

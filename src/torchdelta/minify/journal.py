@@ -22,6 +22,8 @@ class Entry:
     """Where a reduction stands."""
 
     wanted: Signature
+    level: str
+    """Of the graph that was captured."""
     nodes_before: int
     queries: int
     seconds: float

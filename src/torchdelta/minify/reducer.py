@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +19,7 @@ from torchdelta.minify.oracle import Answer, Begin, Oracle
 from torchdelta.minify.subject import Subject
 from torchdelta.records.failure import Signature
 
+T = TypeVar("T")
 PATIENCE = 3
 """So many queries in a row that break end a reduction."""
 AGAIN = 2
@@ -60,7 +61,10 @@ class Spent(Exception):
 
 
 class Wavering(Exception):
-    """What showed the failure once does not show it again."""
+    """A subject that showed the failure once does not show it again."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
 
 
 @dataclass(kw_only=True)
@@ -100,6 +104,8 @@ class Reducer:
     """The last neighbour of the best subject that passed."""
     broken: list[str] = field(default_factory=list)
     """What queries broke by, since the last that did not."""
+    has_gaps: bool = False
+    """Whether an edit was proposed about which nothing is known."""
     is_minimal: bool = False
     """Whether no single edit is left that still shows the failure."""
     started: float = field(default_factory=time.monotonic)
@@ -120,35 +126,49 @@ class Reducer:
         """
         self.search = Search(subject=subject, answer=answer, wanted=self.wanted, culprits=tuple(culprits))
         self.known[subject.key] = True
-        try:
-            for strategy in strategies:
-                self._leap(strategy)
-            self._ask_again()
-            while not self.is_minimal:
-                before = self.search.subject
-                for each in passes:
-                    self._drive(each, is_leaping=False)
-                self.is_minimal = self.search.subject is before
-        except Spent:
-            pass
+        has_budget = self._is_done(lambda: self._leap_all(strategies))
+        self._ask_again()
+        if has_budget:
+            self.is_minimal = self._is_done(lambda: self._take_steps(passes)) and not self.has_gaps
         self._settle()
         return self.search.subject
 
+    def _is_done(self, work: Callable[[], object]) -> bool:
+        """Work; False where the budget was spent first."""
+        try:
+            work()
+        except Spent:
+            return False
+        return True
+
+    def _leap_all(self, strategies: Sequence[Pass]) -> None:
+        for strategy in strategies:
+            self._leap(strategy)
+
+    def _take_steps(self, passes: Sequence[Pass]) -> None:
+        before = None
+        while self.search.subject is not before:
+            before = self.search.subject
+            for each in passes:
+                self._drive(each, is_leaping=False)
+
     def _ask_again(self) -> None:
-        """Begin to ask whether the failure comes again; the first small step is asked beside it."""
-        if self.is_patient:
-            return
+        """Begin to ask whether the failure comes again; the first small step is asked beside it.
+
+        That is not a question of the budget: who was told nothing else takes a failure to come each time.
+        """
         subject = self.search.subject
-        for _ in range(AGAIN):
-            self._require_budget()
+        for _ in range(0 if self.is_patient else AGAIN):
             self.queries += 1
-            self.again.append(self.begin(subject) if self.begin is not None else partial(self.ask, subject))
+            begun = self._tried(partial(self.begin, subject)) if self.begin is not None else partial(self.ask, subject)
+            if begun is not None:
+                self.again.append(begun)
 
     def _settle(self) -> None:
         while self.again:
             answer = self._tried(self.again.pop())
             if answer is not None and not answer.shows(self.wanted):
-                raise Wavering
+                raise Wavering(self.search.subject)
 
     def _leap(self, strategy: Pass) -> None:
         """Follow a strategy, which may make a subject larger on its way, and come back when it did not end smaller."""
@@ -185,8 +205,13 @@ class Reducer:
         self._require_budget()
         self.tell(Progress(nodes=self.search.subject.size, queries=self.queries, doing=name))
         self.queries += 1
-        answer = self._tried(partial(self.ask, made)) or Answer()
+        answer = self._tried(partial(self.ask, made))
         self._settle()
+        if answer is None:
+            self.has_gaps = True
+            if len(self.broken) >= PATIENCE:
+                raise Spent
+            return False
         shows = self.known[made.key] = answer.shows(self.wanted)
         for signature in answer.signatures:
             if not self.wanted.is_same_as(signature):
@@ -199,14 +224,12 @@ class Reducer:
             self.twin = made
         return shows
 
-    def _tried(self, ask: Callable[[], Answer]) -> Answer | None:
-        """Ask; a query that breaks tells nothing, and several in a row break the reduction."""
+    def _tried(self, ask: Callable[[], T]) -> T | None:
+        """Ask; a query that breaks tells nothing."""
         try:
             answer = ask()
         except Exception as error:
             self.broken.append(f"{type(error).__name__}: {error}")
-            if len(self.broken) >= PATIENCE:
-                raise Spent from error
             return None
         self.broken.clear()
         return answer

@@ -54,7 +54,9 @@ class Subject:
     @property
     def modules(self) -> list[str]:
         """Where the functions are that the graph calls: who reads it in another process has to import them."""
-        calls = (name_target(node.target) for node in self.nodes if node.op == "call_function")
+        graphs_within = (module.graph for module in self.graph.modules() if isinstance(module, GraphModule))
+        nodes = (node for graph in graphs_within for node in graph.nodes if node.op == "call_function")
+        calls = (name_target(node.target) for node in nodes)
         named = (name.removeprefix("function ") for name in calls if name.startswith("function "))
         return sorted({name.partition(":")[0] for name in named})
 

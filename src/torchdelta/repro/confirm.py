@@ -18,7 +18,10 @@ from typing import IO
 KEPT = 64 * 1024
 """Bytes of output, from its end."""
 _WAIT = """
-import importlib, os, runpy, sys
+import sys
+
+sys.path[:] = filter(None, sys.path)  # where this process was started is not where the script lies
+import importlib, os, runpy
 
 # inductor's helper processes take longer to start than one small graph takes to compile
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -28,7 +31,7 @@ path = sys.stdin.readline().rstrip("\\n")
 if path:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.argv = [path]
-    sys.path[0] = os.path.dirname(path)
+    sys.path.insert(0, os.path.dirname(path))
     os.chdir(sys.path[0])
     runpy.run_path(path, run_name="__main__")
 """

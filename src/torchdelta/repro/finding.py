@@ -22,8 +22,8 @@ class Finding:
     """In the order of the placeholders: tensors, numbers, text and None."""
     case: Case
     report: Report
-    deadline_s: float = 30.0
-    """How long a candidate that hangs is waited for."""
+    deadline_s: float = 60.0
+    """How long a candidate that hangs or dies is waited for."""
     memory_bytes: int = 4 * 2**30
     """How much more memory than it starts with a candidate may take that ran out of it."""
     config: Mapping[str, Any] = field(default_factory=dict)
