@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torchdelta._torch import runtime, settings
+from torchdelta._torch import dynamo, runtime, settings
 from torchdelta._torch.nodes import op_name, short_name
 from torchdelta.engine.asking import InProcess, Workers, plain_settings, spec_of
 from torchdelta.engine.check import Check
@@ -107,7 +107,7 @@ class Minifying:
         assert isinstance(self.ask, Workers)
         if self.clean is None:
             # who will run the script gets ready meanwhile
-            self.clean = Clean(("torch", "torch._inductor.compile_fx") if self.transform == "inductor" else ("torch",))
+            self.clean = Clean(dynamo.modules_behind(self.transform))
         return self.ask.begin(subject)
 
     def _told(self, progress: Progress) -> None:
@@ -182,8 +182,7 @@ class Minifying:
         found = reducer.search.answer.report
         assert found is not None
         if not reducer.is_minimal:
-            why = "queries broke" if reducer.has_gaps else "the budget was spent"
-            why += f" ({reducer.broken[-1]})" if reducer.broken else ""
+            why = f"queries broke ({reducer.gap})" if reducer.gap else "the budget was spent"
             self.notes.append(f"it may not be the smallest: {why}")
         if reducer.twin is not None and self.out is not None:
             self._journal.write_twin(reducer.twin)

@@ -104,8 +104,8 @@ class Reducer:
     """The last neighbour of the best subject that passed."""
     broken: list[str] = field(default_factory=list)
     """What queries broke by, since the last that did not."""
-    has_gaps: bool = False
-    """Whether an edit was proposed about which nothing is known."""
+    gap: str = ""
+    """What the last query about an edit broke by: nothing is known about that edit."""
     is_minimal: bool = False
     """Whether no single edit is left that still shows the failure."""
     started: float = field(default_factory=time.monotonic)
@@ -129,7 +129,7 @@ class Reducer:
         has_budget = self._is_done(lambda: self._leap_all(strategies))
         self._ask_again()
         if has_budget:
-            self.is_minimal = self._is_done(lambda: self._take_steps(passes)) and not self.has_gaps
+            self.is_minimal = self._is_done(lambda: self._take_steps(passes)) and not self.gap
         self._settle()
         return self.search.subject
 
@@ -206,12 +206,12 @@ class Reducer:
         self.tell(Progress(nodes=self.search.subject.size, queries=self.queries, doing=name))
         self.queries += 1
         answer = self._tried(partial(self.ask, made))
-        self._settle()
         if answer is None:
-            self.has_gaps = True
+            self.gap = self.broken[-1]
             if len(self.broken) >= PATIENCE:
                 raise Spent
             return False
+        self._settle()
         shows = self.known[made.key] = answer.shows(self.wanted)
         for signature in answer.signatures:
             if not self.wanted.is_same_as(signature):
