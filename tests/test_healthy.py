@@ -10,7 +10,7 @@ from torchdelta import Verdict
 HEALTHY = pathlib.Path(__file__).parent / "programs" / "healthy.py"
 NAMES = ["mlp", "conv_net", "lstm", "vit", "bert", "llama", "t5"]
 COMPILED = {"mlp": "a", "conv_net": "a", "lstm": "b", "bert": "b"}
-"""Those that inductor compiles here, by the worker that does; the others are compiled in test_verdicts.py."""
+"""Those that inductor compiles in a minute, by the worker that does; the others are run on demand."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -42,7 +42,13 @@ def test_a_healthy_program_survives(name, transform):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.xdist_group(f"inductor-{worker}")) for name, worker in COMPILED.items()],
+    [
+        pytest.param(
+            name,
+            marks=pytest.mark.xdist_group(f"inductor-{COMPILED[name]}") if name in COMPILED else pytest.mark.long,
+        )
+        for name in NAMES
+    ],
 )
 def test_a_healthy_program_survives_inductor(name):
     require_healthy(checked(name, "inductor", stages=["forward", "gradients", "steps"]))
