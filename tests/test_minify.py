@@ -18,6 +18,7 @@ from torchdelta import Verdict
 from torchdelta.engine import asking
 from torchdelta.engine import minified as minified_of
 from torchdelta.errors import UsageError
+from torchdelta.minify.draws import Draw
 from torchdelta.minify.edit import Edit, merged
 from torchdelta.minify.oracle import Answer
 from torchdelta.minify.passes import PASSES, STRATEGIES
@@ -238,8 +239,31 @@ class TestReducer:
 
         assert [value.dtype for value in small.inputs] == [torch.float32, torch.int64]
         assert small.inputs[1].tolist() == [0, 0]
-        assert small.drawn["rows"] == "torch.zeros((2,), dtype=torch.int64)"
-        assert "randn" in small.drawn["table"]
+        assert small.drawn == {"table": Draw(by="randn"), "rows": Draw(by="zeros")}
+        assert small.drawn["rows"].text(small.inputs[1]) == "torch.zeros((2,), dtype=torch.int64)"
+        assert torch.equal(eval(small.drawn["table"].text(small.inputs[0])), small.inputs[0])
+
+    def test_what_needs_much_of_something_is_halved_until_it_fails_no_more(self):
+        subject = subject_of(lambda x: torch.relu(x), torch.ones(2, 16, 128))
+        reducer, small = reduced(subject, lambda asked: asked.inputs[0].numel() >= 1024)
+
+        assert small.inputs[0].numel() == 1024
+        # twice whether it comes again; random; all small, halved twice, each halved; and nothing of it once more
+        assert reducer.queries == AGAIN + 1 + 3 + 2
+
+    def test_a_size_that_has_to_stay_holds_up_no_other(self):
+        subject = subject_of(lambda x: torch.relu(x), torch.randn(48, 16, 5))
+        _, small = reduced(subject, lambda asked: asked.inputs[0].shape[1] == 16)
+
+        assert small.inputs[0].shape == (2, 16, 2)
+
+    def test_random_numbers_do_not_tell_which_way_a_subject_came(self):
+        subject = subject_of(lambda x: torch.relu(x), torch.randn(8, 4))
+        drawn, small = Edit(drawn={"x": Draw(by="randn")}), Edit(sizes={8: 2})
+        first = small.applied_to(drawn.applied_to(subject))
+
+        assert first.key == drawn.applied_to(small.applied_to(subject)).key
+        assert first.key != small.applied_to(subject).key
 
     def test_values_that_the_failure_needs_stay(self):
         subject = subject_of(lambda rows: torch.relu(rows), torch.tensor([3, 1]))

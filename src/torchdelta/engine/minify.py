@@ -202,7 +202,7 @@ class Minifying:
                 is_minimal=reducer.is_minimal,
                 rate=self.rate,
             ),
-            drawn={places[name]: text for name, text in small.drawn.items()},
+            drawn={places[name]: draw.text(small.named_inputs[name]) for name, draw in small.drawn.items()},
             settings=plain_settings(settings.changed_settings()),
             also_seen=tuple(reducer.also_seen),
             twin=reducer.twin.graph if reducer.twin is not None else None,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from torchdelta.minify.draws import Draw
 from torchdelta.minify.resize import narrowed, renumber, sizes_of
 from torchdelta.minify.subject import Subject, rebuilt
 
@@ -29,8 +30,8 @@ class Edit:
     """Nodes with an effect that go although something else stays."""
     inputs: Mapping[str, Any] = field(default_factory=dict)
     """Other values for inputs."""
-    drawn: Mapping[str, str] = field(default_factory=dict)
-    """Of those, which are random numbers, and the expression that draws them."""
+    drawn: Mapping[str, Draw] = field(default_factory=dict)
+    """Inputs whose numbers are not the user's any more."""
     is_detached: bool = False
     """Whether no input requires grad any more."""
     sizes: Mapping[int, int] = field(default_factory=dict)
@@ -57,10 +58,10 @@ class Edit:
         # a number that was computed is as good as one that is written
         literals = {name: value for name, value in cut.items() if not isinstance(value, torch.Tensor)}
         given = {name: self._detached(value) for name, value in cut.items() if isinstance(value, torch.Tensor)}
-        inputs = {
-            name: self._detached(narrowed(self.inputs.get(name, value), self.sizes))
-            for name, value in subject.named_inputs.items()
-        }
+        before = subject.named_inputs
+        # numbers that are drawn are drawn for each shape: where a subject comes from is not seen in them
+        drawn = {**{name: draw for name, draw in subject.drawn.items() if name not in self.inputs}, **self.drawn}
+        inputs = {name: self._detached(self._input(name, value, drawn.get(name))) for name, value in before.items()}
         instead = {name: value for name, value in self.instead.items() if name in names}
         outputs = subject.outputs if self.outputs is None else tuple(name for name in self.outputs if name in names)
         made = rebuilt(
@@ -75,11 +76,13 @@ class Edit:
             for node in made.nodes:
                 renumber(node, self.sizes, sizes_of(subject))
             made.graph.recompile()
-        before = subject.named_inputs
-        left = {name: text for name, text in subject.drawn.items() if inputs[name] is before[name]}
         there = made.named_inputs
-        made = replace(made, drawn={name: text for name, text in {**left, **self.drawn}.items() if name in there})
+        made = replace(made, drawn={name: draw for name, draw in drawn.items() if name in there})
         return made if made.nodes else None
+
+    def _input(self, name: str, value: Any, draw: Draw | None) -> Any:
+        resized = narrowed(self.inputs.get(name, value), self.sizes)
+        return draw.like(resized) if draw is not None else resized
 
     def _detached(self, value: Any) -> Any:
         is_asked = isinstance(value, torch.Tensor) and value.requires_grad

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchdelta.errors import ReportUnreadable
+from torchdelta.minify.draws import Draw
 from torchdelta.minify.subject import Subject
 from torchdelta.records.codec import decode, encode
 from torchdelta.records.failure import Signature
@@ -29,7 +30,7 @@ class Entry:
     seconds: float
     best: str
     """The directory of the best subject, beside the journal."""
-    drawn: dict[str, str]
+    drawn: dict[str, Draw]
     known: dict[str, bool] = field(default_factory=dict)
 
 

@@ -20,6 +20,7 @@ from torchdelta._torch.nodes import has_effect
 from torchdelta._torch.targets import name_target
 from torchdelta.execute.copies import copy_together
 from torchdelta.execute.graph_files import read_graph, write_graph
+from torchdelta.minify.draws import Draw
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,8 +29,8 @@ class Subject:
 
     graph: GraphModule
     inputs: tuple[Any, ...]
-    drawn: Mapping[str, str] = field(default_factory=dict)
-    """Inputs that are random numbers and not the user's, by name, and the expression that draws them."""
+    drawn: Mapping[str, Draw] = field(default_factory=dict)
+    """Inputs whose numbers are not the user's, by name."""
     origin: str = ""
     """Who made the graph, where that was captured and not cut out of another: dynamo, or forward or backward of AOT."""
 

@@ -26,10 +26,10 @@ PASSES = (
     operands.propose,
     shapes.propose,
     gradients.propose,
-    sizes.propose,
     strides.propose,
     dtypes.propose,
     numbers.propose,
     constants.propose,
+    sizes.propose,
 )
 """Small steps, repeated until none is left."""

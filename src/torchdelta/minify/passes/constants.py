@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from torchdelta.minify.draws import Draw
 from torchdelta.minify.edit import Edit
 from torchdelta.minify.reducer import Proposals, Search, merging
 
@@ -21,6 +22,4 @@ def _made(search: Search, make: str) -> Iterator[Edit]:
         is_whole = isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
         if not is_whole or name in search.subject.drawn or not value.is_contiguous():
             continue
-        made = getattr(torch, make)(value.shape, dtype=value.dtype, device=value.device)
-        text = f"torch.{make}({tuple(value.shape)}, dtype={value.dtype})"
-        yield Edit(inputs={name: made}, drawn={name: text})
+        yield Edit(drawn={name: Draw(by=make)})

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from torchdelta.minify.draws import Draw
 from torchdelta.minify.edit import Edit
 from torchdelta.minify.reducer import Proposals, Search, merging
 
@@ -20,9 +21,4 @@ def _drawn(search: Search) -> Iterator[Edit]:
         is_real = isinstance(value, torch.Tensor) and value.is_floating_point() and value.is_contiguous()
         if not is_real or name in search.subject.drawn:
             continue
-        made = torch.randn(value.shape, generator=torch.Generator().manual_seed(index)).to(value.dtype)
-        shape = ", ".join(str(size) for size in value.shape) or "()"
-        text = f"torch.randn({shape}, generator=torch.Generator().manual_seed({index}))"
-        if value.dtype is not torch.float32:
-            text += f".to({value.dtype})"
-        yield Edit(inputs={name: made.to(value.device).requires_grad_(value.requires_grad)}, drawn={name: text})
+        yield Edit(drawn={name: Draw(by="randn", seed=index)})

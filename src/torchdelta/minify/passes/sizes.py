@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchdelta.minify.edit import Edit
-from torchdelta.minify.reducer import Proposals, Search, merging
+from torchdelta.minify.reducer import Proposals, Search
 from torchdelta.minify.resize import sizes_of
 
 SMALL = 2
@@ -11,10 +11,28 @@ SMALL = 2
 
 
 def propose(search: Search) -> Proposals:
-    """Propose all sizes small, then each, then the stubborn ones half as large."""
-    large = sorted((size for size in sizes_of(search.subject) if size > SMALL), reverse=True)
-    yield from merging([Edit(sizes={size: SMALL}) for size in large])
-    for stubborn in sorted(sizes_of(search.subject), reverse=True):
-        size = stubborn
-        while size > SMALL + 1 and (yield Edit(sizes={size: size // 2})):
-            size //= 2
+    """Propose all sizes small, then all half as large, then each."""
+    if (yield Edit(sizes=dict.fromkeys(_large(search), SMALL))):
+        return
+    # what hangs together is halved together, and a failure that needs much of something loses nothing on the way
+    while (yield Edit(sizes={size: _half(size) for size in _large(search)})):
+        pass
+    for size in _large(search):
+        if (yield Edit(sizes={size: _half(size)})):
+            yield from _smaller(_half(size))
+
+
+def _smaller(size: int) -> Proposals:
+    """Propose what is left of a size that could be halved."""
+    if (yield Edit(sizes={size: SMALL})):
+        return
+    while (yield Edit(sizes={size: _half(size)})):
+        size = _half(size)
+
+
+def _large(search: Search) -> list[int]:
+    return sorted((size for size in sizes_of(search.subject) if size > SMALL), reverse=True)
+
+
+def _half(size: int) -> int:
+    return max(SMALL, size // 2)
