@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch._library.custom_ops import OPDEFS
@@ -32,5 +33,7 @@ def registered_by(target: Any) -> str | None:
     if namespace == _DECOMPOSED:
         return "torch.ao.quantization.fx._decomposed"
     if name not in OPDEFS:
+        if namespace in sys.modules:  # a package that registers operators in C++ gives them its own name
+            return namespace
         raise LookupError(f"{name} is registered by a package that torch does not know the name of")
     return str(OPDEFS[name]._init_fn.__module__)

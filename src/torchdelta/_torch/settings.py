@@ -36,6 +36,18 @@ def _is_changed(config: Any, key: str, value: Any) -> bool:
     return bool(value != entry.default) and not config._is_default(key)
 
 
+def apply(settings: Mapping[str, Any]) -> None:
+    """Set settings from now on; LookupError of one that this torch does not have."""
+    for full, value in settings.items():
+        name = next((name for name in _CONFIGS if full.startswith(f"{name}.")), None)
+        config = importlib.import_module(name) if name is not None else None
+        key = full.removeprefix(f"{name}.")
+        if config is None or key not in config._config:
+            raise LookupError(f"this torch has no setting {full}")
+        if getattr(config, key) != value:
+            setattr(config, key, value)
+
+
 @contextmanager
 def applied(settings: Mapping[str, Any]) -> Iterator[None]:
     """Hold settings that `changed_settings` found, here or in another process."""

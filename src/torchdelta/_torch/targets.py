@@ -151,12 +151,17 @@ def _imported(module: str, allow: Iterable[str]) -> ModuleType:
         raise LookupError(f"{module} cannot be imported here ({type(error).__name__}: {error})") from error
 
 
+def is_torchs_own(module: str) -> bool:
+    """Tell whether a module is torch's or Python's own, and may be named by any graph."""
+    return module == "builtins" or any(_is_within(module, root) for root in _ROOTS)
+
+
 def _refuse_unless_allowed(module: str, allow: Iterable[str]) -> None:
     if any(_is_within(module, given) for given in allow):
         return
     if any(_is_within(module, loader) for loader in _LOADERS):
         raise LookupError(f"{module} runs code from elsewhere, which no traced graph does: it is not allowed")
-    if module != "builtins" and not any(_is_within(module, root) for root in _ROOTS):
+    if not is_torchs_own(module):
         raise LookupError(f"{module} is not allowed: if you trust it, pass allow=({module.partition('.')[0]!r},)")
 
 

@@ -21,11 +21,21 @@ from rich.text import Text
 from torchdelta.errors import EnvironmentUnfit, UsageError
 from torchdelta.records.comparison import Scalar
 
-Program = Annotated[str, typer.Argument(help="path/file.py:factory or package.module:factory.")]
+Program = Annotated[
+    str, typer.Argument(help="path/file.py:factory, package.module:factory, or a directory that a guard recorded.")
+]
 Transform = Annotated[str, typer.Option("--transform", "-t", help="inductor, export, cast:bfloat16, file.py:fn, …")]
+TransformIfAny = Annotated[
+    str | None,
+    typer.Option(
+        "--transform", "-t", help="inductor, export, cast:bfloat16, file.py:fn, …; a recorded directory has its own."
+    ),
+]
 Options = Annotated[list[str] | None, typer.Option("--option", "-O", help="An option of the transform, key=value.")]
 Stages = Annotated[str | None, typer.Option(help="Of forward,gradients,steps; default forward,gradients.")]
-Policy = Annotated[str, typer.Option(help="noise, bitwise, close, rtol=R,atol=A, sqnr>=X, cosine>=X.")]
+_POLICIES = "noise, bitwise, close, rtol=R,atol=A, sqnr>=X, cosine>=X."
+Policy = Annotated[str, typer.Option(help=_POLICIES)]
+PolicyIfAny = Annotated[str | None, typer.Option(help=f"{_POLICIES[:-1]}; default noise.")]
 Seed = Annotated[int, typer.Option(help="Of every random number.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write what was found there.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
@@ -40,7 +50,7 @@ _UNITS = {"": 1, "b": 1} | {
 def read_words(
     option: Options = None,
     stages: Stages = None,
-    policy: Policy = "noise",
+    policy: PolicyIfAny = None,
     ignore: Annotated[str, typer.Option(help="Clauses that don't count: dtype,stride,integers,aliasing,…")] = "",
     strict: Annotated[str, typer.Option(help="Clauses that count although by default they don't: casts,stride.")] = "",
     strict_casts: Annotated[

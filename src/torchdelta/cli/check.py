@@ -12,7 +12,7 @@ from torchdelta.cli.arguments import (
     Debug,
     JsonFile,
     Program,
-    Transform,
+    TransformIfAny,
     needing_torch,
     read_bytes,
     read_words,
@@ -27,14 +27,16 @@ from torchdelta.engine.isolated import check_isolated
 from torchdelta.errors import UsageError
 from torchdelta.records.case import read_case
 from torchdelta.records.codec import write_report
+from torchdelta.records.recording import completed
 from torchdelta.records.report import Report
 from torchdelta.report.terminal import print_report
 
 
 @taking(case=read_words)
 def command(
+    *,
     program: Program,
-    transform: Transform,
+    transform: TransformIfAny = None,
     case: dict[str, Any],
     thorough: Annotated[
         bool, typer.Option(help="Look at each node by itself too; a compiler compiles once more.")
@@ -49,12 +51,12 @@ def command(
     debug: Debug = False,  # noqa: ARG001 — read in main
 ) -> None:
     """Does the transformed program still compute the same thing?"""
-    words = {"transform": transform, "thorough": thorough, **case}
+    words = completed(program, {"transform": transform, "thorough": thorough, **case})
     if not isolated and (timeout is not None or memory is not None):
         raise UsageError("--timeout and --memory hold for a process of its own: leave --no-isolated out")
     if timeout is not None and timeout <= 0:
         raise UsageError(f"--timeout is a number of seconds above 0, not {timeout:g}")
-    with running(transform, json_file, verbose=verbose) as progress:
+    with running(words["transform"], json_file, verbose=verbose) as progress:
         report = (
             _in_worker(program, words, timeout, memory, progress, verbose=verbose)
             if isolated

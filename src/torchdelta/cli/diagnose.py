@@ -9,7 +9,7 @@ import typer
 from torchdelta.cli.arguments import (
     Debug,
     Program,
-    Transform,
+    TransformIfAny,
     needing_torch,
     read_words,
     require_torch,
@@ -19,13 +19,15 @@ from torchdelta.cli.arguments import (
 from torchdelta.cli.exits import EXIT_OF
 from torchdelta.cli.reduction import NoData, OutDirectory, Resume, WithIssue, read_limits, require_directory
 from torchdelta.engine.isolated import pool_for
+from torchdelta.records.recording import completed
 from torchdelta.report.terminal import print_report
 
 
 @taking(case=read_words, limits=read_limits)
 def command(
+    *,
     program: Program,
-    transform: Transform,
+    transform: TransformIfAny = None,
     out: OutDirectory,
     case: dict[str, Any],
     limits: dict[str, Any],
@@ -37,15 +39,15 @@ def command(
     debug: Debug = False,  # noqa: ARG001 — read in main
 ) -> None:
     """Does it still compute the same thing, where does it go wrong first, and what is the smallest script?"""
+    words = completed(program, {"transform": transform, **case})
     require_directory(out)
     require_torch("a diagnosis")
     # workers get ready while this process imports torch and loads the program
-    with running(transform, None, verbose=verbose) as progress, pool_for(transform) as workers:
+    with running(words["transform"], None, verbose=verbose) as progress, pool_for(words["transform"]) as workers:
         with needing_torch("a diagnosis"):
             from torchdelta.engine.api import diagnose
         report = diagnose(
             program,
-            transform=transform,
             out=out,
             data=not no_data,
             issue=issue,
@@ -54,7 +56,7 @@ def command(
             progress=progress,
             workers=workers,
             **limits,
-            **case,
+            **words,
         )
     print_report(report, verbose=verbose)
     if report.repro is not None:

@@ -11,7 +11,7 @@ from torchdelta.cli.arguments import (
     Debug,
     JsonFile,
     Program,
-    Transform,
+    TransformIfAny,
     needing_torch,
     read_bytes,
     read_mapping,
@@ -22,14 +22,16 @@ from torchdelta.cli.arguments import (
 from torchdelta.cli.exits import EXIT_OF
 from torchdelta.errors import UsageError
 from torchdelta.records.codec import write_report
+from torchdelta.records.recording import completed
 from torchdelta.report.location import print_location
 from torchdelta.report.sensitivity import print_sensitivity
 
 
 @taking(case=read_words)
 def command(
+    *,
     program: Program,
-    transform: Transform,
+    transform: TransformIfAny = None,
     case: dict[str, Any],
     memory: Annotated[str | None, typer.Option(help="What taps on a compiler may hold: 2GB, 512MiB, …")] = None,
     cause: Annotated[
@@ -53,26 +55,19 @@ def command(
         ignored = {"--memory": memory, "--mapping": mapping, "--cause": cause, "--all": show_all}
         if given_too := [name for name, value in ignored.items() if value]:
             raise UsageError(f"--sensitivity looks for no culprit, and has no use for {', '.join(given_too)}")
-    with running(transform, json_file, verbose=verbose) as progress:
+    words = completed(program, {"transform": transform, **case})
+    with running(words["transform"], json_file, verbose=verbose) as progress:
         # torch takes seconds to import: `--help` and `show` are not to wait for it
         with needing_torch("locating"):
             from torchdelta.engine.api import locate
             from torchdelta.engine.api import sensitivity as ask_one_by_one
         if sensitivity:
-            alone = ask_one_by_one(program, transform=transform, progress=progress, **case)
+            alone = ask_one_by_one(program, progress=progress, **words)
             print_sensitivity(alone)
             if json_file is not None:
                 write_report(alone, json_file)
             return
-        location = locate(
-            program,
-            transform=transform,
-            mapping=given,
-            memory_bytes=memory_bytes,
-            cause=cause,
-            progress=progress,
-            **case,
-        )
+        location = locate(program, mapping=given, memory_bytes=memory_bytes, cause=cause, progress=progress, **words)
     print_location(location, show_all=show_all or verbose)
     if json_file is not None:
         write_report(location, json_file)

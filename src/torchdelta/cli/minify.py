@@ -10,7 +10,7 @@ import typer
 from torchdelta.cli.arguments import (
     Debug,
     Program,
-    Transform,
+    TransformIfAny,
     needing_torch,
     read_words,
     require_torch,
@@ -21,13 +21,15 @@ from torchdelta.cli.exits import EXIT_OF
 from torchdelta.cli.reduction import NoData, OutDirectory, Resume, WithIssue, read_limits, require_directory
 from torchdelta.engine.isolated import pool_for
 from torchdelta.records.codec import write_report
+from torchdelta.records.recording import completed
 from torchdelta.report.terminal import print_report
 
 
 @taking(case=read_words, limits=read_limits)
 def command(
+    *,
     program: Program,
-    transform: Transform,
+    transform: TransformIfAny = None,
     out: OutDirectory,
     case: dict[str, Any],
     limits: dict[str, Any],
@@ -37,21 +39,21 @@ def command(
     debug: Debug = False,  # noqa: ARG001 — read in main
 ) -> None:
     """What is the smallest graph that still shows it?"""
+    words = completed(program, {"transform": transform, **case})
     require_directory(out)
     require_torch("minifying")
     # workers get ready while this process imports torch and loads the program
-    with running(transform, None, verbose=False) as progress, pool_for(transform) as workers:
+    with running(words["transform"], None, verbose=False) as progress, pool_for(words["transform"]) as workers:
         with needing_torch("minifying"):
             from torchdelta.engine.api import minify
         small = minify(
             program,
-            transform=transform,
             out=out / "minify",
             resume=resume,
             progress=lambda told: progress(str(told)),
             workers=workers,
             **limits,
-            **case,
+            **words,
         )
         also = [f"also seen, and not followed: {signature}" for signature in small.also_seen]
         notes = (*small.report.notes, *small.notes, *also)

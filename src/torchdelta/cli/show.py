@@ -12,6 +12,7 @@ from torchdelta.cli.exits import EXIT_OF
 from torchdelta.records.audit import Audit
 from torchdelta.records.codec import read_report
 from torchdelta.records.location import Location
+from torchdelta.records.passes import Pipeline
 from torchdelta.records.sensitivity import Sensitivity
 from torchdelta.report.audit import print_audit
 from torchdelta.report.location import print_location
@@ -34,6 +35,8 @@ def command(
         return
     if isinstance(found, Location):
         print_location(found, show_all=verbose)
+    elif isinstance(found, Pipeline):
+        typer.echo(str(found))
     else:
         print_report(found, verbose=verbose)
     raise typer.Exit(EXIT_OF[found.verdict])

@@ -15,8 +15,9 @@ from torchdelta.engine.baseline import Baseline
 from torchdelta.engine.candidate import CandidateRun, run_candidate
 from torchdelta.engine.check import Check
 from torchdelta.errors import ProgramError, UsageError
+from torchdelta.execute.named import load_program
 from torchdelta.execute.optimizers import OPTIMIZERS
-from torchdelta.execute.programs import Program, load_program
+from torchdelta.execute.programs import Program
 from torchdelta.execute.sides import Side
 from torchdelta.execute.stages import Observation, Plan
 from torchdelta.faults import FAULTS, NotPlantable, plant

@@ -24,6 +24,7 @@ from torchdelta.minify.reducer import Budget
 from torchdelta.records.case import DYNAMO
 from torchdelta.records.codec import read_report, write_report
 from torchdelta.records.location import Location
+from torchdelta.records.recording import recording_of
 from torchdelta.records.report import Culprit, Report
 from torchdelta.records.signatures import signatures_of
 from torchdelta.records.verdict import Verdict
@@ -239,4 +240,6 @@ def groups_of(culprits: Sequence[Culprit]) -> list[Culprit]:
 
 def module_of(program: object) -> tuple[str, ...]:
     """Return where a named program is defined: operators that its graphs call may be, too."""
-    return (program.rpartition(":")[0],) if isinstance(program, str) else ()
+    if not isinstance(program, str):
+        return ()
+    return (program if recording_of(program) is not None else program.rpartition(":")[0],)

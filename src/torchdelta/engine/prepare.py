@@ -13,11 +13,13 @@ from torchdelta.compare.policies import parse
 from torchdelta.engine.baseline import Baseline, Progress
 from torchdelta.engine.check import Check
 from torchdelta.errors import UsageError
+from torchdelta.execute.named import import_program, load_program
 from torchdelta.execute.optimizers import OPTIMIZERS, OptimizerFactory
-from torchdelta.execute.programs import Program, load_callable, load_program
+from torchdelta.execute.programs import Program, load_callable
 from torchdelta.execute.stages import Loss, Plan
 from torchdelta.records.case import DEFAULT_STAGES, Case, words_of
 from torchdelta.records.comparison import Scalar
+from torchdelta.records.recording import completed
 from torchdelta.transforms.base import Transform
 from torchdelta.transforms.replacement import Replacement
 
@@ -31,7 +33,7 @@ def prepare(
     candidate: Callable[..., Any] | None = None,
     options: Mapping[str, Scalar] | None = None,
     stages: str | Sequence[str] | None = None,
-    policy: str = "noise",
+    policy: str | None = None,
     ignore: str | Sequence[str] = (),
     strict: str | Sequence[str] = (),
     seed: int = 0,
@@ -50,8 +52,8 @@ def prepare(
         if transform is not None:
             raise UsageError("name either a transform or a candidate, not both")
         transform = Replacement(candidate)
-    if transform is None:
-        raise UsageError("name a transform or a candidate to hold the program against")
+    given = {"transform": transform, "options": options, "stages": stages, "policy": policy}
+    transform, options, stages, policy = map(completed(program, given).__getitem__, given)
     if options and not isinstance(transform, str) and (candidate is not None or isinstance(transform, Transform)):
         raise UsageError("options belong to a transform that is named or to a pass: this one was built without them")
     case = Case(
@@ -75,7 +77,7 @@ def prepare(
     if isinstance(program, str):
         # what its module sets when it is imported holds from then on, as in the user's own run
         with runtime.preserved_generators():
-            load_callable(program, what="program factory")
+            import_program(program)
     # a factory draws its weights: from the seed of the case, and without changing anybody's generators
     with runtime.preserved():
         runtime.seed_everything(seed)

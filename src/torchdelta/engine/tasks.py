@@ -13,7 +13,7 @@ import torch
 from torchdelta._torch import settings
 from torchdelta.engine import api
 from torchdelta.engine.asking import prepare_subject
-from torchdelta.execute.programs import load_module
+from torchdelta.execute.named import import_place
 from torchdelta.isolate.place import Place
 from torchdelta.minify.subject import Subject
 from torchdelta.records.case import Case
@@ -31,7 +31,7 @@ def check_subject(request: Mapping[str, Any], place: Place) -> dict[str, Any]:
     torch.set_num_threads(request["threads"])
     with settings.applied(request["settings"]), _silenced():
         for module in request["imports"]:
-            load_module(module, what="operators")
+            import_place(module)
         subject = Subject.read(Path(request["subject"]), allow=request["allow"])
         return {"report": encode(prepare_subject(subject, case, case.transform, place.tell).run())}
 

@@ -75,6 +75,23 @@ def read_graph(path: str | os.PathLike[str], *, allow: Iterable[str] = ()) -> Gr
         raise type(error)(f"{os.fspath(path)}: {error}") from error
 
 
+def modules_named(graph_module: GraphModule) -> list[str]:
+    """Return where the functions and classes are that a graph uses: who reads it elsewhere has to allow them."""
+    inner = list(graph_module.modules())
+    nodes = (node for module in inner if isinstance(module, GraphModule) for node in module.graph.nodes)
+    called = (node.target for node in nodes if node.op == "call_function")
+    classes = (type(module) for module in inner if not isinstance(module, GraphModule))
+    return sorted({place for each in (*called, *classes) if (place := _module_naming(each)) is not None})
+
+
+def _module_naming(target: Any) -> str | None:
+    try:
+        kind, _, rest = targets.name_target(target).partition(" ")
+    except ValueError:  # what has no name cannot be written either, and who tries to is told
+        return None
+    return rest.partition(":")[0] if kind == "function" else None
+
+
 def tensors_path(path: str | os.PathLike[str]) -> Path:
     """Return where the tensors of the graph at this path are."""
     return Path(f"{os.fspath(path)}.safetensors")

@@ -55,7 +55,7 @@ class TensorWriter:
     def add(self, tensor: torch.Tensor) -> int:
         """Return the row that a tensor will have; Unwritable says why it can have none."""
         if id(tensor) not in self._index:
-            _refuse_special(tensor)
+            refuse_special(tensor)
             self._index[id(tensor)] = len(self._kept)
             self._kept.append(tensor)
         return self._index[id(tensor)]
@@ -94,7 +94,8 @@ def read_tensors(
     return [_tensor(f"tensors[{index}]", row, memory) for index, row in enumerate(rows)]
 
 
-def _refuse_special(tensor: torch.Tensor) -> None:
+def refuse_special(tensor: torch.Tensor) -> None:
+    """Raise Unwritable of a tensor that is more than a view of a storage."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise Unwritable(f"a tensor is of class {type(tensor).__qualname__}, and only plain tensors can be kept")
     what = tensors.describe(tensor)

@@ -54,21 +54,10 @@ class Program:
             ) from error
 
 
-def load_program(spec: str) -> Program:
-    """Build the program that `path/file.py:factory` or `package.module:factory` names."""
-    factory = load_callable(spec, what="program factory")
-    try:
-        built = factory()
-    except (Exception, SystemExit) as error:
-        raise ProgramError(f"{spec}: the factory raised {type(error).__name__}: {error}") from error
-    if not isinstance(built, (tuple, list)) or len(built) not in (2, 3):
-        raise ProgramError(
-            f"{spec}: the factory must return (callable, args) or (callable, args, kwargs), not {_shape(built)}"
-        )
-    call, args, *rest = built
-    return Program(
-        name=spec, call=call, args=tuple(args) if isinstance(args, list) else args, kwargs=rest[0] if rest else {}
-    )
+def own_path() -> tuple[str, ...]:
+    """Return where modules of the user's are searched for, besides what is installed."""
+    installed = (sys.prefix, sys.base_prefix)
+    return tuple(str(Path(place).resolve()) for place in sys.path if not place.startswith(installed))
 
 
 def load_callable(spec: str, *, what: str) -> Callable[..., Any]:
@@ -127,9 +116,3 @@ def load_module(place: str, *, what: str) -> ModuleType:
     finally:
         sys.path.remove(str(path.parent))
     return module
-
-
-def _shape(value: Any) -> str:
-    if isinstance(value, (tuple, list)):
-        return f"{type(value).__name__} of {len(value)}"
-    return type(value).__name__

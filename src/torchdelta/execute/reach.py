@@ -135,7 +135,7 @@ def _foreign_state(function: FunctionType) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     attributes = set(function.__code__.co_names)
     for name, module in used_globals(function).items():
-        if isinstance(module, ModuleType) and not _is_installed_module(module):
+        if isinstance(module, ModuleType) and not is_installed_module(module):
             for attribute in attributes & vars(module).keys():
                 found.update(_tensors_in(vars(module)[attribute], f"{name}.{attribute}"))
     return found
@@ -150,10 +150,11 @@ def _tensors_in(value: Any, name: str) -> dict[str, torch.Tensor]:
 
 def _is_installed_class(kind: type) -> bool:
     module = sys.modules.get(kind.__module__)
-    return module is not None and _is_installed_module(module)
+    return module is not None and is_installed_module(module)
 
 
-def _is_installed_module(module: ModuleType) -> bool:
+def is_installed_module(module: ModuleType) -> bool:
+    """Tell whether a module belongs to an installed package or to Python itself."""
     # what has no file is built in
     return (getattr(module, "__file__", None) or _INSTALLED[0]).startswith(_INSTALLED) and module.__name__ != "__main__"
 

@@ -6,7 +6,7 @@ It has a normal form: one placeholder for each input, constants of the graph amo
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,9 +17,9 @@ from torch.fx.node import map_arg
 
 from torchdelta._torch import graphs, runtime, tensors
 from torchdelta._torch.nodes import has_effect
-from torchdelta._torch.targets import name_target
 from torchdelta.execute.copies import copy_together
-from torchdelta.execute.graph_files import read_graph, write_graph
+from torchdelta.execute.graph_files import modules_named, read_graph, write_graph
+from torchdelta.execute.graph_inputs import read_values, write_values
 from torchdelta.minify.draws import Draw
 
 
@@ -55,11 +55,7 @@ class Subject:
     @property
     def modules(self) -> list[str]:
         """Where the functions are that the graph calls: who reads it in another process has to import them."""
-        graphs_within = (module.graph for module in self.graph.modules() if isinstance(module, GraphModule))
-        nodes = (node for graph in graphs_within for node in graph.nodes if node.op == "call_function")
-        calls = (name_target(node.target) for node in nodes)
-        named = (name.removeprefix("function ") for name in calls if name.startswith("function "))
-        return sorted({name.partition(":")[0] for name in named})
+        return modules_named(self.graph)
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -110,13 +106,13 @@ class Subject:
     def write(self, directory: Any) -> None:
         """Write graph and inputs into a directory, without pickling anything."""
         write_graph(self.graph, directory / "graph.json")
-        write_graph(_holding(self.inputs), directory / "inputs.json")
+        write_values(self.inputs, directory / "inputs.json")
 
     @classmethod
     def read(cls, directory: Any, *, allow: Sequence[str] = ()) -> Subject:
         """Read what `write` wrote."""
         graph = read_graph(directory / "graph.json", allow=allow)
-        return cls(graph=graph, inputs=tuple(read_graph(directory / "inputs.json", allow=allow)()))
+        return cls(graph=graph, inputs=tuple(read_values(directory / "inputs.json", allow=allow)))
 
 
 def rebuilt(
@@ -258,19 +254,3 @@ def _digest(value: Any, digest: Any) -> None:
     if tensors.has_own_buffer(value):
         flat = value.detach().contiguous().reshape(-1).cpu()
         digest.update(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
-
-
-def _holding(inputs: Sequence[Any]) -> GraphModule:
-    """Return a graph that returns the inputs: a file of graphs keeps strides, gradients asked for and shared memory."""
-    graph, root = Graph(), torch.nn.Module()
-
-    def held() -> Iterator[Any]:
-        for index, value in enumerate(inputs):
-            if isinstance(value, torch.Tensor):
-                setattr(root, f"input_{index}", value)
-                yield graph.get_attr(f"input_{index}")
-            else:
-                yield value
-
-    graph.output(tuple(held()))
-    return GraphModule(root, graph)

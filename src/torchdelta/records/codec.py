@@ -22,15 +22,16 @@ from typing import Any, NoReturn, TypeVar, Union, cast, overload
 from torchdelta.errors import ReportUnreadable, UsageError
 from torchdelta.records.audit import Audit
 from torchdelta.records.location import Location
+from torchdelta.records.passes import Pipeline
 from torchdelta.records.report import Report
 from torchdelta.records.sensitivity import Sensitivity
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _ESCAPE = "\\"
 
-Saved = Report | Audit | Location | Sensitivity
+Saved = Report | Audit | Location | Pipeline | Sensitivity
 """What a command writes, and `torchdelta show` shows."""
-_Saved = TypeVar("_Saved", Report, Audit, Location, Sensitivity)
+_Saved = TypeVar("_Saved", Report, Audit, Location, Pipeline, Sensitivity)
 
 
 # a report says nothing of its kind: it was there first
@@ -39,12 +40,14 @@ _KINDS: dict[str, type[Saved]] = {
     _REPORT: Report,
     "audit": Audit,
     "location": Location,
+    "pipeline": Pipeline,
     "sensitivity": Sensitivity,
 }
 _AGAIN = {
     _REPORT: "run the check again",
     "audit": "run the audit again",
     "location": "locate again",
+    "pipeline": "check the pipeline again",
     "sensitivity": "locate with --sensitivity again",
 }
 
@@ -99,7 +102,7 @@ def write_report(report: Saved, path: str | os.PathLike[str]) -> None:
             # a pipe or a device is written to: replacing it would take /dev/null from the whole machine
             Path(path).write_text(text, encoding="utf-8")
         else:
-            _replace(Path(os.path.realpath(path)), text)
+            replace_file(Path(os.path.realpath(path)), text)
     except OSError as error:
         raise UsageError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from error
 
@@ -161,6 +164,8 @@ def decode(hint: Any, data: Any, where: str) -> Any:
             return hint(data)
         except ValueError:
             _refuse(data, hint.__name__, where)
+    if hint is Any:
+        return _decode_plain(data)
     if hint is float:
         return _decode_float(data, where)
     if hint is str:
@@ -180,6 +185,17 @@ def _decode_union(members: tuple[Any, ...], data: Any, where: str) -> Any:
     if kind not in others:
         _refuse(data, " or ".join(member.__name__ for member in others), where)
     return decode(kind, data, where)
+
+
+def _decode_plain(data: Any) -> Any:
+    """Return what JSON's own types stand for where nobody said more."""
+    if isinstance(data, dict):
+        return {key: _decode_plain(item) for key, item in data.items()}
+    if isinstance(data, list):
+        return [_decode_plain(item) for item in data]
+    if isinstance(data, str):
+        return _NON_FINITE[data] if data in _NON_FINITE else decode(str, data, "")
+    return data
 
 
 def _decode_float(data: Any, where: str) -> float:
@@ -231,7 +247,8 @@ def _reads_as_number(text: str) -> bool:
     return text.lstrip(_ESCAPE) in _NON_FINITE
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
+    """Write a file whole or not at all: a reader sees what was there before, or all of the text."""
     # not from `tempfile`, whose files are private: a report is as readable as any other file of the user
     unfinished = path.parent / f".torchdelta-{os.urandom(8).hex()}"
     try:
