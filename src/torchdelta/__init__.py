@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from torchdelta.errors import (
+    CompilerFailed,
     Crashed,
     Diverged,
     EnvironmentUnfit,
@@ -38,14 +39,17 @@ if TYPE_CHECKING:
         assign_handles,
         capture,
         check,
+        check_pipeline,
         compare,
         compare_captures,
         diagnose,
+        guard,
         handles_of,
         locate,
         minify,
         read_capture,
         sensitivity,
+        watch_passes,
     )
 else:  # out of a type checker's sight, which would take any name for one of ours
 
@@ -64,6 +68,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "SCHEMA_VERSION",
+    "CompilerFailed",
     "Crashed",
     "Diverged",
     "EnvironmentUnfit",
@@ -84,11 +89,13 @@ __all__ = [
     "assign_handles",
     "capture",
     "check",
+    "check_pipeline",
     "compare",
     "compare_captures",
     "diagnose",
     "faults",
     "from_json",
+    "guard",
     "handles_of",
     "locate",
     "minify",
@@ -96,6 +103,7 @@ __all__ = [
     "read_report",
     "sensitivity",
     "to_json",
+    "watch_passes",
     "write_report",
 ]
 

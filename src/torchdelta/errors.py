@@ -50,6 +50,10 @@ class Crashed(NotEquivalent):
     """The candidate raised or died."""
 
 
+class CompilerFailed(Crashed):
+    """A compiler raised, or what it made did, where the graph runs eagerly."""
+
+
 class TimedOut(NotEquivalent):
     """The candidate did not finish in time."""
 

@@ -12,6 +12,7 @@ import torch._dynamo
 import torch._functorch.config
 import torch._inductor
 import torch._inductor.config
+from torch._dynamo.exc import RestartAnalysis, SkipFrame, exceptions_allowed_to_be_fallback
 from torch._dynamo.utils import counters
 from torch._inductor.exc import InvalidCxxCompiler
 
@@ -88,6 +89,18 @@ def mode_config(mode: str, *, dynamic: bool | None) -> dict[str, Any]:
     return torch._inductor.list_mode_options(mode, dynamic)
 
 
+def config_of(*, mode: str | None = None, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the inductor settings that a mode and options of torch.compile stand for."""
+    settings = {name.replace("-", "_"): value for name, value in (options or {}).items()}
+    require_known_config(settings)
+    return {**(mode_config(mode, dynamic=None) if mode else {}), **settings}
+
+
+def hint_of(value: Any) -> Any:
+    """Return the number that a symbolic one was when its graph was captured; anything else as it is."""
+    return value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
+
+
 def require_known_config(settings: Mapping[str, Any]) -> None:
     """Raise UsageError for a name that inductor has no setting of, or a value of another kind than its present one."""
     known = torch._inductor.config.get_config_copy()
@@ -128,6 +141,51 @@ def compiling(
             yield compiled, witness
         finally:
             torch._dynamo.reset()
+
+
+@contextmanager
+def drawing_as_eager() -> Iterator[None]:
+    """Let inductor draw the random numbers that eager does, in what it compiles inside, the backward too."""
+    with torch._inductor.config.patch(fallback_random=True):
+        yield
+
+
+def is_for_dynamo(error: BaseException) -> bool:
+    """Tell whether a backend raised this to make dynamo capture in another way, which is no failure."""
+    return isinstance(error, (RestartAnalysis, SkipFrame, *exceptions_allowed_to_be_fallback))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """What a backend is, seen through what torch.compile wraps it in."""
+
+    backend: Backend
+    name: str
+    """By which torch.compile knows it; of a function its own."""
+    config: dict[str, Any]
+    """Inductor's settings that it was asked for with."""
+
+    @property
+    def is_inductor(self) -> bool:
+        """Whether it is torch's own."""
+        return self.name == "inductor"
+
+
+def origin_of(backend: str | Backend) -> Origin:
+    """Return what is behind a backend that is named, or that torch.compile has wrapped."""
+    if isinstance(backend, str):
+        return Origin(backend=backend_named(backend), name=backend, config={})
+    seen: Any = backend
+    config: dict[str, Any] = {}
+    while True:
+        config = {**config, **(getattr(seen, "config", None) or {})}
+        inner = getattr(seen, "_torchdynamo_orig_backend", None) or getattr(seen, "compiler_fn", None)
+        if inner is None:
+            break
+        seen = inner
+    names = {torch._dynamo.lookup_backend(name): name for name in ("inductor",)}
+    name = getattr(seen, "compiler_name", None) or names.get(seen) or getattr(seen, "__name__", type(seen).__name__)
+    return Origin(backend=seen, name=str(name), config=config)
 
 
 def unfit_reason(error: BaseException) -> str | None:

@@ -168,6 +168,12 @@ def sharing_parameters(graph_module: GraphModule) -> GraphModule:
     return made
 
 
+def with_own_nodes(graph_module: GraphModule) -> GraphModule:
+    """Return a copy over the same attributes: what a compiler does to the nodes of one, the other does not see."""
+    with outside_modes():
+        return GraphModule(graph_module, copy.deepcopy(graph_module.graph))
+
+
 def copied_graph(graph_module: GraphModule) -> GraphModule:
     """Return a copy that shares nothing, although AOTAutograd hands graphs over while new tensors are fake ones."""
     with outside_modes():

@@ -74,6 +74,15 @@ def drawing_from(state: Drawn | None = None) -> Iterator[None]:
         _put_drawn(now)
 
 
+def autocast() -> tuple[str, str] | None:
+    """Return the device and the dtype of the autocast that is on; None where none is."""
+    accelerator = torch.accelerator.current_accelerator()
+    for device in ("cpu", *([accelerator.type] if accelerator is not None else [])):
+        if torch.is_autocast_enabled(device):
+            return device, str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+    return None
+
+
 def seed_everything(seed: int) -> None:
     """Rewind the generators of torch (every device), random and numpy."""
     torch.manual_seed(seed)

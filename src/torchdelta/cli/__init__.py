@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from torchdelta import __version__
-from torchdelta.cli import audit, check, diagnose, locate, minify, show
+from torchdelta.cli import audit, check, diagnose, locate, minify, run, show
 from torchdelta.cli.exits import INTERNAL, USAGE
 from torchdelta.errors import TorchDeltaError
 
@@ -24,6 +24,7 @@ app.command("check")(check.command)
 app.command("locate")(locate.command)
 app.command("minify")(minify.command)
 app.command("diagnose")(diagnose.command)
+app.command("run", context_settings=run.SETTINGS)(run.command)
 app.command("show")(show.command)
 app.command("audit")(audit.command)
 
@@ -45,12 +46,17 @@ def _before(
 
 def main() -> None:
     """Run the command line; a mistake of the user's is one sentence and exit code 2, with `--debug` a traceback."""
-    for stream in (sys.stdout, sys.stderr):
+    streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)]
+    as_given = {stream: stream.errors for stream in streams}
+    for stream in streams:
         # a terminal that has no ≠ shows its escape: that is no reason to lose a report
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+        stream.reconfigure(errors="backslashreplace")
     try:
-        app()
+        app(obj=as_given)
+    except run.Interrupted:
+        # its traceback has been shown; Python itself knows best how to die of it
+        sys.excepthook = lambda *_: None
+        raise KeyboardInterrupt from None
     except TorchDeltaError as error:
         if "--debug" in sys.argv:
             traceback.print_exc()

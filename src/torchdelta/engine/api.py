@@ -16,12 +16,16 @@ from torchdelta.compare.policies import parse
 from torchdelta.engine import steadiness
 from torchdelta.engine.baseline import Progress
 from torchdelta.engine.diagnose import Diagnosing, module_of
+from torchdelta.engine.guard import guard
 from torchdelta.engine.locate import Locating
 from torchdelta.engine.minified import Minified
 from torchdelta.engine.minify import TIMEOUT_S, Minifying
+from torchdelta.engine.pipeline import check_pipeline
 from torchdelta.engine.prepare import prepare
+from torchdelta.engine.reasons import evidence_of
 from torchdelta.engine.sensitivity import sensitivity
 from torchdelta.engine.thorough import ask_locally
+from torchdelta.engine.watch import watch_passes
 from torchdelta.errors import UsageError
 from torchdelta.execute.optimizers import OptimizerFactory
 from torchdelta.execute.stages import Loss
@@ -34,6 +38,7 @@ from torchdelta.minify.reducer import Progress as Reducing
 from torchdelta.records.case import DYNAMO, VALUES, Case, words_of
 from torchdelta.records.comparison import Comparison, Scalar
 from torchdelta.records.location import Location
+from torchdelta.records.recording import completed
 from torchdelta.records.report import Questions, Report, Stage
 from torchdelta.records.verdict import Verdict
 from torchdelta.transforms.base import Transform
@@ -43,14 +48,17 @@ __all__ = [
     "assign_handles",
     "capture",
     "check",
+    "check_pipeline",
     "compare",
     "compare_captures",
     "diagnose",
+    "guard",
     "handles_of",
     "locate",
     "minify",
     "read_capture",
     "sensitivity",
+    "watch_passes",
 ]
 
 _RAISED = {
@@ -70,7 +78,7 @@ def check(
     candidate: Callable[..., Any] | None = None,
     options: Mapping[str, Scalar] | None = None,
     stages: str | Sequence[str] | None = None,
-    policy: str = "noise",
+    policy: str | None = None,
     ignore: str | Sequence[str] = (),
     strict: str | Sequence[str] = (),
     seed: int = 0,
@@ -86,10 +94,11 @@ def check(
 ) -> Report:
     """Run a program and what a transform made of it, and say whether both compute the same.
 
-    `program` is a module or function with its `args` and `kwargs`, or the name of a factory (`file.py:factory`).
-    Without `stages`, `forward` is compared, and `gradients` where an output requires grad. Nothing of the caller's is
-    run or changed: every side is a copy, and global state is as before afterwards. With `thorough`, each node is looked
-    at by itself too.
+    `program` is a module or function with its `args` and `kwargs`, the name of a factory (`file.py:factory`), or a
+    recorded directory, which brings transform, options, stages and policy where none are given. Without `stages`,
+    `forward` is compared, and `gradients` where an output requires grad. Nothing of the caller's is run or changed:
+    every side is a copy, and global state is as before afterwards. With `thorough`, each node is looked at by itself
+    too.
     """
     prepared = prepare(
         program,
@@ -126,7 +135,7 @@ def assert_equivalent(
     """Check, and raise `Diverged`, `Crashed`, `TimedOut` or `Inconclusive` unless the verdict is equivalent."""
     report = check(program, args, kwargs, **options)
     if report.verdict is not Verdict.EQUIVALENT:
-        raise _RAISED[report.verdict](_evidence(report), report=report)
+        raise _RAISED[report.verdict](evidence_of(report), report=report)
     return report
 
 
@@ -182,6 +191,7 @@ def minify(
     With the level `aot`, what is made smaller are the forward and backward graphs that AOTAutograd makes. `workers` are
     some that got ready while the program was loaded.
     """
+    options = completed(program, options)
     transform = options.get("transform")
     minifying = Minifying(
         check=prepare(program, args, kwargs, **options),
@@ -232,7 +242,7 @@ def diagnose(
         program=program,
         args=args,
         kwargs=kwargs,
-        words=options,
+        words=completed(program, options),
         out=Path(out),
         timeout_s=timeout_s,
         memory_bytes=memory_bytes,
@@ -296,23 +306,3 @@ def compare(
         unmatched=tuple(unmatched),
         notes=() if policy is not None or has_truth else ("no truth was given: judged by torch.testing's tolerances",),
     )
-
-
-def _evidence(report: Report) -> str:
-    lines = [f"{report.case.program} under {report.case.transform}: {report.verdict.value}"]
-    for stage in report.stages:
-        if stage.reason:
-            lines.append(f"  {stage.name}: {stage.reason}")
-        guilty = [seen for seen in stage.comparisons if seen.verdict is not Verdict.EQUIVALENT]
-        lines += [
-            f"  {stage.name} {_line(seen)}" for seen in sorted(guilty, key=lambda seen: seen.rank, reverse=True)[:5]
-        ]
-    return "\n".join([*lines, *(f"  note: {note}" for note in report.notes)])
-
-
-def _line(seen: Comparison) -> str:
-    if seen.worst is None:
-        return f"{seen.path}: {seen.reason}"
-    worst = seen.worst
-    values = f"reference {worst.reference}, candidate {worst.candidate}, truth {worst.truth}"
-    return f"{seen.path}: {seen.reason}; worst at {list(worst.index)}: {values}"

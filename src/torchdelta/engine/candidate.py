@@ -88,9 +88,9 @@ def run_candidate(
         if isinstance(failed.error, TorchDeltaError):  # who stands at a seam has found a mistake of the user's
             raise failed.error from None
         run.observation, run.failed_in = failed.observation, STAGES.index(failed.stage)
-        run.failure = _failure(failed.error, failed.stage)
+        run.failure = failure_of(failed.error, failed.stage)
     except (Exception, SystemExit) as error:
-        run.failure = _failure(error, "transform")
+        run.failure = failure_of(error, "transform")
     return run
 
 
@@ -121,7 +121,8 @@ def _attend(transformed: Transformed, run: CandidateRun, watch: Callable[[Side],
         run.notes += [f"part of the program ran eagerly: {reason}" for reason in witness.eager_reasons()]
 
 
-def _failure(error: BaseException, stage: str) -> Failure:
+def failure_of(error: BaseException, stage: str) -> Failure:
+    """Describe what a candidate raised; EnvironmentUnfit where that is what the machine lacks."""
     if reason := dynamo.unfit_reason(error):
         raise EnvironmentUnfit(reason) from error
     text = "".join(traceback.format_exception(error))

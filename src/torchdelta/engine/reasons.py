@@ -18,3 +18,24 @@ def reason_of(report: Report) -> str:
 def wrong_in(report: Report) -> list[Comparison]:
     """Return the comparisons that diverged."""
     return [seen for seen in report.comparisons if seen.verdict is Verdict.DIVERGED]
+
+
+def evidence_of(report: Report) -> str:
+    """Return what an exception says: the verdict, the worst comparisons with their values, the notes."""
+    lines = [f"{report.case.program} under {report.case.transform}: {report.verdict.value}"]
+    for stage in report.stages:
+        if stage.reason:
+            lines.append(f"  {stage.name}: {stage.reason}")
+        guilty = [seen for seen in stage.comparisons if seen.verdict is not Verdict.EQUIVALENT]
+        lines += [
+            f"  {stage.name} {_line(seen)}" for seen in sorted(guilty, key=lambda seen: seen.rank, reverse=True)[:5]
+        ]
+    return "\n".join([*lines, *(f"  note: {note}" for note in report.notes)])
+
+
+def _line(seen: Comparison) -> str:
+    if seen.worst is None:
+        return f"{seen.path}: {seen.reason}"
+    worst = seen.worst
+    values = f"reference {worst.reference}, candidate {worst.candidate}, truth {worst.truth}"
+    return f"{seen.path}: {seen.reason}; worst at {list(worst.index)}: {values}"

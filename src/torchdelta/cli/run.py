@@ -1,0 +1,156 @@
+"""`torchdelta run`: a user's script, unedited, with every compile in it under guard."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from torchdelta.cli.arguments import Debug, Policy, require_torch, taking
+from torchdelta.cli.exits import EXIT_OF
+from torchdelta.cli.reduction import require_directory
+from torchdelta.engine.compiles import ALL, Compiles
+from torchdelta.engine.scripts import CODE, FILE, MODULE, Ending, Script, run_script
+from torchdelta.errors import UsageError
+from torchdelta.records.guarded import Summary
+from torchdelta.records.verdict import Verdict
+from torchdelta.records.watched import Watched
+from torchdelta.report.guarded import print_guarded
+
+SETTINGS = {"allow_interspersed_args": False}
+"""How the command line is read: what follows the script is the script's."""
+
+
+class Interrupted(BaseException):
+    """The script was ended by Ctrl-C; its process has yet to be. The command line knows KeyboardInterrupt otherwise."""
+
+
+def read_vigilance(
+    check: Annotated[str, typer.Option(help="What is looked for: values, errors or off.")] = "values",
+    on_failure: Annotated[
+        str, typer.Option(help="raise ends the script, fallback goes on with the graph itself, report as before.")
+    ] = "report",
+    record: Annotated[
+        str, typer.Option(help="on_failure, or always: before it runs, so that a segfault leaves its graph behind.")
+    ] = "on_failure",
+    minify: Annotated[bool, typer.Option("--minify", help="Make what is found small, in other processes.")] = False,
+    graph: Annotated[str, typer.Option(help="Whose graphs are guarded: dynamo, or aten.")] = "dynamo",
+    every: Annotated[int, typer.Option(help="Check every so many calls too, besides the first.")] = 0,
+    budget: Annotated[float | None, typer.Option(help="Seconds that all checks together may take.")] = None,
+    only_nodes: Annotated[
+        str | None, typer.Option(metavar="A:B", help="Only graphs that have from A to B nodes.")
+    ] = None,
+    policy: Policy = "noise",
+) -> dict[str, Any]:
+    """Return what a guard is told; a guard reads it again, but by then the script is under way."""
+    _require_known("--check", check, "values", "errors", "off")
+    _require_known("--on-failure", on_failure, "raise", "fallback", "report")
+    _require_known("--record", record, "on_failure", "always")
+    _require_known("--graph", graph, "dynamo", "aten")
+    if every < 0:
+        raise UsageError(f"--every is a number of calls from 0, not {every}")
+    if budget is not None and budget <= 0:
+        raise UsageError(f"--budget is a number of seconds above 0, not {budget:g}")
+    return {
+        "check": check,
+        "on_failure": on_failure,
+        "record": record,
+        "minify": minify,
+        "graph": graph,
+        "every": every,
+        "budget_s": budget,
+        "only": _range(only_nodes) if only_nodes is not None else None,
+        "policy": policy,
+    }
+
+
+@taking(vigilance=read_vigilance)
+def command(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(help="The script; with -m a module, with -c code.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="The script's own.")] = None,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for python -m.")] = False,
+    code: Annotated[bool, typer.Option("-c", help="SCRIPT is code, as for python -c.")] = False,
+    guard: Annotated[
+        str | None, typer.Option(help="The backend to guard, or all; all unless only passes are watched.")
+    ] = None,
+    watch_passes: Annotated[
+        bool, typer.Option("--watch-passes", help="Name the pass of inductor that changes what is computed.")
+    ] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if anything diverged or failed.")] = False,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Where findings are written.")] = None,
+    *,
+    vigilance: dict[str, Any],
+    debug: Debug = False,  # noqa: ARG001 — read in main
+) -> None:
+    """Run a script as python would, and hold what it compiles against what it runs eagerly."""
+    if module and code:
+        raise UsageError("-m and -c exclude each other: name a module or write code")
+    asked = Script(kind=MODULE if module else CODE if code else FILE, text=script, arguments=tuple(arguments or ()))
+    require_torch("a guarded run")
+    if out is not None:
+        require_directory(out)
+        # the script may go elsewhere
+        out = out.absolute()
+    compiles = Compiles(
+        out=out,
+        words=vigilance,
+        wanted=guard or (None if watch_passes else ALL),
+        is_watching=watch_passes,
+    )
+    for stream, errors in (context.obj or {}).items():
+        # what the script prints is printed as without us
+        stream.reconfigure(errors=errors)
+    started_in = os.getpid()
+    with compiles.attended():
+        ending = run_script(asked)
+    # a child that the script forked ends here too, and has nothing to say
+    if os.getpid() == started_in:
+        ending = _summed_up(compiles, ending, strict=strict)
+    if ending.is_interrupted:
+        raise Interrupted
+    sys.exit(ending.status)
+
+
+def _summed_up(compiles: Compiles, ending: Ending, *, strict: bool) -> Ending:
+    """Name culprits and print the summary; what comes back is how this process is to end."""
+    with contextlib.suppress(OSError, ValueError):  # of a pipe that nobody reads any more Python tells by itself
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    if not ending.is_interrupted:
+        with Console(file=sys.__stderr__).status("looking into what was found", spinner="dots") as status:
+            compiles.finish(tell=lambda part: status.update(Text(part)))
+    summary, watched = compiles.summary(), compiles.watched()
+    # a script that closed its stderr wants to hear nothing
+    if sys.__stderr__ is not None and not sys.__stderr__.closed:
+        print_guarded(summary, watched)
+    if strict and ending.status == 0 and _is_wrong(summary, watched):
+        return Ending(status=EXIT_OF[Verdict.DIVERGED])
+    return ending
+
+
+def _is_wrong(summary: Summary, watched: Watched | None) -> bool:
+    failed = any(Verdict(name).is_failure for name, many in summary.verdicts.items() if many)
+    return failed or bool(watched is not None and watched.findings)
+
+
+def _require_known(option: str, value: str, *known: str) -> None:
+    if value not in known:
+        raise UsageError(f"{option} {value}: it is one of {', '.join(known)}")
+
+
+def _range(text: str) -> tuple[int, int]:
+    written = re.fullmatch(r"(\d*):(\d*)", text.strip())
+    if written is None or text.strip() == ":":
+        raise UsageError(f"malformed range of node counts {text!r}: write --only-nodes 10:500, 10: or :500")
+    least, largest = int(written[1] or 0), int(written[2] or sys.maxsize)
+    if least > largest:
+        raise UsageError(f"--only-nodes {text}: there is no number from {least} to {largest}")
+    return least, largest

@@ -1,0 +1,240 @@
+"""Watch inductor's passes in the user's own run: the first that changes the numbers is named, and nothing else changes.
+
+While a graph is compiled only copies of it are kept, one for each pass that changed it. They are judged when what was
+compiled is first called, and dropped then. Whatever the watcher itself raises becomes a note.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from torchdelta._torch import aot, passes, tensors
+from torchdelta._torch.noted import Chain
+from torchdelta._torch.seams import Handed
+from torchdelta.compare.policies import parse
+from torchdelta.engine.chains import ChainJudge
+from torchdelta.errors import TorchDeltaError
+from torchdelta.records.passes import PassFinding
+
+NOTHING_SEEN = (
+    "no pass was seen: nothing was compiled by inductor in here; what was compiled before is not compiled again"
+)
+
+
+@dataclass(kw_only=True, eq=False)
+class Watched:
+    """What was seen so far; complete when the context is left."""
+
+    findings: list[PassFinding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What could not be checked, and why."""
+    passes: int = 0
+    """How many ran."""
+    graphs: int = 0
+    """Over how many graphs; each phase has its own."""
+    changed: int = 0
+    """How many of the graphs passes changed at all."""
+    checked: int = 0
+    """How many of those were held against what they were, on real inputs, with an answer."""
+
+    @property
+    def seen(self) -> str:
+        """How much was looked at, in one sentence."""
+        return (
+            f"{self.passes} passes over {self.graphs} graphs: {self.changed} were changed, and {self.checked} of those "
+            "checked"
+        )
+
+    def note(self, words: str) -> None:
+        """Say something once."""
+        if words not in self.notes:
+            self.notes.append(words)
+
+
+@contextmanager
+def watch_passes(*, policy: str = "noise", seed: int = 0) -> Iterator[Watched]:
+    """Watch every pass that inductor runs over graphs that are compiled while the context is open.
+
+    `findings` has each pass behind which a graph computes something else on the inputs of its first call, with the
+    node; `notes` says what could not be checked. The run itself is as without, and nothing in here breaks it.
+    """
+    parse(policy)  # what is misspelt is said before anything runs
+    watcher = _Watcher(watched=Watched(), words={"policy": policy, "seed": seed})
+    with ExitStack() as stack:
+        stack.enter_context(passes.noting(watcher.take, watcher.fail))
+        stack.enter_context(aot.intercepting(watcher.at_seam))
+        stack.enter_context(passes.around_programs(watcher.around))
+        stack.callback(watcher.close)
+        yield watcher.watched
+
+
+@dataclass(kw_only=True, eq=False)
+class _Compiled:
+    """A graph on its way through the compiler, and what passes made of it."""
+
+    label: str
+    inputs: tuple[str, ...]
+    """The names of its placeholders."""
+    number: int
+    whole: _Compiled | None = None
+    """Of a forward graph, the program whose joint graph it was a part of."""
+    chains: list[Chain] = field(default_factory=list)
+
+    def taken(self, phase: str = "") -> list[Chain]:
+        """Let go of the chains of a phase, or of all, and return them."""
+        found = [chain for chain in self.chains if not phase or chain.phase == phase]
+        self.chains = [chain for chain in self.chains if chain not in found]
+        return found
+
+
+@dataclass(kw_only=True, eq=False)
+class _Watcher:
+    watched: Watched
+    words: Mapping[str, Any]
+    is_open: bool = True
+    waiting: list[_Compiled] = field(default_factory=list)
+    """Those with something to judge."""
+    numbers: dict[int | None, int] = field(default_factory=dict)
+    """Which program it is that AOTAutograd has a number for."""
+    programs: int = 0
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    threads: threading.local = field(default_factory=threading.local)
+
+    @property
+    def stack(self) -> list[_Compiled]:
+        """What this thread is compiling, the innermost last."""
+        return self.threads.__dict__.setdefault("stack", [])  # type: ignore[no-any-return]
+
+    def fail(self, what: str, error: Exception) -> None:
+        """Note what the watcher could not do."""
+        words = str(error).splitlines()[0] if str(error) else ""
+        kind = "" if isinstance(error, TorchDeltaError) else f"{type(error).__name__}: "
+        self.watched.note(f"{what}: {kind}{words}".removesuffix(": "))
+
+    def take(self, chain: Chain) -> None:
+        """Keep what the passes of a phase made of a graph, for when there are inputs."""
+        is_changed = len(chain.versions) > 1
+        with self.lock:
+            self.watched.passes += chain.passes
+            self.watched.graphs += 1
+            self.watched.changed += is_changed
+            if is_changed and not self.stack:
+                self.watched.note(f"{chain.phase} passes of a graph that nobody calls in this process: not checked")
+            elif is_changed:
+                self.stack[-1].chains.append(chain)
+
+    def around(self, compiled: Callable[[], Callable[..., Any]], module: GraphModule) -> Callable[..., Any]:
+        """Compile a captured graph; the first call of what comes of it has the inputs of its pre-grad graph."""
+        with self._compiling(lambda: self._program(module)) as whole:
+            made = compiled()
+        if not any(chain.phase == passes.PRE_GRAD for chain in whole.chains):
+            return made
+        return functools.update_wrapper(self._looking(whole, made, passes.PRE_GRAD), made)
+
+    def at_seam(self, handed: Handed) -> Callable[..., Any]:
+        """Compile a graph of AOTAutograd's; the first call of what comes of it has its inputs."""
+        with self._compiling(lambda: self._part(handed)) as part:
+            made = handed.on()
+        return self._looking(part, made) if part.chains or part.whole is not None else made
+
+    def _program(self, module: GraphModule) -> _Compiled:
+        with self.lock:
+            number, self.programs = self.programs, self.programs + 1
+        return _Compiled(label=f"graph {number}", inputs=_names(module), number=number)
+
+    def _part(self, handed: Handed) -> _Compiled:
+        whole = self.stack[-1] if self.stack else None
+        with self.lock:
+            # a backward may be compiled long after its forward, and by then nobody else knows whose it is
+            number = self.numbers.setdefault(passes.number_of_graph(), whole.number if whole is not None else -1)
+        return _Compiled(
+            label=f"graph {number} ({handed.level})" if number >= 0 else f"a {handed.level} graph",
+            inputs=_names(handed.graph),
+            number=number,
+            whole=whole if handed.level == "forward" else None,
+        )
+
+    @contextmanager
+    def _compiling(self, begin: Callable[[], _Compiled]) -> Iterator[_Compiled]:
+        try:
+            compiled = begin()
+        except Exception as error:
+            self.fail("a graph could not be followed", error)
+            compiled = _Compiled(label="a graph", inputs=(), number=-1)
+        self.stack.append(compiled)
+        try:
+            yield compiled
+        finally:
+            self.stack.remove(compiled)
+        with self.lock:
+            self.waiting += [compiled] if compiled.chains else []
+
+    def _looking(self, compiled: _Compiled, made: Callable[..., Any], phase: str = "") -> Callable[..., Any]:
+        has_looked = False
+
+        def call(*args: Any) -> Any:
+            nonlocal has_looked
+            if not has_looked and self.is_open and _have_values(args):
+                has_looked = True
+                try:
+                    self._look(compiled, args, phase)
+                except Exception as error:  # a mistake of ours must not cost the user the run
+                    self.fail(f"{compiled.label} was not checked", error)
+            return made(*args)
+
+        return call
+
+    def _look(self, compiled: _Compiled, args: Sequence[Any], phase: str) -> None:
+        with self.lock:
+            ready = [(chain, compiled.label) for chain in compiled.taken(phase)]
+            if compiled.whole is not None:
+                # the outermost is the last: those inside of it are parted before
+                joint = compiled.whole.taken(passes.JOINT)
+                ready += [(chain, f"{compiled.whole.label} (joint)") for chain in joint[-1:]]
+                if joint[:-1]:
+                    self.watched.note(
+                        f"{compiled.whole.label}: {len(joint) - 1} joint graphs inside of another were not checked: "
+                        "nobody calls them with values of their own"
+                    )
+            self.waiting = [each for each in self.waiting if each.chains]
+            values = dict(zip(compiled.inputs, args, strict=True))
+            for chain, label in ready:
+                self._judge(chain, label, values)
+
+    def _judge(self, chain: Chain, label: str, values: Mapping[str, Any]) -> None:
+        judge = ChainJudge(chain=chain, label=label, words=self.words)
+        try:
+            judge.judge(values)
+            self.watched.checked += judge.is_checked
+        except Exception as error:
+            self.fail(f"{chain.phase} passes of {label} were not checked", error)
+        self.watched.findings += judge.findings
+        for note in judge.notes:
+            self.watched.note(note)
+
+    def close(self) -> None:
+        """Drop what was never called, and say so."""
+        with self.lock:
+            self.is_open = False
+            left = [chain for compiled in self.waiting for chain in compiled.taken()]
+            self.waiting.clear()
+            if left:
+                self.watched.note(f"{len(left)} graphs were not called while they were watched, and were not checked")
+            if not self.watched.graphs:
+                self.watched.note(NOTHING_SEEN)
+
+
+def _have_values(args: Sequence[Any]) -> bool:
+    return all(tensors.has_values(arg) for arg in args if isinstance(arg, torch.Tensor))
+
+
+def _names(module: GraphModule) -> tuple[str, ...]:
+    return tuple(node.name for node in module.graph.nodes if node.op == "placeholder")
