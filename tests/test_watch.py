@@ -201,6 +201,29 @@ class TestAWrongPass:
         assert watched.checked == watched.changed
         assert watched.notes == []
 
+    def test_is_named_behind_dropout_and_a_right_one_is_not(self):
+        class Dropping(Small):
+            def forward(self, x):
+                return F.dropout(super().forward(x), 0.3) * 2
+
+        def more(graph):
+            for node in graph.nodes:
+                if node.target is aten.mul.Tensor and node.args[1] == 2:
+                    node.args = (node.args[0], 2.001)
+
+        def run():
+            torch.compile(Dropping())(batch())
+
+        caught = watched_run(run, post_grad_custom_post_pass=more)
+        torch._dynamo.reset()
+        missed = watched_run(run, post_grad_custom_post_pass=doubled_sum)
+
+        assert [finding.phase for finding in caught.findings] == ["post-grad"]
+        # truth and reference drop the same elements, or nothing so small could be told natively
+        assert caught.findings[0].reason.startswith("rms error")
+        assert missed.findings == []
+        assert missed.changed > 1
+
     def test_is_named_for_sizes_that_are_symbols(self):
         def run():
             compiled = torch.compile(Small(), dynamic=True)

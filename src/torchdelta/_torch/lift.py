@@ -27,7 +27,8 @@ _WIDE = {
 # what these return is drawn, and depends on the dtype it is drawn in; other operations may draw and compute too
 _DRAWS = frozenset(
     {
-        "bernoulli", "bernoulli_", "binomial", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial",
+        "bernoulli", "bernoulli_", "binomial", "cauchy_", "exponential_", "geometric_", "inductor_randint",
+        "inductor_random", "log_normal_", "multinomial",
         "normal", "normal_", "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like",
         "random_", "randperm", "uniform_",
     }

@@ -17,6 +17,7 @@ from torchdelta.engine.aftermath import Aftermath
 from torchdelta.errors import UsageError
 from torchdelta.records.codec import encode
 from torchdelta.records.guarded import Seen, Summary
+from torchdelta.records.verdict import Verdict
 
 INDEX = "index.jsonl"
 PATIENCE_S = 600.0
@@ -106,7 +107,8 @@ class Ledger:
     def finish(self, *, tell: Callable[[str], None] = lambda _: None) -> None:
         """Name the culprit of each finding, and wait for what was begun in the background."""
         for seen in self._findings():
-            if self.command == "diagnose" or seen.culprit is None:
+            # who raised says so himself; only where values differ is there somebody to look for
+            if self.command == "diagnose" or (seen.verdict is Verdict.DIVERGED and seen.culprit is None):
                 tell(f"{self.command}: graph {seen.number}")
                 self.settle(self.aftermath.learn(seen, self.command))
 
