@@ -13,14 +13,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
-from torchdelta._torch import aot, passes, tensors
+from torchdelta._torch import aot, passes
 from torchdelta._torch.noted import Chain
 from torchdelta._torch.seams import Handed
 from torchdelta.compare.policies import parse
 from torchdelta.engine.chains import ChainJudge
+from torchdelta.engine.real_calls import have_values
 from torchdelta.errors import TorchDeltaError
 from torchdelta.records.passes import PassFinding
 
@@ -182,7 +182,7 @@ class _Watcher:
 
         def call(*args: Any) -> Any:
             nonlocal has_looked
-            if not has_looked and self.is_open and _have_values(args):
+            if not has_looked and self.is_open and have_values(args):
                 has_looked = True
                 try:
                     self._look(compiled, args, phase)
@@ -230,10 +230,6 @@ class _Watcher:
                 self.watched.note(f"{len(left)} graphs were not called while they were watched, and were not checked")
             if not self.watched.graphs:
                 self.watched.note(NOTHING_SEEN)
-
-
-def _have_values(args: Sequence[Any]) -> bool:
-    return all(tensors.has_values(arg) for arg in args if isinstance(arg, torch.Tensor))
 
 
 def _names(module: GraphModule) -> tuple[str, ...]:
