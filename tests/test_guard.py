@@ -436,10 +436,11 @@ class TestVigilance:
 
 
 class TestRecords:
+    @pytest.mark.slow
     def test_many_graphs_leave_one_index_and_nothing_alive(self, tmp_path):
         guard = guarded("eager", tmp_path)
         given = []
-        for number in range(40):
+        for number in range(200):
             x = torch.randn(4)
             given.append(weakref.ref(x))
             torch.compile(lambda x, number=number: torch.sin(x) + number, backend=guard)(x)
@@ -448,10 +449,19 @@ class TestRecords:
         gc.collect()
 
         lines = (tmp_path / "guard" / "index.jsonl").read_text().splitlines()
-        assert len(lines) == 40
+        assert len(lines) == 200
         assert all(json.loads(line)["verdict"] == "equivalent" for line in lines)
         assert [path.name for path in (tmp_path / "guard").iterdir()] == ["index.jsonl"]
         assert not any(reference() is not None for reference in given)
+
+    @pytest.mark.slow
+    def test_what_is_found_is_made_small_in_the_background(self, tmp_path):
+        guard = guarded(broken.relu_is_off, tmp_path, on_failure="report", minify=True)
+
+        assert trained(guard) == trained(broken.relu_is_off)
+        (finding,) = guard.finish().findings
+        assert finding.culprit.op == "relu"
+        assert pathlib.Path(finding.repro).is_file()
 
     @pytest.mark.slow
     @pytest.mark.parametrize("when", ["compiles", "runs"])

@@ -248,8 +248,16 @@ class TestReducer:
         reducer, small = reduced(subject, lambda asked: asked.inputs[0].numel() >= 1024)
 
         assert small.inputs[0].numel() == 1024
-        # twice whether it comes again; random; all small, halved twice, each halved; and nothing of it once more
-        assert reducer.queries == AGAIN + 1 + 3 + 2
+        # twice whether it comes again; random and small, random; halved twice, each halved; and nothing of it once more
+        assert reducer.queries == AGAIN + 2 + 2 + 2
+
+    def test_what_only_the_graph_decides_takes_one_query_for_all_values(self):
+        subject = subject_of(lambda x, rows: torch.relu(x)[rows], torch.ones(8, 4), torch.tensor([1, 1, 1]))
+        reducer, small = reduced(subject, lambda asked: {"relu", "getitem"} <= set(ops(asked.graph)))
+
+        assert [tuple(value.shape) for value in small.inputs] == [(2, 2), (2,)]
+        assert set(small.drawn) == {"x", "rows"}
+        assert reducer.queries == AGAIN + 1
 
     def test_a_size_that_has_to_stay_holds_up_no_other(self):
         subject = subject_of(lambda x: torch.relu(x), torch.randn(48, 16, 5))

@@ -14,10 +14,11 @@ from torchdelta.minify.reducer import Proposals, Search, merging
 def propose(search: Search) -> Proposals:
     """Propose zeros, then ones, for each input that has no real numbers."""
     for make in ("zeros", "ones"):
-        yield from merging(list(_made(search, make)))
+        yield from merging(list(made(search, make)))
 
 
-def _made(search: Search, make: str) -> Iterator[Edit]:
+def made(search: Search, make: str) -> Iterator[Edit]:
+    """Return zeros or ones for each input that has no real numbers."""
     for name, value in search.subject.named_inputs.items():
         is_whole = isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
         if not is_whole or name in search.subject.drawn or not value.is_contiguous():

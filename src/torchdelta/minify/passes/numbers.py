@@ -13,10 +13,11 @@ from torchdelta.minify.reducer import Proposals, Search, merging
 
 def propose(search: Search) -> Proposals:
     """Propose a seeded draw for each input of real numbers."""
-    yield from merging(list(_drawn(search)))
+    yield from merging(list(drawn(search)))
 
 
-def _drawn(search: Search) -> Iterator[Edit]:
+def drawn(search: Search) -> Iterator[Edit]:
+    """Return a draw for each input of real numbers that has none."""
     for index, (name, value) in enumerate(search.subject.named_inputs.items()):
         is_real = isinstance(value, torch.Tensor) and value.is_floating_point() and value.is_contiguous()
         if not is_real or name in search.subject.drawn:

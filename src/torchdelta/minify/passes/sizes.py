@@ -12,7 +12,7 @@ SMALL = 2
 
 def propose(search: Search) -> Proposals:
     """Propose all sizes small, then all half as large, then each."""
-    if (yield Edit(sizes=dict.fromkeys(_large(search), SMALL))):
+    if (yield all_small(search)):
         return
     # what hangs together is halved together, and a failure that needs much of something loses nothing on the way
     while (yield Edit(sizes={size: _half(size) for size in _large(search)})):
@@ -20,6 +20,11 @@ def propose(search: Search) -> Proposals:
     for size in _large(search):
         if (yield Edit(sizes={size: _half(size)})):
             yield from _smaller(_half(size))
+
+
+def all_small(search: Search) -> Edit:
+    """Return the edit by which nothing is large any more."""
+    return Edit(sizes=dict.fromkeys(_large(search), SMALL))
 
 
 def _smaller(size: int) -> Proposals:
