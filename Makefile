@@ -43,6 +43,7 @@ test-long: setup
 bench: setup
 	$(BIN)/python benchmarks/compare.py
 	$(BIN)/python benchmarks/check.py
+	$(BIN)/python benchmarks/guard.py
 	$(BIN)/python benchmarks/verdicts.py --subset --out build/verdicts-subset
 	$(BIN)/python benchmarks/locate.py --subset --out build/locate-subset
 

@@ -2,12 +2,14 @@
 
 import gc
 import json
+import math
 import pathlib
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import warnings
 import weakref
 
 import pytest
@@ -15,13 +17,16 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses import FakeTensorMode
 from torch.fx import symbolic_trace
+from torch.overrides import TorchFunctionMode
 
 import torchdelta as td
 from programs import broken
-from torchdelta.engine.guarded import NO_ERROR
+from torchdelta.engine.attempts import NO_ERROR
 from torchdelta.engine.vigilance import PRESETS
 from torchdelta.records.verdict import Verdict
+from torchdelta.transforms.made import SAME_RANDOM
 
 
 @pytest.fixture(autouse=True)
@@ -189,6 +194,95 @@ class TestHealthyRun:
         assert calls == ["hook", "after"]
         assert model.weight.grad.unique().tolist() == [9.0]
 
+    def test_calls_no_hooks_of_the_users_besides_its_own(self):
+        calls = []
+
+        def run(backend):
+            torch._dynamo.reset()
+            calls.clear()
+            weight = torch.ones(4, requires_grad=True)
+            compiled = torch.compile(lambda x: torch.sin(x * weight), backend=backend)
+            hook = nn.modules.module.register_module_forward_hook(lambda *_: calls.append("module"))
+            try:
+                with torch.autograd.graph.saved_tensors_hooks(lambda t: (calls.append("saved"), t)[1], lambda t: t):
+                    compiled(torch.ones(2, 4)).sum().backward()
+            finally:
+                hook.remove()
+            return sorted(calls)
+
+        def as_it_is(graph_module, example_inputs):
+            graph_module.real_recompile()
+            return graph_module.forward  # what was made calls no module itself
+
+        guard = td.guard(as_it_is)
+
+        assert run(guard) == run(as_it_is)
+        assert "saved" in calls
+        assert guard.summary.verdicts == {"equivalent": 1}
+
+    def test_under_a_mode_that_changes_functions_is_no_difference(self):
+        class Doubling(TorchFunctionMode):
+            def __torch_function__(self, function, types, args=(), kwargs=None):
+                made = function(*args, **(kwargs or {}))
+                return made * 2 if function is torch.sin else made
+
+        guard = td.guard("aot_eager")
+        with Doubling():
+            made = torch.compile(lambda x: torch.sin(x), backend=guard)(torch.ones(2))
+
+        assert torch.equal(made, torch.sin(torch.ones(2)) * 2)
+        assert guard.summary.verdicts == {"equivalent": 1}
+
+    @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+    def test_that_writes_to_what_is_differentiated_is_checked(self):
+        guard = td.guard("aot_eager")
+        weight = torch.ones(3, requires_grad=True)
+        made = torch.compile(lambda x: x.relu_() * 2, backend=guard)(weight * 1)
+        made.sum().backward()
+
+        assert weight.grad.tolist() == [2.0, 2.0, 2.0]
+        assert guard.summary.verdicts == {"equivalent": 1}
+
+    def test_is_checked_on_its_first_call_that_has_values(self):
+        guard = td.guard("eager")
+        made = guard(symbolic_trace(lambda x: torch.sin(x)), [torch.ones(2)])
+        with FakeTensorMode() as fake:
+            made(fake.from_tensor(torch.ones(2)))
+        assert guard.summary.checked == 0
+        made(torch.ones(2))
+
+        assert guard.summary.verdicts == {"equivalent": 1}
+
+    def test_of_aten_graphs_frees_what_was_saved_as_early_as_without(self):
+        def alive_at_the_end(backend):
+            torch._dynamo.reset()
+            found = []
+
+            def frees(graph_module, example_inputs):
+                def run(args):
+                    held = [weakref.ref(arg) for arg in args if isinstance(arg, torch.Tensor)]
+                    made = graph_module.forward(*args)
+                    args.clear()
+                    gc.collect()
+                    found.append(sum(each() is not None for each in held))
+                    return made
+
+                run._boxed_call = True
+                return run
+
+            def compiled_by(graph_module, example_inputs):
+                return aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=frees)(
+                    graph_module, example_inputs
+                )
+
+            call = torch.compile(lambda x: torch.sin(torch.exp(x)), backend=backend(compiled_by))
+            for _ in range(3):
+                found.clear()
+                call(torch.randn(3, requires_grad=True)).sum().backward()
+            return found
+
+        assert alive_at_the_end(lambda plain: td.guard(plain, graph="aten")) == alive_at_the_end(lambda plain: plain)
+
     def test_in_a_process_group_of_one_is_checked(self, tmp_path):
         program = """
             import torch, torch.distributed as dist, torchdelta as td
@@ -210,6 +304,20 @@ def run_script(tmp_path, text, *options):
     return subprocess.run(
         [sys.executable, *options, str(script)], capture_output=True, text=True, cwd=tmp_path, check=False
     )
+
+
+class NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("there is none")
+
+
+def without_backward(x):
+    return NoBackward.apply(x)
 
 
 def wrong_decomposition(graph_module, example_inputs):
@@ -253,11 +361,89 @@ class TestFinding:
         report = td.read_report(tmp_path / "guard" / "0001-dynamo" / "report.json")
         assert [seen.path for seen in report.comparisons if seen.verdict is Verdict.DIVERGED] == ["args[0]"]
 
-    def test_a_bug_behind_dropout_is_caught(self, tmp_path):
+    def test_a_bug_behind_dropout_is_caught_on_a_second_compile(self, tmp_path):
         guard = guarded(broken.relu_is_off, tmp_path, on_failure="report")
         trained(guard, dropout=0.5, steps=1)
 
         assert guard.summary.verdicts == {"diverged": 1}
+        assert SAME_RANDOM in td.read_report(tmp_path / "guard" / "0001-dynamo" / "report.json").notes
+
+    @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+    def test_a_bug_that_reaches_only_what_is_written_midway_is_caught(self, tmp_path):
+        guard = guarded(forgets_to_write, tmp_path, on_failure="report")
+        weight = torch.ones(3, requires_grad=True)
+        torch.compile(lambda x: (x.mul_(3), torch.ones(2))[1], backend=guard)(weight * 1)
+
+        assert guard.summary.verdicts == {"diverged": 1}
+
+    def test_a_bug_in_a_branch_is_caught_although_the_graph_was_changed_in_place(self, tmp_path):
+        def cos_for_sin(graph_module, example_inputs):
+            for module in graph_module.modules():
+                for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+                    if broken.is_called(node, "sin"):
+                        node.target = torch.cos if node.op == "call_function" else "cos"
+                if isinstance(module, torch.fx.GraphModule):
+                    module.recompile()
+            return graph_module
+
+        guard = guarded(cos_for_sin, tmp_path, on_failure="report")
+        call = torch.compile(lambda x: torch.cond(x.sum() > 0, torch.sin, torch.tanh, (x,)), backend=guard)
+        call(torch.ones(2))
+
+        assert guard.summary.verdicts == {"diverged": 1}
+
+    def test_what_has_no_backward_has_its_forward_checked(self, tmp_path):
+        graph = torch.fx.Graph()
+        made = graph.call_function(without_backward, (graph.placeholder("x"),))
+        graph.output((graph.call_function(torch.relu, (made,)),))
+        guard = guarded(broken.relu_is_off, tmp_path, on_failure="report")
+        given = torch.ones(2, requires_grad=True)
+        guard(torch.fx.GraphModule(nn.Module(), graph), [given])(given)
+
+        assert guard.summary.verdicts == {"diverged": 1}
+
+    @pytest.mark.parametrize("on_failure", ["report", "fallback"])
+    def test_a_finding_stays_one_whatever_later_calls_say(self, tmp_path, on_failure):
+        def off_for_large(graph_module, example_inputs):
+            return lambda *args: tuple(value + 0.1 * bool(args[0].sum() > 5) for value in graph_module(*args))
+
+        guard = guarded(off_for_large, tmp_path, every=1, on_failure=on_failure)
+        compiled = torch.compile(lambda x: torch.sin(x), backend=guard)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for value in (3.0, 0.0, 4.0):
+                compiled(torch.full((4,), value))
+
+        (finding,) = guard.summary.findings
+        assert finding.call == 1
+        report = td.read_report(tmp_path / "guard" / "0001-dynamo" / "report.json")
+        assert report.comparisons[0].worst.reference == pytest.approx(math.sin(3.0))
+
+    def test_want_of_memory_for_a_check_is_nobodys_failure(self, tmp_path):
+        def hungry(graph_module, example_inputs):
+            calls = []
+
+            def run(*args):
+                calls.append(None)
+                if len(calls) == 1:
+                    raise torch.OutOfMemoryError("no more")
+                return graph_module(*args)
+
+            return run
+
+        guard = guarded(hungry, tmp_path)
+        torch.compile(lambda x: torch.sin(x), backend=guard)(torch.ones(2))
+
+        assert guard.summary.checked == 0
+        assert "not enough memory" in next(iter(guard.summary.unchecked))
+
+    def test_a_place_that_is_gone_does_not_end_the_run(self, tmp_path):
+        guard = guarded(broken.relu_is_off, tmp_path, on_failure="report")
+        (tmp_path / "guard").rmdir()
+
+        assert trained(guard) == trained(broken.relu_is_off)
+        assert guard.summary.verdicts == {"diverged": 1}
+        assert any("could not be written" in note for note in guard.summary.notes)
 
     def test_a_bug_in_a_backward_graph_is_caught_at_both_levels(self, tmp_path):
         def backward_is_off(graph_module, example_inputs):
@@ -288,9 +474,18 @@ class TestFinding:
     def test_falling_back_goes_on_with_eagers_numbers_and_warns_once(self, tmp_path):
         guard = guarded(broken.relu_is_off, tmp_path, on_failure="fallback")
 
-        with pytest.warns(UserWarning, match="runs eagerly from now on") as warned:
+        with pytest.warns(UserWarning, match="runs eagerly from now on"):
             assert trained(guard) == trained(None)
-        assert len(warned) == 1
+        # filters make another warning an error
+        torch.compile(lambda x: torch.relu(x), backend=guard)(torch.ones(2))
+        assert guard.summary.verdicts == {"diverged": 2}
+
+    def test_falling_back_goes_on_where_warnings_are_errors(self, tmp_path):
+        guard = guarded(broken.relu_is_off, tmp_path, on_failure="fallback")
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert trained(guard) == trained(None)
 
     def test_a_compiler_that_raises_is_told_apart_from_a_difference(self, tmp_path):
         with pytest.raises(td.CompilerFailed, match="relu is not supported"):
@@ -309,6 +504,39 @@ class TestFinding:
         with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="relu is not supported"):
             trained(guard)
         assert guard.summary.verdicts == {"crashed": 1}
+
+    def test_a_compiler_that_raises_behind_aot_does_so_as_without_a_guard(self, tmp_path):
+        def raises_behind_aot(graph_module, example_inputs):
+            def refuse(graph, inputs):
+                raise RuntimeError("no such kernel")
+
+            return aot_autograd(fw_compiler=refuse)(graph_module, example_inputs)
+
+        guard = guarded(raises_behind_aot, tmp_path, graph="aten", on_failure="report")
+        with torch._dynamo.config.patch(suppress_errors=True):
+            made = torch.compile(lambda x: torch.sin(x), backend=guard)(torch.ones(2))
+
+        assert torch.equal(made, torch.sin(torch.ones(2)))
+        assert guard.summary.verdicts == {"crashed": 1}
+
+    def test_a_compiler_that_raises_is_fallen_back_from_although_nothing_can_be_checked(self, tmp_path):
+        guard = guarded(broken.relu_raises, tmp_path, on_failure="fallback", budget_s=1e-9)
+        given = torch.randn(3, 8)
+        torch.compile(lambda x: torch.sin(x), backend=guard)(given)
+
+        with pytest.warns(UserWarning, match="relu is not supported"):
+            assert trained(guard) == trained(None)
+
+    def test_what_a_compiler_was_given_when_it_raised_is_let_go_of(self, tmp_path):
+        guard = guarded(broken.relu_raises, tmp_path, on_failure="fallback")
+        x = torch.randn(4)
+        given = weakref.ref(x)
+        with pytest.warns(UserWarning, match="relu is not supported"):
+            torch.compile(lambda x: torch.relu(x), backend=guard)(x)
+        del x
+        gc.collect()
+
+        assert given() is None
 
     @pytest.mark.parametrize("check", ["values", "errors"])
     def test_what_raises_when_it_runs_is_fallen_back_from(self, tmp_path, check):
@@ -385,6 +613,14 @@ class TestVigilance:
 
             assert guard.summary.checked == 0
 
+    def test_graphs_that_were_asked_for_are_checked(self):
+        for only in ((1, 200), lambda graph: True):
+            torch._dynamo.reset()
+            guard = td.guard("aot_eager", only=only)
+            trained(guard)
+
+            assert guard.summary.checked == 1
+
     def test_nothing_is_checked_when_the_budget_is_spent(self):
         guard = td.guard("aot_eager", budget_s=1e-9)
         compiled = torch.compile(lambda x: torch.sin(x), backend=guard, dynamic=False)
@@ -403,6 +639,13 @@ class TestVigilance:
     def test_guarding_twice_is_refused(self):
         with pytest.raises(td.UsageError, match="guarded already"):
             td.guard(td.guard("aot_eager"))
+
+    def test_guarding_twice_by_a_detour_is_refused(self):
+        inner = td.guard("aot_eager")
+        outer = td.guard(lambda graph_module, example_inputs: inner(graph_module, example_inputs))
+
+        with pytest.raises(td.UsageError, match="guarded already"):
+            outer(symbolic_trace(lambda x: torch.sin(x)), [torch.ones(2)])
 
     @pytest.mark.parametrize(
         "words",
@@ -426,9 +669,30 @@ class TestVigilance:
         with pytest.raises(td.UsageError, match="aot_eager"):
             td.guard("aot_eagre")
 
-    @pytest.mark.parametrize("level", PRESETS)
-    def test_a_preset_is_a_guard(self, level):
-        assert trained(td.guard.preset(level, "aot_eager")) == trained("aot_eager")
+    @pytest.mark.parametrize("level", [1, 2, 3])
+    def test_a_preset_below_four_looks_for_errors_only(self, level, tmp_path):
+        trained(td.guard.preset(level, broken.relu_is_off, out=tmp_path / "values"))
+        torch._dynamo.reset()
+
+        with pytest.raises(td.CompilerFailed):
+            trained(td.guard.preset(level, broken.relu_raises, out=tmp_path / "errors", minify=False))
+
+    def test_the_third_preset_alone_records_what_did_not_fail(self, tmp_path):
+        for level in (1, 3):
+            torch._dynamo.reset()
+            trained(td.guard.preset(level, "aot_eager", out=tmp_path / str(level)))
+
+        assert not (tmp_path / "1" / "0001-dynamo").exists()
+        assert (tmp_path / "3" / "0001-dynamo" / "recording.json").exists()
+
+    def test_the_second_and_the_fourth_preset_make_small_what_they_find(self):
+        assert {level for level, words in PRESETS.items() if words.get("minify")} == {2, 4}
+
+    def test_the_fourth_preset_looks_at_values(self, tmp_path):
+        guard = td.guard.preset(4, broken.relu_is_off, on_failure="report", minify=False, out=tmp_path / "guard")
+        trained(guard)
+
+        assert guard.summary.verdicts == {"diverged": 1}
 
     def test_there_are_four_presets(self):
         with pytest.raises(td.UsageError, match="repro level"):

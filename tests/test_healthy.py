@@ -54,7 +54,7 @@ def test_a_healthy_program_survives_inductor(name):
     require_healthy(checked(name, "inductor", stages=["forward", "gradients", "steps"]))
 
 
-@pytest.mark.parametrize("name", ["mlp", "bert"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("bert", marks=pytest.mark.long)])
 def test_dropout_is_compared_like_for_like_and_said_to_be(name):
     for transform in ("inductor", "aot_eager_decomp_partition"):
         report = checked(name, transform)

@@ -325,6 +325,7 @@ class TestInductor:
 
         assert [culprit.op for culprit in found.culprits] == ["aten.div.Tensor_mode"]
 
+    @pytest.mark.long
     @pytest.mark.usefixtures("two_threads")
     def test_names_the_layout_as_the_cause_of_what_lies_between_two_graphs(self):
         found = td.locate(*live_bugs.pt185509_interpolate_gradient(), transform="inductor")

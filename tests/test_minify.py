@@ -252,8 +252,8 @@ class TestReducer:
         assert reducer.queries == AGAIN + 2 + 2 + 2
 
     def test_what_only_the_graph_decides_takes_one_query_for_all_values(self):
-        subject = subject_of(lambda x, rows: torch.relu(x)[rows], torch.ones(8, 4), torch.tensor([1, 1, 1]))
-        reducer, small = reduced(subject, lambda asked: {"relu", "getitem"} <= set(ops(asked.graph)))
+        subject = subject_of(lambda x, rows: torch.take(x, rows), torch.ones(8, 4), torch.tensor([1, 1, 1]))
+        reducer, small = reduced(subject, lambda asked: "take" in ops(asked.graph))
 
         assert [tuple(value.shape) for value in small.inputs] == [(2, 2), (2,)]
         assert set(small.drawn) == {"x", "rows"}
@@ -306,7 +306,7 @@ class TestReducer:
                 subject_of(lambda x: torch.relu(x).exp().tanh().cos(), torch.randn(8, 4)), lambda _: next(shown, False)
             )
 
-    @pytest.mark.parametrize("good", range(6))
+    @pytest.mark.parametrize("good", range(4))
     def test_queries_that_break_sooner_or_later_lose_nothing(self, good):
         left = iter(range(good))
 

@@ -1,5 +1,7 @@
 """Versions of a graph while it is rewritten: taken where something changed, and judged one after the other."""
 
+import threading
+
 import pytest
 import torch
 from torch.fx import Graph, GraphModule, symbolic_trace
@@ -167,3 +169,27 @@ class TestJudging:
     def test_refuses_a_graph_whose_inputs_are_not_there(self):
         with pytest.raises(Exception, match="x is among its inputs"):
             judged(chain_of(traced(), wrong), y=torch.ones(3))
+
+    def test_leaves_other_threads_what_they_compiled(self):
+        visits, runs = [], []
+
+        def counting(graph_module, example_inputs):
+            return lambda *args: runs.append(1) or graph_module.forward(*args)
+
+        double = torch.compile(lambda x: x * 2, backend=counting)
+
+        def elsewhere(x):
+            visits.append(1)
+            thread = threading.Thread(target=double, args=(torch.ones(2),))
+            thread.start()
+            thread.join()
+            return x * 1
+
+        module = traced()
+        with module.graph.inserting_before(node_of(module, aten.sin.default)):
+            visit = module.graph.call_function(elsewhere, node_of(module, aten.sin.default).args)
+        node_of(module, aten.sin.default).args = (visit,)
+        judged(chain_of(module, wrong))
+        torch._dynamo.reset()
+
+        assert len(runs) == len(visits) > 1

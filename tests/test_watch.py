@@ -1,5 +1,6 @@
 """Inductor's passes are watched in the user's own run: a wrong one is named, and the run is as without."""
 
+import contextlib
 import gc
 import threading
 
@@ -13,10 +14,12 @@ from torch._inductor import compile_fx
 from torch._inductor import config as inductor_config
 from torch._inductor.codecache import FxGraphCache
 from torch.fx.passes.graph_transform_observer import GraphTransformObserver
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import torchdelta as td
-from torchdelta._torch import passes
+from torchdelta._torch import aot, passes
 from torchdelta._torch.noted import Chain, Version
+from torchdelta._torch.seams import Boxed, as_boxed
 from torchdelta.engine.chains import ChainJudge
 from torchdelta.engine.watch import NOTHING_SEEN
 
@@ -141,6 +144,29 @@ def in_training():
 def in_inference():
     with torch.no_grad():
         torch.compile(Small())(batch())
+
+
+def alive_behind_backward(context):
+    """How much of what a backward is given is still there when what was compiled of it has run."""
+    alive = []
+
+    def counting(handed):
+        run = as_boxed(handed.on())
+
+        def count(args):
+            given = [StorageWeakRef(arg.untyped_storage()) for arg in args]
+            made = run(args)
+            alive.append(sum(not storage.expired() for storage in given))
+            return made
+
+        return Boxed(count if handed.level == "backward" else run)
+
+    torch._dynamo.reset()
+    with inductor_config.patch(post_grad_custom_post_pass=doubled_sum), context(), aot.intercepting(counting):
+        compiled = torch.compile(Small())
+        for _ in range(2):
+            compiled(batch()).sum().backward()
+    return alive
 
 
 class TestAWrongPass:
@@ -291,6 +317,11 @@ class TestTheRunItself:
 
         assert watched.graphs == 6
         assert sorted(finding.graph for finding in watched.findings) == ["graph 0 (inference)", "graph 1 (inference)"]
+
+    def test_frees_what_a_backward_was_given_as_early_as_without(self):
+        # all but the weights, which are the user's
+        assert alive_behind_backward(contextlib.nullcontext) == [1, 1]
+        assert alive_behind_backward(td.watch_passes) == [1, 1]
 
     def test_is_not_reset(self, monkeypatch):
         monkeypatch.setattr(torch._dynamo, "reset", lambda: pytest.fail("the user's compiler was reset"))

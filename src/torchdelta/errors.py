@@ -20,6 +20,10 @@ class UsageError(TorchDeltaError):
     """What was asked for makes no sense: an unknown name, a malformed policy, an unwritable file."""
 
 
+class Refused(UsageError):
+    """A user's script is not run, or not any further: the one exception that passes through it and is not its own."""
+
+
 class ProgramError(TorchDeltaError):
     """The user's own program does not load, cannot be copied or fails when run eagerly."""
 

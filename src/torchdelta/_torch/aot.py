@@ -13,7 +13,7 @@ from torch._dynamo.backends import common
 from torch._guards import TracingContext
 from torch.fx import GraphModule
 
-from torchdelta._torch.seams import Handed, Seam
+from torchdelta._torch.seams import Boxed, Handed, Seam, as_boxed
 
 
 @dataclass
@@ -72,13 +72,29 @@ def _at_seam(compiler: Any, level: str, seam: Seam) -> Callable[..., Any]:
         def make(graph: GraphModule, inputs: Any) -> Callable[..., Any]:
             made = compiler(graph, inputs, **kwargs)
             _forget_strides_beyond(outputs)
-            is_boxed = getattr(made, "_boxed_call", False)
-            return (lambda *args: made(list(args))) if is_boxed else made
+            return Boxed(made) if getattr(made, "_boxed_call", False) else made
 
         handed = Handed(graph=graph_module, example_inputs=example_inputs, make=make, level=level)
-        return make_boxed_func(seam(handed))
+        return boxed(seam(handed))
 
     return compile_at_seam
+
+
+def boxed(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what AOTAutograd calls with a list of arguments, through to whoever can free them early."""
+    if getattr(run, "_boxed_call", False):
+        return run
+
+    def call(args: list[Any]) -> Any:
+        return as_boxed(run)(args)
+
+    return cast(Callable[..., Any], mark_boxed(call))
+
+
+def mark_boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Say that a function takes its arguments in a list."""
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
 
 
 def _as_it_is(graph_module: GraphModule, _: Any, **__: Any) -> Callable[..., Any]:

@@ -98,7 +98,8 @@ def config_of(*, mode: str | None = None, options: Mapping[str, Any] | None = No
 
 def hint_of(value: Any) -> Any:
     """Return the number that a symbolic one was when its graph was captured; anything else as it is."""
-    return value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
+    is_symbolic = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return getattr(value.node, "hint", value) if is_symbolic else value
 
 
 def require_known_config(settings: Mapping[str, Any]) -> None:

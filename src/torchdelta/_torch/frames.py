@@ -13,6 +13,8 @@ import torchdelta
 
 _PLUMBING = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(torchdelta.__file__) + os.sep)
 
+_REFUSED = ("can't allocate memory", "not enough memory")
+
 
 def place_of(error: BaseException) -> str:
     """Return file and line of whoever raised it, or called torch when it was raised; empty where torch did by itself.
@@ -30,10 +32,22 @@ def place_of(error: BaseException) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether an allocation was refused."""
-    refused = ("can't allocate memory", "not enough memory")
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in refused)
+        isinstance(error, RuntimeError) and any(words in str(error) for words in _REFUSED)
     )
+
+
+def is_refused_memory(name: str, message: str) -> bool:
+    """Tell the same of an exception that only its name and its words are left of."""
+    return name.rpartition(".")[2] in ("MemoryError", "OutOfMemoryError") or any(each in message for each in _REFUSED)
+
+
+def without_frames(error: Exception) -> Exception:
+    """Return an exception without its frames, and those of whatever it comes from: they keep what was in them."""
+    seen: BaseException | None = error
+    while seen is not None:
+        seen = seen.with_traceback(None).__cause__ or seen.__context__
+    return error
 
 
 def _is_written(file: str) -> bool:

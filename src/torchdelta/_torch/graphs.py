@@ -14,6 +14,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph import CodeGen, _PyTreeCodeGen
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
@@ -171,7 +172,33 @@ def sharing_parameters(graph_module: GraphModule) -> GraphModule:
 def with_own_nodes(graph_module: GraphModule) -> GraphModule:
     """Return a copy over the same attributes: what a compiler does to the nodes of one, the other does not see."""
     with outside_modes():
-        return GraphModule(graph_module, copy.deepcopy(graph_module.graph))
+        made = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
+    for node in made.graph.nodes:
+        inner = attribute(made, str(node.target)) if node.op in ("get_attr", "call_module") else None
+        if isinstance(inner, GraphModule):
+            made.set_submodule(str(node.target), with_own_nodes(inner))
+    # one that is written when it is first called calls itself as a module then, and hooks of the user's with it
+    _LazyGraphModule.force_recompile(made)
+    return made
+
+
+def returning(graph_module: GraphModule, places: Sequence[int]) -> GraphModule:
+    """Return the graph with copies in the place of these inputs, which it returns as well: what it writes is there.
+
+    Autograd lets nobody write to a leaf that requires grad, and whatever is handed over by itself is one.
+    """
+    made = with_own_nodes(graph_module)
+    given = [node for node in made.graph.nodes if node.op == "placeholder"]
+    copies = []
+    for place in places:
+        with made.graph.inserting_after(given[-1]):
+            copies.append(made.graph.call_function(torch.clone, (given[place],)))
+        given[place].replace_all_uses_with(copies[-1], lambda user, copied=copies[-1]: user is not copied)
+    ending = made.graph.output_node()
+    returned = ending.args[0]
+    ending.args = ((*(returned if isinstance(returned, (tuple, list)) else (returned,)), *copies),)
+    made.recompile()
+    return made
 
 
 def copied_graph(graph_module: GraphModule) -> GraphModule:

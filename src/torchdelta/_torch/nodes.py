@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -117,6 +118,30 @@ def may_write(node: Node) -> frozenset[Node]:
 def has_effect(node: Node) -> bool:
     """Tell whether a node does something besides returning a value: writing, drawing, asserting, setting a mode."""
     return writes_to(node) or node.is_impure()
+
+
+OWN_DRAWS = ("prims.inductor_random", "prims.inductor_randint", "prims.inductor_seed", "prims.inductor_lookup_seed")
+"""What inductor puts in the place of random numbers before it compiles anything: others than eager would draw."""
+
+
+def draws_its_own_way(graph_module: GraphModule) -> bool:
+    """Tell whether inductor has put its own random numbers into a graph."""
+    return any(op_name(node).startswith(OWN_DRAWS) for node in every_node(graph_module))
+
+
+def talks_to_others(graph_module: GraphModule) -> bool:
+    """Tell whether running a graph takes other processes, which would have to run it at the same time."""
+    group = torch.distributed
+    if not (group.is_available() and group.is_initialized() and group.get_world_size() > 1):
+        return False
+    return any("c10d" in op_name(node) for node in every_node(graph_module))
+
+
+def every_node(graph_module: GraphModule) -> Iterator[Node]:
+    """Yield the nodes of a graph and of those inside of it."""
+    for module in graph_module.modules():
+        if isinstance(module, GraphModule):
+            yield from module.graph.nodes
 
 
 def widens(node: Node) -> bool:

@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 
 from torchdelta._torch import graphs, provenance
 from torchdelta._torch.modes import outside_modes
-from torchdelta._torch.nodes import arguments
+from torchdelta._torch.nodes import OWN_DRAWS, arguments, op_name
 
 Handle = Callable[[Node], int]
 Describe = Callable[[Any], str]
@@ -28,8 +28,6 @@ Describe = Callable[[Any], str]
 _HOLDING = ("get_attr", "call_module")
 _PACKING = ("mkl", "mkldnn", "onednn")
 """Libraries that lay weights out as they like: nobody else can copy those, and none of them knows float64."""
-_DRAWN_FROM_SEEDS = ("inductor_random", "inductor_randint")
-"""Operators of inductor that draw, and say nothing of it in their tags: they are given seeds."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -192,7 +190,8 @@ def _plain(value: Any, places: dict[Node, int] | None = None) -> str:
 def _draws(node: Node) -> bool:
     if not isinstance(node.target, OpOverload):
         return False
-    if node.target._schema.name.partition("::")[2] in _DRAWN_FROM_SEEDS:
+    # given seeds, inductor's own draw and say nothing of it in their tags
+    if op_name(node).startswith(OWN_DRAWS):
         return True
     # attention is among what may draw, and draws only where it drops something
     drops = arguments(node).get("dropout_p")

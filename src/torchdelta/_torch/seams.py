@@ -33,6 +33,21 @@ class Handed:
         return self.make(self.graph, self.example_inputs)
 
 
+class Boxed:
+    """What takes its arguments in a list, and may empty that to free them; called here with one after the other."""
+
+    def __init__(self, run: Callable[[list[Any]], Any]) -> None:
+        self.boxed = run
+
+    def __call__(self, *args: Any) -> Any:
+        return self.boxed(list(args))
+
+
+def as_boxed(run: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+    """Return what takes the arguments of a callable in a list, which whoever can free them early gets itself."""
+    return run.boxed if isinstance(run, Boxed) else lambda args: run(*args)
+
+
 Seam = Callable[[Handed], Callable[..., Any]]
 
 

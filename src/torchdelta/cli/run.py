@@ -16,10 +16,10 @@ from rich.text import Text
 from torchdelta.cli.arguments import Debug, Policy, require_torch, taking
 from torchdelta.cli.exits import EXIT_OF
 from torchdelta.cli.reduction import require_directory
-from torchdelta.engine.compiles import ALL, Compiles
+from torchdelta.engine.run import ALL, Compiles
 from torchdelta.engine.scripts import CODE, FILE, MODULE, Ending, Script, run_script
 from torchdelta.errors import UsageError
-from torchdelta.records.guarded import Summary
+from torchdelta.records.guarded import CHOICES, Summary
 from torchdelta.records.verdict import Verdict
 from torchdelta.records.watched import Watched
 from torchdelta.report.guarded import print_guarded
@@ -50,15 +50,11 @@ def read_vigilance(
     policy: Policy = "noise",
 ) -> dict[str, Any]:
     """Return what a guard is told; a guard reads it again, but by then the script is under way."""
-    _require_known("--check", check, "values", "errors", "off")
-    _require_known("--on-failure", on_failure, "raise", "fallback", "report")
-    _require_known("--record", record, "on_failure", "always")
-    _require_known("--graph", graph, "dynamo", "aten")
     if every < 0:
         raise UsageError(f"--every is a number of calls from 0, not {every}")
     if budget is not None and budget <= 0:
         raise UsageError(f"--budget is a number of seconds above 0, not {budget:g}")
-    return {
+    words = {
         "check": check,
         "on_failure": on_failure,
         "record": record,
@@ -69,6 +65,11 @@ def read_vigilance(
         "only": _range(only_nodes) if only_nodes is not None else None,
         "policy": policy,
     }
+    for word, known in CHOICES.items():
+        if words[word] not in known:
+            listed = ", ".join(map(str, known))
+            raise UsageError(f"--{word.replace('_', '-')} {words[word]}: it is one of {listed}")
+    return words
 
 
 @taking(vigilance=read_vigilance)
@@ -139,11 +140,6 @@ def _summed_up(compiles: Compiles, ending: Ending, *, strict: bool) -> Ending:
 def _is_wrong(summary: Summary, watched: Watched | None) -> bool:
     failed = any(Verdict(name).is_failure for name, many in summary.verdicts.items() if many)
     return failed or bool(watched is not None and watched.findings)
-
-
-def _require_known(option: str, value: str, *known: str) -> None:
-    if value not in known:
-        raise UsageError(f"{option} {value}: it is one of {', '.join(known)}")
 
 
 def _range(text: str) -> tuple[int, int]:

@@ -36,7 +36,7 @@ from torchdelta.locate.handles import assign_handles, handles_of
 from torchdelta.minify.reducer import Budget
 from torchdelta.minify.reducer import Progress as Reducing
 from torchdelta.records.case import DYNAMO, VALUES, Case, words_of
-from torchdelta.records.comparison import Comparison, Scalar
+from torchdelta.records.comparison import Scalar
 from torchdelta.records.location import Location
 from torchdelta.records.recording import completed
 from torchdelta.records.report import Questions, Report, Stage

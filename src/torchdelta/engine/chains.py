@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 
-from torchdelta._torch import dynamo, modes, passes, runtime
+from torchdelta._torch import modes, passes, runtime, stances
+from torchdelta._torch.nodes import talks_to_others
 from torchdelta._torch.noted import Chain, Version
 from torchdelta.engine.introduced import Step, Succession
+from torchdelta.engine.real_calls import inputs_of
 from torchdelta.engine.reasons import reason_of
 from torchdelta.errors import TorchDeltaError
 from torchdelta.execute.stages import cotangent_for
@@ -42,10 +44,10 @@ class ChainJudge:
 
     def judge(self, values: Mapping[str, Any]) -> None:
         """Judge on what the graph is called with, by the names of its inputs."""
-        if _talks_to_others(self.chain.versions[0]):
+        if talks_to_others(self.chain.versions[0].built):
             self._leave_open(f"not checked: {TALKS}")
             return
-        with _as_nobody(self.chain.phase):
+        with _aside(self.chain.phase):
             inputs = self._inputs(values)
             for part in self._comparable():
                 if len(part) > 1:
@@ -108,7 +110,7 @@ class ChainJudge:
         for version in chain.versions[1:]:
             if [node.name for node in version.inputs] != names:
                 raise TorchDeltaError(f"{version.name} changes what the graph is called with")
-        given = {name: _leaf(value, keeps_grad=chain.phase == passes.PRE_GRAD) for name, value in values.items()}
+        given = dict(zip(values, inputs_of([*values.values()]), strict=True))
         for node in first:
             is_tensor = isinstance(node.meta.get("val", node.meta.get("example_value")), torch.Tensor)
             if node.name not in given and chain.phase == passes.JOINT:
@@ -124,31 +126,16 @@ class ChainJudge:
         self.notes.append(f"{self.chain.phase} passes of {self.label}: {why}")
 
 
-def _leaf(value: Any, *, keeps_grad: bool) -> Any:
-    """Return an input without hooks, gradients and where it comes from; checks run on copies of it."""
-    if not isinstance(value, torch.Tensor):
-        return dynamo.hint_of(value)
-    alias = value.detach()
-    return alias.requires_grad_() if keeps_grad and value.requires_grad and not alias.is_inference() else alias
-
-
 @contextmanager
-def _as_nobody(phase: str) -> Iterator[None]:
+def _aside(phase: str) -> Iterator[None]:
     """Run graphs out of sight of the user's modes, and leave generators, flags and settings as they were."""
     is_recorded = phase == passes.PRE_GRAD and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     casts = nullcontext() if phase == passes.PRE_GRAD else passes.without_autocast()
     with (
         runtime.preserved(),
-        modes.outside_modes(),
         torch.set_grad_enabled(is_recorded),
+        modes.as_nobody(),
         casts,
-        torch.compiler.set_stance("force_eager"),
+        stances.eager_here(),
     ):
         yield
-
-
-def _talks_to_others(version: Version) -> bool:
-    together = torch.distributed
-    if not (together.is_available() and together.is_initialized() and together.get_world_size() > 1):
-        return False
-    return any("c10d" in str(node.target) for node in version.graph.nodes)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,9 @@ from torchdelta.engine.ledger import Ledger
 from torchdelta.engine.vigilance import PRESETS, Vigilance
 from torchdelta.errors import TorchDeltaError, UsageError
 from torchdelta.records.guarded import Seen, Summary
+
+_COMPILING = threading.local()
+"""What a guard has handed on to its backend, in each thread."""
 
 
 class Guard:
@@ -42,6 +47,14 @@ class Guard:
         if self.is_inductor_by_name and options:
             config = dynamo.config_of(**options)
             options = {"config_patches": config}
+        if graph_module is getattr(_COMPILING, "graph", None):
+            raise UsageError(f"{self.__name__} is guarded already, by a guard around this one: one guard is enough")
+        with _at_work_on(graph_module):
+            return self._compiled(graph_module, example_inputs, options, config)
+
+    def _compiled(
+        self, graph_module: GraphModule, example_inputs: Sequence[Any], options: dict[str, Any], config: dict[str, Any]
+    ) -> Callable[..., Any]:
         if self.vigilance.graph == "dynamo":
 
             def make(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -100,12 +113,14 @@ class Guard:
         except Exception as error:
             if dynamo.is_for_dynamo(error) or self.vigilance.check == "off":
                 raise
-            guarded.run, guarded.error = _raising(error), error
-            if self.vigilance.on_failure == "report" and level == "dynamo":
-                # who only wants a report gets the error where it would be without a guard
-                guarded.look_at(example_inputs)
-                raise
-        return lambda *args: guarded(*args)
+            guarded.fail_to_compile(error, example_inputs)
+            if self.vigilance.on_failure == "report":
+                raise  # where it would be without a guard
+        return (
+            (lambda *args: guarded(*args))
+            if level == "dynamo"
+            else aot.mark_boxed(lambda args: guarded.call_boxed(args))
+        )
 
     @property
     def _spec(self) -> str | None:
@@ -131,7 +146,7 @@ class Guarding:
         """
         vigilance = _vigilance(words)
         command = "diagnose" if vigilance.minify else "locate"
-        return Guard(backend, vigilance, Ledger(out=Path(out) if out is not None else None, command=command))
+        return Guard(backend, vigilance, Ledger(out=Path(out).absolute() if out is not None else None, command=command))
 
     def preset(self, level: int, backend: str | dynamo.Backend = "inductor", **words: Any) -> Guard:
         """Return the guard that does what one of PyTorch's four repro levels is for."""
@@ -143,18 +158,21 @@ class Guarding:
 guard = Guarding()
 
 
+@contextmanager
+def _at_work_on(graph_module: GraphModule) -> Iterator[None]:
+    before = getattr(_COMPILING, "graph", None)
+    _COMPILING.graph = graph_module
+    try:
+        yield
+    finally:
+        _COMPILING.graph = before
+
+
 def _vigilance(words: dict[str, Any]) -> Vigilance:
     try:
         return Vigilance(**words)
     except TypeError as error:
         raise UsageError(f"a guard does not know that word: {error}") from None
-
-
-def _raising(error: Exception) -> Callable[..., Any]:
-    def raise_again(*_: Any) -> Any:
-        raise error
-
-    return raise_again
 
 
 def _name_of(graph_module: GraphModule) -> str:

@@ -10,39 +10,34 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from torchdelta._torch import dynamo, graphs, runtime, settings, versions
-from torchdelta._torch.nodes import writes_to
+from torchdelta._torch import dynamo, modes, runtime, settings
+from torchdelta._torch.frames import without_frames
+from torchdelta._torch.nodes import every_node, writes_to
+from torchdelta._torch.seams import as_boxed
 from torchdelta.engine.asking import plain_settings
-from torchdelta.engine.candidate import failure_of, run_candidate
-from torchdelta.engine.check import Check
+from torchdelta.engine.attempts import Attempt
 from torchdelta.engine.ledger import Ledger, Unchecked
-from torchdelta.engine.prepare import prepare
 from torchdelta.engine.real_calls import (
     Run,
+    as_checked,
     have_values,
-    inputs_of,
-    outside_inference_mode,
     require_checkable,
-    sparing,
+    written_midway,
 )
 from torchdelta.engine.reasons import evidence_of, reason_of
 from torchdelta.engine.vigilance import Vigilance
 from torchdelta.errors import CompilerFailed, Diverged, TorchDeltaError
 from torchdelta.execute import recorded
 from torchdelta.execute.programs import own_path
-from torchdelta.execute.sides import Side
 from torchdelta.records.codec import write_report
-from torchdelta.records.failure import Failure
 from torchdelta.records.guarded import Seen
 from torchdelta.records.recording import Autocast, Recording
-from torchdelta.records.report import Report, Stage
+from torchdelta.records.report import Report
 from torchdelta.records.verdict import Verdict
-from torchdelta.transforms.made import Made
 
 REPORT = "report.json"
 WAITED_S = 180.0
 """How long a run that a failure ends waits for the culprit."""
-NO_ERROR = "only errors were looked for, and there was none"
 
 
 @dataclass(kw_only=True)
@@ -65,19 +60,32 @@ class Guarded:
     error: Exception | None = None
     """What compiling the graph raised."""
     calls: int = 0
+    is_new: bool = True
+    """Whether no call with values came yet."""
+    has_fallen_back: bool = False
 
     def __call__(self, *args: Any) -> Any:
         """Run a call, which is checked first if it is its turn."""
-        self.calls += 1
-        every = self.vigilance.every
-        if self.calls == 1 or (every and self.calls % every == 0):
-            self.look_at(args)
+        self._attend_to(args)
         try:
             return self.run(*args)
         except Exception as error:
             if not self._is_forgiven(error, args):
                 raise
         return self.run(*args)
+
+    def call_boxed(self, args: list[Any]) -> Any:
+        """Do the same for arguments in a list, which what runs may empty to free them."""
+        self._attend_to(args)
+        return as_boxed(self.run)(args)
+
+    def _attend_to(self, args: Sequence[Any]) -> None:
+        self.calls += 1
+        every = self.vigilance.every
+        is_due = self.is_new or (every and self.calls % every == 0)
+        if is_due and not self.has_fallen_back and have_values(args):
+            self.is_new = False
+            self.look_at(args)
 
     def look_at(self, args: Sequence[Any]) -> None:
         """Check a call before it runs, on copies, and act on what is found."""
@@ -86,22 +94,22 @@ class Guarded:
             if self.vigilance.record == "always":
                 # what ends the process leaves this behind
                 seen = self._recorded(seen, args)
-            self._require_fit(args)
-            with self.ledger.attention(), outside_inference_mode():
-                report = self._report(inputs_of(args))
+            if self.vigilance.check == "off":
+                raise Unchecked("checks are off")
+            if self.vigilance.is_spent(self.ledger.seconds):
+                raise Unchecked(f"the budget of {self.vigilance.budget_s:g} s was spent")
+            require_checkable(self.original, args)
+            with self.ledger.attention(), modes.as_nobody():
+                report = self._attempt.report(args)
         except Unchecked as why:
-            self._settle(replace(seen, unchecked=str(why)))
-            return
+            self._leave_unchecked(replace(seen, unchecked=str(why)))
         except TorchDeltaError as error:  # it fails eagerly, or cannot be copied: nobody could check it
-            self._settle(replace(seen, unchecked=str(error).splitlines()[0]))
-            return
+            self._leave_unchecked(replace(seen, unchecked=str(error).splitlines()[0]))
         except Exception as error:  # a mistake of ours must not cost the user the run
             self.ledger.note(f"graph {seen.number}: torchdelta failed itself ({type(error).__name__}: {error})")
-            self._settle(replace(seen, unchecked="a mistake of torchdelta's own"))
-            return
-        self._settle(replace(seen, verdict=report.verdict, unchecked="", reason=reason_of(report)))
-        if report.verdict.is_failure:
-            self._act_on(report, args)
+            self._leave_unchecked(replace(seen, unchecked="a mistake of torchdelta's own"))
+        else:
+            self._take(replace(seen, verdict=report.verdict, unchecked="", reason=reason_of(report)), report, args)
 
     def foresee_death(self, example_inputs: Sequence[Any]) -> None:
         """Leave behind what a compiler that ends the process is about to be given."""
@@ -114,63 +122,67 @@ class Guarded:
         except Exception as error:  # the user's run is not to be lost for want of a recording
             self.ledger.note(f"graph {self.seen.number} could not be recorded: {error}")
 
-    def _require_fit(self, args: Sequence[Any]) -> None:
-        if self.vigilance.check == "off":
-            raise Unchecked("checks are off")
-        if self.vigilance.is_spent(self.ledger.seconds):
-            raise Unchecked(f"the budget of {self.vigilance.budget_s:g} s was spent")
-        require_checkable(self.original, args)
+    def fail_to_compile(self, error: Exception, example_inputs: Sequence[Any]) -> None:
+        """Take what compiling raised: where only a report is wanted, at once; otherwise when there is a call."""
+        self.error = error
+        if self.vigilance.on_failure == "report":
+            if have_values(example_inputs):
+                self.look_at([dynamo.hint_of(each) for each in example_inputs])
+            else:
+                self._settle(replace(self.seen, verdict=Verdict.CRASHED, unchecked="", reason=_words(error)))
+            return
+        self.error = without_frames(error)  # they hold what the user has long let go of
+        self.run = _raising(self.error)
 
-    def _report(self, inputs: tuple[Any, ...]) -> Report:
-        check = self._check(inputs)
-        if self.error is not None:
-            with runtime.preserved():
-                _ = check.baseline.reference  # what fails eagerly too is no failure of the compiler
-            return _crashed(check, failure_of(self.error, "transform"))
-        if self.vigilance.check == "errors":
-            with runtime.preserved():
-                if _rehearsed(check) is None:
-                    raise Unchecked(NO_ERROR)
-        return check.run()
-
-    def _check(self, inputs: tuple[Any, ...]) -> Check:
-        is_trained = self.seen.level == "dynamo" and torch.is_grad_enabled()
-        returned = self.original.graph.output_node().args[0]
-        check = prepare(
-            self.original,
-            inputs,
-            transform=Made(
-                sparing(self.run, self.original, self.seen.level),
-                lambda given: sparing(
-                    self.make(graphs.with_own_nodes(self.original), given), self.original, self.seen.level
-                ),
-                list if isinstance(returned, list) else tuple,
-            ),
-            stages=None if is_trained else ("forward",),
-            policy=self.vigilance.policy,
-            seed=self.vigilance.seed,
-            semantic=False,
+    @property
+    def _attempt(self) -> Attempt:
+        return Attempt(
+            vigilance=self.vigilance,
+            seen=self.seen,
+            original=self.original,
+            make=self.make,
+            run=self.run,
+            error=self.error,
         )
-        return replace(check, case=replace(check.case, program=self.seen.name, transform=self.seen.backend))
 
-    def _act_on(self, report: Report, args: Sequence[Any]) -> None:
+    def _take(self, seen: Seen, report: Report, args: Sequence[Any]) -> None:
+        """Act on what a check says; the first failure of a graph is the one that is kept."""
+        if not report.verdict.is_failure:
+            self._settle(seen)
+            self._forget()
+            return
+        if not self._has_failed:
+            self._write(seen, report, args)
+            self._look_into(report)
+        if self.vigilance.on_failure == "fallback":
+            self._fall_back()
+            self.ledger.warn_once(f"{self.seen.name}: {self.seen.reason}; it runs eagerly from now on")
+        elif self.vigilance.on_failure == "raise":
+            raised = Diverged if report.verdict is Verdict.DIVERGED else CompilerFailed
+            error = raised(_evidence(self.seen, report), report=report)
+            if self.error is not None:
+                raise error from self.error
+            raise error
+
+    def _leave_unchecked(self, seen: Seen) -> None:
+        self._settle(seen)
+        if self.error is not None and self.vigilance.on_failure == "fallback":
+            self._fall_back()
+            self.ledger.warn_once(f"{seen.name}: {_words(self.error)}; it runs eagerly from now on")
+        self._forget()
+
+    def _write(self, seen: Seen, report: Report, args: Sequence[Any]) -> None:
         try:
-            seen = self.seen if self.seen.directory is not None else self._recorded(self.seen, args)
+            seen = seen if seen.directory is not None else self._recorded(seen, args)
             assert seen.directory is not None
             write_report(report, Path(seen.directory) / REPORT)
-            self._settle(seen)
-        except (TorchDeltaError, OSError) as error:  # what was found stands, written or not
-            self.ledger.note(f"what was found about graph {self.seen.number} could not be written: {error}")
-        if self.vigilance.on_failure == "fallback":
-            self.run = self.original.forward
-            self.ledger.warn_once(f"{self.seen.name}: {self.seen.reason}; it runs eagerly from now on")
-        if self.seen.directory is not None:
-            self._look_into(report)
-        if self.vigilance.on_failure == "raise":
-            raised = Diverged if report.verdict is Verdict.DIVERGED else CompilerFailed
-            raise raised(_evidence(self.seen, report), report=report) from self.error
+        except Exception as error:  # what was found stands, written or not
+            self.ledger.note(f"what was found about graph {seen.number} could not be written: {error}")
+        self._settle(seen)
 
     def _look_into(self, report: Report) -> None:
+        if self.seen.directory is None:
+            return
         if self.transform is None:
             self.ledger.note(
                 f"{self.seen.backend} cannot be imported by another process, which is needed to name a culprit: "
@@ -187,16 +199,29 @@ class Guarded:
 
     def _is_forgiven(self, error: Exception, args: Sequence[Any]) -> bool:
         """Tell whether the graph itself runs from now on, although what was made of it raised in this call."""
-        is_known = error is self.error or isinstance(error, TorchDeltaError) or self.run == self.original.forward
+        is_hopeless = self.vigilance.on_failure != "fallback" or self.vigilance.check == "off" or self.has_fallen_back
         # what was written to is not what it was: nobody could tell what a second run of it would be about
-        if is_known or any(map(writes_to, self.original.graph.nodes)):
+        if is_hopeless or error is self.error or any(map(writes_to, every_node(self.original))):
             return False
         self.look_at(args)
-        return self.run == self.original.forward
+        return self.has_fallen_back
+
+    def _fall_back(self) -> None:
+        self.run, self.has_fallen_back = self.original.forward, True
+
+    def _forget(self) -> None:
+        """Let go of what nobody needs any more: there may be many graphs."""
+        if not self.vigilance.every and self.vigilance.on_failure != "fallback":
+            self.original, self.make = _NOTHING, _forgotten
+
+    @property
+    def _has_failed(self) -> bool:
+        return self.seen.verdict is not None and self.seen.verdict.is_failure
 
     def _settle(self, seen: Seen) -> None:
-        """Keep what was learnt; that a later call was not checked is nothing new."""
-        if seen.verdict is not None or self.seen.verdict is None:
+        """Keep what was learnt: a failure stays one, and that a later call was not checked is nothing new."""
+        is_failure = seen.verdict is not None and seen.verdict.is_failure
+        if is_failure or (not self._has_failed and (seen.verdict is not None or self.seen.verdict is None)):
             self.seen = seen
             self.ledger.settle(seen)
 
@@ -217,39 +242,34 @@ class Guarded:
             is_grad_enabled=torch.is_grad_enabled(),
             autocast=Autocast(device=cast[0], dtype=cast[1]) if cast is not None else None,
         )
-        for lacking in recorded.write(directory, self.original, args, recording).lacks:
+        graph = as_checked(self.original, written_midway(self.original, args))
+        for lacking in recorded.write(directory, graph, args, recording).lacks:
             self.ledger.note(f"the recording of graph {seen.number}: {lacking}")
         return replace(seen, directory=str(directory))
-
-
-def _rehearsed(check: Check) -> Failure | None:
-    """Run what was made on a copy of the inputs, so that what fails has changed nothing."""
-    baseline = check.baseline
-    run = run_candidate(
-        check.transform,
-        Side.copied_from(baseline.program),
-        baseline.plan,
-        original=baseline.original,
-        scope=baseline.scope,
-        draws_random=False,
-    )
-    return run.failure
-
-
-def _crashed(check: Check, failure: Failure) -> Report:
-    stage = Stage(name="forward", verdict=Verdict.CRASHED, reason=f"{failure.type}: {failure.message}")
-    return Report(
-        verdict=Verdict.CRASHED,
-        environment=versions.environment(),
-        case=check.case,
-        stages=(stage,),
-        failure=failure,
-    )
 
 
 def _evidence(seen: Seen, report: Report) -> str:
     lines = [evidence_of(report)]
     if seen.culprit is not None:
         lines.append(f"  first wrong: {seen.culprit.op} ({seen.culprit.node}) at {seen.culprit.source_line}")
-    lines.append(f"  recorded: `torchdelta diagnose {seen.directory} -o {seen.directory}/diagnosis` makes it small")
+    if seen.directory is not None:
+        lines.append(f"  recorded: `torchdelta diagnose {seen.directory} -o {seen.directory}/diagnosis` makes it small")
     return "\n".join(lines)
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _raising(error: Exception) -> Run:
+    def raise_again(*_: Any) -> Any:
+        raise error
+
+    return raise_again
+
+
+_NOTHING = GraphModule(torch.nn.Module(), torch.fx.Graph())
+
+
+def _forgotten(_: GraphModule, __: Sequence[Any]) -> Run:
+    raise AssertionError("a graph that nobody will check again was forgotten")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 import threading
@@ -80,7 +81,10 @@ class Ledger:
         """Warn of the first thing that the run survived; all of them are in the summary."""
         with self.lock:
             is_first, self.has_warned = not self.has_warned, True
-        if is_first:
+        if not is_first:
+            return
+        # who makes warnings errors wants his own to be; this run is to go on
+        with contextlib.suppress(Warning):
             warnings.warn(
                 f"torchdelta: {text}. Its recording is in {self.out}, and so are those of others", stacklevel=2
             )
@@ -135,8 +139,11 @@ class Ledger:
     def _index(self, seen: Seen) -> None:
         assert self.out is not None
         # one line for each thing that was learnt: whoever is killed leaves the lines that are there
-        with (self.out / INDEX).open("a", encoding="utf-8") as index:
-            index.write(json.dumps(encode(seen), allow_nan=False) + "\n")
+        try:
+            with (self.out / INDEX).open("a", encoding="utf-8") as index:
+                index.write(json.dumps(encode(seen), allow_nan=False) + "\n")
+        except OSError as error:
+            self.note(f"the index could not be written: {error}")
 
     @staticmethod
     def _require_place(out: Path) -> None:

@@ -103,13 +103,6 @@ class Minifying:
             raise UsageError(f"{self.out} has a graph of the level {entry.level}: resume with that, not {self.level}")
         return best, entry
 
-    def _begin(self, subject: Subject) -> Callable[[], Answer]:
-        assert isinstance(self.ask, Workers)
-        if self.clean is None:
-            # who will run the script gets ready meanwhile
-            self.clean = Clean(dynamo.modules_behind(self.transform))
-        return self.ask.begin(subject)
-
     def _told(self, progress: Progress) -> None:
         self.tell(replace(progress, workers=len(self.ask.under_way) if isinstance(self.ask, Workers) else 0))
 
@@ -170,7 +163,9 @@ class Minifying:
             ask=ask, wanted=chosen.wanted, budget=self.budget, tell=self._told, is_patient=self.rate < 1.0
         )
         if isinstance(self.ask, Workers):
-            reducer.begin = self._begin
+            reducer.begin = self.ask.begin
+            # who will run the script gets ready while the whole is cut down, which takes one worker
+            self.clean = self.clean or Clean(dynamo.modules_behind(self.transform))
         if entry is not None:
             reducer.known.update(entry.known)
         spent = entry.seconds if entry is not None else 0.0

@@ -6,37 +6,52 @@ whatever the call is part of: a training step, inference mode, a backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
-from torchdelta._torch import dynamo, tensors
-from torchdelta._torch.nodes import may_write, op_name
+from torchdelta._torch import dynamo, graphs, tensors
+from torchdelta._torch.nodes import draws_its_own_way, every_node, may_write, op_name, talks_to_others
 from torchdelta.engine.ledger import Unchecked
 
 Run = Callable[..., Any]
-OWN_DRAWS = ("prims.inductor_random", "prims.inductor_randint", "prims.inductor_seed")
-"""What inductor has for random numbers behind AOTAutograd, before it is asked to compile anything."""
+EFFECTS = ("with_effects", "print", "call_torchbind")
+"""Operators that do something besides computing: what is run again does it again."""
+
+
+@dataclass(frozen=True, eq=False)
+class Original:
+    """A graph as it was handed over. It is no module: hooks on modules are the user's, and not for a check."""
+
+    graph: GraphModule
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the graph."""
+        return self.graph.forward(*args)
+
+
+def have_values(args: Sequence[Any]) -> bool:
+    """Tell whether there are numbers behind all tensors."""
+    return all(tensors.has_values(arg) for arg in args if isinstance(arg, torch.Tensor))
 
 
 def require_checkable(graph_module: GraphModule, args: Sequence[Any]) -> None:
     """Raise Unchecked with why a call of a graph cannot be checked."""
     if not have_values(args):
         raise Unchecked("it was called with tensors that have no values")
-    if _talks_to_others(graph_module):
+    if talks_to_others(graph_module):
         raise Unchecked("it talks to other processes, and all of them would have to check it at the same time")
-    if any(op_name(node).startswith(OWN_DRAWS) for node in graph_module.graph.nodes):
+    if draws_its_own_way(graph_module):
         raise Unchecked("it draws random numbers in the compiler's own way: a guard of dynamo's graphs checks it")
-    if _would_change(graph_module):
+    if any(op_name(node) in EFFECTS for node in every_node(graph_module)):
+        raise Unchecked("it does something besides computing, and a check would do it again")
+    # a graph that was inlined has neither
+    is_trained = any(parameter.requires_grad for parameter in graph_module.parameters())
+    if is_trained or any(node.op == "get_attr" for node in _written(graph_module)):
         raise Unchecked("it holds state of its own, which a check would change")
-
-
-def have_values(args: Sequence[Any]) -> bool:
-    """Tell whether there are numbers behind all tensors."""
-    return all(tensors.has_values(arg) for arg in args if isinstance(arg, torch.Tensor))
 
 
 def inputs_of(args: Sequence[Any]) -> tuple[Any, ...]:
@@ -51,41 +66,51 @@ def inputs_of(args: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(map(leaf, args))
 
 
-def _talks_to_others(graph_module: GraphModule) -> bool:
-    together = torch.distributed
-    if not (together.is_available() and together.is_initialized() and together.get_world_size() > 1):
-        return False
-    return any("c10d" in op_name(node) for node in graph_module.graph.nodes)
+def written_midway(graph_module: GraphModule, args: Sequence[Any]) -> tuple[int, ...]:
+    """Return the places of what the graph writes to in the middle of a differentiated computation: no leaf is that."""
+    if not torch.is_grad_enabled():
+        return ()
+    places = {node: place for place, node in enumerate(_placeholders(graph_module))}
+    written = sorted(places[node] for node in _written(graph_module) if node in places)
+    tensors_at = ((place, args[place]) for place in written if isinstance(args[place], torch.Tensor))
+    return tuple(place for place, arg in tensors_at if arg.requires_grad and not arg.is_leaf)
 
 
-def _would_change(graph_module: GraphModule) -> bool:
-    """Tell whether running what was made of the graph changes tensors that are not among its arguments."""
-    if any(parameter.requires_grad for parameter in graph_module.parameters()):
-        return True
-    written = {source for node in graph_module.graph.nodes for source in may_write(node)}
-    return any(node.op == "get_attr" for node in written)
+def called_alike(run: Run, graph_module: GraphModule, level: str, midway: Sequence[int]) -> Run:
+    """Return what was made of a graph, called as the graph is in a check.
+
+    It returns what the graph does in the same container, and besides what is written midway. A backward may use the
+    memory of what was saved for it, so it gets copies of what the graph itself does not write to.
+    """
+    kind = list if isinstance(graph_module.graph.output_node().args[0], list) and not midway else tuple
+    written = _written(graph_module)
+    places = [place for place, node in enumerate(_placeholders(graph_module)) if node not in written]
+    spared = {*(places if level == "backward" else ()), *midway}
+
+    def call(*args: Any) -> Any:
+        given = [arg.clone() if place in spared and _is_tensor(arg) else arg for place, arg in enumerate(args)]
+        values = run(*given)
+        if not isinstance(values, (tuple, list)):
+            if not midway:
+                return values
+            values = [values]
+        return kind([*values, *(given[place] for place in midway)])
+
+    return call
 
 
-@contextmanager
-def outside_inference_mode() -> Iterator[None]:
-    """Leave inference mode, in which tensors of a check would not be like others; nothing is recorded either way."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+def as_checked(graph_module: GraphModule, midway: Sequence[int]) -> GraphModule:
+    """Return the graph that is held against what was made of it."""
+    return graphs.returning(graph_module, midway) if midway else graph_module
 
 
-def sparing(run: Run, graph_module: GraphModule, level: str) -> Run:
-    """Return what runs without changing what it may: a backward may use the memory of what was saved for it."""
-    if level != "backward":
-        return run
-    nodes = graph_module.graph.nodes
-    written = {source for node in nodes for source in may_write(node)}
-    is_kept = [node in written for node in nodes if node.op == "placeholder"]
+def _written(graph_module: GraphModule) -> set[Any]:
+    return {source for node in graph_module.graph.nodes for source in may_write(node)}
 
-    def spare(*args: Any) -> Any:
-        pairs = zip(args, is_kept, strict=True)
-        return run(*(arg if kept or not isinstance(arg, torch.Tensor) else arg.clone() for arg, kept in pairs))
 
-    return spare
+def _placeholders(graph_module: GraphModule) -> list[Any]:
+    return [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)

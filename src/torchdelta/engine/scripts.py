@@ -15,14 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType, ModuleType, TracebackType
 
-from torchdelta.errors import UsageError
+from torchdelta.errors import Refused, UsageError
 
 FILE, MODULE, CODE = KINDS = ("file", "module", "code")
 _RUNS_AS = "__main__"
-
-
-class Refused(UsageError):
-    """Why a script is not run, or not any further: the one exception that is not the script's own."""
 
 
 @dataclass(frozen=True, kw_only=True)

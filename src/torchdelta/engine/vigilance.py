@@ -9,15 +9,9 @@ from torch.fx import GraphModule
 
 from torchdelta.compare.policies import parse
 from torchdelta.errors import UsageError
+from torchdelta.records.guarded import CHOICES
 
 Only = Callable[[GraphModule], bool] | tuple[int, int]
-_CHOICES: dict[str, tuple[object, ...]] = {
-    "check": ("values", "errors", "off"),
-    "on_failure": ("raise", "fallback", "report"),
-    "record": ("on_failure", "always"),
-    "minify": (False, True, "wait"),
-    "graph": ("dynamo", "aten"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +38,7 @@ class Vigilance:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, known in _CHOICES.items():
+        for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 listed = ", ".join(map(str, known))
                 raise UsageError(f"a guard knows no {name}={getattr(self, name)!r}: it is one of {listed}")

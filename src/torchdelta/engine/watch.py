@@ -7,6 +7,7 @@ compiled is first called, and dropped then. Whatever the watcher itself raises b
 from __future__ import annotations
 
 import functools
+import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,46 +18,16 @@ from torch.fx import GraphModule
 
 from torchdelta._torch import aot, passes
 from torchdelta._torch.noted import Chain
-from torchdelta._torch.seams import Handed
+from torchdelta._torch.seams import Boxed, Handed, as_boxed
 from torchdelta.compare.policies import parse
 from torchdelta.engine.chains import ChainJudge
 from torchdelta.engine.real_calls import have_values
 from torchdelta.errors import TorchDeltaError
-from torchdelta.records.passes import PassFinding
+from torchdelta.records.watched import Watched
 
 NOTHING_SEEN = (
     "no pass was seen: nothing was compiled by inductor in here; what was compiled before is not compiled again"
 )
-
-
-@dataclass(kw_only=True, eq=False)
-class Watched:
-    """What was seen so far; complete when the context is left."""
-
-    findings: list[PassFinding] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    """What could not be checked, and why."""
-    passes: int = 0
-    """How many ran."""
-    graphs: int = 0
-    """Over how many graphs; each phase has its own."""
-    changed: int = 0
-    """How many of the graphs passes changed at all."""
-    checked: int = 0
-    """How many of those were held against what they were, on real inputs, with an answer."""
-
-    @property
-    def seen(self) -> str:
-        """How much was looked at, in one sentence."""
-        return (
-            f"{self.passes} passes over {self.graphs} graphs: {self.changed} were changed, and {self.checked} of those "
-            "checked"
-        )
-
-    def note(self, words: str) -> None:
-        """Say something once."""
-        if words not in self.notes:
-            self.notes.append(words)
 
 
 @contextmanager
@@ -64,7 +35,8 @@ def watch_passes(*, policy: str = "noise", seed: int = 0) -> Iterator[Watched]:
     """Watch every pass that inductor runs over graphs that are compiled while the context is open.
 
     `findings` has each pass behind which a graph computes something else on the inputs of its first call, with the
-    node; `notes` says what could not be checked. The run itself is as without, and nothing in here breaks it.
+    node; `notes` says what could not be checked; both are complete when the context is left. The run itself is as
+    without, and nothing in here breaks it.
     """
     parse(policy)  # what is misspelt is said before anything runs
     watcher = _Watcher(watched=Watched(), words={"policy": policy, "seed": seed})
@@ -137,13 +109,19 @@ class _Watcher:
             made = compiled()
         if not any(chain.phase == passes.PRE_GRAD for chain in whole.chains):
             return made
-        return functools.update_wrapper(self._looking(whole, made, passes.PRE_GRAD), made)
+        look = self._looking(whole, made, passes.PRE_GRAD)
+
+        @functools.wraps(made)
+        def program(*args: Any) -> Any:
+            return look(list(args))
+
+        return program
 
     def at_seam(self, handed: Handed) -> Callable[..., Any]:
         """Compile a graph of AOTAutograd's; the first call of what comes of it has its inputs."""
         with self._compiling(lambda: self._part(handed)) as part:
             made = handed.on()
-        return self._looking(part, made) if part.chains or part.whole is not None else made
+        return Boxed(self._looking(part, made)) if part.chains or part.whole is not None else made
 
     def _program(self, module: GraphModule) -> _Compiled:
         with self.lock:
@@ -177,18 +155,20 @@ class _Watcher:
         with self.lock:
             self.waiting += [compiled] if compiled.chains else []
 
-    def _looking(self, compiled: _Compiled, made: Callable[..., Any], phase: str = "") -> Callable[..., Any]:
+    def _looking(self, compiled: _Compiled, made: Callable[..., Any], phase: str = "") -> Callable[[list[Any]], Any]:
+        run = as_boxed(made)
         has_looked = False
 
-        def call(*args: Any) -> Any:
+        def call(args: list[Any]) -> Any:
             nonlocal has_looked
             if not has_looked and self.is_open and have_values(args):
                 has_looked = True
                 try:
-                    self._look(compiled, args, phase)
+                    self._look(compiled, tuple(args), phase)
                 except Exception as error:  # a mistake of ours must not cost the user the run
                     self.fail(f"{compiled.label} was not checked", error)
-            return made(*args)
+            # the list itself: who gets it may empty it, and free what nobody needs any more
+            return run(args)
 
         return call
 
@@ -208,6 +188,8 @@ class _Watcher:
             values = dict(zip(compiled.inputs, args, strict=True))
             for chain, label in ready:
                 self._judge(chain, label, values)
+        if ready:
+            gc.collect()  # what a check leaves in cycles holds what the call was given
 
     def _judge(self, chain: Chain, label: str, values: Mapping[str, Any]) -> None:
         judge = ChainJudge(chain=chain, label=label, words=self.words)

@@ -7,6 +7,15 @@ from dataclasses import dataclass, field
 from torchdelta.records.report import Culprit
 from torchdelta.records.verdict import Verdict
 
+CHOICES: dict[str, tuple[object, ...]] = {
+    "check": ("values", "errors", "off"),
+    "on_failure": ("raise", "fallback", "report"),
+    "record": ("on_failure", "always"),
+    "minify": (False, True, "wait"),
+    "graph": ("dynamo", "aten"),
+}
+"""What a guard may be told, for the words that are one of a few."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:

@@ -1,22 +1,38 @@
-"""What came of watching the passes of a compiler."""
+"""What comes of watching the passes of a compiler."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchdelta.records.passes import PassFinding
 
 
-@dataclass(frozen=True, kw_only=True)
+# not frozen: it is read while the run that fills it goes on
+@dataclass(kw_only=True, eq=False)
 class Watched:
-    """Every pass that was seen, and those that change what is computed."""
+    """What was seen so far: every pass, and those that change what is computed."""
 
+    findings: list[PassFinding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What could not be checked, and why."""
     passes: int = 0
+    """How many ran."""
     graphs: int = 0
-    """Over how many graphs they ran; each phase has its own."""
+    """Over how many graphs; each phase has its own."""
     changed: int = 0
-    """How many of the graphs they changed at all."""
+    """How many of the graphs passes changed at all."""
     checked: int = 0
-    """How many of those were held against what they were, on real inputs."""
-    findings: tuple[PassFinding, ...] = ()
-    notes: tuple[str, ...] = ()
+    """How many of those were held against what they were, on real inputs, with an answer."""
+
+    @property
+    def seen(self) -> str:
+        """How much was looked at, in one sentence."""
+        return (
+            f"{self.passes} passes over {self.graphs} graphs: {self.changed} were changed, and {self.checked} of those "
+            "checked"
+        )
+
+    def note(self, words: str) -> None:
+        """Say something once."""
+        if words not in self.notes:
+            self.notes.append(words)

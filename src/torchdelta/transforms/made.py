@@ -24,11 +24,9 @@ class Made(Transform):
 
     is_compiler = True
 
-    def __init__(self, call: Run, again: Callable[[Sequence[Any]], Run], returns: type) -> None:
+    def __init__(self, call: Run, again: Callable[[Sequence[Any]], Run]) -> None:
         self.call = call
         self.again = again
-        self.returns = returns
-        """What the graph returns its values in: who calls it takes a tuple and a list for the same."""
 
     @contextmanager
     def applied(
@@ -38,14 +36,8 @@ class Made(Transform):
         if lifted:
             raise TypeError("what was made of a graph cannot be made in another precision")
         if not draws_random:
-            yield self._transformed(side, self.call)
+            yield Transformed.whole(replace(side, call=self.call), captured=1)
             return
         with drawing_as_eager():
-            yield replace(self._transformed(side, self.again(side.args)), notes=[SAME_RANDOM])
-
-    def _transformed(self, side: Side, call: Run) -> Transformed:
-        def returning(*args: Any) -> Any:
-            values = call(*args)
-            return self.returns(values) if isinstance(values, (tuple, list)) else values
-
-        return Transformed.whole(replace(side, call=returning), captured=1)
+            made = Transformed.whole(replace(side, call=self.again(side.args)), captured=1)
+            yield replace(made, notes=[SAME_RANDOM])

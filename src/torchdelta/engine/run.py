@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchdelta._torch.compiles import guarding_every
-from torchdelta.engine.scripts import Refused
-from torchdelta.errors import UsageError
+from torchdelta.errors import Refused, UsageError
 from torchdelta.records.guarded import Summary
 from torchdelta.records.watched import Watched
 
 if TYPE_CHECKING:
     from torchdelta._torch.dynamo import Backend
     from torchdelta.engine.ledger import Ledger
-    from torchdelta.engine.watch import Watched as Watching
 
 ALL = "all"
 
@@ -42,7 +40,7 @@ class Compiles:
         self._others: Counter[str] = Counter()
         self._notes: list[str] = []
         self._ledger: Ledger | None = None
-        self._watching: Watching | None = None
+        self._watched: Watched | None = None
         self._lock = threading.Lock()
         self._undo = ExitStack()
 
@@ -81,18 +79,7 @@ class Compiles:
 
     def watched(self) -> Watched | None:
         """Return what came of watching passes; None where nobody asked for it."""
-        if not self.is_watching:
-            return None
-        if (seen := self._watching) is None:
-            return Watched()
-        return Watched(
-            passes=seen.passes,
-            graphs=seen.graphs,
-            changed=seen.changed,
-            checked=seen.checked,
-            findings=tuple(seen.findings),
-            notes=tuple(seen.notes),
-        )
+        return (self._watched or Watched()) if self.is_watching else None
 
     def _attend(self, backend: Backend, name: str) -> Backend:
         try:
@@ -135,9 +122,9 @@ class Compiles:
             from torchdelta.engine.watch import watch_passes
 
         with self._lock:
-            if self._watching is None:
+            if self._watched is None:
                 policy = self.words.get("policy", "noise")
-                self._watching = self._undo.enter_context(watch_passes(policy=policy))
+                self._watched = self._undo.enter_context(watch_passes(policy=policy))
 
 
 @contextmanager
