@@ -120,7 +120,7 @@ def has_effect(node: Node) -> bool:
     return writes_to(node) or node.is_impure()
 
 
-OWN_DRAWS = ("prims.inductor_random", "prims.inductor_randint", "prims.inductor_seed", "prims.inductor_lookup_seed")
+OWN_DRAWS = ("prims.inductor_random", "prims.inductor_randint", "prims.inductor_seed")
 """What inductor puts in the place of random numbers before it compiles anything: others than eager would draw."""
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 
-from torchdelta._torch import lift, runtime
+from torchdelta._torch import lift, runtime, stances
 from torchdelta._torch.elide import coarser
 from torchdelta._torch.noisy import Noisy
 from torchdelta.engine.undecided import Undecided
@@ -179,7 +179,7 @@ class Baseline:
     @contextmanager
     def eager_scope(self) -> Iterator[None]:
         """Run as `scope` does, and eagerly: a program that compiles a part of itself is no reference while it does."""
-        with self.scope(), torch.compiler.set_stance("force_eager"):
+        with self.scope(), stances.eager_here():
             yield
 
     def lifted_scope(self, drawn_in: torch.dtype) -> Scope:

@@ -17,7 +17,7 @@ from torchdelta._torch import modes, passes, runtime, stances
 from torchdelta._torch.nodes import talks_to_others
 from torchdelta._torch.noted import Chain, Version
 from torchdelta.engine.introduced import Step, Succession
-from torchdelta.engine.real_calls import inputs_of
+from torchdelta.engine.real_calls import TALKS, inputs_of
 from torchdelta.engine.reasons import reason_of
 from torchdelta.errors import TorchDeltaError
 from torchdelta.execute.stages import cotangent_for
@@ -25,7 +25,6 @@ from torchdelta.records.passes import PassFinding
 from torchdelta.records.verdict import Verdict
 
 PACKED = "weights are packed for a library, and can be read by nobody else,"
-TALKS = "it talks to other processes, and all of them would have to check it at the same time"
 
 
 @dataclass(kw_only=True)

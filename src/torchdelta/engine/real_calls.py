@@ -18,6 +18,7 @@ from torchdelta._torch.nodes import draws_its_own_way, every_node, may_write, op
 from torchdelta.engine.ledger import Unchecked
 
 Run = Callable[..., Any]
+TALKS = "it talks to other processes, and all of them would have to check it at the same time"
 EFFECTS = ("with_effects", "print", "call_torchbind")
 """Operators that do something besides computing: what is run again does it again."""
 
@@ -43,7 +44,7 @@ def require_checkable(graph_module: GraphModule, args: Sequence[Any]) -> None:
     if not have_values(args):
         raise Unchecked("it was called with tensors that have no values")
     if talks_to_others(graph_module):
-        raise Unchecked("it talks to other processes, and all of them would have to check it at the same time")
+        raise Unchecked(TALKS)
     if draws_its_own_way(graph_module):
         raise Unchecked("it draws random numbers in the compiler's own way: a guard of dynamo's graphs checks it")
     if any(op_name(node) in EFFECTS for node in every_node(graph_module)):

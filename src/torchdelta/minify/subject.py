@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
-from torchdelta._torch import graphs, runtime, tensors
+from torchdelta._torch import graphs, runtime, stances, tensors
 from torchdelta._torch.nodes import has_effect
 from torchdelta.execute.copies import copy_together
 from torchdelta.execute.graph_files import modules_named, read_graph, write_graph
@@ -79,7 +79,7 @@ class Subject:
                     values[n.name] = as_inputs(value)
                 return value
 
-        with runtime.preserved(), torch.compiler.set_stance("force_eager"), torch.enable_grad():
+        with runtime.preserved(), stances.eager_here(), torch.enable_grad():
             runtime.seed_everything(0)
             noting = Noting(self.graph, garbage_collect_values=True)
             noting.extra_traceback = False
