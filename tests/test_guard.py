@@ -437,6 +437,19 @@ class TestFinding:
         assert guard.summary.checked == 0
         assert "not enough memory" in next(iter(guard.summary.unchecked))
 
+    def test_a_mistake_of_our_own_does_not_end_the_run(self, tmp_path, monkeypatch):
+        def broken_off(*_, **__):
+            raise LookupError("nobody thought of this")
+
+        for place in ("torchdelta.engine.guard.graphs.with_own_nodes", "torchdelta.engine.attempts.prepare"):
+            torch._dynamo.reset()
+            monkeypatch.setattr(place, broken_off)
+            guard = guarded("aot_eager", tmp_path)
+
+            assert trained(guard) == trained("aot_eager")
+            assert guard.summary.checked == 0
+            monkeypatch.undo()
+
     def test_a_place_that_is_gone_does_not_end_the_run(self, tmp_path):
         guard = guarded(broken.relu_is_off, tmp_path, on_failure="report")
         (tmp_path / "guard").rmdir()
@@ -728,7 +741,7 @@ class TestRecords:
         assert pathlib.Path(finding.repro).is_file()
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("when", ["compiles", "runs"])
+    @pytest.mark.parametrize("when", [pytest.param("compiles", marks=pytest.mark.long), "runs"])
     def test_what_ends_the_process_leaves_behind_what_a_diagnosis_needs(self, tmp_path, when):
         backend = {"compiles": "relu_segfaults", "runs": "relu_segfaults_when_run"}[when]
         program = f"""

@@ -299,6 +299,7 @@ class TestBackends:
 @pytest.mark.slow
 @pytest.mark.xdist_group("inductor-live-bugs")
 class TestInductor:
+    @pytest.mark.long
     def test_names_relu_in_a_gpt2_within_three_compiles(self):
         from transformers import GPT2Config, GPT2Model
 

@@ -279,6 +279,7 @@ class TestEveryCompile:
         assert all(len(line) <= 80 for line in guarded.stderr.splitlines())
         assert "\x1b" not in guarded.stderr
 
+    @pytest.mark.long
     @pytest.mark.usefixtures("folder")
     def test_that_ends_the_process_leaves_behind_what_a_diagnosis_needs(self):
         died = run("--record", "always", "--out", "found", "compiles.py", "dies")

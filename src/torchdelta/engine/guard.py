@@ -95,16 +95,22 @@ class Guard:
         if not self.vigilance.concerns(graph_module):
             self.ledger.settle(replace(seen, unchecked="it is not one of those that were asked for"))
             return make(graph_module, example_inputs)
-        guarded = Guarded(
-            vigilance=self.vigilance,
-            ledger=self.ledger,
-            seen=seen,
-            original=graphs.with_own_nodes(graph_module),
-            make=make,
-            run=graph_module.forward,
-            transform=self._spec,
-            options={f"config.{name}": value for name, value in plain_settings(config).items()},
-        )
+        try:
+            guarded = Guarded(
+                vigilance=self.vigilance,
+                ledger=self.ledger,
+                seen=seen,
+                original=graphs.with_own_nodes(graph_module),
+                make=make,
+                run=graph_module.forward,
+                transform=self._spec,
+                options={f"config.{name}": value for name, value in plain_settings(config).items()},
+            )
+        except Exception as error:  # a mistake of ours must not cost the user the run
+            self.ledger.settle(
+                replace(seen, unchecked=f"its nodes could not be kept ({type(error).__name__}: {error})")
+            )
+            return make(graph_module, example_inputs)
         guarded.foresee_death(example_inputs)
         try:
             guarded.run = make(graph_module, example_inputs)
