@@ -283,7 +283,7 @@ class TestReducer:
         subject = subject_of(lambda x: torch.cos(torch.relu(torch.sin(x)).exp()).tanh(), torch.randn(8, 4))
         reducer, small = reduced(subject, lambda asked: "relu" in ops(asked.graph), budget=Budget(queries=2))
 
-        assert reducer.queries == 2 + AGAIN  # whether it comes again is asked whatever it costs
+        assert reducer.queries == 2  # both showed it, and none was refused: it has come again
         assert not reducer.is_minimal
         assert small.size < subject.size
 
@@ -297,6 +297,17 @@ class TestReducer:
         reduced(subject_of(lambda x: torch.cos(torch.relu(torch.sin(x)).exp()).tanh(), torch.randn(8, 4)), fails)
 
         assert len(asked) == len(set(asked)) + 2
+
+    def test_what_was_chosen_among_several_has_to_come_again(self):
+        asked = []
+
+        def fails(subject):
+            asked.append(subject.key)
+            return len(ops(subject.graph)) > 1 or "relu" in ops(subject.graph)
+
+        reducer, _ = reduced(subject_of(lambda x: torch.relu(x).exp().tanh().cos(), torch.randn(8, 4)), fails)
+
+        assert len(asked) == len(set(asked)) + (AGAIN if reducer.has_chosen else max(0, AGAIN - reducer.leaps))
 
     def test_what_does_not_come_again_is_not_followed_in_small_steps(self):
         shown = iter([True])

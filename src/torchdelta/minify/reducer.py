@@ -23,7 +23,10 @@ T = TypeVar("T")
 PATIENCE = 3
 """So many queries in a row that break end a reduction."""
 AGAIN = 2
-"""So often the same subject is asked about again: what was followed so far was chosen because it showed the failure."""
+"""So often a failure has to come again before small steps are taken.
+
+A leap that shows it counts, as long as none was refused: then what was followed was not chosen for showing it.
+"""
 Proposals = Generator[Edit, bool, None]
 """A pass yields edits, and is told of each whether it was taken."""
 Kept = Callable[[Subject, Answer], None]
@@ -91,6 +94,10 @@ class Reducer:
     """Asks while something else is asked; None where nobody can."""
     again: list[Callable[[], Answer]] = field(default_factory=list)
     """The answers that are waited for, whether the failure comes again."""
+    leaps: int = 0
+    """How many showed the failure."""
+    has_chosen: bool = False
+    """Whether a leap was refused, so that what was followed was chosen among several."""
     is_patient: bool = False
     """Whether it is known that the failure comes only now and then, and asked for as often as it takes."""
     keep: Kept = lambda _, __: None
@@ -158,7 +165,8 @@ class Reducer:
         That is not a question of the budget: who was told nothing else takes a failure to come each time.
         """
         subject = self.search.subject
-        for _ in range(0 if self.is_patient else AGAIN):
+        owed = AGAIN if self.has_chosen else max(0, AGAIN - self.leaps)
+        for _ in range(0 if self.is_patient else owed):
             self.queries += 1
             begun = self._tried(partial(self.begin, subject)) if self.begin is not None else partial(self.ask, subject)
             if begun is not None:
@@ -213,6 +221,9 @@ class Reducer:
             return False
         self._settle()
         shows = self.known[made.key] = answer.shows(self.wanted)
+        if is_leaping:
+            self.leaps += shows
+            self.has_chosen |= not shows
         for signature in answer.signatures:
             if not self.wanted.is_same_as(signature):
                 self.also_seen[signature] = self.also_seen.get(signature, 0) + 1
