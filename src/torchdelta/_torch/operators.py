@@ -1,12 +1,21 @@
-"""Registered operators: what is one, and which module registered it."""
+"""Registered operators: what is one, which module registered it, what its name is, where it runs and what it takes."""
 
 from __future__ import annotations
 
+import inspect
 import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
-from torch._library.custom_ops import OPDEFS
+import torch
+from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchdelta.errors import EnvironmentUnfit, UsageError
+from torchdelta.registry import nearest
 
 _BUILT_IN = frozenset(
     {"aten", "higher_order", "inductor", "mkldnn", "onednn", "prim", "prims", "profiler", "quantized"}
@@ -17,6 +26,11 @@ _DECOMPOSED = "quantized_decomposed"
 def is_operator(target: Any) -> bool:
     """Tell whether a callable is one overload of a registered operator."""
     return isinstance(target, OpOverload)
+
+
+def is_built_in(target: OpOverload) -> bool:
+    """Tell whether an operator is torch's own."""
+    return target.namespace in _BUILT_IN or target.namespace.startswith("_")
 
 
 def registered_by(target: Any) -> str | None:
@@ -37,3 +51,183 @@ def registered_by(target: Any) -> str | None:
             return namespace
         raise LookupError(f"{name} is registered by a package that torch does not know the name of")
     return str(OPDEFS[name]._init_fn.__module__)
+
+
+def operator_named(name: str) -> Callable[..., Any]:
+    """Return what `aten.add.Tensor`, `mylib::op`, `torch.ops.mylib.op` or `torch.nn.functional.gelu` names."""
+    asked = name.strip().removeprefix("torch.ops.").replace("::", ".", 1)
+    namespace, _, rest = asked.partition(".")
+    if namespace in ("torch", "nn") and "::" not in name:
+        return _function_of_torch(asked)
+    known = _registered_names()
+    if namespace not in known:
+        raise UsageError(_of_no_namespace(name, namespace, rest, known))
+    op, _, overload = rest.partition(".")
+    if op not in known[namespace]:
+        there = [f"{namespace}.{each}" for each in sorted(known[namespace])]
+        raise UsageError(f"there is no operator {name!r}: {nearest(f'{namespace}.{op}', there)}")
+    packet: OpOverloadPacket = getattr(getattr(torch.ops, namespace), op)
+    if not overload:
+        return packet
+    if overload not in _names_of_overloads(packet):
+        there = [str(each) for each in _overloads(packet)]
+        raise UsageError(
+            f"{namespace}.{op} has no overload {overload!r}: there {'is' if len(there) == 1 else 'are'} "
+            + ", ".join(there)
+        )
+    return getattr(packet, overload)  # type: ignore[no-any-return]
+
+
+def _registered_names() -> dict[str, set[str]]:
+    names: dict[str, set[str]] = {}
+    for qualified in torch._C._dispatch_get_all_op_names():
+        namespace, _, rest = qualified.partition("::")
+        names.setdefault(namespace, set()).add(rest.partition(".")[0])
+    return names
+
+
+def _of_no_namespace(name: str, namespace: str, rest: str, known: Mapping[str, Iterable[str]]) -> str:
+    if not rest:
+        there = [f"{each}.{namespace}" for each in ("aten", "prims") if namespace in known.get(each, ())]
+        there += [f"torch.{namespace}"] if hasattr(torch, namespace) else []
+        near = f"did you mean {' or '.join(there)}?" if there else "write namespace.operator, such as aten.add"
+        return f"{name!r} names no operator: {near}"
+    if namespace == "higher_order":
+        return f"{name!r} has no schema to check it by: call it in a function of yours, and name that as file.py:fn"
+    return (
+        f"nobody registered the namespace {namespace!r} of {name!r}: import the module that registers it (--import); "
+        + nearest(namespace, sorted(known))
+    )
+
+
+def _function_of_torch(name: str) -> Callable[..., Any]:
+    found: Any = torch
+    walked = "torch"
+    for step in name.removeprefix("torch.").split("."):
+        if not hasattr(found, step):
+            public = [each for each in dir(found) if not each.startswith("_")]
+            raise UsageError(f"{walked} has no {step!r}: {nearest(step, public)}")
+        found, walked = getattr(found, step), f"{walked}.{step}"
+    if isinstance(found, (type, ModuleType)) or not callable(found):
+        kind = "class" if isinstance(found, type) else type(found).__name__
+        raise UsageError(f"{walked} is a {kind}, and no function that could be checked as an operator")
+    return found  # type: ignore[no-any-return]
+
+
+_ANYWHERE = ("CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+_LAYOUTS = ("", "Sparse", "SparseCsr", "Quantized", "NestedTensor")
+_KEYS = {
+    "CPU": ("MkldnnCPU", *(f"{layout}CPU" for layout in _LAYOUTS)),
+    "CUDA": tuple(f"{layout}CUDA" for layout in _LAYOUTS),
+    **{device: (device,) for device in ("MPS", "XPU", "HPU", "XLA", "MTIA", "PrivateUse1")},
+}
+
+
+def devices_of(op: Any) -> frozenset[str] | None:
+    """Return the devices that an operator has a kernel for, as far as it is registered here; None where it runs on any.
+
+    What is made of other operators runs where those do, and so does a Python function.
+    """
+    found: set[str] = set()
+    for name in (each._name for each in _overloads(op)):
+        if any(_has_kernel(name, key) for key in _ANYWHERE):
+            return None
+        found |= {device.lower() for device, keys in _KEYS.items() if any(_has_kernel(name, key) for key in keys)}
+    return frozenset(found) if is_registered(op) else None
+
+
+def require_kernel(op: Any, device: str) -> None:
+    """Raise EnvironmentUnfit if an operator has no kernel for this type of device."""
+    devices = devices_of(op)
+    if devices is None or device in devices:
+        return
+    where = f"has a kernel for {' and '.join(sorted(devices))} only" if devices else "has no kernel in this process"
+    raise EnvironmentUnfit(
+        f"{name_of(op)} {where}, and cannot run on {device}: run it where it has one, or register one for {device}"
+    )
+
+
+def is_registered(op: Any) -> bool:
+    """Tell whether this is an operator that torch knows by name, and no Python function."""
+    return isinstance(op, (OpOverload, OpOverloadPacket, CustomOpDef))
+
+
+def name_of(op: Any) -> str:
+    """Return `aten.add.Tensor`, `mylib.op` or the name of a Python function."""
+    if isinstance(op, (OpOverload, OpOverloadPacket)):
+        return str(op)
+    if isinstance(op, CustomOpDef):
+        return str(op._opoverload.overloadpacket)
+    return str(getattr(op, "__qualname__", type(op).__qualname__)).rpartition("<locals>.")[2]
+
+
+class _Fits(BaseException):
+    """The arguments have been read, and a kernel was about to run."""
+
+
+class _BeforeAnyKernel(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(self, *_: Any, **__: Any) -> Any:
+        raise _Fits
+
+
+def require_fitting(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise UsageError, with the schema, if the arguments do not fit it; no kernel is run to find out."""
+    if not is_registered(op):
+        return _require_binding(op, args, kwargs)
+    target = op._opoverload if isinstance(op, CustomOpDef) else op
+    try:
+        with warnings.catch_warnings(), torch.no_grad(), _BeforeAnyKernel():  # type: ignore[no-untyped-call]
+            # where there are many overloads, torch tries to make of each argument what each of them wants
+            warnings.simplefilter("ignore")
+            target(*args, **kwargs)
+    except _Fits:
+        return None
+    except (RuntimeError, TypeError, ValueError) as error:
+        if (said := _what_does_not_fit(str(error))) is None:  # of a kernel, that is: whoever runs it will see
+            return None
+        schemas = "; or ".join(str(each._schema) for each in _overloads(op))
+        raise UsageError(f"{name_of(op)}: the arguments do not fit {schemas}: {said}") from error
+    return None
+
+
+def _what_does_not_fit(message: str) -> str | None:
+    if "failed to match any schema" in message:
+        return "they match none of these"
+    if "Declaration: " in message or "Schema: " in message or "Expected a proper Tensor but got None" in message:
+        return message.split("\n")[0].split(" Declaration: ")[0].split(" Schema: ")[0].rstrip(".")
+    return None
+
+
+def _require_binding(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # builtins do not tell
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise UsageError(f"{name}: the arguments do not fit: {error}; it takes {signature}") from error
+
+
+def _overloads(op: Any) -> list[OpOverload]:
+    if isinstance(op, CustomOpDef):
+        return [op._opoverload]
+    if isinstance(op, OpOverloadPacket):
+        # TorchScript has overloads of its own, for numbers and strings; a form with out= is only another way to call
+        all_of_them = [getattr(op, each) for each in _names_of_overloads(op)]
+        dispatched = [each for each in all_of_them if torch._C._dispatch_has_kernel(each._name)]
+        return [each for each in dispatched if not _is_out_form(each)] or dispatched
+    return [op] if isinstance(op, OpOverload) else []
+
+
+def _names_of_overloads(packet: OpOverloadPacket) -> list[str]:
+    return packet.overloads()  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _is_out_form(op: OpOverload) -> bool:
+    return any(argument.is_out for argument in op._schema.arguments)
+
+
+def _has_kernel(name: str, key: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
