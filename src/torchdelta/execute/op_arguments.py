@@ -1,0 +1,126 @@
+"""Arguments of an operator: values made of a description, and values described in short."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torchdelta.errors import UsageError
+
+MOST_SHOWN = 8
+"""Of a list or of a dict."""
+
+_INTEGERS_BELOW = 10
+
+
+def build(description: Sequence[Any], seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments that `cli.op_arguments.read_arguments` described, with values drawn by the seed."""
+    args, kwargs = description
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        tuple(_built(each, generator) for each in args),
+        {name: _built(each, generator) for name, each in kwargs.items()},
+    )
+
+
+def described(value: Any) -> str:
+    """Return an argument in short: `float32[3, 4]`, `[int64[5], 2]`, `'mean'`."""
+    if isinstance(value, torch.Tensor):
+        sizes = ", ".join(map(str, value.shape)) if value.dim() else "()"
+        return f"{_after_dot(value.dtype)}[{sizes}]"
+    if isinstance(value, Mapping):
+        return f"{{{_some([f'{key!r}: {described(each)}' for key, each in value.items()])}}}"
+    if type(value) is tuple:
+        comma = "," if len(value) == 1 else ""
+        return f"({_some([described(each) for each in value])}{comma})"
+    if isinstance(value, (list, tuple)):
+        return f"[{_some([described(each) for each in value])}]"
+    if value is None or isinstance(value, (bool, int, float, complex, str)):
+        return repr(value)
+    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+        return f"torch.{_after_dot(value)}"
+    if isinstance(value, torch.device):
+        return f"torch.device({str(value)!r})"
+    return type(value).__name__
+
+
+def described_all(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return every argument of a call in short, keyword arguments as `dim=1`."""
+    return (*map(described, args), *(f"{name}={described(value)}" for name, value in kwargs.items()))
+
+
+def _some(each: list[str]) -> str:
+    more = [f"… {len(each) - MOST_SHOWN} more"] if len(each) > MOST_SHOWN else []
+    return ", ".join(each[:MOST_SHOWN] + more)
+
+
+def _after_dot(value: object) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def _built(description: Any, generator: torch.Generator) -> Any:
+    if isinstance(description, list):
+        return [_built(each, generator) for each in description]
+    if not isinstance(description, dict):
+        return description
+    ((kind, of),) = description.items()
+    match kind:
+        case "tensor":
+            return _drawn(of, generator)
+        case "tuple":
+            return tuple(_built(each, generator) for each in of)
+        case "dict":
+            return {_built(key, generator): _built(value, generator) for key, value in of}
+        case "float":
+            return float(of)
+        case "complex":
+            return complex(*(_built(each, generator) for each in of))
+        case "dtype" | "torch":
+            return getattr(torch, of)
+        case "device":
+            return _device(of)
+    raise ValueError(f"{kind!r} describes no argument")
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"there is no device {name!r}: {str(error).splitlines()[0]}") from None
+
+
+def _drawn(tensor: Mapping[str, Any], generator: torch.Generator) -> torch.Tensor:
+    sizes = list(tensor["sizes"])
+    if tensor["transposed"]:
+        sizes[-2:] = reversed(sizes[-2:])
+    try:
+        values = _values(sizes, getattr(torch, tensor["dtype"]), tensor["bounds"], generator)
+        values = values.to(tensor["device"])
+    except (RuntimeError, TypeError, AssertionError) as error:  # too many elements, or no such device in this build
+        shown = f"{tensor['dtype']}[{', '.join(map(str, tensor['sizes']))}]"
+        raise UsageError(f"{shown} cannot be made on {tensor['device']}: {str(error).splitlines()[0]}") from error
+    laid_out = values.mT if tensor["transposed"] else values
+    return laid_out.requires_grad_(tensor["requires_grad"])
+
+
+def _values(
+    sizes: list[int], dtype: torch.dtype, bounds: Sequence[float] | None, generator: torch.Generator
+) -> torch.Tensor:
+    if dtype is torch.bool:
+        return torch.rand(sizes, generator=generator) < 0.5
+    if not (dtype.is_floating_point or dtype.is_complex):
+        low, high = bounds or (0, _INTEGERS_BELOW)
+        return torch.randint(int(low), int(high), sizes, generator=generator).to(dtype)
+    if bounds is None:
+        return torch.randn(sizes, dtype=dtype if dtype.is_complex else _wide(dtype), generator=generator).to(dtype)
+    if dtype.is_complex:
+        real = torch.float32 if dtype is torch.complex64 else torch.float64
+        return torch.complex(*(_values(sizes, real, bounds, generator) for _ in range(2)))
+    low, high = bounds
+    return torch.empty(sizes, dtype=torch.float64).uniform_(low, high, generator=generator).to(dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype is torch.float64 else torch.float32
