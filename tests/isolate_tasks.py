@@ -139,6 +139,10 @@ def kill_zygote(request, place):
     return {"process": os.getpid()}
 
 
+def imported(request, place):
+    return {"is_imported": request["name"] in sys.modules}
+
+
 def threads_of_parent(request, place):
     with open(f"/proc/{os.getppid()}/status") as file:
         return {"threads": int(next(line.split()[1] for line in file if line.startswith("Threads:")))}

@@ -326,12 +326,57 @@ def test_a_zygote_that_cannot_warm_up_starts_cold(root, monkeypatch):
         assert ask(pool, "echo").answer
 
 
+_ALONE = """
+    import sys, threading
+    from pathlib import Path
+    from torchdelta.isolate.born import is_alone
+    from torchdelta.isolate.pool import Pool
+
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    was_alone = [is_alone()]
+    thread.start()
+    was_alone.append(is_alone())
+    stop.set()
+    thread.join()
+    import torch
+    was_alone.append(is_alone())
+    sys.modules["only_here"] = sys
+    print(*was_alone, end=" ")  # not flushed
+    with Pool(root=Path({root!r}), from_here=True) as pool:
+        def ask(task, **request):
+            return pool.ask("isolate_tasks:" + task, request, deadline_s=60)
+        print(ask("imported", name="only_here").answer["is_imported"], end=" ")
+        print(ask("segfault").failure.type, end=" ")
+        print(ask("threads_of_parent").answer["threads"], end=" ")
+        print(repr(ask("echo").output), end=" ")
+        ask("kill_zygote", once=True, unless={done!r})
+        print(ask("imported", name="only_here").answer["is_imported"])
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_is_alone_forks_a_zygote_from_itself_once(tmp_path):
+    script = textwrap.dedent(_ALONE.format(root=str(tmp_path / "pools"), done=str(tmp_path / "done")))
+    ran = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        check=False,
+    )
+
+    assert ran.stdout.split() == ["True", "False", "False", "True", "SIGSEGV", "1", "''", "False"], ran.stderr
+    assert not ran.stderr
+    assert not list((tmp_path / "pools").iterdir())
+
+
 _SCRIPT = """
     import sys, time
     from pathlib import Path
     from torchdelta.isolate.pool import Pool
 
-    with Pool(root=Path({root!r}), workers=2, forks={forks}) as pool:
+    with Pool(root=Path({root!r}), workers=2, **{ways}) as pool:
         queries = [pool.submit("isolate_tasks:" + task, {{}}, deadline_s=600) for task in ("hang", "hang_in_c")]
         while not all(query.part for query in queries):
             time.sleep(0.02)
@@ -340,11 +385,14 @@ _SCRIPT = """
 """
 
 
-@pytest.fixture(params=[True, False], ids=["forked", "spawned"])
+_WAYS = {"forked": {}, "forked from here": {"from_here": True}, "spawned": {"forks": False}}
+
+
+@pytest.fixture(params=_WAYS.values(), ids=_WAYS.keys())
 def busy_parent(request, tmp_path):
     """A process with two busy workers, their numbers, and where its pool lives."""
     script = tmp_path / "parent.py"
-    script.write_text(textwrap.dedent(_SCRIPT.format(root=str(tmp_path / "pools"), forks=request.param)))
+    script.write_text(textwrap.dedent(_SCRIPT.format(root=str(tmp_path / "pools"), ways=request.param)))
     process = subprocess.Popen(
         [sys.executable, str(script)],
         stdout=subprocess.PIPE,

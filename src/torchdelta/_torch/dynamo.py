@@ -63,11 +63,6 @@ def compiles_itself(call: Callable[..., Any]) -> bool:
     return any(uncompiled(part) is not part or part._compiled_call_impl is not None for part in parts)
 
 
-def modules_behind(backend: object) -> tuple[str, ...]:
-    """Return what a process imports sooner or later that compiles by this backend."""
-    return ("torch", "torch._inductor.compile_fx") if backend == "inductor" else ("torch",)
-
-
 def backend_named(name: str) -> Backend:
     """Return a registered torch.compile backend; UsageError names the nearest."""
     try:

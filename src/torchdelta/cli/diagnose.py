@@ -10,15 +10,21 @@ from torchdelta.cli.arguments import (
     Debug,
     Program,
     TransformIfAny,
-    needing_torch,
     read_words,
     require_torch,
     running,
     taking,
 )
 from torchdelta.cli.exits import EXIT_OF
-from torchdelta.cli.reduction import NoData, OutDirectory, Resume, WithIssue, read_limits, require_directory
-from torchdelta.engine.isolated import pool_for
+from torchdelta.cli.reduction import (
+    NoData,
+    OutDirectory,
+    Resume,
+    WithIssue,
+    read_limits,
+    require_directory,
+    workers_for,
+)
 from torchdelta.records.recording import completed
 from torchdelta.report.terminal import print_report
 
@@ -42,10 +48,12 @@ def command(
     words = completed(program, {"transform": transform, **case})
     require_directory(out)
     require_torch("a diagnosis")
-    # workers get ready while this process imports torch and loads the program
-    with running(words["transform"], None, verbose=verbose) as progress, pool_for(words["transform"]) as workers:
-        with needing_torch("a diagnosis"):
-            from torchdelta.engine.api import diagnose
+    with (
+        workers_for(words["transform"], what="a diagnosis") as workers,
+        running(words["transform"], None, verbose=verbose) as progress,
+    ):
+        from torchdelta.engine.api import diagnose
+
         report = diagnose(
             program,
             out=out,

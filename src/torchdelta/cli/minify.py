@@ -7,22 +7,30 @@ from typing import Any
 
 import typer
 
+from torchdelta._torch.imported import modules_behind
 from torchdelta.cli.arguments import (
     Debug,
     Program,
     TransformIfAny,
-    needing_torch,
     read_words,
     require_torch,
     running,
     taking,
 )
 from torchdelta.cli.exits import EXIT_OF
-from torchdelta.cli.reduction import NoData, OutDirectory, Resume, WithIssue, read_limits, require_directory
-from torchdelta.engine.isolated import pool_for
+from torchdelta.cli.reduction import (
+    NoData,
+    OutDirectory,
+    Resume,
+    WithIssue,
+    read_limits,
+    require_directory,
+    workers_for,
+)
 from torchdelta.records.codec import write_report
 from torchdelta.records.recording import completed
 from torchdelta.report.terminal import print_report
+from torchdelta.repro.confirm import Clean
 
 
 @taking(case=read_words, limits=read_limits)
@@ -42,16 +50,21 @@ def command(
     words = completed(program, {"transform": transform, **case})
     require_directory(out)
     require_torch("minifying")
-    # workers get ready while this process imports torch and loads the program
-    with running(words["transform"], None, verbose=False) as progress, pool_for(words["transform"]) as workers:
-        with needing_torch("minifying"):
-            from torchdelta.engine.api import minify
+    # who will run the script imports torch beside this process, which does so for everybody else
+    clean = Clean(modules_behind(words["transform"]))
+    with (
+        workers_for(words["transform"], what="minifying") as workers,
+        running(words["transform"], None, verbose=False) as progress,
+    ):
+        from torchdelta.engine.api import minify
+
         small = minify(
             program,
             out=out / "minify",
             resume=resume,
             progress=lambda told: progress(str(told)),
             workers=workers,
+            clean=clean,
             **limits,
             **words,
         )

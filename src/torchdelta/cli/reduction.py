@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.live import Live
 
-from torchdelta.cli.arguments import read_bytes
+from torchdelta.cli.arguments import needing_torch, read_bytes
+from torchdelta.engine.isolated import pool_for
 from torchdelta.errors import UsageError
+from torchdelta.isolate.born import is_alone
+from torchdelta.isolate.pool import Pool
+from torchdelta.isolate.worker import import_all
 from torchdelta.records.case import DYNAMO, require_level
 
 OutDirectory = Annotated[Path, typer.Option("--out", "-o", help="The directory for everything that is found.")]
@@ -47,6 +57,21 @@ def read_limits(
         "seconds": seconds,
         "memory_bytes": read_bytes(memory) if memory is not None else None,
     }
+
+
+@contextmanager
+def workers_for(transform: str, *, what: str) -> Iterator[Pool]:
+    """Import torch once for this process and all workers, who get ready while it loads the program."""
+    was_alone = is_alone()
+    # read when torch is imported: threads that have nothing to do sleep, and leave the machine to the other workers
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # what is still there at the end goes with the process: to look for garbage in it first takes a second
+    atexit.register(gc.freeze)
+    # a spinner would have a thread, and nobody forks beside one
+    with needing_torch(what), Live("loading torch", console=Console(stderr=True), auto_refresh=False, transient=True):
+        import_all(["torchdelta.engine.api"])
+    with pool_for(transform, from_here=was_alone) as pool:
+        yield pool
 
 
 def require_directory(path: Path) -> None:

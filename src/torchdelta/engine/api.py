@@ -41,6 +41,7 @@ from torchdelta.records.location import Location
 from torchdelta.records.recording import completed
 from torchdelta.records.report import Questions, Report, Stage
 from torchdelta.records.verdict import Verdict
+from torchdelta.repro.confirm import Clean
 from torchdelta.transforms.base import Transform
 
 __all__ = [
@@ -181,6 +182,7 @@ def minify(
     level: str = DYNAMO,
     progress: Callable[[Reducing], None] = lambda _: None,
     workers: Pool | None = None,
+    clean: Clean | None = None,
     **options: Any,
 ) -> Minified:
     """Find the smallest graph that fails as the program does, each query in a process of its own.
@@ -189,7 +191,7 @@ def minify(
     query may take `timeout_s`; `queries` and `seconds` bound the whole. Of several failures, `match` is a regular
     expression for the one that is meant. NothingToMinify is raised where no graph of the program fails by itself.
     With the level `aot`, what is made smaller are the forward and backward graphs that AOTAutograd makes. `workers` are
-    some that got ready while the program was loaded.
+    some that got ready while the program was loaded, and `clean` waits for the script.
     """
     options = completed(program, options)
     transform = options.get("transform")
@@ -206,6 +208,7 @@ def minify(
         is_isolated=isolated,
         imports=module_of(program),
         pool=workers,
+        clean=clean,
         tell=progress,
     )
     return minifying.run()

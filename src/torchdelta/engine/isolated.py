@@ -39,10 +39,11 @@ class Checked:
     warnings: tuple[str, ...] = ()
 
 
-def pool_for(transform: str | None) -> Pool:
+def pool_for(transform: str | None, *, from_here: bool = False) -> Pool:
     """Return workers that have everything imported, and compiled something."""
     is_inductor = (transform or "").removeprefix("backend:") == "inductor"
-    return Pool(workers=2, preload=(f"{TASKS}:get_ready",), warm="inductor" if is_inductor else "eager")
+    warm = "inductor" if is_inductor else "eager"
+    return Pool(workers=2, preload=(f"{TASKS}:get_ready",), warm=warm, from_here=from_here)
 
 
 def check_isolated(

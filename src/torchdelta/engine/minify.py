@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torchdelta._torch import dynamo, runtime, settings
+from torchdelta._torch import runtime, settings
+from torchdelta._torch.imported import modules_behind
 from torchdelta._torch.nodes import op_name, short_name
 from torchdelta.engine.asking import InProcess, Workers, plain_settings, spec_of
 from torchdelta.engine.check import Check
@@ -165,7 +166,7 @@ class Minifying:
         if isinstance(self.ask, Workers):
             reducer.begin = self.ask.begin
             # who will run the script gets ready while the whole is cut down, which takes one worker
-            self.clean = self.clean or Clean(dynamo.modules_behind(self.transform))
+            self.clean = self.clean or Clean(modules_behind(self.transform))
         if entry is not None:
             reducer.known.update(entry.known)
         spent = entry.seconds if entry is not None else 0.0

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import subprocess
-import sys
 import threading
 from concurrent.futures import CancelledError
 from pathlib import Path
 
 from torchdelta.errors import EnvironmentUnfit
 from torchdelta.isolate import groups
+from torchdelta.isolate.born import new_zygote, zygote_of_this
 from torchdelta.isolate.protocol import Lines, Message, line_of
 from torchdelta.isolate.starters import Readiness, log_of, why_not
 from torchdelta.isolate.worker import Order
@@ -53,7 +53,7 @@ class ForkedWorker:
 
 
 class _Zygote:
-    def __init__(self, directory: Path, readiness: Readiness) -> None:
+    def __init__(self, directory: Path, readiness: Readiness, *, from_here: bool = False) -> None:
         self._directory = directory
         self._numbers = itertools.count()
         self._workers: dict[int, ForkedWorker] = {}
@@ -61,15 +61,7 @@ class _Zygote:
         self._is_decided = threading.Event()
         self._has_ended = False
         self.was_ready = False
-        with log_of(directory).open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "torchdelta.isolate.zygote"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                bufsize=0,
-                start_new_session=True,
-            )
+        self._process = (zygote_of_this if from_here else new_zygote)(log_of(directory))
         self.send({"path": readiness.path, "preload": readiness.preload, "warm": readiness.warm})
         self._listener = threading.Thread(target=self._listen, name="torchdelta-zygote", daemon=True)
         self._listener.start()
@@ -152,11 +144,12 @@ class _Zygote:
 class ForkingStarter:
     """Starts workers through a zygote, which it keeps alive."""
 
-    def __init__(self, directory: Path, readiness: Readiness) -> None:
+    def __init__(self, directory: Path, readiness: Readiness, *, from_here: bool = False) -> None:
         self._directory, self._readiness = directory, readiness
         self._lock = threading.Lock()
         self._is_closed = False
-        self._zygote = _Zygote(directory, readiness)
+        # only the first: by the time that it has died, this process has threads
+        self._zygote = _Zygote(directory, readiness, from_here=from_here)
 
     def start(self, order: Order) -> ForkedWorker:
         """Have a worker forked, by a new zygote if the last one died."""

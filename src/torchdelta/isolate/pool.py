@@ -64,7 +64,8 @@ class Pool:
 
     A task is named `package.module:function`; the function gets the request and a `Place`, and returns a dict. Both
     are plain JSON. Workers find the modules of `preload` imported, its `package.module:function` called, and
-    the backend `warm` has compiled before.
+    the backend `warm` has compiled before. With `from_here` they are forked from a fork of this process, who has to
+    have been alone (`born.is_alone`), and to have done nothing since but to import.
     """
 
     def __init__(
@@ -74,10 +75,11 @@ class Pool:
         preload: Sequence[str] = (),
         warm: str = "",
         forks: bool = CAN_FORK,
+        from_here: bool = False,
         root: Path | None = None,
     ) -> None:
         self._readiness = Readiness(path=list(sys.path), preload=[*preload, _NEEDED], warm=warm)
-        self._workers, self._forks = workers, forks
+        self._workers, self._forks, self._from_here = workers, forks, from_here
         self._directory = PoolDirectory(root)
         self._numbers = itertools.count()
         self._queries: set[Query] = set()
@@ -89,8 +91,10 @@ class Pool:
     def __enter__(self) -> Pool:
         with ExitStack() as stack:
             directory = stack.enter_context(self._directory).path
-            way = ForkingStarter if self._forks else SpawningStarter
-            self._starter = way(directory, self._readiness)
+            if self._forks:
+                self._starter = ForkingStarter(directory, self._readiness, from_here=self._from_here)
+            else:
+                self._starter = SpawningStarter(directory, self._readiness)
             self._sweeper = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="torchdelta-sweeper"))
             self._overseers = ThreadPoolExecutor(self._workers, thread_name_prefix="torchdelta-overseer")
             stack.callback(self._overseers.shutdown, cancel_futures=True)

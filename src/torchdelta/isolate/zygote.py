@@ -239,7 +239,8 @@ def _drain(descriptor: int) -> None:
         return
 
 
-def _main() -> None:
+def main() -> None:
+    """Be a zygote: orders come in where input does, and reports go out where output does."""
     # threads that have nothing to do sleep, and leave the machine to the other workers
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     faulthandler.enable()
@@ -253,7 +254,8 @@ def _main() -> None:
     zygote = _Zygote(orders, reports)
     zygote.greet()
     zygote.serve()
+    os._exit(0)
 
 
 if __name__ == "__main__":
-    _main()
+    main()

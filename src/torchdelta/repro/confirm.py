@@ -21,12 +21,17 @@ _WAIT = """
 import sys
 
 sys.path[:] = filter(None, sys.path)  # where this process was started is not where the script lies
-import importlib, os, runpy
+import atexit, gc, importlib, os, runpy
 
 # inductor's helper processes take longer to start than one small graph takes to compile
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# nobody looks for garbage in what is imported, which stays, nor at the end: that takes longer than to leave
+gc.disable()
 for name in sys.argv[1:]:
     importlib.import_module(name)
+gc.freeze()
+gc.enable()
+atexit.register(gc.freeze)
 path = sys.stdin.readline().rstrip("\\n")
 if path:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
