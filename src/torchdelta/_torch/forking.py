@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from pathlib import Path
+from typing import Any, NoReturn
+from unittest import mock
 
 import torch
 import torch._dynamo
@@ -13,6 +16,7 @@ import torch._inductor.compile_fx
 import torch._inductor.config
 import torch.hub
 from torch._dynamo.utils import counters
+from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.utils import clear_caches
 
 
@@ -31,13 +35,18 @@ def warm_up(backend: str) -> None:
 
     It has too few elements for a second thread. The backward is left out: the autograd engine must not see a fork.
     The cache is the user's own, where the instructions may have been probed before; a graph that was found there would
-    warm nothing. What every key of a cache starts with is a hash over all of torch.
+    warm nothing. What every key of a cache starts with is a hash over all of torch. The C++ compiler itself has nothing
+    to get warm: it is given the headers, and not the kernel.
     """
     # a progress bar would start a thread, and nobody forks beside one
     torch.hub.tqdm.monitor_interval = 0  # type: ignore[attr-defined]
     compile_alone()
     torch._inductor.codecache.torch_key()
-    with torch._inductor.config.patch(fx_graph_cache=False):
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        mock.patch.object(CppPythonBindingsCodeCache, "load_pybinding", _prepare_kernel),
+        contextlib.suppress(_Enough),
+    ):
         torch.compile(_small, backend=backend)(torch.zeros(8, requires_grad=True))
     torch._dynamo.reset()
     counters.clear()
@@ -51,6 +60,16 @@ def use_private_cache(directory: Path, *, scratch: Path | None = None) -> None:
         tempfile.tempdir = None
     clear_caches()
     torch._inductor.codecache.CacheBase.get_local_cache_path.cache_clear()
+
+
+class _Enough(BaseException):
+    """Everything but the C++ compiler has run; whoever handles errors of a compile is passed by."""
+
+
+def _prepare_kernel(*args: Any, **kwargs: Any) -> NoReturn:
+    """Do what comes before the kernel is compiled, the headers included, and no more."""
+    CppPythonBindingsCodeCache.load_pybinding_async(*args, **kwargs)
+    raise _Enough
 
 
 def _small(x: torch.Tensor) -> torch.Tensor:
