@@ -251,6 +251,21 @@ class TestReducer:
         # twice whether it comes again; random and small, random; halved twice, each halved; and nothing of it once more
         assert reducer.queries == AGAIN + 2 + 2 + 2
 
+    @pytest.mark.parametrize("queries", [None, 3])
+    def test_the_first_small_step_is_foreseen_when_one_operation_is_left_and_the_budget_allows_it(self, queries):
+        asked, foreseen = [], []
+
+        def is_failing(subject):
+            asked.append(subject.key)
+            return "relu" in ops(subject.graph)
+
+        subject = subject_of(lambda x: torch.tanh(torch.relu(torch.sin(torch.cos(x)))), torch.randn(8, 8))
+        options = {"foresee": lambda subject: foreseen.append(subject.key), "budget": Budget(queries=queries)}
+        reduced(subject, is_failing, **options)
+
+        # all by themselves, the first half of them, and the third
+        assert asked[2:4] == foreseen if queries is None else foreseen == []
+
     def test_what_only_the_graph_decides_takes_one_query_for_all_values(self):
         subject = subject_of(lambda x, rows: torch.take(x, rows), torch.ones(8, 4), torch.tensor([1, 1, 1]))
         reducer, small = reduced(subject, lambda asked: "take" in ops(asked.graph))

@@ -62,9 +62,10 @@ class Workers:
         """Ask about one subject, unless that was foreseen."""
         return (self.foreseen.pop(subject.key, None) or self.begin(subject))()
 
-    def foresee(self, subject: Subject, case: Case) -> None:
+    def foresee(self, subject: Subject, case: Case | None = None) -> None:
         """Begin to ask what will most likely be asked."""
-        self.foreseen[subject.key] = self.begin(subject, case)
+        if subject.key not in self.foreseen:
+            self.foreseen[subject.key] = self.begin(subject, case)
 
     def end(self) -> None:
         """End what nobody waits for any more."""

@@ -165,6 +165,8 @@ class Minifying:
         )
         if isinstance(self.ask, Workers):
             reducer.begin = self.ask.begin
+            if ask is self.ask:  # what is asked several times is asked for anew each time
+                reducer.foresee = self.ask.foresee
             # who will run the script gets ready while the whole is cut down, which takes one worker
             self.clean = self.clean or Clean(modules_behind(self.transform))
         if entry is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -92,6 +92,8 @@ class Reducer:
     budget: Budget = field(default_factory=Budget)
     begin: Begin | None = None
     """Asks while something else is asked; None where nobody can."""
+    foresee: Callable[[Subject], None] | None = None
+    """Begins to ask what will be asked, or most likely will be; None where nobody can."""
     again: list[Callable[[], Answer]] = field(default_factory=list)
     """The answers that are waited for, whether the failure comes again."""
     leaps: int = 0
@@ -132,11 +134,12 @@ class Reducer:
         not be followed in small steps. Wavering where it does not.
         """
         self.search = Search(subject=subject, answer=answer, wanted=self.wanted, culprits=tuple(culprits))
+        self.passes = passes
         self.known[subject.key] = True
         has_budget = self._is_done(lambda: self._leap_all(strategies))
         self._ask_again()
         if has_budget:
-            self.is_minimal = self._is_done(lambda: self._take_steps(passes)) and not self.gap
+            self.is_minimal = self._is_done(self._take_steps) and not self.gap
         self._settle()
         return self.search.subject
 
@@ -152,11 +155,11 @@ class Reducer:
         for strategy in strategies:
             self._leap(strategy)
 
-    def _take_steps(self, passes: Sequence[Pass]) -> None:
+    def _take_steps(self) -> None:
         before = None
         while self.search.subject is not before:
             before = self.search.subject
-            for each in passes:
+            for each in self.passes:
                 self._drive(each, is_leaping=False)
 
     def _ask_again(self) -> None:
@@ -190,30 +193,21 @@ class Reducer:
                 self.keep(self.search.subject, self.search.answer)
 
     def _drive(self, propose: Pass, *, is_leaping: bool) -> None:
-        proposals = propose(self.search)
+        proposals, told = propose(self.search), None
         name = propose.__module__.rpartition(".")[2]
-        try:
-            edit = next(proposals)
-            while True:
-                edit = proposals.send(self._take(edit, name, is_leaping=is_leaping))
-        except StopIteration:
-            return
+        while (edit := _next(proposals, told)) is not None:
+            told = self._take(edit, name, is_leaping=is_leaping)
 
     def _take(self, edit: Edit, name: str, *, is_leaping: bool) -> bool:
-        made = edit.applied_to(self.search.subject)
-        if made is None:
-            return False
-        if made.key == self.search.subject.key and _measure(made) < _measure(self.search.subject):
-            self.search.subject = made  # the same, told more simply
-            return True
-        if made.key in self.known:
-            return False
-        if not is_leaping and _measure(made) >= _measure(self.search.subject):
-            return False
+        made = self._made(edit, self.search, is_leaping=is_leaping)
+        if isinstance(made, bool):
+            return made
         self._require_budget()
         self.tell(Progress(nodes=self.search.subject.size, queries=self.queries, doing=name))
         self.queries += 1
-        answer = self._tried(partial(self.ask, made))
+        # no leap is left from a single operation: if it shows the failure, the first small step is next
+        is_last = is_leaping and len(made.nodes) == 1
+        answer = self._tried(partial(self._ask_ahead if is_last else self.ask, made))
         if answer is None:
             self.gap = self.broken[-1]
             if len(self.broken) >= PATIENCE:
@@ -234,6 +228,37 @@ class Reducer:
         elif answer.has_passed:
             self.twin = made
         return shows
+
+    def _made(self, edit: Edit, search: Search, *, is_leaping: bool) -> Subject | bool:
+        """Return what has to be asked about; whether the edit was taken, where nothing has to."""
+        made = edit.applied_to(search.subject)
+        if made is None:
+            return False
+        if made.key == search.subject.key and _measure(made) < _measure(search.subject):
+            search.subject = made  # the same, told more simply
+            return True
+        if made.key in self.known:
+            return False
+        return made if is_leaping or _measure(made) < _measure(search.subject) else False
+
+    def _ask_ahead(self, subject: Subject) -> Answer:
+        """Ask about a subject, and beside it about the first small step from there."""
+        if self.foresee is not None and self.queries != self.budget.queries:
+            self.foresee(subject)
+            step = self._first_step(replace(self.search, subject=subject))
+            if step is not None:
+                self.foresee(step)
+        return self.ask(subject)
+
+    def _first_step(self, search: Search) -> Subject | None:
+        for each in self.passes:
+            proposals, told = each(search), None
+            while (edit := _next(proposals, told)) is not None:
+                made = self._made(edit, search, is_leaping=False)
+                if not isinstance(made, bool):
+                    return made
+                told = made
+        return None
 
     def _tried(self, ask: Callable[[], T]) -> T | None:
         """Ask; a query that breaks tells nothing."""
@@ -262,6 +287,14 @@ def merging(edits: Sequence[Edit]) -> Proposals:
     half = len(edits) // 2
     yield from merging(edits[:half])
     yield from merging(edits[half:])
+
+
+def _next(proposals: Proposals, told: bool | None) -> Edit | None:
+    """Return what is proposed next, after what became of the last; None at the end."""
+    try:
+        return next(proposals) if told is None else proposals.send(told)
+    except StopIteration:
+        return None
 
 
 def _measure(subject: Subject) -> tuple[float, ...]:
