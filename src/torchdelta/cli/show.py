@@ -12,10 +12,12 @@ from torchdelta.cli.exits import EXIT_OF
 from torchdelta.records.audit import Audit
 from torchdelta.records.codec import read_report
 from torchdelta.records.location import Location
+from torchdelta.records.operators import OpReport, Sweep
 from torchdelta.records.passes import Pipeline
 from torchdelta.records.sensitivity import Sensitivity
 from torchdelta.report.audit import print_audit
 from torchdelta.report.location import print_location
+from torchdelta.report.operators import print_operator, print_sweep
 from torchdelta.report.sensitivity import print_sensitivity
 from torchdelta.report.terminal import print_report
 
@@ -35,6 +37,10 @@ def command(
         return
     if isinstance(found, Location):
         print_location(found, show_all=verbose)
+    elif isinstance(found, OpReport):
+        print_operator(found, verbose=verbose)
+    elif isinstance(found, Sweep):
+        print_sweep(found, verbose=verbose)
     elif isinstance(found, Pipeline):
         typer.echo(str(found))
     else:

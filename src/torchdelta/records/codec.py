@@ -22,6 +22,7 @@ from typing import Any, NoReturn, TypeVar, Union, cast, overload
 from torchdelta.errors import ReportUnreadable, UsageError
 from torchdelta.records.audit import Audit
 from torchdelta.records.location import Location
+from torchdelta.records.operators import OpReport, Sweep
 from torchdelta.records.passes import Pipeline
 from torchdelta.records.report import Report
 from torchdelta.records.sensitivity import Sensitivity
@@ -29,9 +30,9 @@ from torchdelta.records.sensitivity import Sensitivity
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _ESCAPE = "\\"
 
-Saved = Report | Audit | Location | Pipeline | Sensitivity
+Saved = Report | Audit | Location | OpReport | Pipeline | Sensitivity | Sweep
 """What a command writes, and `torchdelta show` shows."""
-_Saved = TypeVar("_Saved", Report, Audit, Location, Pipeline, Sensitivity)
+_Saved = TypeVar("_Saved", Report, Audit, Location, OpReport, Pipeline, Sensitivity, Sweep)
 
 
 # a report says nothing of its kind: it was there first
@@ -40,15 +41,19 @@ _KINDS: dict[str, type[Saved]] = {
     _REPORT: Report,
     "audit": Audit,
     "location": Location,
+    "operator": OpReport,
     "pipeline": Pipeline,
     "sensitivity": Sensitivity,
+    "sweep": Sweep,
 }
 _AGAIN = {
     _REPORT: "run the check again",
     "audit": "run the audit again",
     "location": "locate again",
+    "operator": "check the operator again",
     "pipeline": "check the pipeline again",
     "sensitivity": "locate with --sensitivity again",
+    "sweep": "sweep again",
 }
 
 
