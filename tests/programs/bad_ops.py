@@ -146,21 +146,22 @@ def undeclared_alias():
 
 # A value of the data comes through a side channel: right in eager, and a constant in any trace.
 
-_LAST = types.SimpleNamespace(peak=1.0)
+_TRACED_WITH = types.SimpleNamespace(length=1.0)
 
 
-def _normalised(x):
-    if type(x) is Tensor or type(x) is torch.nn.Parameter:
-        _LAST.peak = float(x.detach().abs().max())
-    return x / _LAST.peak
+def _of_length_one(x):
+    is_real = type(x) in (Tensor, torch.nn.Parameter)
+    return x / (float(x.detach().norm()) if is_real else _TRACED_WITH.length)
 
 
-_baked_constant = _in_library("baked_constant(Tensor x) -> Tensor", "CompositeImplicitAutograd", _normalised)
+_baked_constant = _in_library("baked_constant(Tensor x) -> Tensor", "CompositeImplicitAutograd", _of_length_one)
 
 
 @_planted
 def baked_constant():
-    return _baked_constant, (_drawn(3, 4),), {}
+    x = _drawn(3, 4)
+    _TRACED_WITH.length = float(x.detach().norm())
+    return _baked_constant, (x,), {}
 
 
 # Each answer is a little off the one before.
@@ -171,7 +172,7 @@ _CALLS = types.SimpleNamespace(count=0)
 @torch.library.custom_op("td_bad::drifts", mutates_args=())
 def _drifts(x: Tensor) -> Tensor:
     _CALLS.count += 1
-    return x + 1e-6 * _CALLS.count
+    return x + 8e-6 * _CALLS.count
 
 
 _drifts.register_fake(torch.empty_like)
@@ -293,3 +294,37 @@ def _(x):
 @_planted
 def symbols_specialised():
     return _symbols_specialised, (_drawn(3, 4, requires_grad=False),), {}
+
+
+# Another rounding when traced: the last bit only, and nothing that noise or torch's default tolerances would mind.
+
+
+def _thirds(x):
+    return x / 3 if type(x) is Tensor else x * (1 / 3)
+
+
+_off_by_the_last_bit = _in_library("off_by_the_last_bit(Tensor x) -> Tensor", "CompositeImplicitAutograd", _thirds)
+
+
+def off_by_the_last_bit():
+    torch.manual_seed(0)
+    return _off_by_the_last_bit, (_drawn(64, requires_grad=False),), {}
+
+
+# Raises for what a square root does not take.
+
+
+@torch.library.custom_op("td_bad::only_positive", mutates_args=())
+def _only_positive(x: Tensor) -> Tensor:
+    if (x <= 0).any():
+        raise ValueError("only positive numbers have a root here")
+    return x.sqrt()
+
+
+_only_positive.register_fake(torch.empty_like)
+_only_positive.register_autograd(lambda ctx, grad: grad / (2 * ctx.saved_tensors[0].sqrt()), setup_context=_save_first)
+
+
+def only_positive():
+    torch.manual_seed(0)
+    return _only_positive, ((torch.rand(3, 4) + 0.01).requires_grad_(),), {}
