@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 import sys
 from collections.abc import Iterator
@@ -94,8 +95,8 @@ def random_state() -> tuple[Any, ...]:
     """Return something that changes exactly when a global generator was drawn from."""
     devices = [bytes(state.numpy()) for state in _accelerator_states()]
     torch_state = bytes(torch.get_rng_state().numpy())
-    numpy_state = np.random.get_state(legacy=False)
-    return (torch_state, *devices, random.getstate(), repr(numpy_state))
+    # to write its numbers out as text would take longer than most programs do
+    return (torch_state, *devices, random.getstate(), pickle.dumps(np.random.get_state(legacy=False)))
 
 
 def synchronise() -> None:
@@ -195,9 +196,11 @@ def _put_flags(flags: dict[str, Any]) -> None:
     # torch keeps two kinds of this setting that must not be mixed: one that is as it was is not written
     if _matmul_precision() != flags["precision"] and flags["precision"] is not None:
         torch.set_float32_matmul_precision(flags["precision"])
-    for name, value in flags["cudnn"].items():
-        if getattr(torch.backends.cudnn, name) != value:
-            setattr(torch.backends.cudnn, name, value)
-    torch.backends.mkldnn.enabled = flags["mkldnn"]
+    # a process in which torch's own tests are imported may not set these otherwise
+    with torch.backends.__allow_nonbracketed_mutation():
+        for name, value in flags["cudnn"].items():
+            if getattr(torch.backends.cudnn, name) != value:
+                setattr(torch.backends.cudnn, name, value)
+        torch.backends.mkldnn.enabled = flags["mkldnn"]
     if torch.get_num_threads() != flags["threads"]:
         torch.set_num_threads(flags["threads"])

@@ -104,7 +104,8 @@ class Judge:
         )
 
     def _judge(self, sample: Sample) -> Judgement:
-        if is_inexact(sample.reference.dtype) and is_inexact(sample.candidate.dtype):
+        are_inexact = is_inexact(sample.reference.dtype) and is_inexact(sample.candidate.dtype)
+        if are_inexact or self.policy.judges_integers:
             return self.policy.judge(sample)
         return self._judge_exact(sample.measurement)
 

@@ -54,6 +54,7 @@ class Noise:
     """The default policy: no tolerance is tuned by hand, the program's own rounding sets it."""
 
     needs_truth = True
+    judges_integers = False
     rtol = 0.0
     atol = 0.0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -59,6 +60,8 @@ class Policy(Protocol):
     """Judges the values of one pair; the contract and integers are not its business."""
 
     needs_truth: bool
+    judges_integers: bool
+    """Whether it judges integers and booleans too, which otherwise have to be the same."""
 
     @property
     def rtol(self) -> float | None:
@@ -77,6 +80,7 @@ class Bitwise:
     """Every bit, but any NaN equals any NaN."""
 
     needs_truth = False
+    judges_integers = False
     rtol = 0.0
     atol = 0.0
 
@@ -89,6 +93,32 @@ class Bitwise:
             error=largest_error(seen),
             allowed=0.0,
             resolution=0.0,
+        )
+
+
+@dataclass(frozen=True)
+class ByFunction:
+    """A function of the user's on two tensors, integers too: it raises or returns False where they are not the same."""
+
+    function: Callable[[torch.Tensor, torch.Tensor], object]
+    needs_truth = False
+    judges_integers = True
+    rtol = 0.0
+    atol = 0.0
+
+    def judge(self, sample: Sample) -> Judgement:
+        """Diverged where the function says so."""
+        said = ""
+        try:
+            if self.function(sample.reference, sample.candidate) is False:
+                said = "it returned False"
+        except AssertionError as error:
+            said = str(error).strip() or "AssertionError"
+        name = getattr(self.function, "__qualname__", type(self.function).__qualname__)
+        return Judgement(
+            verdict=Verdict.DIVERGED if said else Verdict.EQUIVALENT,
+            reason=f"{name} says: {said}" if said else f"{name} takes them for the same",
+            error=largest_error(sample.measurement),
         )
 
 
@@ -117,6 +147,7 @@ class Tolerance:
     rtol: float | None = None
     atol: float | None = None
     needs_truth = False
+    judges_integers = False
 
     def judge(self, sample: Sample) -> Judgement:
         """Diverged when a single element is beyond the tolerance."""
@@ -160,6 +191,7 @@ class Threshold:
     at_least: bool
     bound: float
     needs_truth = False
+    judges_integers = False
     rtol = 0.0
     atol = 0.0
 

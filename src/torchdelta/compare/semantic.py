@@ -32,6 +32,7 @@ class Semantic:
     floor: float = 0.0
     """A relative error that is none, however small the rounding is."""
     needs_truth = True
+    judges_integers = False
     rtol = 0.0
     atol = 0.0
 

@@ -85,6 +85,7 @@ class StepNoise:
     """Holds a quantized layer to what rounding its inputs to their levels makes of it; the truth is the float one."""
 
     needs_truth = True
+    judges_integers = False
     rtol = 0.0
     atol = 0.0
 

@@ -20,6 +20,7 @@ from torchdelta.engine.guard import guard
 from torchdelta.engine.locate import Locating
 from torchdelta.engine.minified import Minified
 from torchdelta.engine.minify import TIMEOUT_S, Minifying
+from torchdelta.engine.opcheck import check_op
 from torchdelta.engine.pipeline import check_pipeline
 from torchdelta.engine.prepare import prepare
 from torchdelta.engine.reasons import evidence_of
@@ -49,6 +50,7 @@ __all__ = [
     "assign_handles",
     "capture",
     "check",
+    "check_op",
     "check_pipeline",
     "compare",
     "compare_captures",

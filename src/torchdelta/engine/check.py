@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from torchdelta._torch import runtime, versions
@@ -17,7 +15,7 @@ from torchdelta.engine.candidate import CandidateRun, run_candidate
 from torchdelta.engine.layers import Layered
 from torchdelta.engine.pairing import differing, paired
 from torchdelta.engine.undecided import settle, with_count
-from torchdelta.execute.memory import peak_bytes
+from torchdelta.execute.memory import living_set_aside, peak_bytes
 from torchdelta.execute.sides import Side
 from torchdelta.execute.stages import Observation
 from torchdelta.records.case import Case
@@ -55,7 +53,7 @@ class Check:
                 "both sides ran with deterministic algorithms, which change generated code and fill empty memory: "
                 "this is not the native run"
             )
-        with runtime.preserved(), _set_aside():
+        with runtime.preserved(), living_set_aside():
             return self._report()
 
     def _report(self) -> Report:
@@ -284,16 +282,3 @@ def _vacuous(comparisons: list[Comparison]) -> str:
     if any(seen.measurement and seen.measurement.numel for seen in comparisons):
         return ""
     return "nothing was compared: no output has values and nothing was changed"
-
-
-@contextmanager
-def _set_aside() -> Iterator[None]:
-    """Keep what is alive already out of the garbage collections between the sides: they cost a tenth of a second."""
-    is_ours = gc.get_freeze_count() == 0
-    if is_ours:
-        gc.freeze()
-    try:
-        yield
-    finally:
-        if is_ours:
-            gc.unfreeze()

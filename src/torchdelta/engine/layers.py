@@ -33,6 +33,7 @@ class ByLayers:
     verdict: Verdict
     reason: str
     needs_truth = False
+    judges_integers = False
     rtol = 0.0
     atol = 0.0
 

@@ -20,6 +20,17 @@ def wrong_in(report: Report) -> list[Comparison]:
     return [seen for seen in report.comparisons if seen.verdict is Verdict.DIVERGED]
 
 
+def telling(report: Report) -> str:
+    """Return in one line why a report is not equivalent: where, why, and the values there."""
+    if report.failure is not None:
+        return reason_of(report)
+    worst = max(report.stages, key=lambda stage: stage.verdict.severity)
+    guilty = [seen for seen in worst.comparisons if seen.verdict is worst.verdict]
+    if not guilty:
+        return f"{worst.name}: {worst.reason}"
+    return f"{worst.name} {_line(max(guilty, key=lambda seen: seen.rank))}"
+
+
 def evidence_of(report: Report) -> str:
     """Return what an exception says: the verdict, the worst comparisons with their values, the notes."""
     lines = [f"{report.case.program} under {report.case.transform}: {report.verdict.value}"]

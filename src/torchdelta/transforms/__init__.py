@@ -10,6 +10,7 @@ from torchdelta._torch import dynamo
 from torchdelta.errors import UsageError
 from torchdelta.execute.programs import load_callable
 from torchdelta.registry import Registry, nearest
+from torchdelta.transforms.aot import Aot
 from torchdelta.transforms.autocast import Autocast
 from torchdelta.transforms.base import Options, Transform
 from torchdelta.transforms.cast import Cast
@@ -35,6 +36,7 @@ TRANSFORMS.add("inductor", Named(lambda _, options: Compiler("inductor", options
 TRANSFORMS.add("aot_eager", Named(lambda _, options: Compiler("aot_eager", options)))
 TRANSFORMS.add("aot_eager_decomp_partition", Named(lambda _, options: Compiler("aot_eager_decomp_partition", options)))
 TRANSFORMS.add("eager", Named(lambda _, options: Compiler("eager", options)))
+TRANSFORMS.add("aot", Named(lambda _, options: Aot(options)))
 TRANSFORMS.add("backend", Named(Compiler, "NAME"))
 TRANSFORMS.add("export", Named(lambda _, options: Export(options)))
 TRANSFORMS.add("decompose", Named(lambda _, options: Decompose(options)))

@@ -1,0 +1,143 @@
+"""AOTAutograd by itself: a callable traced as the compiler will trace it, and run as it was traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from functorch.compile import aot_function, default_partition, make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.source import ConstantSource
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from torchdelta._torch.dynamo import Witness
+
+PARTITIONERS = {"min-cut": min_cut_rematerialization_partition, "default": default_partition}
+
+_TENSOR = object()
+"""Where a tensor stands among what is no tensor."""
+
+
+class Dispatched:
+    """A callable that is traced when it is first called, and again where what a trace assumed does not hold.
+
+    Only tensors are inputs of the trace; everything else is what it was. The parameters and buffers of a module are
+    inputs too, so that they get gradients.
+    """
+
+    def __init__(
+        self, call: Callable[..., Any], *, dynamic: bool, functionalised: bool, partitioner: str, witness: Witness
+    ) -> None:
+        self.call = call
+        self.dynamic = dynamic
+        self.functionalised = functionalised
+        self.partitioner = partitioner
+        self.witness = witness
+        self.traces: list[_Trace] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        names, state = _state_of(self.call)
+        leaves, spec = tree_flatten((args, kwargs))
+        given = [*state, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
+        plain = tuple(_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        self.witness.calls += 1
+        for trace in self.traces:
+            if trace.fits(given, plain, spec):
+                return trace.run(*given)
+        trace = self._traced(names, given, plain, spec)
+        return self._first_call(trace, given)
+
+    def _traced(
+        self, names: Sequence[str], given: Sequence[torch.Tensor], plain: tuple[Any, ...], spec: TreeSpec
+    ) -> _Trace:
+        returns: list[TreeSpec] = []
+
+        def of_tensors(*tensors: torch.Tensor) -> list[Any]:
+            state = dict(zip(names, tensors, strict=False))
+            rest = iter(tensors[len(names) :])
+            filled = [next(rest) if leaf is _TENSOR else leaf for leaf in plain]
+            args, kwargs = tree_unflatten(filled, spec)
+            if isinstance(self.call, torch.nn.Module):
+                returned = torch.func.functional_call(self.call, state, args, kwargs)
+            else:
+                returned = self.call(*args, **kwargs)
+            flat, structure = tree_flatten(returned)
+            returns.append(structure)
+            return flat
+
+        run = aot_function(
+            of_tensors,
+            fw_compiler=self._taken,
+            bw_compiler=_as_it_is,
+            partition_fn=PARTITIONERS[self.partitioner],
+            dynamic=self.dynamic,
+            keep_inference_input_mutations=True,
+            disable_functionalization=not self.functionalised,
+        )
+        # static or not: a size that depends on data is a symbol
+        env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+        mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+        fakes = [
+            # the mode remembers them: AOTAutograd gets these very ones
+            mode.from_tensor(tensor, static_shapes=not self.dynamic, source=ConstantSource(f"tensor_{place}"))
+            for place, tensor in enumerate(given)
+        ]
+        # left to itself, it returns a list in the place of a tuple
+        return _Trace(
+            run=lambda *tensors: tree_unflatten(run(*tensors), returns[-1]),
+            plain=plain,
+            spec=spec,
+            is_dynamic=self.dynamic,
+            mode=mode,
+            fakes=fakes,
+        )
+
+    def _first_call(self, trace: _Trace, given: Sequence[torch.Tensor]) -> Any:
+        # AOTAutograd takes the mode of whoever is tracing: so its guards can be asked afterwards
+        with tracing(TracingContext(trace.mode)):
+            returned = trace.run(*given)
+        self.traces.append(trace)
+        return returned
+
+    def _taken(self, graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.witness.captured += 1
+        return _as_it_is(graph_module, inputs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Trace:
+    run: Callable[..., Any]
+    plain: tuple[Any, ...]
+    spec: TreeSpec
+    is_dynamic: bool
+    mode: FakeTensorMode
+    fakes: Sequence[FakeTensor]
+
+    def fits(self, given: Sequence[torch.Tensor], plain: tuple[Any, ...], spec: TreeSpec) -> bool:
+        """Tell whether the trace stands for a call with these inputs too; values are never asked about."""
+        if spec != self.spec or not _are_same(plain, self.plain):
+            return False
+        if not self.is_dynamic:
+            return all(fake.shape == tensor.shape for fake, tensor in zip(self.fakes, given, strict=True))
+        assert self.mode.shape_env is not None
+        return bool(self.mode.shape_env.evaluate_guards_for_args(list(self.fakes), list(given), ignore_static=False))
+
+
+def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return all(one is other or bool(one == other) for one, other in zip(some, others, strict=True))
+
+
+def _state_of(call: Callable[..., Any]) -> tuple[list[str], list[torch.Tensor]]:
+    if not isinstance(call, torch.nn.Module):
+        return [], []
+    named = {**dict(call.named_parameters()), **dict(call.named_buffers())}
+    return list(named), list(named.values())
+
+
+def _as_it_is(graph_module: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+    return make_boxed_func(graph_module.forward)  # type: ignore[no-any-return]

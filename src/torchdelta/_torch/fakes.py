@@ -1,0 +1,96 @@
+"""Fake kernels: what an operator says of its results without computing them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
+from torch._subclasses.fake_tensor import UnsupportedOperatorException
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_map_only
+
+Calling = Callable[..., Any]
+
+
+def call_faked(call: Calling, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call with tensors that have no values, all sizes numbers; a size that depends on data is a symbol."""
+    mode = _mode()
+    fake_args, fake_kwargs = tree_map_only(
+        torch.Tensor, lambda tensor: mode.from_tensor(tensor, static_shapes=True), (args, dict(kwargs))
+    )
+    with mode:
+        return call(*fake_args, **fake_kwargs)
+
+
+class Symbolic:
+    """A call with tensors whose sizes are symbols, which other numbers may be put in the place of."""
+
+    def __init__(self, call: Calling, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.mode = _mode()
+        self.given: list[FakeTensor] = []
+
+        def faked(tensor: torch.Tensor) -> FakeTensor:
+            fake = self.mode.from_tensor(tensor, source=ConstantSource(f"tensor_{len(self.given)}"))
+            self.given.append(fake)
+            return fake
+
+        fake_args, fake_kwargs = tree_map_only(torch.Tensor, faked, (args, dict(kwargs)))
+        with self.mode:
+            self.returned = call(*fake_args, **fake_kwargs)
+
+    def specialises(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Tell whether the call assumed something that tensors of these sizes do not have."""
+        assert self.mode.shape_env is not None
+        return not self.mode.shape_env.evaluate_guards_for_args(list(self.given), list(tensors), ignore_static=False)
+
+    def sizes(self, fake: torch.Tensor, tensors: Sequence[torch.Tensor]) -> tuple[int | None, ...]:
+        """Return the sizes that a result has with inputs of these sizes; None for one that depends on data."""
+        numbers: dict[Any, int] = {}
+        for symbolic, tensor in zip(self.given, tensors, strict=True):
+            for size, number in zip(symbolic.shape, tensor.shape, strict=True):
+                if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+                    numbers.setdefault(size.node.expr, number)
+        return tuple(_evaluated(size, numbers) for size in fake.shape)
+
+
+def is_unknown(size: Any) -> bool:
+    """Tell whether a size depends on data, so that nobody knows it beforehand."""
+    return isinstance(size, torch.SymInt) and _evaluated(size, {}) is None and not size.node.has_hint()
+
+
+def lacks_fake_kernel(error: BaseException | None) -> bool:
+    """Tell whether this was raised for want of a fake kernel."""
+    while error is not None:
+        if isinstance(error, UnsupportedOperatorException) or "no fake impl" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Keep torch from printing a traceback for each fake kernel that raises: whoever asked for it is told."""
+    log = logging.getLogger(fake_tensor.__name__)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def _mode() -> FakeTensorMode:
+    env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+    return FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+
+
+def _evaluated(size: Any, numbers: Mapping[Any, int]) -> int | None:
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    value = size.node.expr.subs(dict(numbers))
+    return int(value) if value.is_number else None

@@ -1,0 +1,202 @@
+"""An operator, checked the way a compiler will use it: traced, functionalised, partitioned, with other data and sizes.
+
+Everything that runs it twice is a check like any other. What it was traced with and what it is run on are two things:
+a trace of the given inputs is run on fresh values, and with dynamic shapes on other sizes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torchdelta import transforms
+from torchdelta._torch import fakes, runtime, schemas, versions
+from torchdelta.compare.policies import parse
+from torchdelta.compare.policy import ByFunction
+from torchdelta.engine import op_probes
+from torchdelta.engine.baseline import Progress
+from torchdelta.engine.op_inputs import OpInputs
+from torchdelta.engine.op_traces import Tracing, traces_with
+from torchdelta.errors import UsageError
+from torchdelta.execute.memory import living_set_aside
+from torchdelta.execute.op_arguments import described
+from torchdelta.records.case import DEFAULT_STAGES, words_of
+from torchdelta.records.operators import OpReport, Probe
+from torchdelta.records.verdict import Verdict, worst_of
+
+Compare = Callable[[torch.Tensor, torch.Tensor], Any]
+
+
+def check_op(
+    op: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    gradients: bool | str = "auto",
+    backends: str | Sequence[str] = (),
+    probes: str | Sequence[str] | None = None,
+    policy: str | None = None,
+    compare: Compare | None = None,
+    correctness: bool = True,
+    ignore: str | Sequence[str] = (),
+    others: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]] = (),
+    seed: int = 0,
+    progress: Progress = lambda _: None,
+) -> OpReport:
+    """Check an operator, or a function of tensors, as a compiler will use it.
+
+    It is held against its schema, its fake kernel, the derivative of its forward, and what AOTAutograd makes of it,
+    with static and with dynamic shapes; with `backends` also against what these compile. `probes` are the beginnings of
+    the names of those to ask. `gradients` are compared where an input requires grad ("auto"), always or never.
+    `compare(reference, candidate)` judges values in the place of a policy: it raises or returns False where they are
+    not the same; without `correctness` it is only asked whether everything traces and runs. `others` are arguments
+    of other sizes, where those that are made up here are not to the operator's liking.
+    """
+    if gradients not in (True, False, "auto"):
+        raise UsageError(f"gradients is True, False or 'auto', not {gradients!r}")
+    if compare is not None and policy is not None:
+        raise UsageError("name either a policy or a function that compares, not both")
+    inputs = OpInputs(
+        op=schemas.as_operator(op),
+        args=tuple(args),
+        kwargs=dict(kwargs or {}),
+        others=others,
+        stages=DEFAULT_STAGES if gradients else ("forward",),
+        seed=seed,
+    )
+    tracing = Tracing(
+        inputs=inputs,
+        policy=ByFunction(compare) if compare is not None else parse(policy or "noise"),
+        policy_words=f"compare={schemas.name_of(compare)}" if compare is not None else policy or "noise",
+        ignore=words_of(ignore),
+        stages_by_default=gradients == "auto",
+        correctness=correctness,
+    )
+    checking = OpCheck(
+        inputs=inputs,
+        tracing=tracing,
+        gradients=gradients,
+        backends=words_of(backends),
+        wanted=words_of(probes) if probes is not None else ("",),
+        progress=progress,
+    )
+    return checking.run()
+
+
+@dataclass(kw_only=True)
+class OpCheck:
+    """One operator with its arguments, and what is wanted to know of it."""
+
+    inputs: OpInputs
+    tracing: Tracing
+    gradients: bool | str
+    backends: tuple[str, ...]
+    wanted: tuple[str, ...]
+    """The beginnings of the names of the probes to ask."""
+    progress: Progress
+    unasked: dict[str, str] = field(default_factory=dict)
+
+    def run(self) -> OpReport:
+        """Ask every probe that is wanted and applies; what the operator raises eagerly is raised as ProgramError."""
+        versions.require_supported()
+        started = time.perf_counter()
+        self._require_known_probes()
+        with runtime.preserved(), living_set_aside(), fakes.silent():
+            self.inputs.given.reference  # noqa: B018 — what does not run eagerly is not asked anything
+            probes = tuple(self._probes())
+        if not probes:
+            raise UsageError(f"none of the probes {', '.join(self.wanted)} applies: {_listed(self.unasked)}")
+        return OpReport(
+            op=self.inputs.given.program.name,
+            arguments=(
+                *map(described, self.inputs.args),
+                *(f"{key}={described(value)}" for key, value in self.inputs.kwargs.items()),
+            ),
+            verdict=worst_of(probe.verdict for probe in probes),
+            probes=probes,
+            unasked=self.unasked,
+            notes=tuple(dict.fromkeys(note for probe in probes if probe.report for note in probe.report.notes)),
+            environment=versions.environment(),
+            seconds=time.perf_counter() - started,
+        )
+
+    def _probes(self) -> Iterator[Probe]:
+        if self.tracing.correctness:
+            yield from self._of_itself()
+            yield from self._of_its_gradients()
+        yield from self._of_its_fake_kernel()
+        for trace in traces_with(self.backends):
+            if self._is_wanted(trace.name):
+                self.progress(trace.name)
+                yield self.tracing.probe(trace)
+
+    def _of_itself(self) -> Iterator[Probe]:
+        if self._is_wanted("schema"):
+            if schemas.has_schema(self.inputs.op):
+                yield op_probes.schema(self.inputs.op, self.inputs.given)
+            else:
+                self.unasked["schema"] = "it is a function, and declares nothing"
+        if self._is_wanted("repeat"):
+            yield op_probes.repeat(self.inputs.given)
+
+    def _of_its_gradients(self) -> Iterator[Probe]:
+        names = [name for name in ("gradients", "registration", "derivative") if self._is_wanted(name)]
+        if not self.gradients:
+            self.unasked.update(dict.fromkeys(names, "gradients were left out on request"))
+            return
+        if not self.inputs.floats and self.gradients == "auto":
+            self.unasked.update(dict.fromkeys(names, "no input is of a kind that has gradients"))
+            return
+        if not any(tensor.requires_grad for tensor in self.inputs.floats):
+            self.unasked.update(dict.fromkeys(names[1:], "no input requires grad"))
+            if "gradients" in names:
+                yield Probe(
+                    name="gradients",
+                    verdict=Verdict.INCONCLUSIVE,
+                    reason="no input requires grad, so nothing can be told of its gradients",
+                    remedy="give inputs with requires_grad=True, or ask without gradients",
+                )
+            return
+        if "registration" in names:
+            if schemas.has_schema(self.inputs.op):
+                yield op_probes.registration(self.inputs.op, self.inputs.given)
+            else:
+                self.unasked["registration"] = "it is a function, and autograd sees what it is made of"
+        if "derivative" in names:
+            if self.inputs.given.reference.is_differentiable:
+                yield op_probes.derivative((self.inputs.given, *self.inputs.fresh))
+            else:
+                self.unasked["derivative"] = "no output requires grad"
+
+    def _of_its_fake_kernel(self) -> Iterator[Probe]:
+        if self._is_wanted("fake/given"):
+            yield op_probes.fake("fake/given", self.inputs.given)
+        for name in ("fake/resized", "fake/symbolic"):
+            if not self._is_wanted(name):
+                continue
+            if not self.inputs.resized:
+                self.unasked[name] = self.inputs.no_other_sizes
+            elif name == "fake/resized":
+                yield op_probes.fake(name, self.inputs.resized[0])
+            else:
+                yield op_probes.symbolic(name, self.inputs.given, self.inputs.resized[0])
+
+    def _is_wanted(self, name: str) -> bool:
+        return any(name.startswith(prefix) for prefix in self.wanted)
+
+    def _require_known_probes(self) -> None:
+        known = ["schema", "repeat", "gradients", "registration", "derivative"]
+        known += ["fake/given", "fake/resized", "fake/symbolic", *(trace.name for trace in traces_with(self.backends))]
+        for backend in self.backends:
+            transforms.build(f"backend:{backend}", {})
+        for prefix in self.wanted:
+            if not any(name.startswith(prefix) for name in known):
+                raise UsageError(f"there is no probe {prefix!r}: they are {', '.join(known)}")
+
+
+def _listed(unasked: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {why}" for name, why in unasked.items())

@@ -1,0 +1,51 @@
+"""An operator as a program: called as its users call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from torchdelta._torch import schemas
+from torchdelta._torch.trees import tree_flatten, tree_leaves, tree_unflatten
+from torchdelta.execute.programs import Program
+
+
+def operated(op: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Program:
+    """Return the call of an operator.
+
+    A copy of an input is a leaf, and a leaf that requires grad cannot be written to: what is none of the caller's, or
+    what the operator declares to change, is made one that is not inside of the call, and returned besides.
+    """
+    inside = _not_leaves(op, args, kwargs)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return op(*args, **kwargs)
+
+    def call_inside(*args: Any, **kwargs: Any) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+        given = [leaf.clone() if place in inside else leaf for place, leaf in enumerate(leaves)]
+        inner_args, inner_kwargs = tree_unflatten(given, spec)
+        return op(*inner_args, **inner_kwargs), [given[place] for place in inside]
+
+    name = schemas.name_of(op)
+    return Program(name=name, call=call_inside if inside else call, args=args, kwargs=dict(kwargs))
+
+
+def _not_leaves(op: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    positions = schemas.positions_of(op)
+    written = [
+        kwargs[name] if name in kwargs else args[positions[name]]
+        for name in schemas.written_by(op)
+        if name in kwargs or positions[name] < len(args)
+    ]
+    changed = {id(leaf) for leaf in tree_leaves(written)}
+    met: set[int] = set()
+    found = []
+    for place, leaf in enumerate(tree_leaves((args, dict(kwargs)))):
+        is_inside = isinstance(leaf, torch.Tensor) and leaf.requires_grad and (not leaf.is_leaf or id(leaf) in changed)
+        if is_inside and id(leaf) not in met:
+            found.append(place)
+        met.add(id(leaf))
+    return tuple(found)
