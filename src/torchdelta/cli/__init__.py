@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from torchdelta import __version__
-from torchdelta.cli import audit, check, diagnose, locate, minify, run, show
+from torchdelta.cli import audit, check, diagnose, locate, minify, op, run, show
 from torchdelta.cli.exits import INTERNAL, USAGE
 from torchdelta.errors import TorchDeltaError
 
@@ -27,6 +27,7 @@ app.command("diagnose")(diagnose.command)
 app.command("run", context_settings=run.SETTINGS)(run.command)
 app.command("show")(show.command)
 app.command("audit")(audit.command)
+app.command("op")(op.command)
 
 
 def _print_version(wanted: bool) -> None:

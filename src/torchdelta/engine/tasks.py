@@ -13,6 +13,8 @@ import torch
 from torchdelta._torch import settings
 from torchdelta.engine import api
 from torchdelta.engine.asking import prepare_subject
+from torchdelta.engine.named_op import named_op
+from torchdelta.engine.opcheck import check_op
 from torchdelta.execute.named import import_place
 from torchdelta.isolate.place import Place
 from torchdelta.minify.subject import Subject
@@ -48,6 +50,15 @@ def locate_program(request: Mapping[str, Any], place: Place) -> dict[str, Any]:
     with settings.applied(request["settings"]), _counted() as caught:
         location = api.locate(request["program"], progress=place.tell, **request["words"])
     return {"location": encode(location), "warnings": caught}
+
+
+def check_operator(request: Mapping[str, Any], place: Place) -> dict[str, Any]:
+    """Check an operator that is named."""
+    seed = request["seed"]
+    with _counted() as caught:
+        named = named_op(request["op"], seed=seed, **request["call"])
+        report = check_op(named.op, named.args, named.kwargs, seed=seed, progress=place.tell, **request["words"])
+    return {"report": encode(report), "warnings": caught}
 
 
 @contextmanager

@@ -1,0 +1,145 @@
+"""`torchdelta op`: check an operator as compilers will use it, or those of torch's own database."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from torchdelta.cli.arguments import (
+    Debug,
+    JsonFile,
+    PolicyIfAny,
+    Seed,
+    read_bytes,
+    require_torch,
+    running,
+    taking,
+    tell_of_warnings,
+)
+from torchdelta.cli.exits import EXIT_OF
+from torchdelta.cli.op_arguments import read_arguments
+from torchdelta.cli.op_sweep import TIMEOUT_S, read_sweep, split, swept
+from torchdelta.cli.reduction import Memory
+from torchdelta.engine.op_isolated import check_op_isolated
+from torchdelta.engine.sweep import GRADIENTS
+from torchdelta.errors import UsageError
+from torchdelta.records.codec import write_report
+from torchdelta.records.operators import OpReport
+from torchdelta.report.operators import print_operator, print_sweep
+
+_INTERRUPTED = 130
+
+
+def read_call(
+    args: Annotated[str | None, typer.Option(help="Its arguments: 'float32[3, 4], dim=1'.")] = None,
+    inputs: Annotated[str | None, typer.Option(help="file.py:factory of args, or of (args, kwargs).")] = None,
+    imports: Annotated[
+        list[str] | None, typer.Option("--import", help="A module or file that registers the operator.")
+    ] = None,
+) -> dict[str, Any]:
+    """Return what one operator is called with; None wherever a user said nothing."""
+    if args is not None and inputs is not None:
+        raise UsageError("--args and --inputs both give the arguments: leave one out")
+    return {"args": args, "inputs": inputs, "import": imports or None}
+
+
+def read_questions(
+    probes: Annotated[str, typer.Option(help="Only these: schema, repeat, fake, aot/static, …, with commas.")] = "",
+    backends: Annotated[str, typer.Option(help="Backends to compile it with too: inductor, …, with commas.")] = "",
+    policy: PolicyIfAny = None,
+    gradients: Annotated[str, typer.Option(help="auto, yes or no.")] = "auto",
+    seed: Seed = 0,
+) -> dict[str, Any]:
+    """Return what an operator is asked."""
+    if gradients not in GRADIENTS:
+        raise UsageError(f"--gradients is auto, yes or no, not {gradients!r}")
+    words = {"probes": split(probes), "backends": split(backends), "policy": policy, "gradients": gradients}
+    return {**words, "seed": seed}
+
+
+@taking(call=read_call, sweep=read_sweep, questions=read_questions)
+def command(
+    *,
+    name: Annotated[
+        str | None, typer.Argument(help="aten.add.Tensor, mylib::op, torch.nn.functional.gelu, or file.py:fn.")
+    ] = None,
+    call: dict[str, Any],
+    sweep: dict[str, Any],
+    questions: dict[str, Any],
+    timeout: Annotated[
+        float | None, typer.Option(help=f"Seconds for an operator; of a sweep {TIMEOUT_S:g} by default.")
+    ] = None,
+    memory: Memory = None,
+    json_file: JsonFile = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Everything that there is.")] = False,
+    debug: Debug = False,  # noqa: ARG001 — read in main
+) -> None:
+    """Does an operator do what compilers take it to do?
+
+    Of one operator the exit code is that of its verdict. Of a sweep (--opinfo) it is 4 if any operator crashed or timed
+    out, else 1 if any diverged, else 0: of a whole database many are inconclusive.
+    """
+    if (name is None) == (sweep["opinfo"] is None):
+        raise UsageError("name an operator, or operators of torch's database by --opinfo NAME or --opinfo all")
+    if timeout is not None and timeout <= 0:
+        raise UsageError(f"--timeout is a number of seconds above 0, not {timeout:g}")
+    limits: dict[str, Any] = {"timeout_s": timeout, "memory_bytes": read_bytes(memory) if memory is not None else None}
+    require_torch("a check of an operator")
+    if name is None:
+        _refuse(call, "one operator, and --opinfo names those of torch's database")
+        with running("sweep", json_file, verbose=verbose) as progress:
+            found = swept(sweep, questions, progress=progress, **limits)
+        if json_file is not None:
+            write_report(found, json_file)
+        print_sweep(found, verbose=verbose)
+        raise typer.Exit(EXIT_OF[found.verdict] if len(found.swept) == found.total else _INTERRUPTED)
+    _refuse(sweep, "a sweep over torch's database, and needs --opinfo")
+    with running(name, json_file, verbose=verbose) as progress:
+        report = _checked(name, call, questions, limits, progress, verbose=verbose)
+    if json_file is not None:
+        write_report(report, json_file)
+    print_operator(report, verbose=verbose)
+    raise typer.Exit(EXIT_OF[report.verdict])
+
+
+def _refuse(told: Mapping[str, Any], of_what: str) -> None:
+    for option, value in told.items():
+        if value is not None:
+            raise UsageError(f"--{option} is of {of_what}")
+
+
+def _checked(
+    name: str,
+    call: Mapping[str, Any],
+    questions: Mapping[str, Any],
+    limits: Mapping[str, Any],
+    progress: Callable[[str], None],
+    *,
+    verbose: bool,
+) -> OpReport:
+    checked = check_op_isolated(
+        name,
+        arguments=None if call["inputs"] is not None else read_arguments(call["args"] or ""),
+        inputs=call["inputs"],
+        imports=call["import"] or (),
+        words={
+            "probes": list(questions["probes"]) or None,
+            "backends": list(questions["backends"]),
+            "policy": questions["policy"],
+            "gradients": GRADIENTS[questions["gradients"]],
+        },
+        seed=questions["seed"],
+        progress=progress,
+        **limits,
+    )
+    # what the operator prints is part of running it
+    sys.stdout.write(checked.output)
+    for text in checked.warnings if verbose else ():
+        sys.stderr.write(text)
+    if not verbose:
+        tell_of_warnings(len(checked.warnings), Console(stderr=True))
+    return checked.report
