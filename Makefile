@@ -9,7 +9,7 @@ export NUMBA_CACHE_DIR ?= $(CURDIR)/.cache/numba
 # oneDNN's bf16 matmul dies with SIGILL on some x86 machines.
 export ONEDNN_MAX_CPU_ISA ?= AVX2
 
-.PHONY: demo test test-fast test-long lint bench bench-verdicts bench-locate setup lock clean
+.PHONY: demo test test-fast test-long lint bench bench-verdicts bench-locate sweep-ops setup lock clean
 
 setup: $(STAMP)
 
@@ -54,6 +54,11 @@ bench-verdicts: setup
 # Hours; interrupted, it goes on where it was. The tables are in build/locate/table.md.
 bench-locate: setup
 	$(BIN)/python benchmarks/locate.py --out build/locate
+
+# Most of an hour; interrupted, it goes on where it was. Ends with 1 if any operator diverges, 4 if any crashes.
+sweep-ops: setup
+	mkdir -p build/sweep-ops
+	$(BIN)/torchdelta op --opinfo all -o build/sweep-ops --resume --json build/sweep-ops/sweep.json
 
 # Writes the lock anew from what is installed in .venv.
 lock:
