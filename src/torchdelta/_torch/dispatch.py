@@ -129,7 +129,8 @@ class _Trace:
 
 
 def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    return all(one is other or bool(one == other) for one, other in zip(some, others, strict=True))
+    # an array says of each of its elements whether it is the same
+    return all(one is other or (one == other) is True for one, other in zip(some, others, strict=True))
 
 
 def _state_of(call: Callable[..., Any]) -> tuple[list[str], list[torch.Tensor]]:

@@ -44,8 +44,15 @@ class Symbolic:
         with self.mode:
             self.returned = call(*fake_args, **fake_kwargs)
 
-    def specialises(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Tell whether the call assumed something that tensors of these sizes do not have."""
+    @property
+    def fixes_sizes(self) -> bool:
+        """Whether the call took a symbol for the number that it happened to be."""
+        assert self.mode.shape_env is not None
+        sizes: list[Any] = [size for fake in self.given for size in fake.shape if isinstance(size, torch.SymInt)]
+        return any(self.mode.shape_env.replace(size.node.expr).is_number for size in sizes)
+
+    def goes_other_ways_for(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Tell whether the call decided something by its sizes that it would not with these."""
         assert self.mode.shape_env is not None
         return not self.mode.shape_env.evaluate_guards_for_args(list(self.given), list(tensors), ignore_static=False)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.overrides import resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -87,7 +88,8 @@ def name_of(op: Any) -> str:
     """Return what an operator or a function is called."""
     if isinstance(op, (OpOverload, OpOverloadPacket)):
         return str(op)
-    return getattr(op, "__qualname__", None) or getattr(op, "__name__", None) or type(op).__qualname__
+    known = resolve_name(op) if callable(op) else None
+    return known or getattr(op, "__qualname__", None) or type(op).__qualname__
 
 
 def has_schema(op: Any) -> bool:

@@ -103,7 +103,9 @@ def registration(op: Any, baseline: Baseline) -> Probe:
     devices = {leaf.device.type for leaf in tree_leaves((program.args, dict(program.kwargs))) if _is_tensor(leaf)}
     if all(schemas.has_autograd_kernel(op, device) for device in devices or {"cpu"}):
         return Probe(name="registration", verdict=Verdict.EQUIVALENT, reason="it has an autograd kernel")
-    args, kwargs = copy_together((program.args, dict(program.kwargs)), name=program.name)
+    copies = copy_together((program.args, dict(program.kwargs)), name=program.name)
+    # what is no leaf may be written to
+    args, kwargs = tree_map_only(torch.Tensor, lambda copied: copied.clone(), copies)
     given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
     with baseline.eager_scope(), schemas.without_autograd_fallback():
         returned = tree_leaves(op(*args, **kwargs))
@@ -164,20 +166,23 @@ def fake(name: str, baseline: Baseline) -> Probe:
     return _compared(name, _outputs(baseline), said, {path: _sizes(leaf) for path, leaf in said.items()})
 
 
-def symbolic(name: str, given: Baseline, other: Baseline) -> Probe:
-    """Run the fake kernel with sizes that are symbols, and put other numbers in their place."""
+def symbolic(name: str, given: Baseline, other: Baseline) -> Probe | str:
+    """Run the fake kernel with sizes that are symbols, and put other numbers in their place; or say why not."""
     program = given.program
     tensors = [leaf for leaf in tree_leaves((other.program.args, dict(other.program.kwargs))) if _is_tensor(leaf)]
     try:
         with runtime.preserved_generators():
             made = fakes.Symbolic(program.call, program.args, program.kwargs)
-            if made.specialises(tensors):
+            is_elsewhere = made.goes_other_ways_for(tensors)
+            if is_elsewhere and made.fixes_sizes:
                 return Probe(
                     name=name,
                     verdict=Verdict.INCONCLUSIVE,
-                    reason="what it says of its results it says for some sizes only: others are compiled anew",
+                    reason="it takes a size for the number that it is: every other one is compiled anew",
                     remedy=SYMBOLS,
                 )
+            if is_elsewhere:
+                return "it goes another way with the other sizes that were tried"
     except Exception as error:
         return _failed(name, error)
     said = leaves_of(made.returned, "outputs")

@@ -62,7 +62,6 @@ class Tracing:
     policy: Policy
     policy_words: str
     ignore: tuple[str, ...]
-    stages_by_default: bool
     correctness: bool
 
     def probe(self, trace: Trace) -> Probe:
@@ -108,7 +107,7 @@ class Tracing:
             baseline=baseline,
             transform=transform,
             policy=self.policy,
-            stages_by_default=self.stages_by_default,
+            stages_by_default=True,
         )
         report = check.run()
         if report.verdict is Verdict.EQUIVALENT:

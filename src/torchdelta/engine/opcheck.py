@@ -24,6 +24,7 @@ from torchdelta.engine.op_traces import Tracing, traces_with
 from torchdelta.errors import UsageError
 from torchdelta.execute.memory import living_set_aside
 from torchdelta.execute.op_arguments import described
+from torchdelta.execute.sides import state_of
 from torchdelta.records.case import DEFAULT_STAGES, words_of
 from torchdelta.records.operators import OpReport, Probe
 from torchdelta.records.verdict import Verdict, worst_of
@@ -73,7 +74,6 @@ def check_op(
         policy=ByFunction(compare) if compare is not None else parse(policy or "noise"),
         policy_words=f"compare={schemas.name_of(compare)}" if compare is not None else policy or "noise",
         ignore=words_of(ignore),
-        stages_by_default=gradients == "auto",
         correctness=correctness,
     )
     checking = OpCheck(
@@ -105,6 +105,11 @@ class OpCheck:
         versions.require_supported()
         started = time.perf_counter()
         self._require_known_probes()
+        if trained := state_of(self.inputs.given.program.call).parameters:
+            raise UsageError(
+                f"{schemas.name_of(self.inputs.op)} has parameters of its own ({', '.join(trained)}), which no operator "
+                "has: check it with torchdelta.check, transform='aot'"
+            )
         with runtime.preserved(), living_set_aside(), fakes.silent():
             self.inputs.given.reference  # noqa: B018 — what does not run eagerly is not asked anything
             probes = tuple(self._probes())
@@ -166,6 +171,13 @@ class OpCheck:
                 yield op_probes.registration(self.inputs.op, self.inputs.given)
             else:
                 self.unasked["registration"] = "it is a function, and autograd sees what it is made of"
+        if "gradients" in names and not self.inputs.given.reference.is_differentiable:
+            # that what is traced requires no grad either is a clause of the contract
+            reason = "no output requires grad: a backward is refused, and so it is where every trace is equivalent"
+            if self.gradients == "auto":
+                self.unasked["gradients"] = "no output requires grad"
+            else:
+                yield Probe(name="gradients", verdict=Verdict.EQUIVALENT, reason=reason)
         if "derivative" in names:
             if self.inputs.given.reference.is_differentiable:
                 yield op_probes.derivative((self.inputs.given, *self.inputs.fresh))
@@ -182,8 +194,10 @@ class OpCheck:
                 self.unasked[name] = self.inputs.no_other_sizes
             elif name == "fake/resized":
                 yield op_probes.fake(name, self.inputs.resized[0])
+            elif isinstance(answer := op_probes.symbolic(name, self.inputs.given, self.inputs.resized[0]), Probe):
+                yield answer
             else:
-                yield op_probes.symbolic(name, self.inputs.given, self.inputs.resized[0])
+                self.unasked[name] = answer
 
     def _is_wanted(self, name: str) -> bool:
         return any(name.startswith(prefix) for prefix in self.wanted)

@@ -28,6 +28,7 @@ def copy_together(values: Any, *, name: str, convert: Convert = lambda dtype: dt
     _refuse_shared(found, name)
     # an imported module is what it is: deepcopy would try to take it apart
     memo: dict[int, Any] = {id(value): value for value in found if isinstance(value, ModuleType)}
+    memo.update({id(value): value.clone_state() for value in found if isinstance(value, torch.Generator)})
     try:
         _copy_tensors([value for value in found if isinstance(value, torch.Tensor)], memo, convert)
         for function, shell in _function_shells(found, memo):
