@@ -34,6 +34,8 @@ SAMPLE = (
     *("nonzero", "unique", "masked_select"),
 )
 """Pointwise, reductions, products, convolutions, norms, indices, in place, random, linear algebra, views, and more."""
+KNOWN = {"nn.functional.dropout"}
+"""With p=0 it returns its input, and a clone of it where it is traced: so it is in torch 2.13."""
 ALSO = {
     "bfloat16": ("add", "matmul", "softmax", "cumsum"),
     "complex64": ("mul", "matmul", "view_as_real", "linalg.eigh"),
@@ -488,7 +490,8 @@ class TestTheRealThing:
         found = sweep(Asked(operators=tuple(SAMPLE), dtypes=("float32",), samples=1), pool=real)
 
         assert len(found.swept) == 40
-        assert failures(found) == {}
+        assert {name: said for name, said in failures(found).items() if name not in KNOWN} == {}
+        assert "aliasing" in failures(found)["nn.functional.dropout"]
         assert found.by_verdict()[Verdict.EQUIVALENT] >= 30
 
     @pytest.mark.parametrize("dtype", ALSO)
