@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from functorch.compile import aot_function, default_partition, make_boxed_func, min_cut_rematerialization_partition
-from torch._dynamo.source import ConstantSource
+from torch._dynamo.source import LocalSource
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
@@ -83,8 +83,8 @@ class Dispatched:
         env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
         mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
         fakes = [
-            # the mode remembers them: AOTAutograd gets these very ones
-            mode.from_tensor(tensor, static_shapes=not self.dynamic, source=ConstantSource(f"tensor_{place}"))
+            # the mode remembers them: AOTAutograd gets these very ones; by these names its guards are asked
+            mode.from_tensor(tensor, static_shapes=not self.dynamic, source=LocalSource(f"t{place}"))
             for place, tensor in enumerate(given)
         ]
         # left to itself, it returns a list in the place of a tuple

@@ -9,10 +9,15 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
-from torch._dynamo.source import ConstantSource
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import LocalSource
 from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
-from torch._subclasses.fake_tensor import UnsupportedOperatorException
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._pytree import tree_map_only
 
 Calling = Callable[..., Any]
@@ -24,8 +29,8 @@ def call_faked(call: Calling, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     fake_args, fake_kwargs = tree_map_only(
         torch.Tensor, lambda tensor: mode.from_tensor(tensor, static_shapes=True), (args, dict(kwargs))
     )
-    with mode:
-        return call(*fake_args, **fake_kwargs)
+    with mode, enable_python_dispatcher():
+        return _with_numbers(call(*fake_args, **fake_kwargs))
 
 
 class Symbolic:
@@ -36,13 +41,14 @@ class Symbolic:
         self.given: list[FakeTensor] = []
 
         def faked(tensor: torch.Tensor) -> FakeTensor:
-            fake = self.mode.from_tensor(tensor, source=ConstantSource(f"tensor_{len(self.given)}"))
+            fake = self.mode.from_tensor(tensor, source=LocalSource(f"t{len(self.given)}"))
             self.given.append(fake)
             return fake
 
         fake_args, fake_kwargs = tree_map_only(torch.Tensor, faked, (args, dict(kwargs)))
-        with self.mode:
-            self.returned = call(*fake_args, **fake_kwargs)
+        # what is written in C++ for numbers is written once more in Python, for symbols
+        with self.mode, enable_python_dispatcher():
+            self.returned = _with_numbers(call(*fake_args, **fake_kwargs))
 
     @property
     def fixes_sizes(self) -> bool:
@@ -80,6 +86,11 @@ def lacks_fake_kernel(error: BaseException | None) -> bool:
     return False
 
 
+def depends_on_data(error: BaseException) -> bool:
+    """Tell whether this was raised because what is asked for cannot be known without data."""
+    return isinstance(error, (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode))
+
+
 @contextmanager
 def silent() -> Iterator[None]:
     """Keep torch from printing a traceback for each fake kernel that raises: whoever asked for it is told."""
@@ -94,6 +105,12 @@ def silent() -> Iterator[None]:
 def _mode() -> FakeTensorMode:
     env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
     return FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+
+
+def _with_numbers(returned: Any) -> Any:
+    """Put a number in the place of each symbol that is returned: as an object it would be all that is known of it."""
+    symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    return tree_map_only(symbols, lambda symbol: symbol.node.hint if symbol.node.has_hint() else 0, returned)
 
 
 def _evaluated(size: Any, numbers: Mapping[Any, int]) -> int | None:

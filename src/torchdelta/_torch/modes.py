@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -38,6 +39,20 @@ def _without_function_modes() -> Iterator[None]:
     finally:
         for mode in reversed(taken):
             torch._C._push_on_torch_function_stack(mode)
+
+
+@contextmanager
+def dispatch_kept() -> Iterator[None]:
+    """Leave the dispatcher as it was, although a kernel written in Python raises inside.
+
+    What torch sets for the call of such a kernel it puts back when the traceback is gone, which may be much later.
+    """
+    before = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(*before):
+        try:
+            yield
+        finally:
+            gc.collect()
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.overrides import resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchdelta.errors import EnvironmentUnfit, UsageError
@@ -70,7 +71,7 @@ def operator_named(name: str) -> Callable[..., Any]:
     if not overload:
         return packet
     if overload not in _names_of_overloads(packet):
-        there = [str(each) for each in _overloads(packet)]
+        there = [str(each) for each in overloads_of(packet)]
         raise UsageError(
             f"{namespace}.{op} has no overload {overload!r}: there {'is' if len(there) == 1 else 'are'} "
             + ", ".join(there)
@@ -129,7 +130,7 @@ def devices_of(op: Any) -> frozenset[str] | None:
     What is made of other operators runs where those do, and so does a Python function.
     """
     found: set[str] = set()
-    for name in (each._name for each in _overloads(op)):
+    for name in (each._name for each in overloads_of(op)):
         if any(_has_kernel(name, key) for key in _ANYWHERE):
             return None
         found |= {device.lower() for device, keys in _KEYS.items() if any(_has_kernel(name, key) for key in keys)}
@@ -158,7 +159,8 @@ def name_of(op: Any) -> str:
         return str(op)
     if isinstance(op, CustomOpDef):
         return str(op._opoverload.overloadpacket)
-    return str(getattr(op, "__qualname__", type(op).__qualname__)).rpartition("<locals>.")[2]
+    known = resolve_name(op) if callable(op) else None
+    return known or str(getattr(op, "__qualname__", type(op).__qualname__)).rpartition("<locals>.")[2]
 
 
 class _Fits(BaseException):
@@ -185,7 +187,7 @@ def require_fitting(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     except (RuntimeError, TypeError, ValueError) as error:
         if (said := _what_does_not_fit(str(error))) is None:  # of a kernel, that is: whoever runs it will see
             return None
-        schemas = "; or ".join(str(each._schema) for each in _overloads(op))
+        schemas = "; or ".join(str(each._schema) for each in overloads_of(op))
         raise UsageError(f"{name_of(op)}: the arguments do not fit {schemas}: {said}") from error
     return None
 
@@ -210,7 +212,8 @@ def _require_binding(function: Callable[..., Any], args: Sequence[Any], kwargs: 
         raise UsageError(f"{name}: the arguments do not fit: {error}; it takes {signature}") from error
 
 
-def _overloads(op: Any) -> list[OpOverload]:
+def overloads_of(op: Any) -> list[OpOverload]:
+    """Return every overload of an operator; of a function none."""
     if isinstance(op, CustomOpDef):
         return [op._opoverload]
     if isinstance(op, OpOverloadPacket):

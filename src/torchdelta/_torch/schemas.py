@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
-from torch.overrides import resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchdelta._torch.operators import is_built_in
+from torchdelta._torch.operators import is_built_in, overloads_of
 from torchdelta._torch.tensors import storage_key
 
 
@@ -79,22 +78,9 @@ class _Look:
 
 def as_operator(op: Any) -> Any:
     """Return the one operator that a definition or a name stands for; anything else as it is."""
-    if isinstance(op, OpOverloadPacket) and len(overloads := _overloads(op)) == 1:
+    if isinstance(op, OpOverloadPacket) and len(overloads := overloads_of(op)) == 1:
         return overloads[0]
     return op._opoverload if isinstance(op, CustomOpDef) else op
-
-
-def name_of(op: Any) -> str:
-    """Return what an operator or a function is called."""
-    if isinstance(op, (OpOverload, OpOverloadPacket)):
-        return str(op)
-    known = resolve_name(op) if callable(op) else None
-    return known or getattr(op, "__qualname__", None) or type(op).__qualname__
-
-
-def has_schema(op: Any) -> bool:
-    """Tell whether this is a registered operator, and no mere function."""
-    return isinstance(op, (OpOverload, OpOverloadPacket))
 
 
 def has_autograd_kernel(op: Any, device: str) -> bool:
@@ -102,7 +88,7 @@ def has_autograd_kernel(op: Any, device: str) -> bool:
     keys = (f"Autograd{device.upper()}", "Autograd", "CompositeImplicitAutograd")
     return all(
         any(torch._C._dispatch_has_kernel_for_dispatch_key(overload._name, key) for key in keys)
-        for overload in _overloads(op)
+        for overload in overloads_of(op)
     )
 
 
@@ -119,19 +105,13 @@ def without_autograd_fallback() -> Iterator[None]:
 
 def written_by(op: Any) -> frozenset[str]:
     """Return the names of the arguments that an operator declares to change; those of any overload of a packet."""
-    declared = (argument for overload in _overloads(op) for argument in overload._schema.arguments)
+    declared = (argument for overload in overloads_of(op) for argument in overload._schema.arguments)
     return frozenset(each.name for each in declared if each.alias_info is not None and each.alias_info.is_write)
 
 
 def positions_of(op: Any) -> dict[str, int]:
     """Return where each argument of an operator stands."""
-    return {each.name: place for overload in _overloads(op) for place, each in enumerate(overload._schema.arguments)}
-
-
-def _overloads(op: Any) -> list[OpOverload]:
-    if isinstance(op, OpOverload):
-        return [op]
-    return [getattr(op, name) for name in op.overloads()] if isinstance(op, OpOverloadPacket) else []  # type: ignore[no-untyped-call]
+    return {each.name: place for overload in overloads_of(op) for place, each in enumerate(overload._schema.arguments)}
 
 
 def _arguments(

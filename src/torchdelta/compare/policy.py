@@ -12,6 +12,7 @@ import torch
 
 from torchdelta.compare import chunked
 from torchdelta.compare.metrics import METRICS
+from torchdelta.errors import UsageError
 from torchdelta.records.comparison import Breach, Measurement, Scalar, Worst
 from torchdelta.records.verdict import Verdict
 
@@ -107,14 +108,15 @@ class ByFunction:
     atol = 0.0
 
     def judge(self, sample: Sample) -> Judgement:
-        """Diverged where the function says so."""
-        said = ""
+        """Diverged where the function says so; what it raises besides is a mistake in it."""
+        name, said = getattr(self.function, "__qualname__", type(self.function).__qualname__), ""
         try:
             if self.function(sample.reference, sample.candidate) is False:
                 said = "it returned False"
         except AssertionError as error:
             said = str(error).strip() or "AssertionError"
-        name = getattr(self.function, "__qualname__", type(self.function).__qualname__)
+        except Exception as error:
+            raise UsageError(f"{name}, which compares, raised {type(error).__name__}: {error}") from error
         return Judgement(
             verdict=Verdict.DIVERGED if said else Verdict.EQUIVALENT,
             reason=f"{name} says: {said}" if said else f"{name} takes them for the same",

@@ -1,18 +1,21 @@
 """Is the backward the derivative of the forward? Both sides of a check run the same backward: only the function tells.
 
 Along a random direction the function is differenced in float64 with ever smaller steps. Where two steps agree best is
-the derivative, and how well they agree is how well it is known.
+the derivative, and how well they agree is how well it is known. Where it is another to the left than to the right, or
+no number, there is none.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from torchdelta._torch import lift, runtime
+from torchdelta._torch.trees import tree_map_only
 from torchdelta.compare.judge import is_inexact
 from torchdelta.compare.leaves import leaves_of
 from torchdelta.engine.baseline import Baseline
@@ -24,6 +27,8 @@ MARGIN = 8.0
 """So many times of what two steps differ by is allowed."""
 FLOOR = 1e-6
 """And so much of what the gradient amounts to along a direction of its own size."""
+KINK = 0.1
+"""Left and right that differ by more than this share of the larger are of two minds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +40,13 @@ class Slope:
     is_none: bool
     derivative: float
     allowed: float
+    is_known: bool
+    """Whether the function has a derivative there that differences tell."""
 
     @property
     def is_wrong(self) -> bool:
         """Whether they differ by more than can be told."""
-        return not abs(self.gradient - self.derivative) <= self.allowed
+        return self.is_known and not abs(self.gradient - self.derivative) <= self.allowed
 
     def __str__(self) -> str:
         said = "None" if self.is_none else f"{self.gradient:.6g}"
@@ -51,78 +58,73 @@ class Slope:
 
 def slopes(baseline: Baseline) -> list[Slope]:
     """Return one for each input that requires grad, in float64; what the operator raises there is raised."""
-    side = Side.copied_from(baseline.program, convert=lift.widened)
-    inputs = {path: leaf for path, leaf in _inputs(side).items() if leaf.requires_grad}
-    evaluate = _scalar_of(side, baseline)
-    for leaf in inputs.values():
-        leaf.grad = None
-    value = evaluate()
+    function = _Function(baseline)
+    value = function.at({})
     if not value.requires_grad:
         return []
     value.backward()  # type: ignore[no-untyped-call]
-    gradients = {path: leaf.grad for path, leaf in inputs.items()}
-    return [_slope(path, leaf, gradients[path], evaluate) for path, leaf in inputs.items()]
+    return [function.slope(path, leaf, float(value.detach())) for path, leaf in function.inputs.items()]
 
 
-def _scalar_of(side: Side, baseline: Baseline) -> Callable[[], torch.Tensor]:
-    """Return what adds up the outputs, each against a random cotangent."""
-    seed = baseline.plan.seed
+class _Function:
+    """The outputs of an operator, each against a random cotangent, added up."""
 
-    def evaluate() -> torch.Tensor:
-        saved = [leaf.detach().clone() for leaf in _constants(side)]
+    def __init__(self, baseline: Baseline) -> None:
+        self.baseline = baseline
+        self.side = Side.copied_from(baseline.program, convert=lift.widened)
+        found = {**leaves_of(self.side.args, "args"), **leaves_of(self.side.kwargs, "kwargs")}
+        met: set[int] = set()
+        self.inputs: dict[str, torch.Tensor] = {}
+        for path, leaf in found.items():
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and id(leaf) not in met:
+                self.inputs[path] = leaf
+                leaf.grad = None
+            met.add(id(leaf))
+
+    def at(self, moved: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """Return it with some inputs in another place; what a call writes to is a copy."""
+
+        def given(tensor: torch.Tensor) -> torch.Tensor:
+            return moved.get(id(tensor), tensor) if tensor.requires_grad else tensor.clone()
+
+        args, kwargs = tree_map_only(torch.Tensor, given, (self.side.args, self.side.kwargs))
+        seed = self.baseline.plan.seed
         runtime.seed_everything(seed)
-        with baseline.eager_scope():
-            outputs = side.call(*side.args, **side.kwargs)
+        with self.baseline.eager_scope():
+            outputs = self.side.call(*args, **kwargs)
         total = torch.zeros((), dtype=torch.float64)
         for path, leaf in leaves_of(outputs, "outputs").items():
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and is_inexact(leaf.dtype):
                 product = cotangent_for(leaf, path, seed).conj() * leaf
                 total = total + (product.real if product.is_complex() else product).sum()
-        with torch.no_grad():  # a call that writes to its inputs must not find its own traces
-            for leaf, old in zip(_constants(side), saved, strict=True):
-                leaf.copy_(old)
         return total
 
-    return evaluate
+    def slope(self, path: str, leaf: torch.Tensor, here: float) -> Slope:
+        """Hold the gradient of one input against differences along a direction."""
+        direction, start = _direction(leaf, path), leaf.detach()
 
+        def moved_by(step: float) -> float:
+            there = (start + step * direction).requires_grad_()
+            return float(self.at({id(leaf): there}).detach())
 
-def _constants(side: Side) -> list[torch.Tensor]:
-    return [leaf for leaf in _inputs(side).values() if not leaf.requires_grad]
-
-
-def _inputs(side: Side) -> dict[str, torch.Tensor]:
-    found = {**leaves_of(side.args, "args"), **leaves_of(side.kwargs, "kwargs")}
-    return {path: leaf for path, leaf in found.items() if isinstance(leaf, torch.Tensor)}
-
-
-def _slope(path: str, leaf: torch.Tensor, gradient: torch.Tensor | None, evaluate: Callable[[], torch.Tensor]) -> Slope:
-    direction = _direction(leaf, path)
-    said = 0.0 if gradient is None else _inner(gradient, direction)
-    size = (
-        0.0
-        if gradient is None
-        else float(torch.linalg.vector_norm(gradient)) * float(torch.linalg.vector_norm(direction))
-    )
-    start = leaf.detach().clone()
-    differences = []
-    with torch.no_grad():
-        for step in STEPS:
-            ends = []
-            for sign in (1.0, -1.0):
-                leaf.copy_(start + sign * step * direction)
-                with torch.enable_grad():
-                    ends.append(float(evaluate().detach()))
-            differences.append((ends[0] - ends[1]) / (2.0 * step))
-        leaf.copy_(start)
-    known = [(abs(one - other), other) for one, other in itertools.pairwise(differences)]
-    spread, derivative = min(known)
-    return Slope(
-        path=path,
-        gradient=said,
-        is_none=gradient is None,
-        derivative=derivative,
-        allowed=MARGIN * spread + FLOOR * max(size, abs(derivative)),
-    )
+        ends = [(moved_by(step), moved_by(-step)) for step in STEPS]
+        differences = [(ahead - behind) / (2.0 * step) for step, (ahead, behind) in zip(STEPS, ends, strict=True)]
+        spread, derivative, place = min(
+            (abs(one - other), other, place) for place, (one, other) in enumerate(itertools.pairwise(differences), 1)
+        )
+        ahead, behind = ((ends[place][0] - here) / STEPS[place], (here - ends[place][1]) / STEPS[place])
+        is_smooth = abs(ahead - behind) <= KINK * max(abs(ahead), abs(behind)) + MARGIN * spread
+        gradient = leaf.grad
+        said = 0.0 if gradient is None else _inner(gradient, direction)
+        size = 0.0 if gradient is None else float(gradient.norm()) * float(direction.norm())
+        return Slope(
+            path=path,
+            gradient=said,
+            is_none=gradient is None,
+            derivative=derivative,
+            allowed=MARGIN * spread + FLOOR * max(size, abs(derivative)),
+            is_known=is_smooth and math.isfinite(derivative) and math.isfinite(spread),
+        )
 
 
 def _direction(leaf: torch.Tensor, path: str) -> torch.Tensor:

@@ -31,10 +31,26 @@ class OpInputs:
     stages: tuple[str, ...]
     seed: int
 
+    no_backward: str = ""
+    """What the backward raises eagerly, so that nothing can be asked about it."""
+
     @cached_property
     def given(self) -> Baseline:
-        """The operator with the inputs that were given."""
-        return self._baseline(operated(self.op, self.args, self.kwargs))
+        """The operator with the inputs that were given; ProgramError where it does not take them."""
+        program = operated(self.op, self.args, self.kwargs)
+        baseline = self._baseline(program)
+        try:
+            baseline.reference  # noqa: B018
+        except ProgramError as error:
+            # its forward alone may do
+            self.stages, stages = ("forward",), self.stages
+            alone = self._baseline(program)
+            if stages == self.stages:
+                raise
+            alone.reference  # noqa: B018
+            self.no_backward = f"{type(error.__cause__).__name__}: {error.__cause__}".partition("\n")[0]
+            return alone
+        return baseline
 
     @cached_property
     def fresh(self) -> list[Baseline]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from torchdelta._torch import fakes, runtime, schemas
+from torchdelta._torch.modes import dispatch_kept
 from torchdelta._torch.trees import tree_leaves, tree_map_only
 from torchdelta.compare.contract import Terms, breaches
 from torchdelta.compare.judge import Judge, is_inexact
@@ -28,6 +29,7 @@ DRAWS = 8
 """With so many draws of fresh values: it may depend on them."""
 ROUNDINGS = 4
 """So many units in the last place of the largest element may differ where a sum is taken in another order."""
+NO_SLOPE = "at these inputs it has no derivative: it is no number, or another to the left than to the right"
 REGISTER_FAKE = (
     "register a fake kernel: @torch.library.register_fake(NAME) on a function of the same arguments that returns empty "
     "tensors of the right sizes, strides and dtypes"
@@ -137,7 +139,7 @@ def derivative(baselines: Iterable[Baseline]) -> Probe:
                 verdict=Verdict.INCONCLUSIVE,
                 reason=f"it does not run in float64 ({type(error).__name__}: {_line(error)}), so nothing can be told",
             )
-        asked += len(found)
+        asked += sum(slope.is_known for slope in found)
         wrong = [str(slope) for slope in found if slope.is_wrong]
         if not wrong:
             break
@@ -150,41 +152,41 @@ def derivative(baselines: Iterable[Baseline]) -> Probe:
             "straight-through estimator), leave this probe out",
         )
     if not asked:
-        return Probe(name="derivative", verdict=Verdict.INCONCLUSIVE, reason="no output depends on what requires grad")
+        return Probe(name="derivative", verdict=Verdict.INCONCLUSIVE, reason=NO_SLOPE)
     return Probe(name="derivative", verdict=Verdict.EQUIVALENT, reason="the backward is the derivative of the forward")
 
 
 def fake(name: str, baseline: Baseline) -> Probe:
     """Hold what the fake kernel says of the results against what the real one returned."""
-    program = baseline.program
-    try:
-        with runtime.preserved_generators():
-            returned = fakes.call_faked(program.call, program.args, program.kwargs)
-    except Exception as error:
-        return _failed(name, error)
+    side = Side.copied_from(baseline.program)
+    with runtime.preserved_generators(), dispatch_kept():
+        try:
+            returned = fakes.call_faked(side.call, side.args, side.kwargs)
+        except Exception as error:
+            return _failed(name, error)
     said = leaves_of(returned, "outputs")
     return _compared(name, _outputs(baseline), said, {path: _sizes(leaf) for path, leaf in said.items()})
 
 
 def symbolic(name: str, given: Baseline, other: Baseline) -> Probe | str:
     """Run the fake kernel with sizes that are symbols, and put other numbers in their place; or say why not."""
-    program = given.program
+    side = Side.copied_from(given.program)
     tensors = [leaf for leaf in tree_leaves((other.program.args, dict(other.program.kwargs))) if _is_tensor(leaf)]
-    try:
-        with runtime.preserved_generators():
-            made = fakes.Symbolic(program.call, program.args, program.kwargs)
+    with runtime.preserved_generators(), dispatch_kept():
+        try:
+            made = fakes.Symbolic(side.call, side.args, side.kwargs)
             is_elsewhere = made.goes_other_ways_for(tensors)
-            if is_elsewhere and made.fixes_sizes:
-                return Probe(
-                    name=name,
-                    verdict=Verdict.INCONCLUSIVE,
-                    reason="it takes a size for the number that it is: every other one is compiled anew",
-                    remedy=SYMBOLS,
-                )
-            if is_elsewhere:
-                return "it goes another way with the other sizes that were tried"
-    except Exception as error:
-        return _failed(name, error)
+        except Exception as error:
+            return _failed(name, error)
+    if is_elsewhere and made.fixes_sizes:
+        return Probe(
+            name=name,
+            verdict=Verdict.INCONCLUSIVE,
+            reason="it takes a size for the number that it is: every other one is compiled anew",
+            remedy=SYMBOLS,
+        )
+    if is_elsewhere:
+        return "it goes another way with the other sizes that were tried"
     said = leaves_of(made.returned, "outputs")
     sizes = {path: made.sizes(leaf, tensors) if _is_tensor(leaf) else None for path, leaf in said.items()}
     return _compared(name, _outputs(other), said, sizes)
@@ -238,6 +240,8 @@ def remedy_of(message: str) -> str:
     """Return what to register where a trace raised this."""
     if "no fake impl" in message or "register_fake" in message:
         return REGISTER_FAKE
+    if "register_autograd" in message:
+        return "register its gradient: torch.library.register_autograd(NAME, backward, setup_context=…)"
     if "SymInt" in message or "symbolic" in message:
         return SYMBOLS
     return ""
@@ -250,6 +254,12 @@ def _failed(name: str, error: Exception) -> Probe:
             verdict=Verdict.INCONCLUSIVE,
             reason="there is no fake kernel, so there is nothing to hold against the real one",
             remedy=REGISTER_FAKE,
+        )
+    if fakes.depends_on_data(error):
+        return Probe(
+            name=name,
+            verdict=Verdict.INCONCLUSIVE,
+            reason=f"without data nothing can be told of what it returns ({type(error).__name__}: {_line(error)})",
         )
     return Probe(
         name=name,
@@ -269,8 +279,11 @@ def _called(side: Side, baseline: Baseline) -> Leaves:
 
 
 def _outputs(baseline: Baseline) -> Leaves:
-    kept = baseline.reference.stages["forward"]
-    return {path: leaf for path, leaf in kept.items() if path.startswith("outputs")}
+    """Return what the real kernel returns itself: a copy of it may be laid out otherwise."""
+    side = Side.copied_from(baseline.program)
+    runtime.seed_everything(baseline.plan.seed)
+    with baseline.eager_scope():
+        return leaves_of(side.call(*side.args, **side.kwargs), "outputs")
 
 
 def _is_tensor(value: Any) -> bool:

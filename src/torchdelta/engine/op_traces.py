@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torchdelta import transforms
+from torchdelta._torch.modes import dispatch_kept
 from torchdelta.compare.policy import Policy
 from torchdelta.engine import op_probes
 from torchdelta.engine.baseline import Baseline
@@ -71,7 +72,7 @@ class Tracing:
         others = inputs.resized if is_resized else inputs.fresh
         transform = transforms.build(trace.transform, trace.options)
         side, draws_random = Side.copied_from(inputs.given.program), inputs.given.reference.draws_random
-        with kept(transform, side, draws_random=draws_random) as once:
+        with dispatch_kept(), kept(transform, side, draws_random=draws_random) as once:
             probe = self._run(trace, once, inputs.given)
             for other in others if probe.verdict is Verdict.EQUIVALENT else ():
                 second = self._run(trace, once, other)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from torchdelta import transforms
-from torchdelta._torch import fakes, runtime, schemas, versions
+from torchdelta._torch import fakes, operators, runtime, schemas, versions
 from torchdelta.compare.policies import parse
 from torchdelta.compare.policy import ByFunction
 from torchdelta.engine import op_probes
@@ -61,6 +61,8 @@ def check_op(
         raise UsageError(f"gradients is True, False or 'auto', not {gradients!r}")
     if compare is not None and policy is not None:
         raise UsageError("name either a policy or a function that compares, not both")
+    if not isinstance(args, (tuple, list)):
+        raise UsageError(f"the arguments are a tuple, not {type(args).__name__}: write (x,) for one")
     inputs = OpInputs(
         op=schemas.as_operator(op),
         args=tuple(args),
@@ -72,7 +74,7 @@ def check_op(
     tracing = Tracing(
         inputs=inputs,
         policy=ByFunction(compare) if compare is not None else parse(policy or "noise"),
-        policy_words=f"compare={schemas.name_of(compare)}" if compare is not None else policy or "noise",
+        policy_words=f"compare={operators.name_of(compare)}" if compare is not None else policy or "noise",
         ignore=words_of(ignore),
         correctness=correctness,
     )
@@ -105,13 +107,14 @@ class OpCheck:
         versions.require_supported()
         started = time.perf_counter()
         self._require_known_probes()
-        if trained := state_of(self.inputs.given.program.call).parameters:
+        with runtime.preserved(), living_set_aside():
+            program = self.inputs.given.program  # what does not run eagerly is not asked anything
+        if trained := state_of(program.call).parameters:
             raise UsageError(
-                f"{schemas.name_of(self.inputs.op)} has parameters of its own ({', '.join(trained)}), which no operator "
-                "has: check it with torchdelta.check, transform='aot'"
+                f"{program.name} is no operator: it has parameters of its own ({', '.join(trained)}); "
+                "check it with torchdelta.check, transform='aot'"
             )
         with runtime.preserved(), living_set_aside(), fakes.silent():
-            self.inputs.given.reference  # noqa: B018 — what does not run eagerly is not asked anything
             probes = tuple(self._probes())
         if not probes:
             raise UsageError(f"none of the probes {', '.join(self.wanted)} applies: {_listed(self.unasked)}")
@@ -141,11 +144,13 @@ class OpCheck:
 
     def _of_itself(self) -> Iterator[Probe]:
         if self._is_wanted("schema"):
-            if schemas.has_schema(self.inputs.op):
+            if operators.is_registered(self.inputs.op):
+                self.progress("schema")
                 yield op_probes.schema(self.inputs.op, self.inputs.given)
             else:
                 self.unasked["schema"] = "it is a function, and declares nothing"
         if self._is_wanted("repeat"):
+            self.progress("repeat")
             yield op_probes.repeat(self.inputs.given)
 
     def _of_its_gradients(self) -> Iterator[Probe]:
@@ -167,11 +172,19 @@ class OpCheck:
                 )
             return
         if "registration" in names:
-            if schemas.has_schema(self.inputs.op):
+            if operators.is_registered(self.inputs.op):
+                self.progress("registration")
                 yield op_probes.registration(self.inputs.op, self.inputs.given)
             else:
                 self.unasked["registration"] = "it is a function, and autograd sees what it is made of"
-        if "gradients" in names and not self.inputs.given.reference.is_differentiable:
+        if "gradients" in names and self.inputs.no_backward:
+            yield Probe(
+                name="gradients",
+                verdict=Verdict.INCONCLUSIVE,
+                reason=f"its backward raises eagerly: {self.inputs.no_backward}",
+                remedy="register one with torch.library.register_autograd, or ask without gradients",
+            )
+        elif "gradients" in names and not self.inputs.given.reference.is_differentiable:
             # that what is traced requires no grad either is a clause of the contract
             reason = "no output requires grad: a backward is refused, and so it is where every trace is equivalent"
             if self.gradients == "auto":
@@ -180,16 +193,19 @@ class OpCheck:
                 yield Probe(name="gradients", verdict=Verdict.EQUIVALENT, reason=reason)
         if "derivative" in names:
             if self.inputs.given.reference.is_differentiable:
+                self.progress("derivative")
                 yield op_probes.derivative((self.inputs.given, *self.inputs.fresh))
             else:
                 self.unasked["derivative"] = "no output requires grad"
 
     def _of_its_fake_kernel(self) -> Iterator[Probe]:
         if self._is_wanted("fake/given"):
+            self.progress("fake/given")
             yield op_probes.fake("fake/given", self.inputs.given)
         for name in ("fake/resized", "fake/symbolic"):
             if not self._is_wanted(name):
                 continue
+            self.progress(name)
             if not self.inputs.resized:
                 self.unasked[name] = self.inputs.no_other_sizes
             elif name == "fake/resized":

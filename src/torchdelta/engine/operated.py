@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchdelta._torch import schemas
+from torchdelta._torch import operators, schemas
 from torchdelta._torch.trees import tree_flatten, tree_leaves, tree_unflatten
 from torchdelta.execute.programs import Program
 
@@ -29,7 +29,7 @@ def operated(op: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
         inner_args, inner_kwargs = tree_unflatten(given, spec)
         return op(*inner_args, **inner_kwargs), [given[place] for place in inside]
 
-    name = schemas.name_of(op)
+    name = operators.name_of(op)
     return Program(name=name, call=call_inside if inside else call, args=args, kwargs=dict(kwargs))
 
 
