@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from functorch.compile import aot_function, default_partition, make_boxed_func, min_cut_rematerialization_partition
@@ -13,7 +13,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from torchdelta._torch.dynamo import Witness
 
@@ -21,6 +21,8 @@ PARTITIONERS = {"min-cut": min_cut_rematerialization_partition, "default": defau
 
 _TENSOR = object()
 """Where a tensor stands among what is no tensor."""
+
+_TRACED = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class Dispatched:
@@ -55,7 +57,7 @@ class Dispatched:
     def _traced(
         self, names: Sequence[str], given: Sequence[torch.Tensor], plain: tuple[Any, ...], spec: TreeSpec
     ) -> _Trace:
-        returns: list[TreeSpec] = []
+        returns: list[tuple[TreeSpec, list[Any]]] = []
 
         def of_tensors(*tensors: torch.Tensor) -> list[Any]:
             state = dict(zip(names, tensors, strict=False))
@@ -66,9 +68,16 @@ class Dispatched:
                 returned = torch.func.functional_call(self.call, state, args, kwargs)
             else:
                 returned = self.call(*args, **kwargs)
-            flat, structure = tree_flatten(returned)
-            returns.append(structure)
-            return flat
+            flat, structure = tree_flatten(_swapped(returned, torch.Size, lambda size: _Sizes(list(size))))
+            # what is no tensor is no output of a trace: it is what it is
+            returns.append((structure, [_TENSOR if isinstance(leaf, _TRACED) else leaf for leaf in flat]))
+            return [leaf for leaf in flat if isinstance(leaf, _TRACED)]
+
+        def run_traced(*tensors: torch.Tensor) -> Any:
+            outputs = iter(run(*tensors))
+            structure, rest = returns[-1]
+            made = tree_unflatten([next(outputs) if leaf is _TENSOR else leaf for leaf in rest], structure)
+            return _swapped(made, _Sizes, lambda sizes: torch.Size(sizes.each))
 
         run = aot_function(
             of_tensors,
@@ -87,9 +96,8 @@ class Dispatched:
             mode.from_tensor(tensor, static_shapes=not self.dynamic, source=LocalSource(f"t{place}"))
             for place, tensor in enumerate(given)
         ]
-        # left to itself, it returns a list in the place of a tuple
         return _Trace(
-            run=lambda *tensors: tree_unflatten(run(*tensors), returns[-1]),
+            run=run_traced,
             plain=plain,
             spec=spec,
             is_dynamic=self.dynamic,
@@ -131,6 +139,18 @@ class _Trace:
 def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     # an array says of each of its elements whether it is the same
     return all(one is other or (one == other) is True for one, other in zip(some, others, strict=True))
+
+
+class _Sizes(NamedTuple):
+    """Stands for a `torch.Size`, of which torch's trees make a tuple."""
+
+    each: list[Any]
+
+
+def _swapped(value: Any, kind: type, swap: Callable[[Any], Any]) -> Any:
+    return tree_map(
+        lambda leaf: swap(leaf) if isinstance(leaf, kind) else leaf, value, is_leaf=lambda leaf: isinstance(leaf, kind)
+    )
 
 
 def _state_of(call: Callable[..., Any]) -> tuple[list[str], list[torch.Tensor]]:

@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from torchdelta._torch import operators
+from torchdelta._torch.trees import tree_leaves
 from torchdelta.errors import ProgramError
 from torchdelta.execute import op_arguments
 from torchdelta.execute.named import import_place
 from torchdelta.execute.programs import load_callable
-
-_DEVICE = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +31,8 @@ def named_op(op: str, *, imports: Sequence[str], arguments: Any, inputs: str | N
         import_place(module)
     found = load_callable(op, what="operator") if _is_in_a_file(op) else operators.operator_named(op)
     args, kwargs = op_arguments.build(arguments, seed) if inputs is None else _given_by(inputs)
-    if inputs is None:
-        operators.require_kernel(found, _DEVICE)
+    for device in {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}:
+        operators.require_kernel(found, device)
     operators.require_fitting(found, args, kwargs)
     return OpCall(op=found, args=args, kwargs=kwargs)
 
