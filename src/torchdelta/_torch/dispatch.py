@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from torchdelta._torch.dynamo import Witness
+from torchdelta._torch.tensors import storage_key
 
 PARTITIONERS = {"min-cut": min_cut_rematerialization_partition, "default": default_partition}
 
@@ -100,6 +101,7 @@ class Dispatched:
             run=run_traced,
             plain=plain,
             spec=spec,
+            sharing=_sharing(given),
             is_dynamic=self.dynamic,
             mode=mode,
             fakes=fakes,
@@ -122,13 +124,16 @@ class _Trace:
     run: Callable[..., Any]
     plain: tuple[Any, ...]
     spec: TreeSpec
+    sharing: list[int]
     is_dynamic: bool
     mode: FakeTensorMode
     fakes: Sequence[FakeTensor]
 
     def fits(self, given: Sequence[torch.Tensor], plain: tuple[Any, ...], spec: TreeSpec) -> bool:
         """Tell whether the trace stands for a call with these inputs too; values are never asked about."""
-        if spec != self.spec or not _are_same(plain, self.plain):
+        if spec != self.spec or not _are_same(plain, self.plain) or _sharing(given) != self.sharing:
+            return False
+        if any(fake.dtype != tensor.dtype for fake, tensor in zip(self.fakes, given, strict=True)):
             return False
         if not self.is_dynamic:
             return all(fake.shape == tensor.shape for fake, tensor in zip(self.fakes, given, strict=True))
@@ -138,7 +143,16 @@ class _Trace:
 
 def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     # an array says of each of its elements whether it is the same
-    return all(one is other or (one == other) is True for one, other in zip(some, others, strict=True))
+    return all(
+        one is other or (type(one) is type(other) and (one == other) is True)
+        for one, other in zip(some, others, strict=True)
+    )
+
+
+def _sharing(given: Sequence[torch.Tensor]) -> list[int]:
+    """Return for each tensor the first that has the same memory."""
+    keys = [storage_key(tensor) or -place for place, tensor in enumerate(given, 1)]
+    return [keys.index(key) for key in keys]
 
 
 class _Sizes(NamedTuple):

@@ -114,6 +114,11 @@ def version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return what a tensor is a view of; None where it is none."""
+    return tensor._base
+
+
 def copy_hooks(tensor: torch.Tensor, duplicate: torch.Tensor, copied: Callable[[Any], Any]) -> None:
     """Register copies of a leaf's hooks on its duplicate."""
     for hook in (tensor._backward_hooks or {}).values():

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -111,8 +111,9 @@ class ByFunction:
         """Diverged where the function says so; what it raises besides is a mistake in it."""
         name, said = getattr(self.function, "__qualname__", type(self.function).__qualname__), ""
         try:
-            if self.function(sample.reference, sample.candidate) is False:
-                said = "it returned False"
+            answer: Any = self.function(sample.reference.clone(), sample.candidate.clone())
+            if answer is not None and not bool(answer):
+                said = f"it returned {answer}"
         except AssertionError as error:
             said = str(error).strip() or "AssertionError"
         except Exception as error:

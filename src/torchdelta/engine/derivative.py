@@ -1,13 +1,13 @@
 """Is the backward the derivative of the forward? Both sides of a check run the same backward: only the function tells.
 
-Along a random direction the function is differenced in float64 with ever smaller steps. Where two steps agree best is
-the derivative, and how well they agree is how well it is known. Where it is another to the left than to the right, or
-no number, there is none.
+Along a random direction the function is differenced in float64 with ever smaller steps. Where a step agrees best with
+both of its neighbours is the derivative, and how well they agree is how well it is known. Where it is another to the
+left than to the right, or no number, there is none; what rounds inside is a staircase, of which small steps tell
+nothing.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ from torchdelta.engine.baseline import Baseline
 from torchdelta.execute.sides import Side
 from torchdelta.execute.stages import cotangent_for
 
-STEPS = tuple(10.0**-power for power in range(2, 8))
+STEPS = tuple(10.0**-power for power in range(1, 8))
 MARGIN = 8.0
-"""So many times of what two steps differ by is allowed."""
+"""So many times of what neighbouring steps differ by is allowed."""
 FLOOR = 1e-6
 """And so much of what the gradient amounts to along a direction of its own size."""
 KINK = 0.1
@@ -62,7 +62,8 @@ def slopes(baseline: Baseline) -> list[Slope]:
     value = function.at({})
     if not value.requires_grad:
         return []
-    value.backward()  # type: ignore[no-untyped-call]
+    with function.scope():
+        value.backward()  # type: ignore[no-untyped-call]
     return [function.slope(path, leaf, float(value.detach())) for path, leaf in function.inputs.items()]
 
 
@@ -70,14 +71,18 @@ class _Function:
     """The outputs of an operator, each against a random cotangent, added up."""
 
     def __init__(self, baseline: Baseline) -> None:
-        self.baseline = baseline
+        self.seed = baseline.plan.seed
+        # a cast that the function names itself is none here
+        self.scope = baseline.lifted_scope(baseline.drawn_in)
         self.side = Side.copied_from(baseline.program, convert=lift.widened)
         found = {**leaves_of(self.side.args, "args"), **leaves_of(self.side.kwargs, "kwargs")}
         met: set[int] = set()
         self.inputs: dict[str, torch.Tensor] = {}
+        self.starts: dict[str, torch.Tensor] = {}
         for path, leaf in found.items():
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and id(leaf) not in met:
                 self.inputs[path] = leaf
+                self.starts[path] = leaf.detach().clone()  # a backward may write to it
                 leaf.grad = None
             met.add(id(leaf))
 
@@ -88,20 +93,20 @@ class _Function:
             return moved.get(id(tensor), tensor) if tensor.requires_grad else tensor.clone()
 
         args, kwargs = tree_map_only(torch.Tensor, given, (self.side.args, self.side.kwargs))
-        seed = self.baseline.plan.seed
-        runtime.seed_everything(seed)
-        with self.baseline.eager_scope():
+        runtime.seed_everything(self.seed)
+        with self.scope():
             outputs = self.side.call(*args, **kwargs)
         total = torch.zeros((), dtype=torch.float64)
         for path, leaf in leaves_of(outputs, "outputs").items():
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and is_inexact(leaf.dtype):
-                product = cotangent_for(leaf, path, seed).conj() * leaf
+                product = cotangent_for(leaf, path, self.seed).conj() * leaf
                 total = total + (product.real if product.is_complex() else product).sum()
         return total
 
     def slope(self, path: str, leaf: torch.Tensor, here: float) -> Slope:
         """Hold the gradient of one input against differences along a direction."""
-        direction, start = _direction(leaf, path), leaf.detach()
+        start = self.starts[path]
+        direction = _direction(start, path)
 
         def moved_by(step: float) -> float:
             there = (start + step * direction).requires_grad_()
@@ -109,11 +114,14 @@ class _Function:
 
         ends = [(moved_by(step), moved_by(-step)) for step in STEPS]
         differences = [(ahead - behind) / (2.0 * step) for step, (ahead, behind) in zip(STEPS, ends, strict=True)]
-        spread, derivative, place = min(
-            (abs(one - other), other, place) for place, (one, other) in enumerate(itertools.pairwise(differences), 1)
+        spread, place = min(
+            (max(abs(differences[place] - differences[place + side]) for side in (-1, 1)), place)
+            for place in range(1, len(STEPS) - 1)
         )
+        derivative = differences[place]
         ahead, behind = ((ends[place][0] - here) / STEPS[place], (here - ends[place][1]) / STEPS[place])
         is_smooth = abs(ahead - behind) <= KINK * max(abs(ahead), abs(behind)) + MARGIN * spread
+        is_staircase = derivative == 0.0 and spread == 0.0 and any(differences)
         gradient = leaf.grad
         said = 0.0 if gradient is None else _inner(gradient, direction)
         size = 0.0 if gradient is None else float(gradient.norm()) * float(direction.norm())
@@ -123,13 +131,13 @@ class _Function:
             is_none=gradient is None,
             derivative=derivative,
             allowed=MARGIN * spread + FLOOR * max(size, abs(derivative)),
-            is_known=is_smooth and math.isfinite(derivative) and math.isfinite(spread),
+            is_known=is_smooth and not is_staircase and math.isfinite(derivative) and math.isfinite(spread),
         )
 
 
-def _direction(leaf: torch.Tensor, path: str) -> torch.Tensor:
-    drawn = cotangent_for(leaf.detach(), path, seed=1)
-    finite = leaf.detach()[torch.isfinite(leaf.detach())]
+def _direction(start: torch.Tensor, path: str) -> torch.Tensor:
+    drawn = cotangent_for(start, path, seed=1)
+    finite = start[torch.isfinite(start)]
     size = float(finite.abs().square().mean().sqrt()) if finite.numel() else 1.0
     return drawn * (size or 1.0)
 

@@ -12,11 +12,13 @@ import torch
 from torchdelta._torch.trees import tree_leaves
 from torchdelta.engine.baseline import Baseline
 from torchdelta.engine.operated import operated
-from torchdelta.errors import ProgramError
+from torchdelta.errors import ProgramError, UsageError
 from torchdelta.execute import examples
 from torchdelta.execute.optimizers import OPTIMIZERS
 from torchdelta.execute.programs import Program
 from torchdelta.execute.stages import Plan
+
+FORWARD = ("forward",)
 
 
 @dataclass(kw_only=True)
@@ -32,7 +34,9 @@ class OpInputs:
     seed: int
 
     no_backward: str = ""
-    """What the backward raises eagerly, so that nothing can be asked about it."""
+    """What the backward raises eagerly, so that nothing can be asked about it; known once `given` was run."""
+    rejected_backward: str = ""
+    """What it raises with other inputs that the forward takes."""
 
     @cached_property
     def given(self) -> Baseline:
@@ -42,27 +46,43 @@ class OpInputs:
         try:
             baseline.reference  # noqa: B018
         except ProgramError as error:
-            # its forward alone may do
-            self.stages, stages = ("forward",), self.stages
-            alone = self._baseline(program)
-            if stages == self.stages:
+            alone = self._forward_of(program)
+            if alone is None:
                 raise
-            alone.reference  # noqa: B018
-            self.no_backward = f"{type(error.__cause__).__name__}: {error.__cause__}".partition("\n")[0]
+            self.stages, self.no_backward = FORWARD, _cause_of(error)
             return alone
         return baseline
 
     @cached_property
     def fresh(self) -> list[Baseline]:
         """The same with fresh values that the operator takes."""
-        return list(self._accepted(examples.fresh(self.given.program, seed=self.seed + 1)))
+        found = self._accepted(examples.fresh(self.given.program, seed=self.seed + 1))
+        return [found] if found else []
 
     @cached_property
     def resized(self) -> list[Baseline]:
         """The same with other sizes; empty where the operator takes none, and `no_other_sizes` says why."""
         if self.others:
-            return [self._baseline(operated(self.op, tuple(args), kwargs)) for args, kwargs in self.others]
-        return list(self._accepted(examples.resized(self.given.program, seed=self.seed + 1)))
+            return [self._other(place) for place in range(len(self.others))]
+        kinds = examples.resized(self.given.program, seed=self.seed + 1)
+        return [found for tries in kinds if (found := self._accepted(tries))]
+
+    @property
+    def resized_alike(self) -> list[Baseline]:
+        """Those that differ from the given ones in sizes and values of tensors only."""
+        kinds = _kinds_of(self.given.program)
+        return [baseline for baseline in self.resized if _kinds_of(baseline.program) == kinds]
+
+    def _other(self, place: int) -> Baseline:
+        other = self.others[place]
+        if not isinstance(other, (tuple, list)) or len(other) != 2 or not isinstance(other[0], (tuple, list)):
+            raise UsageError(f"others[{place}] is no pair of args and kwargs: write ((x,), {{}})")
+        baseline = self._baseline(operated(self.op, tuple(other[0]), dict(other[1] or {})))
+        try:
+            baseline.reference  # noqa: B018
+        except ProgramError as error:
+            raise ProgramError(f"others[{place}]: {error}") from error
+        return baseline
 
     @property
     def can_be_resized(self) -> bool:
@@ -70,10 +90,22 @@ class OpInputs:
         return examples.can_be_resized(self.given.program)
 
     @property
+    def can_vary(self) -> bool:
+        """Whether any input has values that a trace could depend on."""
+        return examples.can_vary(self.given.program)
+
+    @property
+    def are_shared(self) -> bool:
+        """Whether two of the inputs have the same memory."""
+        return examples.are_shared(self.given.program)
+
+    @property
     def no_other_sizes(self) -> str:
         """Why there are no other sizes."""
         if not self.can_be_resized:
             return "no input has a size that could be another"
+        if self.are_shared:
+            return "what shares memory has no other size"
         return "it rejects every other size that was tried"
 
     @property
@@ -82,17 +114,45 @@ class OpInputs:
         found = (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor))
         return [leaf for leaf in found if leaf.is_floating_point() or leaf.is_complex()]
 
-    def _accepted(self, programs: Iterator[Program]) -> Iterator[Baseline]:
-        """Yield the first that the operator takes: what it rejects before is nobody's fault."""
+    def _accepted(self, programs: Iterator[Program]) -> Baseline | None:
+        """Return the first that the operator takes: what it rejects before is nobody's fault.
+
+        One that its forward takes and its backward does not is kept with its forward alone.
+        """
+        alone: Baseline | None = None
         for program in programs:
             baseline = self._baseline(program)
             try:
                 baseline.reference  # noqa: B018
-            except ProgramError:
+            except ProgramError as error:
+                if alone is None and (alone := self._forward_of(program)):
+                    self.rejected_backward = _cause_of(error)
                 continue
-            yield baseline
-            return
+            return baseline
+        return alone
 
-    def _baseline(self, program: Program) -> Baseline:
-        plan = Plan(stages=self.stages, seed=self.seed, iterations=1, steps=1, optimizer=OPTIMIZERS.get("adamw"))
+    def _forward_of(self, program: Program) -> Baseline | None:
+        if self.stages == FORWARD:
+            return None
+        baseline = self._baseline(program, FORWARD)
+        try:
+            baseline.reference  # noqa: B018
+        except ProgramError:
+            return None
+        return baseline
+
+    def _baseline(self, program: Program, stages: tuple[str, ...] | None = None) -> Baseline:
+        plan = Plan(
+            stages=stages or self.stages, seed=self.seed, iterations=1, steps=1, optimizer=OPTIMIZERS.get("adamw")
+        )
         return Baseline(program=program, plan=plan)
+
+
+def _cause_of(error: ProgramError) -> str:
+    cause = error.__cause__ or error
+    return f"{type(cause).__name__}: {cause}".partition("\n")[0]
+
+
+def _kinds_of(program: Program) -> list[Any]:
+    leaves = tree_leaves((program.args, dict(program.kwargs)))
+    return [(leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torchdelta import transforms
 from torchdelta._torch.modes import dispatch_kept
 from torchdelta.compare.policy import Policy
-from torchdelta.engine import op_probes
+from torchdelta.engine import op_fakes
 from torchdelta.engine.baseline import Baseline
 from torchdelta.engine.candidate import run_candidate
 from torchdelta.engine.check import Check
@@ -69,7 +69,7 @@ class Tracing:
         """Run what was made of the operator on the given inputs, and then on others than it was made for."""
         inputs = self.inputs
         is_resized = trace.is_dynamic and bool(inputs.resized)
-        others = inputs.resized if is_resized else inputs.fresh
+        others = inputs.resized if is_resized or inputs.others else inputs.fresh
         transform = transforms.build(trace.transform, trace.options)
         side, draws_random = Side.copied_from(inputs.given.program), inputs.given.reference.draws_random
         with dispatch_kept(), kept(transform, side, draws_random=draws_random) as once:
@@ -80,15 +80,23 @@ class Tracing:
                     how = "other sizes" if is_resized else "fresh data"
                     said = f"traced with the given inputs and run on {how}: {second.reason}"
                     return replace(second, reason=said, remedy=second.remedy or BAKED)
-        has_untried_sizes = trace.is_dynamic and not is_resized and inputs.can_be_resized
-        if probe.verdict is not Verdict.EQUIVALENT or not has_untried_sizes:
+        if probe.verdict is not Verdict.EQUIVALENT or not (untried := self._untried(trace)):
             return probe
         return replace(
             probe,
             verdict=Verdict.INCONCLUSIVE,
-            reason=f"with the given sizes it is equivalent, but {inputs.no_other_sizes}",
-            remedy="give arguments of other sizes as others=[(args, kwargs)]",
+            reason=f"with the given inputs it is equivalent, but {untried}",
+            remedy="give other arguments that it takes as others=[(args, kwargs)]",
         )
+
+    def _untried(self, trace: Trace) -> str:
+        """Return what it could not be run on besides the given inputs; empty where there is nothing else."""
+        inputs = self.inputs
+        if trace.is_dynamic and inputs.can_be_resized:
+            return "" if inputs.resized else inputs.no_other_sizes
+        if inputs.fresh or inputs.others or not inputs.can_vary:
+            return ""
+        return "no other values could be drawn that it takes"
 
     def _run(self, trace: Trace, transform: Transform, baseline: Baseline) -> Probe:
         if not self.correctness:
@@ -129,7 +137,7 @@ def _only_run(trace: Trace, transform: Transform, baseline: Baseline) -> Probe:
     )
     if run.failure is not None:
         reason = f"{run.failure.type}: {run.failure.message}".partition("\n")[0]
-        remedy = op_probes.remedy_of(run.failure.message)
+        remedy = op_fakes.remedy_of(run.failure.message)
         return Probe(name=trace.name, verdict=Verdict.CRASHED, reason=reason, remedy=remedy)
     if why := run.untransformed():
         return Probe(name=trace.name, verdict=Verdict.INCONCLUSIVE, reason=why)
@@ -139,7 +147,7 @@ def _only_run(trace: Trace, transform: Transform, baseline: Baseline) -> Probe:
 def _remedy(report: Report) -> str:
     """Return what to do about it, as far as what was seen tells that."""
     if report.failure is not None:
-        return op_probes.remedy_of(report.failure.message)
+        return op_fakes.remedy_of(report.failure.message)
     wrong = wrong_in(report)
     if any(breach.clause == "aliasing" for seen in wrong for breach in seen.contract):
         return "return a copy, or declare the alias in its schema"

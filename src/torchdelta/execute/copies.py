@@ -72,7 +72,7 @@ def _shared_by(value: Any) -> dict[str, torch.Tensor]:
 
 def _copy_tensors(originals: list[torch.Tensor], memo: dict[int, Any], convert: Convert) -> None:
     storages: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-    for tensor in originals:
+    for tensor in sorted(originals, key=_is_plain_view):  # what they are views of comes first
         ordinary = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensors.has_own_buffer(tensor)
         if not ordinary or tensor.is_conj() or tensor.is_neg():
             memo[id(tensor)] = _copy_special(tensor, convert)
@@ -82,8 +82,13 @@ def _copy_tensors(originals: list[torch.Tensor], memo: dict[int, Any], convert: 
             if (key, tensor.dtype) not in storages:
                 whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
                 storages[key, tensor.dtype] = whole.to(convert(tensor.dtype), copy=True)
-            storage = storages[key, tensor.dtype].untyped_storage()
-            duplicate.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+            whole = storages[key, tensor.dtype]
+            if _is_plain_view(tensor):
+                # a compiler asks two views of one tensor what they are views of
+                base = memo.get(id(tensors.base_of(tensor)), whole)
+                duplicate = base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+            else:
+                duplicate.set_(whole.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
         else:
             duplicate = torch.empty_strided(
                 tensor.size(), tensor.stride(), dtype=convert(tensor.dtype), device=tensor.device
@@ -95,6 +100,12 @@ def _copy_tensors(originals: list[torch.Tensor], memo: dict[int, Any], convert: 
             duplicate.grad = tensor.grad.detach().clone().to(convert(tensor.grad.dtype))
         if vars(tensor):
             duplicate.__dict__.update(copy.deepcopy(vars(tensor), memo))
+
+
+def _is_plain_view(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is a view of another, and gradients are nobody's business."""
+    base = tensors.base_of(tensor)
+    return base is not None and base.dtype == tensor.dtype and not base.requires_grad and not tensor.requires_grad
 
 
 def _dressed_as(tensor: torch.Tensor, duplicate: torch.Tensor) -> torch.Tensor:

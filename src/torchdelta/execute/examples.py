@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 
 from torchdelta._torch import tensors
 from torchdelta._torch.trees import tree_leaves, tree_map_only
+from torchdelta.compare.kernels import measure
 from torchdelta.execute.copies import copy_together
 from torchdelta.execute.inputs import randomise
 from torchdelta.execute.programs import Program
@@ -27,22 +30,17 @@ def fresh(program: Program, *, seed: int) -> Iterator[Program]:
             yield _with(program, drawn)
 
 
-def resized(program: Program, *, seed: int) -> Iterator[Program]:
-    """Yield the program with other sizes: those that are equal stay equal, and 0 and 1 stay what they are."""
+def resized(program: Program, *, seed: int) -> Iterator[Iterator[Program]]:
+    """Yield two kinds of the program with other sizes, each as tries of which one is enough; 0 and 1 stay.
+
+    In the first, sizes that are equal stay equal. In the second they leap, each its own way if it may: what holds
+    only because two sizes are the same, or for sizes nearby, shows there.
+    """
     given = _inputs(program)
-    for changes in _changes(given):
-        made: dict[int, torch.Tensor] = {}
-
-        def grown(
-            tensor: torch.Tensor, changes: Mapping[int, int] = changes, made: dict[int, torch.Tensor] = made
-        ) -> torch.Tensor:
-            if id(tensor) not in made:
-                made[id(tensor)] = _grown(tensor, changes)
-            return made[id(tensor)]
-
-        larger = tree_map_only(torch.Tensor, grown, given)
-        for nearness in (0, ATTEMPTS):
-            yield _with(program, _drawn(program, larger, seed, nearness=nearness))
+    # memory that inputs share has no other size
+    if not are_shared(program):
+        yield _tries(program, _together(_sizes(given)), seed)
+        yield _tries(program, [_leap_apart, lambda size, _: 3 * size + 2], seed)
 
 
 def can_be_resized(program: Program) -> bool:
@@ -50,14 +48,46 @@ def can_be_resized(program: Program) -> bool:
     return bool(_sizes(_inputs(program)))
 
 
-def _changes(given: Any) -> Iterator[dict[int, int]]:
-    sizes = _sizes(given)
-    yield {size: size + 1 for size in sizes}
-    yield {size: 2 * size for size in sizes}
-    if len(sizes) > 1:
-        for size in sizes:
-            yield {size: size + 1}
-            yield {size: 2 * size}
+def can_vary(program: Program) -> bool:
+    """Tell whether any input has values that a trace could depend on."""
+    return any(leaf.numel() for leaf in tree_leaves(_inputs(program)) if isinstance(leaf, torch.Tensor))
+
+
+Change = Callable[[int, int], int]
+"""Makes of a size, and of its place among all axes of all inputs, another size."""
+
+
+def _together(sizes: list[int]) -> Iterator[Change]:
+    yield lambda size, _: size + 1
+    yield lambda size, _: 2 * size
+    for chosen in sizes if len(sizes) > 1 else ():
+        yield functools.partial(_one_of, chosen, lambda size: size + 1)
+        yield functools.partial(_one_of, chosen, lambda size: 2 * size)
+
+
+def _one_of(chosen: int, change: Callable[[int], int], size: int, _: int) -> int:
+    return change(size) if size == chosen else size
+
+
+def _leap_apart(size: int, place: int) -> int:
+    return 3 * size + 2 + place
+
+
+def _tries(program: Program, changes: Iterable[Change], seed: int) -> Iterator[Program]:
+    given = _inputs(program)
+    for change in changes:
+        grown: dict[int, torch.Tensor] = {}
+        places = itertools.count()
+        for leaf in tree_leaves(given):
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in grown:
+                grown[id(leaf)] = _grown(leaf, change, places)
+        larger = tree_map_only(torch.Tensor, _swapping(grown), given)
+        for nearness in (0, ATTEMPTS):
+            yield _with(program, _drawn(program, larger, seed, nearness=nearness))
+
+
+def _swapping(grown: Mapping[int, torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: grown[id(tensor)]
 
 
 def _sizes(given: Any) -> list[int]:
@@ -65,14 +95,22 @@ def _sizes(given: Any) -> list[int]:
     return sorted({size for tensor in found for size in tensor.shape if size > 1})
 
 
-def _grown(tensor: torch.Tensor, changes: Mapping[int, int]) -> torch.Tensor:
+def are_shared(program: Program) -> bool:
+    """Tell whether two of the inputs have the same memory."""
+    found = {id(leaf): leaf for leaf in tree_leaves(_inputs(program)) if isinstance(leaf, torch.Tensor)}
+    keys = [key for leaf in found.values() if (key := tensors.storage_key(leaf))]
+    return len(set(keys)) < len(keys)
+
+
+def _grown(tensor: torch.Tensor, change: Change, places: Iterator[int]) -> torch.Tensor:
     """Return a larger tensor that repeats the values: an index that was in range still is."""
-    if not tensors.has_own_buffer(tensor) or not any(size in changes for size in tensor.shape):
+    if not tensors.has_own_buffer(tensor):
         return tensor
     grown = tensor.detach()
     for axis, size in enumerate(tensor.shape):
-        if size in changes:
-            grown = grown.index_select(axis, torch.arange(changes[size], device=tensor.device) % size)
+        if size > 1:
+            repeated = torch.arange(change(size, next(places)), device=tensor.device) % size
+            grown = grown.index_select(axis, repeated)
     order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
     back = sorted(range(tensor.dim()), key=order.__getitem__)
     laid_out = grown.permute(order).contiguous().permute(back)
@@ -83,6 +121,7 @@ def _drawn(program: Program, given: Any, seed: int, *, nearness: int) -> Any:
     drawn = copy_together(given, name=program.name)
     if nearness < ATTEMPTS:
         randomise(drawn, seed=seed)
+        _stir(given, drawn, seed)
     if not nearness:
         return drawn
     share = 0.5**nearness if nearness < ATTEMPTS else 0.0
@@ -97,12 +136,28 @@ def _drawn(program: Program, given: Any, seed: int, *, nearness: int) -> Any:
     return drawn
 
 
+def _stir(given: Any, drawn: Any, seed: int) -> None:
+    """Move what is all the same value, which says nothing of the kind that it is of: a little."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for old, new in zip(tree_leaves(given), tree_leaves(drawn), strict=True):
+            is_float = isinstance(new, torch.Tensor) and tensors.has_own_buffer(new) and new.is_floating_point()
+            if is_float and new.numel() > 1 and _has_same_values(old, new):
+                noise = torch.randn(new.shape, generator=generator).to(new.device)
+                scale = 0.1 * float(old.abs().max().double()) or 0.1
+                new.copy_((old.double() + scale * noise).to(new.dtype))
+
+
 def _is_same(given: Any, drawn: Any) -> bool:
     pairs = zip(tree_leaves(given), tree_leaves(drawn), strict=True)
     return all(
-        not isinstance(old, torch.Tensor) or not tensors.has_own_buffer(old) or bool(torch.equal(old, new))
+        not isinstance(old, torch.Tensor) or not tensors.has_own_buffer(old) or _has_same_values(old, new)
         for old, new in pairs
     )
+
+
+def _has_same_values(old: torch.Tensor, new: torch.Tensor) -> bool:
+    return measure(old.detach(), new.detach()).mismatches == 0
 
 
 def _inputs(program: Program) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1,0 +1,152 @@
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from torchdelta import ProgramError, UsageError, Verdict, check_op
+from torchdelta.execute import examples
+from torchdelta.execute.programs import Program
+
+AOT = ("aot/static/min-cut", "aot/dynamic/min-cut")
+
+
+def operator(name, forward, fake, backward=None):
+    def call(x: Tensor) -> Tensor:
+        return forward(x)
+
+    made = torch.library.custom_op(f"td_inputs::{name}", call, mutates_args=())
+    made.register_fake(fake)
+    if backward is not None:
+        made.register_autograd(backward)
+    return made
+
+
+class TestOtherSizes:
+    def test_part_sizes_that_happen_to_be_the_same(self):
+        transposed = operator("transposed", lambda x: x.t().contiguous(), torch.empty_like)
+        report = check_op(transposed, (torch.randn(4, 4),), gradients=False, probes="fake")
+
+        assert report.probe("fake/given").verdict is Verdict.EQUIVALENT
+        assert report.probe("fake/resized").verdict is Verdict.DIVERGED
+
+    def test_leap_where_the_next_one_is_too_near(self):
+        def padded(x):
+            return torch.nn.functional.pad(x, (0, -x.shape[0] % 8))
+
+        padding = operator("padding", padded, lambda x: x.new_empty(8))
+        report = check_op(padding, (torch.randn(3),), gradients=False, probes="fake/resized")
+
+        assert report.verdict is Verdict.DIVERGED
+
+    def test_that_only_the_forward_takes_are_the_backwards_fault(self):
+        def backward(ctx, gradient):
+            return gradient.expand(3, 4)
+
+        summed = operator("summed", lambda x: x.sum(0), lambda x: x.new_empty(x.shape[1:]), backward)
+        report = check_op(summed, (torch.randn(3, 4, requires_grad=True),), probes=("gradients", "fake"))
+
+        assert "its backward does not take what its forward takes" in report.probe("gradients").reason
+        assert report.probe("fake/resized").verdict is Verdict.EQUIVALENT
+
+    def test_of_memory_that_inputs_share_there_are_none(self):
+        base = torch.randn(3, 4)
+        program = Program(name="sum", call=torch.add, args=(base, base.view(3, 4)))
+
+        assert list(examples.resized(program, seed=0)) == []
+
+    def test_given_by_the_user_are_asked(self):
+        def chunked(x):
+            return x.reshape(3, -1) * (2 if x.shape[0] == 6 else 3)
+
+        given = (torch.randn(6),)
+        report = check_op(chunked, given, gradients=False, others=[((torch.randn(9),), {})], probes="aot/dynamic")
+        assert report.verdict is Verdict.EQUIVALENT, report.worst
+
+    @pytest.mark.parametrize(
+        ("others", "error", "message"),
+        [
+            ([(torch.randn(3),)], UsageError, r"others\[0\] is no pair"),
+            ([((torch.randn(3), 1, 2),)], UsageError, r"others\[0\] is no pair"),
+            ([((torch.randn(3), 1), {})], ProgramError, r"others\[0\]: "),
+        ],
+    )
+    def test_that_are_none_are_said_so(self, others, error, message):
+        with pytest.raises(error, match=message):
+            check_op(torch.sin, (torch.randn(3),), gradients=False, others=others, probes=AOT)
+
+    def test_with_a_number_of_another_kind_are_traced_anew(self):
+        x, y = torch.arange(4), torch.arange(5)
+        report = check_op(lambda x, k: x * k, (x, 2), gradients=False, others=[((y, 2.0), {})], probes=("aot", "fake"))
+
+        assert report.verdict is Verdict.EQUIVALENT, report.worst
+
+    def test_of_another_dtype_say_nothing_of_symbols(self):
+        others = [((torch.randn(5, dtype=torch.float64),), None)]
+        report = check_op(torch.sin, (torch.randn(4),), gradients=False, others=others, probes="fake")
+
+        assert report.verdict is Verdict.EQUIVALENT, report.worst
+
+
+class TestFreshValues:
+    def test_are_drawn_of_what_is_all_the_same(self):
+        baked = {}
+
+        def scaled(x):
+            is_real = type(x) is Tensor
+            return x * baked.setdefault("largest", 1.0) if not is_real else x * float(x.max())
+
+        assert check_op(scaled, (torch.ones(3, 4),), gradients=False, probes=AOT).verdict is Verdict.DIVERGED
+
+    def test_that_cannot_be_drawn_leave_it_open(self):
+        report = check_op(lambda n: n * 2, (torch.tensor(3),), probes="aot/static/min-cut")
+
+        assert report.verdict is Verdict.INCONCLUSIVE
+        assert "no other values could be drawn" in report.worst.reason
+
+    @pytest.mark.filterwarnings("ignore:ComplexHalf")
+    def test_of_a_dtype_that_torch_cannot_compare(self):
+        x = torch.randn(4, dtype=torch.complex64).to(torch.complex32)
+        report = check_op(lambda x: x.view(2, 2), (x,), gradients=False, probes=AOT)
+
+        assert report.verdict in (Verdict.EQUIVALENT, Verdict.INCONCLUSIVE), report.worst
+
+
+class TestViews:
+    @pytest.mark.parametrize("pair", [lambda b: (b, b.view(-1)), lambda b: (b[1:], b[:2])])
+    def test_of_one_tensor_stay_so(self, pair):
+        def add_to_the_first(x, y):
+            x.add_(1)
+            return y * 2
+
+        report = check_op(add_to_the_first, pair(torch.randn(3, 4)), gradients=False, probes=AOT)
+        assert not report.verdict.is_failure, report.worst
+
+
+class TestWhatIsReturned:
+    def test_besides_tensors_is_what_it_is(self):
+        def mixed(x):
+            return x.shape, x.dtype, x * 2, {"a": None, "b": "text"}, x.shape[0]
+
+        report = check_op(mixed, (torch.randn(3, requires_grad=True),), probes=AOT)
+        assert report.verdict is Verdict.EQUIVALENT, report.worst
+
+    def test_in_an_object_of_the_users_is_not_told_to_be_right(self):
+        @dataclasses.dataclass
+        class Pair:
+            first: Tensor
+
+        report = check_op(lambda x: Pair(x * 2), (torch.randn(3, requires_grad=True),), probes=AOT)
+        assert report.verdict is not Verdict.EQUIVALENT
+
+
+class TestComparing:
+    @pytest.mark.parametrize("same", [lambda a, b: (a == b).all(), lambda a, b: np.bool_(torch.equal(a, b))])
+    def test_takes_whatever_has_a_truth_value(self, same):
+        def traced_otherwise(x):
+            return x * 2 if type(x) is Tensor else x * 3
+
+        x = torch.randn(3)
+        assert check_op(traced_otherwise, (x,), gradients=False, probes=AOT, compare=same).verdict is Verdict.DIVERGED
+        assert check_op(torch.sin, (x,), gradients=False, probes=AOT, compare=same).verdict is Verdict.EQUIVALENT
