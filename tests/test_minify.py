@@ -614,7 +614,7 @@ class TestInWorkers:
         ("transform", "kind"),
         [
             (broken.relu_segfaults, "signal"),
-            (broken.relu_hangs, "timeout"),
+            pytest.param(broken.relu_hangs, "timeout", marks=pytest.mark.long),
             (broken.relu_eats_memory, "memory"),
             (broken.relu_exits, "exit"),
         ],

@@ -110,9 +110,10 @@ def test_the_command_line_asks_for_it(tmp_path):
     assert "looked at by themselves" in " ".join(result.output.split())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.xdist_group("inductor-b")
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_correct_compiler_is_no_alarm(dtype):
     torch.manual_seed(0)
     model = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).to(dtype)
