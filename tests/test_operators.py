@@ -69,6 +69,13 @@ class TestNames:
         assert name_of(everywhere) == "td_named.everywhere"
         assert name_of(lambda x: x) == "<lambda>"
 
+    @pytest.mark.parametrize(
+        "name",
+        ["torch.mm", "torch.nn.functional.gelu", "torch.linalg.inv", "torch.special.expit", "torch.Tensor.add_"],
+    )
+    def test_a_function_of_torch_is_called_as_users_call_it(self, name):
+        assert name_of(operator_named(name)) == name
+
 
 class TestDevices:
     def test_a_kernel_for_one_device_only(self):

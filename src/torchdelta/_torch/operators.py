@@ -159,8 +159,25 @@ def name_of(op: Any) -> str:
         return str(op)
     if isinstance(op, CustomOpDef):
         return str(op._opoverload.overloadpacket)
-    known = resolve_name(op) if callable(op) else None
+    known = _public_name(op) or resolve_name(op) if callable(op) else None
     return known or str(getattr(op, "__qualname__", type(op).__qualname__)).rpartition("<locals>.")[2]
+
+
+_NAMESPACES = (
+    ("torch", torch),
+    ("torch.nn.functional", torch.nn.functional),
+    ("torch.linalg", torch.linalg),
+    ("torch.special", torch.special),
+    ("torch.fft", torch.fft),
+)
+
+
+def _public_name(op: Any) -> str | None:
+    """Return where torch has a function under its own name: it may have it under others too."""
+    own = str(getattr(op, "__name__", ""))
+    # what is written in C++ for torch.linalg.inv is called linalg_inv
+    places = [(path, space, own.removeprefix(f"{path.rpartition('.')[2]}_")) for path, space in _NAMESPACES]
+    return next((f"{path}.{name}" for path, space, name in places if vars(space).get(name) is op), None)
 
 
 class _Fits(BaseException):
