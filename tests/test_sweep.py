@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -352,7 +354,8 @@ def test_nothing_swept_is_no_success():
     ("arguments", "said"),
     [
         ((), "name an operator, or operators of torch's database"),
-        (("aten.sin", "--opinfo", "all"), "name an operator, or operators of torch's database"),
+        (("--dtypes", "float32"), "name an operator, or operators of torch's database"),
+        (("aten.sin", "--opinfo", "all"), "aten.sin and --opinfo exclude each other"),
         (("--opinfo", "all", "--args", "3"), "--args is of one operator"),
         (("aten.sin", "--samples", "3"), "--samples is of a sweep"),
         (("--opinfo", "all", "--resume"), "name it by -o"),
@@ -480,6 +483,49 @@ except EnvironmentUnfit as error:
 
         assert "needs expecttest" in ran.stdout
         assert "pip install 'torchdelta[ops]'" in ran.stdout
+
+
+def swept_here(monkeypatch, call, *args):
+    """What a worker says of an operator whose only sample is this call."""
+    import torch
+
+    from torchdelta.engine import sweep_task
+
+    sample = SimpleNamespace(call=call, args=args, kwargs={}, has_gradient=False)
+    database = SimpleNamespace(
+        offered=lambda name, dtype, seed: SimpleNamespace(samples=(sample,), left_out={}),
+        chosen=lambda samples, many: samples,
+        WITHOUT_VALUES=(),
+    )
+    monkeypatch.setattr(sweep_task, "opinfo", database)
+    monkeypatch.setattr(torch, "set_num_threads", lambda many: None)
+    words = {"gradients": "auto", "probes": ("repeat",), "backends": (), "policy": None}
+    request = {"op": "mine", "dtype": "float32", "seed": 0, "samples": 1, "words": words}
+    return sweep_task.sweep_operator(request, SimpleNamespace(tell=lambda part: None))["swept"]
+
+
+class TestWhatIsNotChecked:
+    def test_eager_rejects_it(self, monkeypatch):
+        def choosy(x):
+            raise ValueError("four, please")
+
+        found = swept_here(monkeypatch, choosy, torch_ones())
+
+        assert found["unasked"] == 1
+        assert "eager itself rejects 1" in found["reason"]
+
+    def test_it_cannot_be_copied(self, monkeypatch):
+        found = swept_here(monkeypatch, lambda x, lock: x, torch_ones(), threading.Lock())
+
+        assert found["unasked"] == 0
+        assert "cannot be copied" in found["reason"]
+        assert found["verdict"] == "inconclusive"
+
+
+def torch_ones():
+    import torch
+
+    return torch.ones(3)
 
 
 @pytest.mark.slow

@@ -28,6 +28,10 @@ class ProgramError(TorchDeltaError):
     """The user's own program does not load, cannot be copied or fails when run eagerly."""
 
 
+class EagerFails(ProgramError):
+    """The user's own program fails when run eagerly."""
+
+
 class EnvironmentUnfit(TorchDeltaError):
     """This machine cannot do it, for example because it has no C++ compiler."""
 

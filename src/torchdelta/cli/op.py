@@ -83,7 +83,9 @@ def command(
     Of one operator the exit code is that of its verdict. Of a sweep (--opinfo) it is 4 if any operator crashed or timed
     out, else 1 if any diverged, else 0: of a whole database many are inconclusive.
     """
-    if (name is None) == (sweep["opinfo"] is None):
+    if name is not None and sweep["opinfo"] is not None:
+        raise UsageError(f"{name} and --opinfo exclude each other: name one operator, or those of torch's")
+    if name is None and sweep["opinfo"] is None:
         raise UsageError("name an operator, or operators of torch's database by --opinfo NAME or --opinfo all")
     if timeout is not None and timeout <= 0:
         raise UsageError(f"--timeout is a number of seconds above 0, not {timeout:g}")

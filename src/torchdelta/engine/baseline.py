@@ -15,7 +15,7 @@ from torchdelta._torch import lift, runtime, stances
 from torchdelta._torch.elide import coarser
 from torchdelta._torch.noisy import Noisy
 from torchdelta.engine.undecided import Undecided
-from torchdelta.errors import ProgramError
+from torchdelta.errors import EagerFails, ProgramError
 from torchdelta.execute.copies import shared_state_unchanged
 from torchdelta.execute.programs import Program
 from torchdelta.execute.sides import Side, started_from, varied_in
@@ -112,7 +112,7 @@ class Baseline:
                 self.plan = replace(self.plan, iterations=failed.iteration)
                 return self.run_reference()
             remedy = "" if failed.stage == "forward" else f", or leave the stage {failed.stage} out"
-            raise ProgramError(
+            raise EagerFails(
                 f"{self.program.name} fails when run eagerly, before any transform: {failed}. Mend it{remedy}"
             ) from failed.error
 

@@ -13,7 +13,7 @@ from torchdelta._torch import opinfo
 from torchdelta.engine import tasks
 from torchdelta.engine.opcheck import check_op
 from torchdelta.engine.sweep import AT
-from torchdelta.errors import EnvironmentUnfit, ProgramError, TorchDeltaError, UsageError
+from torchdelta.errors import EagerFails, EnvironmentUnfit, ProgramError, TorchDeltaError, UsageError
 from torchdelta.execute.op_arguments import described_all
 from torchdelta.isolate.place import Place
 from torchdelta.records.codec import encode
@@ -96,9 +96,9 @@ class _Findings:
                 progress=lambda part: place.tell(f"{part}{AT}{shown}"),
                 **words,
             )
-        except ProgramError as error:
+        except EagerFails as error:
             self.rejected.append(_said(error))
-        except UsageError as error:
+        except (ProgramError, UsageError) as error:
             self.unchecked.append((shown, _said(error)))
         except EnvironmentUnfit:
             raise
