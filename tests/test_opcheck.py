@@ -224,7 +224,7 @@ class TestHealthy:
 
         assert report.verdict is Verdict.EQUIVALENT
         assert not report.unasked
-        assert len(report.probes) == 13
+        assert len(report.probes) == 14
         assert report.arguments == ("float32[3, 4]",)
 
     def test_arguments_are_what_they_were_afterwards(self):

@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode, fake_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
@@ -89,6 +90,11 @@ def lacks_fake_kernel(error: BaseException | None) -> bool:
 def depends_on_data(error: BaseException) -> bool:
     """Tell whether this was raised because what is asked for cannot be known without data."""
     return isinstance(error, (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode))
+
+
+def has_no_fake_tensor(error: BaseException) -> bool:
+    """Tell whether this was raised because torch has no fake tensors of the kind of an input (quantized)."""
+    return isinstance(error, UnsupportedFakeTensorException)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ class Declared(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.op = op
         self.breaches: list[str] = []
-        self.watched = 0
+        self.calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator between two looks at its arguments."""
@@ -37,18 +37,25 @@ class Declared(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call the operator in question; one that is made of others is not dispatched, and is watched from here."""
-        return self._watch(self.op, args, kwargs) if isinstance(self.op, OpOverload) else self.op(*args, **kwargs)
+        self.calls += 1
+        return self._watch(_overload_for(self.op, args, kwargs), args, kwargs)
 
     def _watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        self.watched += 1
         given = dict(_arguments(func, args, kwargs))
-        before = {name: [_Look(tensor) for tensor in _tensors_in(value)] for name, (_, value) in given.items()}
+        # whoever gives memory that is written to a second time sees it written to there as well
+        declared = [value for argument, value in given.values() if _is_written(argument)]
+        written = [_Span(tensor) for tensor in _tensors_in(declared)]
+        before = {
+            name: [
+                (tensor, _Look(tensor, has_values=not any(_Span(tensor).meets(span) for span in written)))
+                for tensor in _tensors_in(value)
+            ]
+            for name, (argument, value) in given.items()
+            if not _is_written(argument)
+        }
         returned = func(*args, **kwargs)
-        for name, (argument, value) in given.items():
-            is_written = argument.alias_info is not None and argument.alias_info.is_write
-            if not is_written and any(
-                not look.holds(tensor) for look, tensor in zip(before[name], _tensors_in(value), strict=True)
-            ):
+        for name, looks in before.items():
+            if not all(look.holds(tensor) for tensor, look in looks):
                 self._note(f"{func} changes its argument {name}, which its schema does not declare")
         for sentence in _undeclared_aliases(func, given, returned):
             self._note(sentence)
@@ -63,17 +70,35 @@ class Declared(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Look:
-    """A tensor as it is now."""
+    """A tensor as it is now; without its values only how it lies in its memory."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.bits = _bits(tensor)
+    def __init__(self, tensor: torch.Tensor, *, has_values: bool) -> None:
+        self.bits = _bits(tensor) if has_values else None
         self.form = _form(tensor)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         if self.form != _form(tensor):
             return False
+        if self.bits is None:
+            return True
         now = _bits(tensor)
-        return now is None or self.bits is None or bool(torch.equal(self.bits, now))
+        return now is None or bool(torch.equal(self.bits, now))
+
+
+class _Span:
+    """The memory between the first and the last element of a tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.storage = storage_key(tensor)
+        if self.storage:
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            self.begin = tensor.storage_offset() * tensor.element_size()
+            self.end = self.begin + (last + 1) * tensor.element_size()
+
+    def meets(self, other: _Span) -> bool:
+        return (
+            bool(self.storage) and self.storage == other.storage and self.begin < other.end and other.begin < self.end
+        )
 
 
 def as_operator(op: Any) -> Any:
@@ -114,6 +139,18 @@ def positions_of(op: Any) -> dict[str, int]:
     return {each.name: place for overload in overloads_of(op) for place, each in enumerate(overload._schema.arguments)}
 
 
+def _overload_for(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OpOverload:
+    """Return the overload that the dispatcher would take."""
+    if isinstance(op, OpOverload):
+        return op
+    packet = op._opoverload.overloadpacket if isinstance(op, CustomOpDef) else op
+    return getattr(packet, torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs))  # type: ignore[no-any-return]
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)
+
+
 def _arguments(
     func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, tuple[Any, Any]]]:
@@ -131,18 +168,26 @@ def _undeclared_aliases(func: OpOverload, given: Mapping[str, tuple[Any, Any]], 
     for place, result in enumerate(results):
         info = declared[place].alias_info if place < len(declared) else None
         own = _storages_of(result)
-        for name, (argument, value) in given.items():
-            if own & _storages_of(value) and not _are_one(info, argument.alias_info):
+        lent: set[int] = set()
+        for argument, value in given.values():
+            lent |= _storages_of(value) if _are_one(info, argument.alias_info) else set()
+        for name, (_, value) in given.items():
+            if own & _storages_of(value) - lent:
                 yield f"{func} returns memory of its argument {name}, which its schema does not declare"
-        for key in own:
-            if key in memory and info is None and len(results) > 1:
-                yield f"{func} returns the same memory twice, as {memory[key]} and as output {place}"
-            memory.setdefault(key, f"output {place}")
+        for at, tensor in enumerate(_tensors_in(result)):
+            here = f"output {place}[{at}]" if isinstance(result, (list, tuple)) else f"output {place}"
+            if not (key := storage_key(tensor)):
+                continue
+            if key in memory and info is None:
+                yield f"{func} returns the same memory twice, as {memory[key]} and as {here}"
+            memory.setdefault(key, here)
 
 
 def _are_one(some: Any, other: Any) -> bool:
     if some is None or other is None:
         return False
+    if not some.before_set or not other.before_set:
+        return True  # of a list torch only tells that something is declared of what it holds
     return "*" in some.before_set | some.after_set or bool(some.before_set & (other.before_set | other.after_set))
 
 
@@ -155,6 +200,8 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if tensor.is_nested:
+        return (tensor.layout, tensor.dtype)
     if tensor.layout is not torch.strided:
         return (tensor.layout, tuple(tensor.shape))
     return (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())

@@ -6,10 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from torchdelta._torch import operators
-from torchdelta._torch.trees import tree_leaves
 from torchdelta.errors import ProgramError
 from torchdelta.execute import op_arguments
 from torchdelta.execute.named import import_place
@@ -31,8 +28,6 @@ def named_op(op: str, *, imports: Sequence[str], arguments: Any, inputs: str | N
         import_place(module)
     found = load_callable(op, what="operator") if _is_in_a_file(op) else operators.operator_named(op)
     args, kwargs = op_arguments.build(arguments, seed) if inputs is None else _given_by(inputs)
-    for device in {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}:
-        operators.require_kernel(found, device)
     operators.require_fitting(found, args, kwargs)
     return OpCall(op=found, args=args, kwargs=kwargs)
 

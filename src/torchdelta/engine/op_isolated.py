@@ -14,11 +14,11 @@ from torchdelta.errors import ProgramError
 from torchdelta.isolate.outcome import Outcome
 from torchdelta.isolate.pool import Pool
 from torchdelta.records.codec import decode
-from torchdelta.records.operators import OpReport, Probe
+from torchdelta.records.operators import OWN_PROBES, TRACES, OpReport, Probe
 from torchdelta.records.surroundings import environment
 from torchdelta.records.verdict import Verdict
 
-KINDS = ("schema", "repeat", "gradients", "registration", "derivative", "fake", "aot", "backend")
+_PROBES = (*OWN_PROBES, *TRACES)
 """What the names of probes begin with: whoever dies in another part dies when run eagerly."""
 
 
@@ -64,7 +64,7 @@ def _of_dead(outcome: Outcome, op: str) -> OpReport:
     assert failure is not None
     if failure.kind == "exception":
         raise RuntimeError(f"{failure.message}\n{failure.traceback}")
-    is_probe = part.partition("/")[0] in KINDS
+    is_probe = part.startswith(_PROBES)
     if not is_probe and failure.kind != "timeout":
         where = f"in its part {part!r}" if part else "before it was called"
         raise ProgramError(f"{op} fails when run eagerly, {where}: {failure.message}")

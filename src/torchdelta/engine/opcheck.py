@@ -15,18 +15,19 @@ import torch
 
 from torchdelta import transforms
 from torchdelta._torch import fakes, operators, runtime, schemas, versions
+from torchdelta._torch.trees import tree_leaves
 from torchdelta.compare.policies import parse
 from torchdelta.compare.policy import ByFunction
-from torchdelta.engine import op_probes
+from torchdelta.engine import op_fakes, op_probes
 from torchdelta.engine.baseline import Progress
 from torchdelta.engine.op_inputs import OpInputs
 from torchdelta.engine.op_traces import Tracing, traces_with
-from torchdelta.errors import UsageError
+from torchdelta.errors import ProgramError, UsageError
 from torchdelta.execute.memory import living_set_aside
-from torchdelta.execute.op_arguments import described
+from torchdelta.execute.op_arguments import described_all
 from torchdelta.execute.sides import state_of
 from torchdelta.records.case import DEFAULT_STAGES, words_of
-from torchdelta.records.operators import OpReport, Probe
+from torchdelta.records.operators import OWN_PROBES, OpReport, Probe
 from torchdelta.records.verdict import Verdict, worst_of
 
 Compare = Callable[[torch.Tensor, torch.Tensor], Any]
@@ -63,6 +64,8 @@ def check_op(
         raise UsageError("name either a policy or a function that compares, not both")
     if not isinstance(args, (tuple, list)):
         raise UsageError(f"the arguments are a tuple, not {type(args).__name__}: write (x,) for one")
+    if not isinstance(kwargs, Mapping | None):
+        raise UsageError(f"the keyword arguments are a dict, not {type(kwargs).__name__}: write {{'dim': 1}}")
     inputs = OpInputs(
         op=schemas.as_operator(op),
         args=tuple(args),
@@ -107,8 +110,18 @@ class OpCheck:
         versions.require_supported()
         started = time.perf_counter()
         self._require_known_probes()
-        with runtime.preserved(), living_set_aside():
-            program = self.inputs.given.program  # what does not run eagerly is not asked anything
+        leaves = tree_leaves((self.inputs.args, self.inputs.kwargs))
+        devices = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        if "meta" in devices:
+            name = operators.name_of(self.inputs.op)
+            raise ProgramError(f"{name}: an argument lies on the device meta and has no values: give one that has some")
+        try:
+            with runtime.preserved(), living_set_aside():
+                program = self.inputs.given.program  # what does not run eagerly is not asked anything
+        except ProgramError:
+            for device in devices:
+                operators.require_kernel(self.inputs.op, device)
+            raise
         if trained := state_of(program.call).parameters:
             raise UsageError(
                 f"{program.name} is no operator: it has parameters of its own ({', '.join(trained)}); "
@@ -120,10 +133,7 @@ class OpCheck:
             raise UsageError(f"none of the probes {', '.join(self.wanted)} applies: {_listed(self.unasked)}")
         return OpReport(
             op=self.inputs.given.program.name,
-            arguments=(
-                *map(described, self.inputs.args),
-                *(f"{key}={described(value)}" for key, value in self.inputs.kwargs.items()),
-            ),
+            arguments=described_all(self.inputs.args, self.inputs.kwargs),
             verdict=worst_of(probe.verdict for probe in probes),
             probes=probes,
             unasked=self.unasked,
@@ -138,15 +148,19 @@ class OpCheck:
             yield from self._of_its_gradients()
         yield from self._of_its_fake_kernel()
         for trace in traces_with(self.backends):
-            if self._is_wanted(trace.name):
-                self.progress(trace.name)
-                yield self.tracing.probe(trace)
+            if not self._is_wanted(trace.name):
+                continue
+            if trace.transform == "aot" and trace.is_dynamic and self.inputs.are_shared:
+                self.unasked[trace.name] = "inputs share memory, to which AOTAutograd alone gives no symbols"
+                continue
+            self.progress(trace.name)
+            yield self.tracing.probe(trace)
 
     def _of_itself(self) -> Iterator[Probe]:
         if self._is_wanted("schema"):
             if operators.is_registered(self.inputs.op):
                 self.progress("schema")
-                yield op_probes.schema(self.inputs.op, self.inputs.given)
+                yield op_probes.schema(self.inputs.op, self.inputs.given, *self.inputs.resized)
             else:
                 self.unasked["schema"] = "it is a function, and declares nothing"
         if self._is_wanted("repeat"):
@@ -154,7 +168,7 @@ class OpCheck:
             yield op_probes.repeat(self.inputs.given)
 
     def _of_its_gradients(self) -> Iterator[Probe]:
-        names = [name for name in ("gradients", "registration", "derivative") if self._is_wanted(name)]
+        names = [name for name in ("gradients", "registration", "backward", "derivative") if self._is_wanted(name)]
         if not self.gradients:
             self.unasked.update(dict.fromkeys(names, "gradients were left out on request"))
             return
@@ -184,6 +198,13 @@ class OpCheck:
                 reason=f"its backward raises eagerly: {self.inputs.no_backward}",
                 remedy="register one with torch.library.register_autograd, or ask without gradients",
             )
+        elif "gradients" in names and self.inputs.resized and self.inputs.rejected_backward:
+            yield Probe(
+                name="gradients",
+                verdict=Verdict.INCONCLUSIVE,
+                reason=f"its backward does not take what its forward takes: {self.inputs.rejected_backward}",
+                remedy="mend the backward: it may have taken a size for granted",
+            )
         elif "gradients" in names and not self.inputs.given.reference.is_differentiable:
             # that what is traced requires no grad either is a clause of the contract
             reason = "no output requires grad: a backward is refused, and so it is where every trace is equivalent"
@@ -191,6 +212,14 @@ class OpCheck:
                 self.unasked["gradients"] = "no output requires grad"
             else:
                 yield Probe(name="gradients", verdict=Verdict.EQUIVALENT, reason=reason)
+        if "backward" in names:
+            if self.inputs.no_backward:
+                self.unasked["backward"] = "it raises"
+            elif self.inputs.given.reference.is_differentiable:
+                self.progress("backward")
+                yield op_probes.backward(self.inputs.given)
+            else:
+                self.unasked["backward"] = "no output requires grad"
         if "derivative" in names:
             if self.inputs.given.reference.is_differentiable:
                 self.progress("derivative")
@@ -201,26 +230,29 @@ class OpCheck:
     def _of_its_fake_kernel(self) -> Iterator[Probe]:
         if self._is_wanted("fake/given"):
             self.progress("fake/given")
-            yield op_probes.fake("fake/given", self.inputs.given)
+            yield op_fakes.fake("fake/given", self.inputs.given)
         for name in ("fake/resized", "fake/symbolic"):
             if not self._is_wanted(name):
                 continue
             self.progress(name)
-            if not self.inputs.resized:
-                self.unasked[name] = self.inputs.no_other_sizes
-            elif name == "fake/resized":
-                yield op_probes.fake(name, self.inputs.resized[0])
-            elif isinstance(answer := op_probes.symbolic(name, self.inputs.given, self.inputs.resized[0]), Probe):
-                yield answer
+            inputs = self.inputs
+            answers: list[Probe | str]
+            if name == "fake/resized":
+                answers = [op_fakes.fake(name, other) for other in inputs.resized]
             else:
-                self.unasked[name] = answer
+                answers = [op_fakes.symbolic(name, inputs.given, other) for other in inputs.resized_alike]
+            if found := [answer for answer in answers if isinstance(answer, Probe)]:
+                yield max(found, key=lambda probe: probe.verdict.severity)
+            else:
+                self.unasked[name] = str(answers[0]) if answers else inputs.no_other_sizes
 
     def _is_wanted(self, name: str) -> bool:
         return any(name.startswith(prefix) for prefix in self.wanted)
 
     def _require_known_probes(self) -> None:
-        known = ["schema", "repeat", "gradients", "registration", "derivative"]
-        known += ["fake/given", "fake/resized", "fake/symbolic", *(trace.name for trace in traces_with(self.backends))]
+        known = [*OWN_PROBES, *(trace.name for trace in traces_with(self.backends))]
+        if not self.wanted:
+            raise UsageError(f"no probe was named: they are {', '.join(known)}; probes=None asks all")
         for backend in self.backends:
             transforms.build(f"backend:{backend}", {})
         for prefix in self.wanted:

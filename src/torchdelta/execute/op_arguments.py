@@ -27,6 +27,8 @@ def build(description: Sequence[Any], seed: int) -> tuple[tuple[Any, ...], dict[
 
 def described(value: Any) -> str:
     """Return an argument in short: `float32[3, 4]`, `[int64[5], 2]`, `'mean'`."""
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        return f"nested {_after_dot(value.dtype)}"
     if isinstance(value, torch.Tensor):
         sizes = ", ".join(map(str, value.shape)) if value.dim() else "()"
         return f"{_after_dot(value.dtype)}[{sizes}]"

@@ -1,0 +1,255 @@
+"""What an operator is asked besides whether it compiles: each question finds what it asks for, and nothing else."""
+
+import contextlib
+import sys
+
+import pytest
+import torch
+
+from torchdelta._torch.schemas import Declared
+from torchdelta.engine.op_fakes import SYMBOLS, remedy_of
+from torchdelta.engine.opcheck import check_op
+from torchdelta.errors import EnvironmentUnfit, ProgramError, UsageError
+from torchdelta.records.verdict import Verdict
+
+
+@contextlib.contextmanager
+def registered(schema, kernel, key="CompositeExplicitAutograd", **kernels):
+    """An operator of this schema, for as long as the test takes; what dispatches to which kernel."""
+    with torch.library._scoped_library("td_probed", "FRAGMENT") as library:
+        library.define(schema)
+        name = schema.partition("(")[0]
+        for each, function in {key: kernel, **kernels}.items():
+            library.impl(name, function, each)
+        yield getattr(torch.ops.td_probed, name).default
+
+
+def asked(op, *args, probes, **words):
+    return check_op(op, args, words.pop("kwargs", {}), probes=probes, **{"gradients": False, **words})
+
+
+class TestSchema:
+    def test_what_shares_memory_with_what_is_declared_is_excused(self):
+        x = torch.randn(3, 4)
+
+        assert asked(torch.ops.aten.add_.Tensor, x, x, probes="schema").verdict is Verdict.EQUIVALENT
+        assert asked(torch.ops.aten.add_.Tensor, x, x.view(3, 4), probes="schema").verdict is Verdict.EQUIVALENT
+        assert asked(torch.ops.aten.add.out, x, x, kwargs={"out": x}, probes="schema").verdict is Verdict.EQUIVALENT
+
+    def test_another_part_of_the_same_memory_is_not(self):
+        def both(x, y):
+            x.add_(1)
+            y.add_(1)
+
+        base = torch.randn(2, 3)
+        with registered("both(Tensor(a!) x, Tensor y) -> ()", both) as op:
+            report = asked(op, base[0], base[1], probes="schema")
+
+        assert report.verdict is Verdict.DIVERGED
+        assert "changes its argument y" in report.worst.reason
+
+    def test_a_list_with_the_same_memory_twice(self):
+        with registered("listed(Tensor x) -> Tensor[]", lambda x: [made := x + 1, made.view(-1)]) as op:
+            report = asked(op, torch.randn(3, 4), probes="schema")
+
+        assert report.verdict is Verdict.DIVERGED
+        assert "same memory twice, as output 0[0] and as output 0[1]" in report.worst.reason
+
+    def test_a_list_of_views_that_are_declared(self):
+        assert asked(torch.ops.aten.split.Tensor, torch.randn(6), 2, probes="schema").verdict is Verdict.EQUIVALENT
+
+    @pytest.mark.parametrize(
+        "kernel",
+        [lambda x: (x.add_(1) if x.shape[0] != 3 else x).clone(), lambda x: x if x.shape[0] != 3 else x.clone()],
+        ids=["mutation", "alias"],
+    )
+    def test_only_at_other_sizes(self, kernel):
+        with registered("elsewhere(Tensor x) -> Tensor", kernel) as op:
+            report = asked(op, torch.randn(3), probes="schema")
+
+        assert report.verdict is Verdict.DIVERGED
+        assert "argument x" in report.worst.reason
+
+    def test_calls_are_counted_once(self):
+        calls = []
+        with registered("counted(Tensor x) -> Tensor", lambda x: (calls.append(x), x + 1)[1], "CPU") as op:
+            watching = Declared(op)
+            with watching:
+                watching.call((torch.randn(3),), {})
+                watching.call((torch.randn(4),), {})
+
+        assert watching.calls == len(calls) == 2
+
+    def test_a_name_of_several_overloads_that_are_made_of_others_is_watched(self):
+        with torch.library._scoped_library("td_probed", "FRAGMENT") as library:
+            library.define("overloaded.one(Tensor x) -> Tensor")
+            library.define("overloaded.two(Tensor x, int y) -> Tensor")
+            library.impl("overloaded.one", lambda x: x + 1, "CompositeImplicitAutograd")
+            library.impl("overloaded.two", lambda x, y: x.add_(y).clone(), "CompositeImplicitAutograd")
+            right = asked(torch.ops.td_probed.overloaded, torch.randn(3), probes="schema")
+            wrong = asked(torch.ops.td_probed.overloaded, torch.randn(3), 2, probes="schema")
+
+        assert right.verdict is Verdict.EQUIVALENT
+        assert wrong.verdict is Verdict.DIVERGED
+
+
+class TestRepeat:
+    def test_a_counter_that_is_added_into_an_argument(self):
+        calls = []
+
+        def counting(x):
+            calls.append(0)
+            x.add_(len(calls))
+
+        with registered("counting(Tensor(a!) x) -> ()", counting) as op:
+            report = asked(op, torch.randn(3), probes="repeat")
+
+        assert report.verdict is Verdict.DIVERGED
+        assert "what it leaves in args[0] is another" in report.worst.reason
+
+    def test_a_declared_mutation_that_is_the_same_each_time(self):
+        report = asked(torch.ops.aten.add_.Tensor, torch.randn(3), torch.randn(3), probes="repeat")
+
+        assert report.verdict is Verdict.EQUIVALENT
+
+    def test_results_that_nobody_can_count_with(self):
+        calls = []
+
+        def unsteady(x):
+            calls.append(0)
+            return (x * len(calls)).to(torch.float8_e5m2)
+
+        report = asked(unsteady, torch.ones(3), probes="repeat")
+
+        assert "is another" in report.worst.reason
+
+
+class _Scaled(torch.autograd.Function):
+    """The sine, with a backward that writes where it is told to."""
+
+    @staticmethod
+    def forward(ctx, x, place):
+        ctx.save_for_backward(x)
+        ctx.place = place
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        slope = x.cos()
+        if ctx.place == "gradient":
+            return grad.mul_(slope), None
+        if ctx.place == "input":
+            x.data.zero_()
+        return grad * slope, None
+
+
+class TestBackward:
+    @pytest.mark.parametrize(("place", "said"), [("gradient", "the gradient of outputs"), ("input", "args[0]")])
+    def test_that_writes_to_what_it_is_given(self, place, said):
+        x = torch.randn(3, 4, requires_grad=True)
+        report = asked(lambda x: _Scaled.apply(x, place), x, probes="backward", gradients="auto")
+
+        assert report.verdict is Verdict.DIVERGED
+        assert f"writes to {said}," in report.worst.reason
+        assert "return a new tensor" in report.worst.remedy
+
+    @pytest.mark.parametrize(
+        "function", [lambda x: _Scaled.apply(x, "nowhere"), lambda x: x + 1, lambda x: (x, x.exp(), x.T @ x)]
+    )
+    def test_that_does_not(self, function):
+        x = torch.randn(3, 4, requires_grad=True)
+
+        assert asked(function, x, probes="backward", gradients="auto").verdict is Verdict.EQUIVALENT
+
+    def test_after_a_forward_that_changes_an_input(self):
+        x, y = torch.randn(3, requires_grad=True), torch.randn(3)
+        report = asked(torch.ops.aten.mul_.Tensor, x * 2, y, probes="backward", gradients="auto")
+
+        assert report.verdict is Verdict.EQUIVALENT
+
+
+class TestFakeKernel:
+    def test_that_exits_has_crashed(self):
+        def leave(x):
+            sys.exit("no fakes today")
+
+        with registered("leaving(Tensor x) -> Tensor", lambda x: x + 1, "CPU", Meta=leave) as op:
+            report = asked(op, torch.randn(3), probes="fake")
+
+        assert {probe.verdict for probe in report.probes} == {Verdict.CRASHED}
+        assert "SystemExit: no fakes today" in report.worst.reason
+
+    def test_on_another_device_is_found_with_symbols_too(self):
+        def elsewhere(x):
+            return torch.empty_like(x, device="cuda")
+
+        @torch.library.custom_op("td_probed::moved", mutates_args=())
+        def moved(x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+        moved.register_fake(elsewhere)
+        report = asked(moved, torch.randn(3), probes="fake/symbolic")
+
+        assert report.verdict is Verdict.DIVERGED
+        assert "device cuda" in report.worst.reason
+        assert "really cpu" in report.worst.reason
+
+    @pytest.mark.filterwarnings("ignore:.*quantize_per_tensor:UserWarning")
+    def test_of_inputs_that_torch_has_no_fakes_of_is_undecided(self):
+        quantized = torch.quantize_per_tensor(torch.randn(3, 4), 0.1, 0, torch.qint8)
+        report = asked(torch.ops.aten.dequantize.self, quantized, probes="fake")
+
+        assert {probe.verdict for probe in report.probes} == {Verdict.INCONCLUSIVE}
+        assert "no fake tensors like its inputs" in report.worst.reason
+        assert not report.worst.remedy
+
+    @pytest.mark.parametrize(
+        ("message", "is_of_symbols"),
+        [
+            ("unhashable type: non-nested SymInt", True),
+            ("'SymInt' object cannot be interpreted as an integer", True),
+            ("Cannot call sizes() on tensor with symbolic sizes/strides", True),
+            ("Detected that you are using FX to symbolically trace a dynamo-optimized function.", False),
+            (
+                "Declaration: aten::expand(Tensor(a) self, SymInt[] size, SymInt? n=1, SymInt step=1) -> Tensor(a)",
+                False,
+            ),
+            ("a symbolic gesture", False),
+        ],
+    )
+    def test_a_remedy_is_given_for_what_was_said(self, message, is_of_symbols):
+        assert remedy_of(message) == (SYMBOLS if is_of_symbols else "")
+
+
+class TestMistakes:
+    def test_keyword_arguments_that_are_no_dict(self):
+        with pytest.raises(UsageError, match="keyword arguments are a dict, not list"):
+            check_op(torch.relu, (torch.ones(3),), [1])
+
+    def test_no_probe_at_all(self):
+        with pytest.raises(UsageError, match="no probe was named: they are schema"):
+            check_op(torch.relu, (torch.ones(3),), probes=())
+
+    def test_a_tensor_without_values(self):
+        with pytest.raises(ProgramError, match=r"torch\.relu: .*meta and has no values"):
+            check_op(torch.relu, (torch.empty(3, device="meta"),))
+
+    def test_an_operator_of_another_device(self):
+        with (
+            registered("only_there(Tensor x) -> Tensor", lambda x: x, "CUDA") as op,
+            pytest.raises(EnvironmentUnfit, match="has a kernel for cuda only, and cannot run on cpu"),
+        ):
+            check_op(op, (torch.ones(3),))
+
+    def test_an_operator_whose_only_kernel_is_that_of_autograd_is_checked(self):
+        with registered("on_top(Tensor x) -> Tensor", lambda x: x * 2, "Autograd") as op:
+            assert asked(op, torch.ones(3), probes="repeat").verdict is Verdict.EQUIVALENT
+
+    @pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype stage:UserWarning")
+    def test_a_nested_tensor_is_an_argument_like_any_other(self):
+        nested = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)])
+        report = asked(torch.ops.aten.relu.default, nested, probes=("schema", "repeat", "fake"))
+
+        assert report.arguments == ("nested float32",)
+        assert report.probe("schema").verdict is Verdict.EQUIVALENT
