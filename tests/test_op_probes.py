@@ -246,6 +246,16 @@ class TestMistakes:
         with registered("on_top(Tensor x) -> Tensor", lambda x: x * 2, "Autograd") as op:
             assert asked(op, torch.ones(3), probes="repeat").verdict is Verdict.EQUIVALENT
 
+    def test_its_own_complaint_is_not_taken_for_the_want_of_a_kernel(self):
+        def choosy(x):
+            raise ValueError("four, please")
+
+        with (
+            registered("choosy(Tensor x) -> Tensor", choosy, "Autograd") as op,
+            pytest.raises(ProgramError, match="four, please"),
+        ):
+            check_op(op, (torch.ones(3),))
+
     @pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype stage:UserWarning")
     def test_a_nested_tensor_is_an_argument_like_any_other(self):
         nested = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)])
@@ -253,3 +263,5 @@ class TestMistakes:
 
         assert report.arguments == ("nested float32",)
         assert report.probe("schema").verdict is Verdict.EQUIVALENT
+        assert "no fake tensors like its inputs" in report.probe("fake/given").reason
+        assert report.verdict is Verdict.INCONCLUSIVE

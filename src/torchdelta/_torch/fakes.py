@@ -28,7 +28,7 @@ def call_faked(call: Calling, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     """Call with tensors that have no values, all sizes numbers; a size that depends on data is a symbol."""
     mode = _mode()
     fake_args, fake_kwargs = tree_map_only(
-        torch.Tensor, lambda tensor: mode.from_tensor(tensor, static_shapes=True), (args, dict(kwargs))
+        torch.Tensor, lambda tensor: _faked(mode, tensor, static_shapes=True), (args, dict(kwargs))
     )
     with mode, enable_python_dispatcher():
         return _with_numbers(call(*fake_args, **fake_kwargs))
@@ -42,7 +42,7 @@ class Symbolic:
         self.given: list[FakeTensor] = []
 
         def faked(tensor: torch.Tensor) -> FakeTensor:
-            fake = self.mode.from_tensor(tensor, source=LocalSource(f"t{len(self.given)}"))
+            fake = _faked(self.mode, tensor, source=LocalSource(f"t{len(self.given)}"))
             self.given.append(fake)
             return fake
 
@@ -93,7 +93,7 @@ def depends_on_data(error: BaseException) -> bool:
 
 
 def has_no_fake_tensor(error: BaseException) -> bool:
-    """Tell whether this was raised because torch has no fake tensors of the kind of an input (quantized)."""
+    """Tell whether this was raised because torch has no fake tensors of the kind of an input."""
     return isinstance(error, UnsupportedFakeTensorException)
 
 
@@ -111,6 +111,13 @@ def silent() -> Iterator[None]:
 def _mode() -> FakeTensorMode:
     env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
     return FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+
+
+def _faked(mode: FakeTensorMode, tensor: torch.Tensor, **how: Any) -> FakeTensor:
+    try:
+        return mode.from_tensor(tensor, **how)
+    except Exception as error:  # before any fake kernel is called, whatever torch calls it
+        raise UnsupportedFakeTensorException(f"{type(error).__name__}: {error}") from error
 
 
 def _with_numbers(returned: Any) -> Any:

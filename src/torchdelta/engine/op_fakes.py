@@ -143,7 +143,9 @@ def _failed(name: str, error: BaseException) -> Probe:
         name=name,
         verdict=Verdict.CRASHED,
         reason=f"the fake kernel raises {type(error).__name__}: {_line(error)}",
-        remedy=SYMBOLS if name.endswith("symbolic") else "mend the function given to register_fake",
+        remedy=SYMBOLS
+        if name.endswith("symbolic") and isinstance(error, Exception)
+        else "mend the function given to register_fake",
     )
 
 

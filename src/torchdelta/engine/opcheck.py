@@ -118,9 +118,12 @@ class OpCheck:
         try:
             with runtime.preserved(), living_set_aside():
                 program = self.inputs.given.program  # what does not run eagerly is not asked anything
-        except ProgramError:
-            for device in devices:
-                operators.require_kernel(self.inputs.op, device)
+        except ProgramError as error:
+            if isinstance(error.__cause__, NotImplementedError):
+                # what takes no tensor makes them on the device that it is told, or on the usual one
+                told = {leaf.type for leaf in leaves if isinstance(leaf, torch.device)}
+                for device in devices or told or {torch.get_default_device().type}:
+                    operators.require_kernel(self.inputs.op, device)
             raise
         if trained := state_of(program.call).parameters:
             raise UsageError(
