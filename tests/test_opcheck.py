@@ -65,6 +65,7 @@ MANY = (
     "repeat",
     "gradients",
     "registration",
+    "backward",
     "derivative",
     "fake",
     "aot/static/min-cut",
