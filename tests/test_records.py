@@ -207,7 +207,7 @@ class TestErrors:
     def test_all_have_one_root(self):
         kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if kind.__module__ == errors.__name__]
 
-        assert len(kinds) == 15
+        assert len(kinds) == 16
         assert all(issubclass(kind, errors.TorchDeltaError) for kind in kinds)
         assert errors.UsageError("what, where and what to do").report is None
 
