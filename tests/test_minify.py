@@ -18,6 +18,7 @@ from torchdelta import Verdict
 from torchdelta.engine import asking
 from torchdelta.engine import minified as minified_of
 from torchdelta.errors import UsageError
+from torchdelta.isolate.outcome import Outcome
 from torchdelta.minify.draws import Draw
 from torchdelta.minify.edit import Edit, merged
 from torchdelta.minify.oracle import Answer
@@ -677,3 +678,10 @@ class TestInWorkers:
 
         assert entry["queries"] >= 1
         assert ops(small.graph) == ["relu"]
+
+
+@pytest.mark.parametrize("error", ["EagerFails", "ProgramError"])
+def test_a_subject_that_fails_eagerly_in_a_worker_says_nothing(error):
+    failure = Failure.of_exception(error, "it fails when run eagerly", stage="forward")
+
+    assert asking.answer_of(Outcome(error=error, failure=failure), case=None) == Answer()

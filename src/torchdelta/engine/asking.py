@@ -143,9 +143,10 @@ def answer_of(outcome: Outcome, case: Case) -> Answer:
     """Return what an outcome says about a subject; one that fails eagerly says nothing."""
     if outcome.answer is not None:
         return answer_from(decode(Report, outcome.answer["report"], "report"))
-    if outcome.error == ProgramError.__name__:
+    try:
+        outcome.raise_own_error()
+    except ProgramError:
         return Answer()
-    outcome.raise_own_error()
     assert outcome.failure is not None
     if outcome.failure.kind == "exception":
         raise RuntimeError(f"a query failed: {outcome.failure.message}\n{outcome.failure.traceback}")
