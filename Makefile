@@ -58,7 +58,8 @@ bench-locate: setup
 # Most of an hour; interrupted, it goes on where it was. Ends with 1 if any operator diverges, 4 if any crashes.
 sweep-ops: setup
 	mkdir -p build/sweep-ops
-	$(BIN)/torchdelta op --opinfo all -o build/sweep-ops --resume --json build/sweep-ops/sweep.json
+	$(BIN)/torchdelta op --opinfo all --probes aot/static/min-cut,aot/dynamic/min-cut,backend --backends aot_eager \
+		-o build/sweep-ops --resume --json build/sweep-ops/sweep.json
 
 # Writes the lock anew from what is installed in .venv.
 lock:

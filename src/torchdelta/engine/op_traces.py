@@ -28,6 +28,7 @@ VARIANTS: dict[str, dict[str, Scalar]] = {
     "default": {"partitioner": "default"},
     "unfunctionalised": {"functionalised": False},
 }
+UNSUPPORTED = "UnsupportedFakeTensorException"
 BAKED = "something that it saw while it was traced is a constant of the trace: compute it from the arguments"
 
 
@@ -122,7 +123,10 @@ class Tracing:
         if report.verdict is Verdict.EQUIVALENT:
             return Probe(name=trace.name, verdict=report.verdict, report=report)
         reason, remedy = telling(report), _remedy(report)
-        return Probe(name=trace.name, verdict=report.verdict, reason=reason, remedy=remedy, report=report)
+        # what torch cannot fake at all (quantized, nested) no operator could mend
+        is_beyond = report.failure is not None and UNSUPPORTED in report.failure.type
+        verdict = Verdict.INCONCLUSIVE if is_beyond else report.verdict
+        return Probe(name=trace.name, verdict=verdict, reason=reason, remedy=remedy, report=report)
 
 
 def _only_run(trace: Trace, transform: Transform, baseline: Baseline) -> Probe:

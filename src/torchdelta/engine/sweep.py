@@ -32,6 +32,7 @@ PROBES = (
     "repeat",
     "gradients",
     "registration",
+    "backward",
     "derivative",
     "fake",
     "aot/static",
