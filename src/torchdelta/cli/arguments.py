@@ -8,8 +8,9 @@ import inspect
 import json
 import os
 import re
+import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -215,6 +216,15 @@ def tell_of_warnings(count: int, console: Console) -> None:
     if count:
         said = "1 warning; --verbose shows it" if count == 1 else f"{count} warnings; --verbose shows them"
         console.print(said, style="dim", highlight=False)
+
+
+def pass_on(output: str, texts: Sequence[str], *, verbose: bool) -> None:
+    """Print what a worker printed, which is part of running a program, and its warnings or how many there were."""
+    sys.stdout.write(output)
+    for text in texts if verbose else ():
+        sys.stderr.write(text)
+    if not verbose:
+        tell_of_warnings(len(texts), Console(stderr=True))
 
 
 def require_writable(path: Path) -> None:

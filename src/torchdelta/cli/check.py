@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from torchdelta.cli.arguments import (
     Debug,
@@ -14,12 +12,12 @@ from torchdelta.cli.arguments import (
     Program,
     TransformIfAny,
     needing_torch,
+    pass_on,
     read_bytes,
     read_words,
     require_torch,
     running,
     taking,
-    tell_of_warnings,
 )
 from torchdelta.cli.exits import EXIT_OF
 from torchdelta.cli.reduction import Memory
@@ -87,10 +85,5 @@ def _in_worker(
         memory_bytes=read_bytes(memory) if memory is not None else None,
         progress=progress,
     )
-    # what the program prints is part of running it
-    sys.stdout.write(checked.output)
-    for text in checked.warnings if verbose else ():
-        sys.stderr.write(text)
-    if not verbose:
-        tell_of_warnings(len(checked.warnings), Console(stderr=True))
+    pass_on(checked.output, checked.warnings, verbose=verbose)
     return checked.report

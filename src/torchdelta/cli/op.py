@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from torchdelta.cli.arguments import (
     Debug,
     JsonFile,
     PolicyIfAny,
     Seed,
+    pass_on,
     read_bytes,
     require_torch,
     running,
     taking,
-    tell_of_warnings,
 )
 from torchdelta.cli.exits import EXIT_OF
 from torchdelta.cli.op_arguments import read_arguments
@@ -138,10 +136,5 @@ def _checked(
         progress=progress,
         **limits,
     )
-    # what the operator prints is part of running it
-    sys.stdout.write(checked.output)
-    for text in checked.warnings if verbose else ():
-        sys.stderr.write(text)
-    if not verbose:
-        tell_of_warnings(len(checked.warnings), Console(stderr=True))
+    pass_on(checked.output, checked.warnings, verbose=verbose)
     return checked.report
