@@ -12,6 +12,8 @@ from torchdelta.engine.opcheck import check_op
 from torchdelta.errors import EnvironmentUnfit, ProgramError, UsageError
 from torchdelta.records.verdict import Verdict
 
+pytestmark = pytest.mark.slow
+
 
 @contextlib.contextmanager
 def registered(schema, kernel, key="CompositeExplicitAutograd", **kernels):

@@ -23,6 +23,7 @@ from torchdelta.errors import ProgramError, UsageError
 from torchdelta.records.verdict import Verdict
 
 pytestmark = [
+    pytest.mark.slow,
     # what torch says of two of the planted ones, and only torch
     pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*must not also be an input to this custom operator:UserWarning"),
@@ -255,7 +256,6 @@ class TestHealthy:
         assert report.verdict is Verdict.INCONCLUSIVE
         assert "nothing was compared" in report.probes[0].reason
 
-    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["pointwise", "two_outputs_one_without_gradient", "function_of_trees"])
     def test_passes_inductor(self, name):
         op, args, kwargs = GOOD[name]()
