@@ -80,8 +80,8 @@ def diagnosed(name, out, **options):
     [
         ("pt197895_floor_divide", {}, 1),
         ("pt191308_int8_matmul_dtype", {}, 1),
-        ("pt187018_uint8_negate", {}, 4),
-        ("pt181568_bf16_cast_elided", {"strict": "casts"}, 2),
+        pytest.param("pt187018_uint8_negate", {}, 4, marks=pytest.mark.long),
+        pytest.param("pt181568_bf16_cast_elided", {"strict": "casts"}, 2, marks=pytest.mark.long),
     ],
 )
 def test_a_diagnosis_ends_in_a_confirmed_script_of_a_few_operations(name, options, most, workers, tmp_path):

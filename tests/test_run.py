@@ -373,6 +373,7 @@ class TestTraining:
         assert (guarded.stdout, guarded.returncode) == (plain.stdout, 5)
         assert "1 seen, 1 checked: 1 equivalent" in summary_of(guarded)
 
+    @pytest.mark.long
     def test_under_a_compiler_with_a_wrong_relu_names_it_on_the_first_call(self):
         guarded = run("--guard", "inductor", "--strict", TRAIN, "--bug", "accuracy")
 
