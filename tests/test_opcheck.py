@@ -525,6 +525,10 @@ class TestMistakes:
         with pytest.raises(UsageError, match=r"no probe 'fakes'.*fake/given"):
             check_op(torch.relu, (torch.randn(3),), probes="fakes")
 
+    def test_a_probe_that_does_not_apply_is_said_not_to(self):
+        with pytest.raises(UsageError, match="derivative: no input requires grad"):
+            check_op(torch.relu, (torch.randn(3),), probes="derivative")
+
     def test_a_backend_that_does_not_exist(self):
         with pytest.raises(UsageError, match="indictor"):
             check_op(torch.relu, (torch.randn(3),), gradients=False, backends="indictor")

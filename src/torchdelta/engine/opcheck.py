@@ -179,7 +179,7 @@ class OpCheck:
             self.unasked.update(dict.fromkeys(names, "no input is of a kind that has gradients"))
             return
         if not any(tensor.requires_grad for tensor in self.inputs.floats):
-            self.unasked.update(dict.fromkeys(names[1:], "no input requires grad"))
+            self.unasked.update({name: "no input requires grad" for name in names if name != "gradients"})
             if "gradients" in names:
                 yield Probe(
                     name="gradients",
