@@ -4,6 +4,7 @@ import importlib.util
 import math
 import subprocess
 import sys
+import time
 import textwrap
 from dataclasses import replace
 
@@ -25,7 +26,7 @@ from torchdelta.records.case import Case
 from torchdelta.records.comparison import Worst
 from torchdelta.records.failure import Failure
 from torchdelta.records.report import Report, Stage
-from torchdelta.repro.confirm import confirm
+from torchdelta.repro.confirm import Clean, confirm
 from torchdelta.repro.evidence import key_of
 from torchdelta.repro.finding import Finding
 from torchdelta.repro.issue import issue_text
@@ -397,6 +398,25 @@ def test_only_a_script_that_says_so_is_confirmed(tmp_path):
     assert not confirm(broken, deadline_s=60.0).is_there
     assert confirm(slow, deadline_s=0.5).status is None
     assert confirm(right, deadline_s=60.0).is_there
+
+
+def test_who_waits_for_a_script_does_beforehand_what_it_was_told(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text("import faulthandler, sys\nprint('the bug is there')\nsys.exit(faulthandler.is_enabled())\n")
+
+    assert confirm(path, deadline_s=60.0, clean=Clean(("faulthandler:enable",))).is_there
+    assert not confirm(path, deadline_s=60.0, clean=Clean(("faulthandler",))).is_there
+
+
+@pytest.mark.parametrize("step", ["no_such_module", "sys:exit"])
+def test_a_script_is_run_although_who_waited_for_it_is_gone(step, tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text("import sys\nprint('the bug is there')\nsys.exit(1)\n")
+    gone = Clean((step,))
+    while gone.is_waiting:
+        time.sleep(0.01)
+
+    assert confirm(path, deadline_s=60.0, clean=gone).is_there
 
 
 def two_outputs(x, y):

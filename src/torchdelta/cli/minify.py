@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from torchdelta._torch.imported import modules_behind
+from torchdelta._torch.ahead import steps_behind
 from torchdelta.cli.arguments import (
     Debug,
     Program,
@@ -51,7 +51,7 @@ def command(
     require_directory(out)
     require_torch("minifying")
     # who will run the script imports torch beside this process, which does so for everybody else
-    clean = Clean(modules_behind(words["transform"]))
+    clean = Clean(steps_behind(words["transform"]))
     with (
         workers_for(words["transform"], what="minifying") as workers,
         running(words["transform"], None, verbose=False) as progress,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchdelta._torch import runtime, settings
-from torchdelta._torch.imported import modules_behind
+from torchdelta._torch.ahead import steps_behind
 from torchdelta._torch.nodes import op_name, short_name
 from torchdelta.engine.asking import InProcess, Workers, plain_settings, spec_of
 from torchdelta.engine.check import Check
@@ -168,7 +168,7 @@ class Minifying:
             if ask is self.ask:  # what is asked several times is asked for anew each time
                 reducer.foresee = self.ask.foresee
             # who will run the script gets ready while the whole is cut down, which takes one worker
-            self.clean = self.clean or Clean(modules_behind(self.transform))
+            self.clean = self.clean or Clean(steps_behind(self.transform))
         if entry is not None:
             reducer.known.update(entry.known)
         spent = entry.seconds if entry is not None else 0.0

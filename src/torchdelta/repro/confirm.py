@@ -27,8 +27,11 @@ import atexit, gc, importlib, os, runpy
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # nobody looks for garbage in what is imported, which stays, nor at the end: that takes longer than to leave
 gc.disable()
-for name in sys.argv[1:]:
-    importlib.import_module(name)
+for step in sys.argv[1:]:
+    module, _, function = step.partition(":")
+    imported = importlib.import_module(module)
+    if function:
+        getattr(imported, function)()
 gc.freeze()
 gc.enable()
 atexit.register(gc.freeze)
@@ -62,13 +65,14 @@ class Confirmed:
 class Clean:
     """A clean process that has imported torch, which takes longer than most scripts, and waits for one.
 
-    It runs a single script, and ends when nobody holds it any more.
+    `steps` are modules that it imports, and functions of modules (`module:function`) that it calls meanwhile. It runs a
+    single script, and ends when nobody holds it any more.
     """
 
-    def __init__(self, modules: Sequence[str] = ("torch",)) -> None:
+    def __init__(self, steps: Sequence[str] = ("torch",)) -> None:
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115 — lives as long as the process
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _WAIT, *modules],
+            [sys.executable, "-c", _WAIT, *steps],
             stdin=subprocess.PIPE,
             stdout=self._printed,
             stderr=subprocess.STDOUT,

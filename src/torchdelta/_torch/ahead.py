@@ -1,0 +1,16 @@
+"""What of torch a process does sooner or later, by name: whoever starts one early need not have torch itself."""
+
+from __future__ import annotations
+
+_OF_INDUCTOR = (
+    "torch._inductor.compile_fx",
+    # which vector instructions there are, and what every key of a cache starts with: more than a small compile takes
+    "torch._inductor.cpu_vec_isa:pick_vec_isa",
+    "torch._inductor.codecache:torch_key",
+)
+
+
+def steps_behind(backend: object) -> tuple[str, ...]:
+    """Return what a process that compiles by this backend imports, and calls (`module:function`), in any case."""
+    is_inductor = isinstance(backend, str) and backend.removeprefix("backend:") == "inductor"
+    return ("torch", *_OF_INDUCTOR) if is_inductor else ("torch",)
