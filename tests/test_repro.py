@@ -4,8 +4,8 @@ import importlib.util
 import math
 import subprocess
 import sys
-import time
 import textwrap
+import time
 from dataclasses import replace
 
 import pytest
