@@ -17,6 +17,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # the tests themselves run side by side; threads of theirs beside that would only wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# so would a compiler's helper processes, which each process that compiles anything starts, and which import torch
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)
