@@ -1,6 +1,7 @@
 """What an operator is asked besides whether it compiles: each question finds what it asks for, and nothing else."""
 
 import contextlib
+import functools
 import sys
 
 import pytest
@@ -146,6 +147,25 @@ class _Scaled(torch.autograd.Function):
         return grad * slope, None
 
 
+class _Taken(torch.autograd.Function):
+    """The identity, whose backward takes a gradient its own way."""
+
+    @staticmethod
+    def forward(ctx, x, taking):
+        ctx.taking = taking
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.taking(grad), None
+
+
+def _read_as_if_dense(grad):
+    is_turned = grad.stride(0) < grad.stride(1)
+    strides = (1, grad.shape[0]) if is_turned else (grad.shape[1], 1)
+    return grad.as_strided(grad.shape, strides)
+
+
 class TestBackward:
     @pytest.mark.parametrize(("place", "said"), [("gradient", "the gradient of outputs"), ("input", "args[0]")])
     def test_that_writes_to_what_it_is_given(self, place, said):
@@ -163,6 +183,36 @@ class TestBackward:
         x = torch.randn(3, 4, requires_grad=True)
 
         assert asked(function, x, probes="backward", gradients="auto").verdict is Verdict.EQUIVALENT
+
+    @pytest.mark.parametrize(
+        ("taking", "verdict", "said"),
+        [
+            (lambda grad: grad.as_strided(grad.shape, (4, 1)), Verdict.DIVERGED, "not contiguous (transposed)"),
+            (_read_as_if_dense, Verdict.DIVERGED, "not contiguous (with gaps)"),
+            (lambda grad: grad.view(-1).view(grad.shape), Verdict.CRASHED, "raises RuntimeError: view size"),
+            (lambda grad: grad if grad.is_contiguous() else None, Verdict.DIVERGED, "a tensor, and then None"),
+        ],
+        ids=["takes rows for granted", "takes density for granted", "views", "gives up"],
+    )
+    def test_that_minds_how_a_gradient_lies_in_memory(self, taking, verdict, said):
+        x = torch.randn(3, 4, requires_grad=True)
+        report = asked(lambda x: _Taken.apply(x, taking), x, probes="backward", gradients="auto")
+
+        assert report.verdict is verdict
+        assert said in report.worst.reason
+        assert "grad.contiguous()" in report.worst.remedy
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])
+    def test_that_adds_up_in_another_order_is_right(self, dtype):
+        x, y = torch.randn(3, 64, requires_grad=True, dtype=dtype), torch.randn(64, 5, requires_grad=True, dtype=dtype)
+
+        assert asked(torch.matmul, x, y, probes="backward", gradients="auto").verdict is Verdict.EQUIVALENT
+
+    def test_that_is_sparse_is_compared_too(self):
+        indices, weight = torch.tensor([1, 1, 3]), torch.randn(5, 4, requires_grad=True)
+        embed = functools.partial(torch.nn.functional.embedding, sparse=True)
+
+        assert asked(embed, indices, weight, probes="backward", gradients="auto").verdict is Verdict.EQUIVALENT
 
     def test_after_a_forward_that_changes_an_input(self):
         x, y = torch.randn(3, requires_grad=True), torch.randn(3)

@@ -10,6 +10,7 @@ import torch
 
 from torchdelta._torch import runtime, schemas
 from torchdelta._torch.trees import tree_leaves, tree_map_only
+from torchdelta.compare.distance import distance
 from torchdelta.compare.judge import Judge, is_inexact
 from torchdelta.compare.leaves import Leaves, leaves_of
 from torchdelta.compare.policy import Bitwise
@@ -18,7 +19,6 @@ from torchdelta.engine.derivative import slopes
 from torchdelta.execute import examples
 from torchdelta.execute.copies import copy_together
 from torchdelta.execute.sides import Side
-from torchdelta.execute.stages import cotangent_for
 from torchdelta.records.operators import Probe
 from torchdelta.records.verdict import Verdict
 
@@ -86,14 +86,9 @@ def repeat(baseline: Baseline) -> Probe:
 
 def _is_rounding(first: Any, second: Any) -> bool:
     """Tell whether two results are as near as those of a sum that is not always taken in the same order."""
-    if not (_is_tensor(first) and _is_tensor(second) and first.shape == second.shape and first.dtype == second.dtype):
+    if not (_is_tensor(first) and _is_tensor(second) and is_inexact(first.dtype)):
         return False
-    if not is_inexact(first.dtype):
-        return False
-    wide = torch.complex128 if first.dtype.is_complex else torch.float64
-    one, other = first.to(wide), second.to(wide)  # the narrowest dtypes cannot be counted with
-    most = float(one.abs().max()) * ROUNDINGS * torch.finfo(first.dtype).eps
-    return bool(float((one - other).abs().max()) <= most)
+    return distance(first, second) <= ROUNDINGS * torch.finfo(first.dtype).eps
 
 
 def registration(op: Any, baseline: Baseline) -> Probe:
@@ -120,37 +115,6 @@ def registration(op: Any, baseline: Baseline) -> Probe:
         verdict=Verdict.INCONCLUSIVE,
         reason="inputs require grad, and it has no autograd kernel: what its gradients should be cannot be told",
         remedy="register one with torch.library.register_autograd; if it has none, check it with gradients=False",
-    )
-
-
-def backward(baseline: Baseline) -> Probe:
-    """Ask whether the backward leaves alone what it is given: the engine hands the same gradient to others too."""
-    side = Side.copied_from(baseline.program)
-    seed = baseline.plan.seed
-    runtime.seed_everything(seed)
-    with baseline.eager_scope():
-        leaves = leaves_of(side.call(*side.args, **side.kwargs), "outputs")
-        outputs = {path: leaf for path, leaf in leaves.items() if _is_tensor(leaf) and leaf.requires_grad}
-        given = {
-            **{f"the gradient of {path}": cotangent_for(leaf, path, seed) for path, leaf in outputs.items()},
-            **leaves_of(side.args, "args"),
-            **leaves_of(side.kwargs, "kwargs"),
-        }
-        given = {path: leaf for path, leaf in given.items() if _is_tensor(leaf)}
-        cotangents = [given[f"the gradient of {path}"] for path in outputs]
-        inputs = [leaf for leaf in given.values() if leaf.requires_grad]
-        before = dict(copy_together(given, name="what its backward is given"))
-        torch.autograd.grad(list(outputs.values()), inputs, cotangents, allow_unused=True)
-    found, _ = Judge(policy=Bitwise()).compare(before, given)
-    written = [seen.path for seen in found if seen.verdict is not Verdict.EQUIVALENT]
-    if not written:
-        said = "its backward leaves what it is given as it was"
-        return Probe(name="backward", verdict=Verdict.EQUIVALENT, reason=said)
-    return Probe(
-        name="backward",
-        verdict=Verdict.DIVERGED,
-        reason=f"its backward writes to {', '.join(written)}, which others may read after it",
-        remedy="let the backward return a new tensor, and change none that it is given",
     )
 
 

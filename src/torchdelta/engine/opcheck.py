@@ -18,7 +18,7 @@ from torchdelta._torch import fakes, operators, runtime, schemas, versions
 from torchdelta._torch.trees import tree_leaves
 from torchdelta.compare.policies import parse
 from torchdelta.compare.policy import ByFunction
-from torchdelta.engine import op_fakes, op_probes
+from torchdelta.engine import op_backward, op_fakes, op_probes
 from torchdelta.engine.baseline import Progress
 from torchdelta.engine.op_inputs import OpInputs
 from torchdelta.engine.op_traces import Tracing, traces_with
@@ -220,7 +220,7 @@ class OpCheck:
                 self.unasked["backward"] = "it raises"
             elif self.inputs.given.reference.is_differentiable:
                 self.progress("backward")
-                yield op_probes.backward(self.inputs.given)
+                yield op_backward.backward(self.inputs.given)
             else:
                 self.unasked["backward"] = "no output requires grad"
         if "derivative" in names:

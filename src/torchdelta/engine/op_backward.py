@@ -1,0 +1,115 @@
+"""What the backward of an operator does with what it is given: it may not write to it, nor mind how it lies in memory.
+
+The engine hands the same gradient to others too, and hands it on as it comes: as `expand`, `t` or a slice made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchdelta._torch import runtime
+from torchdelta.compare.distance import distance
+from torchdelta.compare.judge import Judge
+from torchdelta.compare.leaves import leaves_of
+from torchdelta.compare.policy import Bitwise
+from torchdelta.engine.baseline import Baseline
+from torchdelta.execute.copies import copy_together
+from torchdelta.execute.sides import Side
+from torchdelta.execute.stages import cotangent_for
+from torchdelta.records.operators import Probe
+from torchdelta.records.verdict import Verdict
+
+_Gradients = dict[str, torch.Tensor | None]
+_MIND_STRIDES = "gradients come in any layout: begin the backward with grad = grad.contiguous(), or mind its strides"
+
+
+def backward(baseline: Baseline) -> Probe:
+    """Ask whether the backward leaves alone what it is given, and gives the same however that lies in memory."""
+    plain = _Backward.run(baseline, torch.Tensor.contiguous)
+    if plain.written:
+        return Probe(
+            name="backward",
+            verdict=Verdict.DIVERGED,
+            reason=f"its backward writes to {', '.join(plain.written)}, which others may read after it",
+            remedy="let the backward return a new tensor, and change none that it is given",
+        )
+    for layout, lay_out in {"transposed": _transposed, "with gaps": _with_gaps}.items():
+        given = f"for a gradient of the same values that is not contiguous ({layout})"
+        try:
+            other = _Backward.run(baseline, lay_out)
+        except Exception as error:
+            said = f"{given} its backward raises {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            return Probe(name="backward", verdict=Verdict.CRASHED, reason=said, remedy=_MIND_STRIDES)
+        if different := _first_difference(plain.gradients, other.gradients):
+            said = f"{given} its backward gives another {different}"
+            return Probe(name="backward", verdict=Verdict.DIVERGED, reason=said, remedy=_MIND_STRIDES)
+    said = "its backward leaves what it is given as it was, and gives the same in every layout"
+    return Probe(name="backward", verdict=Verdict.EQUIVALENT, reason=said)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Backward:
+    """One backward: the gradients that it gave, and what it wrote to of what it was given."""
+
+    gradients: _Gradients
+    written: list[str]
+
+    @classmethod
+    def run(cls, baseline: Baseline, lay_out: Callable[[torch.Tensor], torch.Tensor]) -> _Backward:
+        """Differentiate a copy of the program."""
+        side = Side.copied_from(baseline.program)
+        seed = baseline.plan.seed
+        runtime.seed_everything(seed)
+        with baseline.eager_scope():
+            leaves = leaves_of(side.call(*side.args, **side.kwargs), "outputs")
+            outputs = {path: leaf for path, leaf in leaves.items() if _is_tensor(leaf) and leaf.requires_grad}
+            cotangents = {path: lay_out(cotangent_for(leaf, path, seed)) for path, leaf in outputs.items()}
+            inputs = {**leaves_of(side.args, "args"), **leaves_of(side.kwargs, "kwargs")}
+            inputs = {path: leaf for path, leaf in inputs.items() if _is_tensor(leaf)}
+            given = {**{f"the gradient of {path}": leaf for path, leaf in cotangents.items()}, **inputs}
+            before = dict(copy_together(given, name="what its backward is given"))
+            asked = {path: leaf for path, leaf in inputs.items() if leaf.requires_grad}
+            found = torch.autograd.grad(
+                list(outputs.values()), list(asked.values()), list(cotangents.values()), allow_unused=True
+            )
+        seen, _ = Judge(policy=Bitwise()).compare(before, given)
+        return cls(
+            gradients=dict(zip(asked, found, strict=True)),
+            written=[each.path for each in seen if each.verdict is not Verdict.EQUIVALENT],
+        )
+
+
+def _first_difference(plain: _Gradients, other: Mapping[str, torch.Tensor | None]) -> str:
+    """Return which gradient is another, and by how much; nothing where rounding may explain all of it."""
+    for path, first in plain.items():
+        second = other[path]
+        if first is None or second is None:
+            if first is not second:
+                return f"gradient of {path}: {_kind(first)}, and then {_kind(second)}"
+            continue
+        apart = distance(first, second)
+        # a sum in another order is far nearer, and a permutation of the numbers far away
+        if apart > torch.finfo(first.dtype).eps ** 0.5:
+            return f"gradient of {path}: {apart:.3g} of its largest element apart"
+    return ""
+
+
+def _transposed(gradient: torch.Tensor) -> torch.Tensor:
+    backwards = tuple(reversed(range(gradient.dim())))
+    return gradient.permute(backwards).contiguous().permute(backwards)
+
+
+def _with_gaps(gradient: torch.Tensor) -> torch.Tensor:
+    return torch.stack((gradient, -gradient), dim=-1)[..., 0]
+
+
+def _kind(gradient: torch.Tensor | None) -> str:
+    return "None" if gradient is None else "a tensor"
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
