@@ -36,8 +36,10 @@ class TestARightBackward:
             (lambda x: (1000 * x).sin(), (drawn(3, 4),)),
             (lambda x: x.clamp(-0.5, 0.5), (drawn(64),)),
             (torch.fft.rfft, (drawn(16),)),
+            (lambda x: x.amax(1), (torch.cat([torch.ones(1, 2), drawn(40, 2).detach()]).requires_grad_(),)),
+            (lambda x: x * x, (torch.full((64,), 1e-3).requires_grad_(),)),
         ],
-        ids=["casts", "half", "cancels", "steep", "kinked", "complex"],
+        ids=["casts", "half", "cancels", "steep", "kinked", "complex", "one tie of many", "bent"],
     )
     def test_is_told_so(self, function, args):
         report = check_op(function, args, **D)
@@ -82,6 +84,27 @@ class TestAWrongBackward:
         x = torch.tensor([6.0, -1.0, -1.0, -2.0]).requires_grad_()
 
         assert check_op(sometimes, (x,), **D).verdict is Verdict.DIVERGED
+
+    def test_is_found_at_fresh_values_although_it_is_right_at_the_given_ones(self):
+        sometimes = operator("lucky", lambda x: x * x, lambda x, g: g * 2 * x * (1 if x[0] > 2 else 9))
+        x = torch.tensor([3.0, -1.0, -1.0, -2.0]).requires_grad_()
+        report = check_op(sometimes, (x,), **D)
+
+        assert report.verdict is Verdict.DIVERGED
+        assert "with fresh values" in report.worst.reason
+
+    def test_is_found_at_other_sizes_although_it_is_right_at_the_given_one(self):
+        """As of a kernel that was written for one block."""
+
+        def backward(x, g):
+            one_block = torch.zeros_like(x)
+            one_block[:8] = 2 * x[:8] * g[:8]
+            return one_block
+
+        report = check_op(operator("one_block", lambda x: x * x, backward), (drawn(8),), **D)
+
+        assert report.verdict is Verdict.DIVERGED
+        assert "with other sizes" in report.worst.reason
 
     def test_is_found_by_fresh_values_where_the_given_ones_lie_on_a_kink(self):
         steep = operator("steep", lambda x: x.relu(), lambda x, g: 5 * g * (x > 0))

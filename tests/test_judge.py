@@ -247,6 +247,18 @@ class TestEveryLayout:
         assert (seen.worst.index[-2:], seen.worst.reference, seen.worst.candidate) == ((1, 2), 6.0, -5.0)
 
 
+class TestConjugatesThatAreABit:
+    """A lazy conjugate or negative is compared by the numbers that it stands for, also against a truth."""
+
+    @pytest.mark.parametrize(("factor", "verdict"), [(1.0, Verdict.EQUIVALENT), (1.1, Verdict.DIVERGED)])
+    def test_are_judged_by_their_values(self, factor, verdict):
+        numbers = torch.randn(4, 4, dtype=torch.complex64)
+        truth = numbers.to(torch.complex128).conj()
+
+        assert td.compare(numbers.conj(), factor * numbers.conj().resolve_conj(), truth=truth).verdict is verdict
+        assert td.compare(numbers.conj().imag, factor * -numbers.imag, truth=truth.imag).verdict is verdict
+
+
 class TestExpandedTensors:
     def test_are_compared_at_every_index(self):
         reference = torch.tensor([[1.0], [2.0]]).expand(2, 3)

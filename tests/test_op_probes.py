@@ -208,6 +208,58 @@ class TestBackward:
 
         assert asked(torch.matmul, x, y, probes="backward", gradients="auto").verdict is Verdict.EQUIVALENT
 
+    def test_that_writes_to_the_output_that_was_saved(self):
+        class Exp(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                ctx.made = x.exp()
+                return ctx.made
+
+            @staticmethod
+            def backward(ctx, grad):
+                with torch.no_grad():
+                    return ctx.made.mul_(grad).clone()
+
+        report = asked(Exp.apply, torch.randn(3, requires_grad=True), probes="backward", gradients="auto")
+
+        assert report.verdict is Verdict.DIVERGED
+        assert "writes to outputs," in report.worst.reason
+
+    def test_that_writes_to_a_gradient_only_in_another_layout(self):
+        x = torch.randn(3, 4, requires_grad=True)
+        report = asked(
+            lambda x: _Taken.apply(x, lambda grad: grad.t().contiguous().mul_(2).t()),
+            x,
+            probes="backward",
+            gradients="auto",
+        )
+
+        assert report.verdict is Verdict.DIVERGED
+        assert "writes to the gradient of outputs" in report.worst.reason
+
+    @pytest.mark.parametrize(
+        ("function", "sizes"),
+        [
+            (lambda x, scale: torch.nn.functional.normalize(x * scale, dim=-1), [(8, 16), ()]),
+            (
+                lambda x, w, b: torch.nn.functional.batch_norm(torch.conv2d(x, w, b), None, None, training=True),
+                [(4, 3, 8, 8), (5, 3, 3, 3), (5,)],
+            ),
+        ],
+        ids=["scale", "bias before a norm"],
+    )
+    def test_whose_gradient_is_nothing_but_rounding_is_right(self, function, sizes):
+        drawn = [torch.randn(size, requires_grad=True) for size in sizes]
+
+        assert asked(function, *drawn, probes="backward", gradients="auto").verdict is Verdict.EQUIVALENT
+
+    def test_that_torch_runs_only_as_a_whole_is_asked_like_that(self):
+        def recomputed(x):
+            return torch.utils.checkpoint.checkpoint(lambda y: (y * y).sin(), x, use_reentrant=True)
+
+        x = torch.randn(3, 4, requires_grad=True)
+        assert asked(recomputed, x, probes="backward", gradients="auto").verdict is Verdict.EQUIVALENT
+
     def test_that_is_sparse_is_compared_too(self):
         indices, weight = torch.tensor([1, 1, 3]), torch.randn(5, 4, requires_grad=True)
         embed = functools.partial(torch.nn.functional.embedding, sparse=True)
@@ -221,7 +273,31 @@ class TestBackward:
         assert report.verdict is Verdict.EQUIVALENT
 
 
+class TestRegistration:
+    def test_is_not_asked_for_where_nothing_that_is_returned_has_a_gradient(self):
+        with registered(
+            "best(Tensor x) -> Tensor", lambda x: x.argmax(), "CPU", Meta=lambda x: x.new_empty((), dtype=torch.int64)
+        ) as op:
+            report = asked(op, torch.randn(3, requires_grad=True), probes="registration", gradients="auto")
+
+        assert report.verdict is Verdict.EQUIVALENT
+
+
 class TestFakeKernel:
+    @pytest.mark.parametrize(("more", "verdict"), [(0, Verdict.EQUIVALENT), (1, Verdict.DIVERGED)])
+    @pytest.mark.parametrize("probe", ["fake/given", "fake/resized", "fake/symbolic"])
+    def test_that_returns_a_number(self, probe, more, verdict):
+        with registered(
+            "rows(Tensor x) -> (Tensor, SymInt)",
+            lambda x: (x + 1, x.shape[0]),
+            "CPU",
+            Meta=lambda x: (torch.empty_like(x), x.shape[0] + more),
+        ) as op:
+            report = asked(op, torch.randn(3, 4), probes=probe)
+
+        assert report.verdict is verdict, report
+        assert not more or f"outputs[1] is {4 + (probe != 'fake/given')}, really" in report.worst.reason
+
     def test_that_exits_has_crashed(self):
         def leave(x):
             sys.exit("no fakes today")

@@ -540,3 +540,20 @@ class TestMistakes:
     def test_two_ways_to_judge(self):
         with pytest.raises(UsageError, match="either"):
             check_op(torch.relu, (torch.randn(3),), policy="bitwise", compare=torch.equal)
+
+    @pytest.mark.parametrize(
+        ("op", "words", "said"),
+        [
+            ("aten.sin", {}, r"torch\.ops\.aten\.sin"),
+            (torch.sin, {"others": torch.ones(2)}, r"others\[0\] is no pair"),
+            (torch.sin, {"others": [((torch.ones(2),), [1])]}, r"others\[0\] is no pair"),
+            (torch.sin, {"probes": 5}, "probes are names"),
+            (torch.sin, {"backends": [5]}, "backends are names"),
+            (torch.sin, {"seed": "a"}, "seed must be from 0"),
+            (torch.sin, {"seed": 2**70}, "seed must be from 0"),
+            (torch.sin, {"gradients": torch.ones(2)}, "'auto'"),
+        ],
+    )
+    def test_in_what_else_is_told_is_one_sentence(self, op, words, said):
+        with pytest.raises(UsageError, match=said):
+            check_op(op, (torch.ones(2),), **words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,12 @@ from torch.utils._pytree import tree_map_only
 Calling = Callable[..., Any]
 
 
+class Unknown(enum.Enum):
+    """What stands for a number that depends on data, so that nobody knows it beforehand."""
+
+    VALUE = enum.auto()
+
+
 def call_faked(call: Calling, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call with tensors that have no values, all sizes numbers; a size that depends on data is a symbol."""
     mode = _mode()
@@ -31,7 +38,7 @@ def call_faked(call: Calling, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         torch.Tensor, lambda tensor: _faked(mode, tensor, static_shapes=True), (args, dict(kwargs))
     )
     with mode, enable_python_dispatcher():
-        return _with_numbers(call(*fake_args, **fake_kwargs))
+        return _with_numbers(call(*fake_args, **fake_kwargs), _hint)
 
 
 class Symbolic:
@@ -49,7 +56,7 @@ class Symbolic:
         fake_args, fake_kwargs = tree_map_only(torch.Tensor, faked, (args, dict(kwargs)))
         # what is written in C++ for numbers is written once more in Python, for symbols
         with self.mode, enable_python_dispatcher():
-            self.returned = _with_numbers(call(*fake_args, **fake_kwargs))
+            self._returned = call(*fake_args, **fake_kwargs)
 
     @property
     def fixes_sizes(self) -> bool:
@@ -63,14 +70,30 @@ class Symbolic:
         assert self.mode.shape_env is not None
         return not self.mode.shape_env.evaluate_guards_for_args(list(self.given), list(tensors), ignore_static=False)
 
+    def returned(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Return the results; what is a number is the one that it is with inputs of these sizes."""
+        numbers = self._numbers(tensors)
+
+        def value_of(symbol: Any) -> Any:
+            value = symbol.node.expr.subs(numbers)
+            kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(symbol)]
+            return kind(value) if value.is_number or value.is_Boolean else Unknown.VALUE
+
+        return _with_numbers(self._returned, value_of)
+
     def sizes(self, fake: torch.Tensor, tensors: Sequence[torch.Tensor]) -> tuple[int | None, ...]:
         """Return the sizes that a result has with inputs of these sizes; None for one that depends on data."""
+        numbers = self._numbers(tensors)
+        return tuple(_evaluated(size, numbers) for size in fake.shape)
+
+    def _numbers(self, tensors: Sequence[torch.Tensor]) -> dict[Any, int]:
+        """Return each symbol that is a size of an input, and the size that it stands for with these."""
         numbers: dict[Any, int] = {}
         for symbolic, tensor in zip(self.given, tensors, strict=True):
             for size, number in zip(symbolic.shape, tensor.shape, strict=True):
                 if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
                     numbers.setdefault(size.node.expr, number)
-        return tuple(_evaluated(size, numbers) for size in fake.shape)
+        return numbers
 
 
 def is_unknown(size: Any) -> bool:
@@ -120,10 +143,13 @@ def _faked(mode: FakeTensorMode, tensor: torch.Tensor, **how: Any) -> FakeTensor
         raise UnsupportedFakeTensorException(f"{type(error).__name__}: {error}") from error
 
 
-def _with_numbers(returned: Any) -> Any:
+def _with_numbers(returned: Any, value_of: Callable[[Any], Any]) -> Any:
     """Put a number in the place of each symbol that is returned: as an object it would be all that is known of it."""
-    symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
-    return tree_map_only(symbols, lambda symbol: symbol.node.hint if symbol.node.has_hint() else 0, returned)
+    return tree_map_only((torch.SymInt, torch.SymFloat, torch.SymBool), value_of, returned)
+
+
+def _hint(symbol: Any) -> Any:
+    return symbol.node.hint if symbol.node.has_hint() else Unknown.VALUE
 
 
 def _evaluated(size: Any, numbers: Mapping[Any, int]) -> int | None:

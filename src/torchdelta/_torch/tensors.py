@@ -186,3 +186,8 @@ def view_key(tensor: torch.Tensor) -> ViewKey:
 def storage_reference(tensor: torch.Tensor) -> StorageWeakRef:
     """Return a weak reference to the memory of a tensor, which equals that of any other view of it."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with the values that it stands for: a conjugate or a negative may be no more than a bit."""
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor

@@ -30,6 +30,9 @@ FLOOR = 1e-6
 KINK = 0.1
 """Left and right that differ by more than this share of the larger are of two minds."""
 
+VAGUE = 1e-3
+"""A bound that is a larger share of the function than this is no small number."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Slope:
@@ -119,19 +122,30 @@ class _Function:
             for place in range(1, len(STEPS) - 1)
         )
         derivative = differences[place]
-        ahead, behind = ((ends[place][0] - here) / STEPS[place], (here - ends[place][1]) / STEPS[place])
-        is_smooth = abs(ahead - behind) <= KINK * max(abs(ahead), abs(behind)) + MARGIN * spread
+        # left and right come nearer to each other with smaller steps where it only bends, and not where it has a kink;
+        # where few of many elements have one, any number in between is a gradient
+        gap, slope = min(
+            (abs((ahead - here) - (here - behind)) / step, abs(ahead - behind) / step)
+            for step, (ahead, behind), difference in list(zip(STEPS, ends, differences, strict=True))[place:]
+            if abs(difference - derivative) <= KINK * abs(derivative)  # of a staircase small steps tell nothing
+        )
+        is_smooth = gap <= KINK * slope + MARGIN * spread
         is_staircase = derivative == 0.0 and spread == 0.0 and any(differences)
         gradient = leaf.grad
         said = 0.0 if gradient is None else _inner(gradient, direction)
         size = 0.0 if gradient is None else float(gradient.norm()) * float(direction.norm())
+        allowed = MARGIN * spread + gap + FLOOR * max(size, abs(derivative))
+        # beside a kink smaller steps may be right, although larger ones agree with each other better
+        are_torn = abs(derivative - said) > allowed and any(abs(each - said) <= allowed for each in differences[place:])
+        # a bound that admits zero tells nothing, unless it is small beside the function itself
+        is_vague = allowed > max(0.5 * max(abs(derivative), abs(said)), VAGUE * abs(here))
         return Slope(
             path=path,
             gradient=said,
             is_none=gradient is None,
             derivative=derivative,
-            allowed=MARGIN * spread + FLOOR * max(size, abs(derivative)),
-            is_known=is_smooth and not is_staircase and math.isfinite(derivative) and math.isfinite(spread),
+            allowed=allowed,
+            is_known=is_smooth and not (is_staircase or are_torn or is_vague) and math.isfinite(derivative + spread),
         )
 
 

@@ -58,7 +58,7 @@ def symbolic(name: str, given: Baseline, other: Baseline) -> Probe | str:
         )
     if is_elsewhere:
         return "it goes another way with the other sizes that were tried"
-    said = leaves_of(made.returned, "outputs")
+    said = leaves_of(made.returned(tensors), "outputs")
     sizes = {path: made.sizes(leaf, tensors) if _is_tensor(leaf) else None for path, leaf in said.items()}
     return _compared(name, _outputs(other), said, sizes)
 
@@ -72,7 +72,10 @@ def _compared(name: str, real: Leaves, said: Leaves, sizes: dict[str, Sizes]) ->
     for path, leaf in said.items():
         partner, size = real.get(path), sizes[path]
         if not _is_tensor(leaf) or not _is_tensor(partner):
-            wrong += [f"{path} is no tensor"] if path in real and _is_tensor(leaf) != _is_tensor(partner) else []
+            if path in real and _is_tensor(leaf) != _is_tensor(partner):
+                wrong.append(f"{path} is no tensor")
+            elif _is_other_number(leaf, partner):
+                wrong.append(f"{path} is {leaf!r}, really {partner!r}")
             continue
         assert isinstance(partner, torch.Tensor)
         if (
@@ -94,6 +97,12 @@ def _compared(name: str, real: Leaves, said: Leaves, sizes: dict[str, Sizes]) ->
     return Probe(name=name, verdict=Verdict.EQUIVALENT, reason="the fake kernel says what the real one does")
 
 
+def _is_other_number(said: Any, real: Any) -> bool:
+    is_plain = isinstance(said, (bool, int, float, complex, str)) and isinstance(real, (bool, int, float, complex, str))
+    are_nan = said != said and real != real
+    return is_plain and said != real and not are_nan
+
+
 def _other_breaches(real: torch.Tensor, said: torch.Tensor) -> Iterable[str]:
     if any(isinstance(size, torch.SymInt) for size in (*said.shape, *said.stride())):
         pairs = {"dtype": (real.dtype, said.dtype), "device": (real.device, said.device)}
@@ -112,6 +121,11 @@ def remedy_of(message: str) -> str:
     """Return what to register where a trace raised this."""
     if "no fake impl" in message or "register_fake" in message:
         return REGISTER_FAKE
+    if "alias annotations" in message:
+        return (
+            "an operator of a library that is traced returns no memory of its arguments: declare only what it changes, "
+            "and return nothing or a copy"
+        )
     if "register_autograd" in message:
         return "register its gradient: torch.library.register_autograd(NAME, backward, setup_context=…)"
     if _SYMBOL.search(message):

@@ -12,7 +12,7 @@ import torch
 from torchdelta._torch.trees import tree_leaves
 from torchdelta.engine.baseline import Baseline
 from torchdelta.engine.operated import operated
-from torchdelta.errors import ProgramError, UsageError
+from torchdelta.errors import ProgramError
 from torchdelta.execute import examples
 from torchdelta.execute.optimizers import OPTIMIZERS
 from torchdelta.execute.programs import Program
@@ -74,10 +74,8 @@ class OpInputs:
         return [baseline for baseline in self.resized if _kinds_of(baseline.program) == kinds]
 
     def _other(self, place: int) -> Baseline:
-        other = self.others[place]
-        if not isinstance(other, (tuple, list)) or len(other) != 2 or not isinstance(other[0], (tuple, list)):
-            raise UsageError(f"others[{place}] is no pair of args and kwargs: write ((x,), {{}})")
-        baseline = self._baseline(operated(self.op, tuple(other[0]), dict(other[1] or {})))
+        args, kwargs = self.others[place]
+        baseline = self._baseline(operated(self.op, tuple(args), dict(kwargs or {})))
         try:
             baseline.reference  # noqa: B018
         except ProgramError as error:

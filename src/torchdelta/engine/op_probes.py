@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -103,6 +103,8 @@ def registration(op: Any, baseline: Baseline) -> Probe:
     given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
     with baseline.eager_scope(), schemas.without_autograd_fallback():
         returned = tree_leaves(op(*args, **kwargs))
+    if not any(_is_tensor(leaf) and is_inexact(leaf.dtype) for leaf in returned):
+        return Probe(name="registration", verdict=Verdict.EQUIVALENT, reason="what it returns has no gradient")
     if any(_is_tensor(leaf) and leaf.requires_grad and id(leaf) not in given for leaf in returned):
         return Probe(
             name="registration",
@@ -118,19 +120,25 @@ def registration(op: Any, baseline: Baseline) -> Probe:
     )
 
 
-def derivative(baselines: Iterable[Baseline]) -> Probe:
-    """Hold the backward against differences of the function; what has a kink at the given inputs is asked at others."""
+def derivative(given: Baseline, others: Mapping[str, Sequence[Baseline]]) -> Probe:
+    """Hold the backward against differences of the function, at the given inputs and at others, by what they are.
+
+    What has a kink at some of them is known if it has none at another; what is wrong at any of them is wrong.
+    """
     unknown: set[str] | None = None
-    for baseline in baselines:
+    places = [("", given), *((f" {place}", other) for place, each in others.items() for other in each)]
+    for place, baseline in places:
         try:
             found = slopes(baseline)
         except Exception as error:
+            if baseline is not given:
+                continue  # not every value is to an operator's liking
             return Probe(
                 name="derivative",
                 verdict=Verdict.INCONCLUSIVE,
                 reason=f"it does not run in float64 ({type(error).__name__}: {_line(error)}), so nothing can be told",
             )
-        if wrong := [str(slope) for slope in found if slope.is_wrong]:
+        if wrong := [f"{slope}{place}" for slope in found if slope.is_wrong]:
             return Probe(
                 name="derivative",
                 verdict=Verdict.DIVERGED,
@@ -140,11 +148,11 @@ def derivative(baselines: Iterable[Baseline]) -> Probe:
             )
         unsure = {slope.path for slope in found if not slope.is_known}
         unknown = unsure if unknown is None else unknown & unsure
-        if not unknown:
-            said = "in float64 the backward is the derivative of the forward"
-            return Probe(name="derivative", verdict=Verdict.EQUIVALENT, reason=said)
-    reason = f"{NO_SLOPE}: {', '.join(sorted(unknown or ()))}"
-    return Probe(name="derivative", verdict=Verdict.INCONCLUSIVE, reason=reason)
+    if unknown:
+        reason = f"{NO_SLOPE}: {', '.join(sorted(unknown))}"
+        return Probe(name="derivative", verdict=Verdict.INCONCLUSIVE, reason=reason)
+    said = "in float64 the backward is the derivative of the forward"
+    return Probe(name="derivative", verdict=Verdict.EQUIVALENT, reason=said)
 
 
 def _called(side: Side, baseline: Baseline) -> Leaves:

@@ -154,7 +154,7 @@ def _remedy(report: Report) -> str:
         return op_fakes.remedy_of(report.failure.message)
     wrong = wrong_in(report)
     if any(breach.clause == "aliasing" for seen in wrong for breach in seen.contract):
-        return "return a copy, or declare the alias in its schema"
+        return "return a copy of what it would alias"
     forward = report.stages[0].comparisons
     if any(seen in wrong and seen.path.startswith(("args", "kwargs")) for seen in forward):
         return "declare what it changes: mutates_args=… or Tensor(a!) in its schema"

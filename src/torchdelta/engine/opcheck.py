@@ -58,7 +58,9 @@ def check_op(
     not the same; without `correctness` it is only asked whether everything traces and runs. `others` are arguments
     of other sizes, where those that are made up here are not to the operator's liking.
     """
-    if gradients not in (True, False, "auto"):
+    if not callable(op):
+        raise UsageError(f"an operator is called, which {op!r} cannot be: name it like torch.ops.aten.sin.default")
+    if not isinstance(gradients, bool) and gradients != "auto":
         raise UsageError(f"gradients is True, False or 'auto', not {gradients!r}")
     if compare is not None and policy is not None:
         raise UsageError("name either a policy or a function that compares, not both")
@@ -66,6 +68,12 @@ def check_op(
         raise UsageError(f"the arguments are a tuple, not {type(args).__name__}: write (x,) for one")
     if not isinstance(kwargs, Mapping | None):
         raise UsageError(f"the keyword arguments are a dict, not {type(kwargs).__name__}: write {{'dim': 1}}")
+    if not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise UsageError(f"seed must be from 0 to 2**63 - 1, not {seed!r}")
+    _require_pairs(others)
+    for what, names in (("probes", probes), ("backends", backends), ("ignore", ignore)):
+        if not _are_names(names):
+            raise UsageError(f"{what} are names, in one text or in a list, not {names!r}")
     inputs = OpInputs(
         op=schemas.as_operator(op),
         args=tuple(args),
@@ -199,7 +207,7 @@ class OpCheck:
                 name="gradients",
                 verdict=Verdict.INCONCLUSIVE,
                 reason=f"its backward raises eagerly: {self.inputs.no_backward}",
-                remedy="register one with torch.library.register_autograd, or ask without gradients",
+                remedy="mend it, or register one with torch.library.register_autograd; or ask without gradients",
             )
         elif "gradients" in names and self.inputs.resized and self.inputs.rejected_backward:
             yield Probe(
@@ -224,9 +232,12 @@ class OpCheck:
             else:
                 self.unasked["backward"] = "no output requires grad"
         if "derivative" in names:
-            if self.inputs.given.reference.is_differentiable:
+            if self.inputs.no_backward:
+                self.unasked["derivative"] = "the backward raises"
+            elif self.inputs.given.reference.is_differentiable:
                 self.progress("derivative")
-                yield op_probes.derivative((self.inputs.given, *self.inputs.fresh))
+                others = {"with fresh values": self.inputs.fresh, "with other sizes": self.inputs.resized}
+                yield op_probes.derivative(self.inputs.given, others)
             else:
                 self.unasked["derivative"] = "no output requires grad"
 
@@ -261,6 +272,20 @@ class OpCheck:
         for prefix in self.wanted:
             if not any(name.startswith(prefix) for name in known):
                 raise UsageError(f"there is no probe {prefix!r}: they are {', '.join(known)}")
+
+
+def _require_pairs(others: object) -> None:
+    """Raise UsageError where arguments of other sizes are none."""
+    pairs = others if isinstance(others, (tuple, list)) else [others]
+    for place, other in enumerate(pairs):
+        is_pair = isinstance(other, (tuple, list)) and len(other) == 2
+        if not is_pair or not isinstance(other[0], (tuple, list)) or not isinstance(other[1], Mapping | None):
+            raise UsageError(f"others[{place}] is no pair of args and kwargs: write others=[((x,), {{}})]")
+
+
+def _are_names(given: object) -> bool:
+    is_list = isinstance(given, (tuple, list)) and all(isinstance(name, str) for name in given)
+    return given is None or isinstance(given, str) or is_list
 
 
 def _listed(unasked: Mapping[str, str]) -> str:
