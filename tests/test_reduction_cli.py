@@ -8,6 +8,8 @@ import sys
 import pytest
 
 PROGRAMS = """
+import ctypes
+
 import torch
 
 
@@ -28,6 +30,25 @@ def relu_is_off(graph_module, example_inputs):
                 off = graph_module.graph.call_function(torch.add, (node, 0.1))
             node.replace_all_uses_with(off, lambda user: user is not off)
     graph_module.recompile()
+    return graph_module
+
+
+def in_two_graphs():
+    def function(x):
+        x = torch.relu(x)
+        torch._dynamo.graph_break()
+        return torch.sigmoid(x)
+
+    return function, (torch.randn(3),)
+
+
+seen = set()
+
+
+def dies_of_both(graph_module, example_inputs):
+    seen.update(str(node.target) for node in graph_module.graph.nodes)
+    if all(any(name in target for target in seen) for name in ("relu", "sigmoid")):
+        ctypes.string_at(0)
     return graph_module
 
 
@@ -121,6 +142,14 @@ class TestDiagnose:
         report = json.loads((tmp_path / "out" / "report.json").read_text())
         assert "relu" in report["culprits"][0]["op"]
         assert report["repro"]["confirmed"]
+
+    def test_survives_a_crash_that_only_the_whole_program_shows(self, command_line, tmp_path):
+        ran = command_line("diagnose", "programs.py:in_two_graphs", "-t", "programs.py:dies_of_both", "-o", "out")
+
+        assert ran.returncode == 4, ran
+        assert ran.stdout.startswith("crashed")
+        assert "none of the 2 graphs that it is made of fails by itself" in ran.stdout
+        assert json.loads((tmp_path / "out" / "report.json").read_text())["failure"]["type"] == "SIGSEGV"
 
     def test_goes_on_where_it_was(self, command_line, tmp_path):
         words = ("diagnose", "programs.py:build", "-t", "programs.py:gives_up", "-o", "out")

@@ -120,8 +120,10 @@ class Diagnosing:
 
     @property
     def _is_named(self) -> bool:
-        named = (self.program, self.words.get("transform"), self.words.get("optimizer", ""), self.words.get("loss", ""))
-        return all(isinstance(each, str) for each in named)
+        """Whether another process can build all of it again."""
+        extras = (self.words.get(word) for word in ("optimizer", "loss"))
+        has_names = all(extra is None or isinstance(extra, str) for extra in extras)
+        return has_names and isinstance(self.program, str) and isinstance(self.words.get("transform"), str)
 
     def _checked(self) -> Report:
         """Check where a crash does no harm: a named program as a whole, a live one by its graphs first."""
