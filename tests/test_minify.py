@@ -520,6 +520,15 @@ class TestMinify:
         assert "torch.relu(" not in scripts[0]
         assert "torch.relu(" in scripts[1]
 
+    def test_of_two_kinds_of_failure_each_culprit_has_its_own(self, tmp_path):
+        program, args = broken.two_apart()
+        report = td.diagnose(program, args, transform=broken.off_and_wide, out=tmp_path, every=True, semantic=False)
+
+        scripts = [(tmp_path / name).read_text() for name in ("repro.py", "repro-2.py")]
+        assert [culprit.op for culprit in report.culprits] == ["sin", "relu"]
+        assert "gives other outputs than eager PyTorch for sin." in scripts[0]
+        assert "gives outputs of another dtype than eager PyTorch for relu." in scripts[1]
+
     def test_resumes_for_the_failure_that_it_began_with(self, tmp_path):
         first = minified(broken.stack, broken.relu_is_off, out=tmp_path, queries=1, match="gradients")
         second = minified(broken.stack, broken.relu_is_off, out=tmp_path, resume=True)

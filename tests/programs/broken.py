@@ -249,6 +249,24 @@ def two_wrong():
     return program, (torch.randn(8),)
 
 
+def two_apart():
+    def program(x):
+        y = torch.sin(x).exp()
+        z = torch.relu(x)
+        return y, z
+
+    return program, (torch.randn(8),)
+
+
+def off_and_wide(graph_module, example_inputs):
+    """Be wrong by value for sine, and by dtype for relu."""
+    for node in calls(graph_module, "relu"):
+        with graph_module.graph.inserting_after(node):
+            wide = graph_module.graph.call_method("double", (node,))
+        node.replace_all_uses_with(wide, lambda user, wide=wide: user is not wide)
+    return shifted(graph_module, calls(graph_module, "sin"), by=0.01)
+
+
 @torch.compiler.allow_in_graph
 def halved(x):
     return x * 0.5

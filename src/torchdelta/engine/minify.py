@@ -82,6 +82,7 @@ class Minifying:
                 program=f"{self.check.case.program} under {self.check.case.transform}",
                 match=self.match,
                 expected=self._expected if entry is None else (entry.wanted,),
+                culprit=self.culprit,
                 tell=self._told,
                 notes=self.notes,
             )

@@ -8,11 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from torchdelta.engine.asking import InProcess, Workers
+from torchdelta.engine.subjects import nodes_of
 from torchdelta.errors import NothingToMinify
+from torchdelta.minify.edit import kept_only
 from torchdelta.minify.oracle import Answer, Oracle
 from torchdelta.minify.reducer import Progress
 from torchdelta.minify.subject import Subject
 from torchdelta.records.failure import Signature
+from torchdelta.records.report import Culprit
 
 TRIALS = 8
 """How often a failure that did not come again is asked for, to tell how often it comes."""
@@ -41,6 +44,8 @@ class Preflight:
     """Which of several failures is meant: a regular expression for its signature."""
     expected: Sequence[Signature] = ()
     """The failures of the program as a whole: one of them is looked for before any other."""
+    culprit: Culprit | None = None
+    """Who is said to have failed."""
     tell: Callable[[Progress], None] = lambda _: None
     notes: list[str] = field(default_factory=list)
     rate: float = 1.0
@@ -62,7 +67,7 @@ class Preflight:
                 unmeant += [signature for signature in answer.signatures if signature not in meant]
                 same = [each for each in meant if any(each.is_like(whole) for whole in self.expected)]
                 if same or (meant and not self.expected):
-                    found = Chosen(subject=subject, answer=answer, wanted=(same or meant)[0])
+                    found = Chosen(subject=subject, answer=answer, wanted=self._wanted(subject, same or meant))
                     return self._chosen(number, subjects, found)
                 others += [(number, Chosen(subject=subject, answer=answer, wanted=each)) for each in meant]
             if others and is_semantic == questions[-1]:
@@ -76,6 +81,17 @@ class Preflight:
             f"{self.program}: none of the {len(subjects)} graphs that it is made of fails by itself, so there is "
             "nothing to make smaller"
         )
+
+    def _wanted(self, subject: Subject, meant: Sequence[Signature]) -> Signature:
+        """Return which of several failures of a graph is the culprit's own; the first where it shows none by itself."""
+        culprits = nodes_of(self.culprit, subject) if self.culprit is not None and len(meant) > 1 else ()
+        alone = kept_only(subject, culprits[:1]).applied_to(subject) if culprits else None
+        if alone is None:
+            return meant[0]
+        answer = self.ask(alone)
+        if isinstance(self.ask, Workers):
+            self.ask.remember(alone, answer)  # the reduction begins with it
+        return next((signature for signature in meant if answer.shows(signature)), meant[0])
 
     def _is_meant(self, signature: Signature) -> bool:
         return self.match is None or re.search(self.match, str(signature)) is not None
