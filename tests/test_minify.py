@@ -520,6 +520,21 @@ class TestMinify:
         assert "torch.relu(" not in scripts[0]
         assert "torch.relu(" in scripts[1]
 
+    def test_what_fails_for_odd_sizes_only_keeps_the_smallest(self):
+        small = td.minify(
+            lambda x: x * 2, (torch.randn(7, 4),), transform=broken.wrong_for_odd_rows, isolated=False, semantic=False
+        )
+
+        assert small.inputs[0].shape == (3, 2)
+
+    def test_complex_numbers_are_drawn_too(self):
+        numbers = torch.randn(4, 4, dtype=torch.complex128)
+        small = td.minify(
+            lambda x: torch.sin(x), (numbers,), transform=broken.two_are_off, isolated=False, semantic=False
+        )
+
+        assert "torch.randn(2, 2, dtype=torch.complex64" in small.drawn[0]
+
     def test_of_two_kinds_of_failure_each_culprit_has_its_own(self, tmp_path):
         program, args = broken.two_apart()
         report = td.diagnose(program, args, transform=broken.off_and_wide, out=tmp_path, every=True, semantic=False)

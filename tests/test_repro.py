@@ -630,8 +630,14 @@ def test_without_data_nothing_of_the_user_is_in_the_script(planted, tmp_path, sh
 
     assert not written.embeds_data
     assert written.tensors_path is None
-    assert "torch.randn((50, 40))" in written.path.read_text()
+    text = written.path.read_text()
+    assert "torch.randn((50, 40))" in text
     assert shows(written.path)
+    worst = finding.report.comparisons[0].worst
+    for told in (text, issue_text(finding, written.path, data=False)):
+        assert "times the noise" in told
+        assert str(worst.candidate) not in told
+    assert str(worst.candidate) in issue_text(finding, written.path)
 
 
 def test_an_input_may_come_with_the_expression_that_draws_it(planted, tmp_path):

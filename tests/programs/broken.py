@@ -249,6 +249,15 @@ def two_wrong():
     return program, (torch.randn(8),)
 
 
+def wrong_for_odd_rows(graph_module, example_inputs):
+    """Be wrong for what is left over where rows are taken in pairs."""
+
+    def run(*args):
+        return tuple(value + value.shape[0] % 2 for value in graph_module(*args))
+
+    return run
+
+
 def two_apart():
     def program(x):
         y = torch.sin(x).exp()

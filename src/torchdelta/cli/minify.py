@@ -75,7 +75,7 @@ def command(
         path = out / "repro.py"
         repro = small.write(path, data=not no_data)
         if issue:
-            path.with_suffix(".md").write_text(small.issue(path), encoding="utf-8")
+            path.with_suffix(".md").write_text(small.issue(path, data=not no_data), encoding="utf-8")
         report = replace(report, repro=repro)
         write_report(report, out / "report.json")
     print_report(report)

@@ -215,7 +215,7 @@ class Diagnosing:
         if not repro.confirmed:
             self.notes.append(f"{path.name} did not show the failure in a clean process")
         if self.with_issue:
-            path.with_suffix(".md").write_text(small.issue(path), encoding="utf-8")
+            path.with_suffix(".md").write_text(small.issue(path, data=self.with_data), encoding="utf-8")
         return replace(report, repro=repro) if number == 1 else report
 
     def _keep(self, report: Report) -> None:

@@ -60,9 +60,9 @@ class Minified:
         seen = confirm(written.path, deadline_s=deadline_s, clean=self.clean)
         return Repro(path=str(written.path), confirmed=seen.is_there)
 
-    def issue(self, path: str | os.PathLike[str]) -> str:
-        """Return the text of an issue that has the script of that path in it."""
-        return issue_text(self.finding, Path(path))
+    def issue(self, path: str | os.PathLike[str], *, data: bool = True) -> str:
+        """Return the text of an issue that has the script of that path in it; `data` as it was written with."""
+        return issue_text(self.finding, Path(path), data=data)
 
     @property
     def finding(self) -> Finding:

@@ -19,7 +19,9 @@ class Draw:
     def like(self, value: torch.Tensor) -> torch.Tensor:
         """Return numbers in the place of a tensor's own."""
         if self.by == "randn":
-            made = torch.randn(value.shape, generator=torch.Generator().manual_seed(self.seed)).to(value.dtype)
+            dtype = torch.complex64 if value.is_complex() else torch.float32
+            generator = torch.Generator().manual_seed(self.seed)
+            made = torch.randn(value.shape, dtype=dtype, generator=generator).to(value.dtype)
         else:
             made = getattr(torch, self.by)(value.shape, dtype=value.dtype)
         return made.to(value.device).requires_grad_(value.requires_grad)
@@ -30,5 +32,6 @@ class Draw:
         if self.by != "randn":
             return f"torch.{self.by}({shape}, dtype={value.dtype})"
         sizes = ", ".join(map(str, shape)) or "()"
-        drawn = f"torch.randn({sizes}, generator=torch.Generator().manual_seed({self.seed}))"
-        return drawn if value.dtype is torch.float32 else f"{drawn}.to({value.dtype})"
+        generator = f"generator=torch.Generator().manual_seed({self.seed})"
+        drawn = f"torch.randn({sizes}, {'dtype=torch.complex64, ' if value.is_complex() else ''}{generator})"
+        return drawn if value.dtype in (torch.float32, torch.complex64) else f"{drawn}.to({value.dtype})"

@@ -62,6 +62,11 @@ class Asked:
         return stage
 
     @property
+    def is_replaced(self) -> bool:
+        """Whether the script has other values than the failure was seen with."""
+        return self.inputs.is_replaced or self.state.is_replaced
+
+    @property
     def is_cast(self) -> bool:
         """Whether the script needs a function that casts inputs."""
         return any("cast(inputs()" in line for line in self.verdict.main)

@@ -193,5 +193,5 @@ def place_of(node: Node) -> str:
         )
         parts.append(f"{where} in {frame['function']}" if frame else where)
     if path := nodes.module_path(node):
-        parts.append(path)
+        parts.append(f"module {path}")
     return ", ".join(parts)

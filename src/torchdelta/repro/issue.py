@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from torchdelta.records.comparison import Comparison
 from torchdelta.records.verdict import Verdict
-from torchdelta.repro.applied import write_transform
-from torchdelta.repro.asked import shown_by
+from torchdelta.repro.asked import Asked
 from torchdelta.repro.finding import Finding
 from torchdelta.repro.summary import EXITS, details, headline
 
@@ -16,18 +16,16 @@ SHOWN = 5
 """Leaves that a table of evidence holds."""
 
 
-def issue_text(finding: Finding, path: Path) -> str:
-    """Return text for a bug tracker about a script that was written to `path`."""
+def issue_text(finding: Finding, path: Path, *, data: bool = True) -> str:
+    """Return text for a bug tracker about a script that was written to `path`, with the user's values or without."""
     path = Path(path)
-    applied = write_transform(finding.case, path, "cpu")
-    report = finding.report
-    divergence = None if report.failure is not None else shown_by(finding)
-    environment = report.environment
+    asked = Asked(finding, path, data=data)
+    environment = finding.report.environment
     parts = [
-        f"# {headline(finding, applied, divergence)}",
-        details(finding, applied, divergence),
+        f"# {headline(asked.finding, asked.applied, asked.divergence)}",
+        details(asked),
         "## Evidence",
-        "\n".join(_evidence(finding)),
+        "\n".join(_evidence(finding, has_values=not asked.is_replaced)),
         "## Reproduce",
         f"{EXITS}{_beside(path)}",
         f"```python\n{path.read_text(encoding='utf-8').rstrip()}\n```",
@@ -37,7 +35,7 @@ def issue_text(finding: Finding, path: Path) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _evidence(finding: Finding) -> Iterator[str]:
+def _evidence(finding: Finding, *, has_values: bool) -> Iterator[str]:
     report = finding.report
     if report.failure is not None:
         said = report.failure.message.rstrip()[-2000:]
@@ -47,7 +45,7 @@ def _evidence(finding: Finding) -> Iterator[str]:
     yield "| where | eager | candidate | float64 | error | noise | why |"
     yield "|---|---|---|---|---|---|---|"
     for seen in sorted(wrong, key=lambda seen: seen.rank, reverse=True)[:SHOWN]:
-        yield _row(seen)
+        yield _row(seen if has_values else replace(seen, worst=None))
     if len(wrong) > SHOWN:
         yield f"\nand {len(wrong) - SHOWN} more."
 

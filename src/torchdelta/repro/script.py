@@ -68,7 +68,7 @@ class _Script:
     def text(self) -> str:
         asked = self.asked
         blocks = [
-            [header_of(self.finding, asked.applied, asked.divergence, self._data())],
+            [header_of(asked, self._data())],
             self._imports(),
             self._settings(),
             list(asked.verdict.constants),

@@ -8,6 +8,7 @@ from torchdelta._torch import nodes
 from torchdelta.compare.leaves import brief
 from torchdelta.records.failure import Failure, essence
 from torchdelta.repro.applied import Applied
+from torchdelta.repro.asked import Asked
 from torchdelta.repro.evidence import Divergence
 from torchdelta.repro.finding import Finding
 
@@ -15,6 +16,8 @@ WIDTH = 110
 SAID = 160
 """Letters of a message that a headline holds."""
 _NAMED = 3
+_OTHERWISE = {"aliasing": "that share other memory", "requires_grad": "with another requires_grad"}
+"""How a broken clause is told where it is no noun."""
 EXITS = "Exits with 1 while the bug is there, 0 once it is gone, 2 if it cannot run here."
 
 
@@ -23,17 +26,19 @@ def headline(finding: Finding, applied: Applied, divergence: Divergence | None) 
     return f"{applied.what} {_does(finding, divergence)}{_ops(finding)}"
 
 
-def header_of(finding: Finding, applied: Applied, divergence: Divergence | None, data: str) -> str:
+def header_of(asked: Asked, data: str) -> str:
     """Return the docstring of a script."""
+    finding, applied, divergence = asked.finding, asked.applied, asked.divergence
     environment = finding.report.environment
     found = f"Found with torch {environment.torch}, Python {environment.python}, {environment.platform}. {data}"
-    parts = [f"{headline(finding, applied, divergence)}.", f"{details(finding, applied, divergence)} {found} {EXITS}"]
+    parts = [f"{headline(finding, applied, divergence)}.", f"{details(asked)} {found} {EXITS}"]
     first, *rest = ("\n".join(textwrap.wrap(_quoted(part), WIDTH, break_long_words=False)) for part in parts)
     return "\n\n".join((f'"""{first}', *rest)) + '\n"""'
 
 
-def details(finding: Finding, applied: Applied, divergence: Divergence | None) -> str:
-    """Return the evidence as a sentence."""
+def details(asked: Asked) -> str:
+    """Return the evidence as a sentence, without values that the script has not."""
+    finding, applied, divergence = asked.finding, asked.applied, asked.divergence
     failure = finding.report.failure
     if divergence is None:
         assert failure is not None
@@ -44,7 +49,7 @@ def details(finding: Finding, applied: Applied, divergence: Divergence | None) -
         return f"{seen.path}, {broken.clause}: {broken.reference} eagerly, {broken.candidate} {applied.label}."
     if divergence.is_lifted:
         return f"It shows in float64, where both sides are run here: {seen.path} is off by {seen.error:.3g}."
-    if seen.worst is None:
+    if seen.worst is None or asked.is_replaced:
         return f"{seen.path}: {seen.reason}."
     index = f"{seen.path}{list(seen.worst.index) or ''}"
     has_truth = seen.worst.truth is not None and not divergence.is_exact
@@ -83,7 +88,7 @@ def _does(finding: Finding, divergence: Divergence | None) -> str:
             if "values in" in what
             else f"gives other {what} than eager PyTorch"
         )
-    return f"gives {what} of another {divergence.clause.replace('_', ' ')} than eager PyTorch"
+    return f"gives {what} {_OTHERWISE.get(divergence.clause, f'of another {divergence.clause}')} than eager PyTorch"
 
 
 def _ops(finding: Finding) -> str:

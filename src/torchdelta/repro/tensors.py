@@ -31,6 +31,8 @@ class TensorSource:
     saved: dict[str, torch.Tensor] = field(default_factory=dict)
     """What goes to the file beside the script, by name; the script calls it `saved`."""
     embeds_data: bool = False
+    is_replaced: bool = False
+    """Whether random numbers stand for values."""
     is_shared: bool = False
     """Whether some of them are one piece of memory."""
 
@@ -114,6 +116,7 @@ def _write_shared(shared: Mapping[str, torch.Tensor], data: bool, source: Tensor
 
 def _write_values(tensor: torch.Tensor, data: bool, source: TensorSource) -> str:
     if not data and not is_trivial(tensor):
+        source.is_replaced = True
         return _write_random(tensor)
     source.embeds_data |= not is_trivial(tensor)
     return write_contiguous(tensor)

@@ -12,14 +12,18 @@ from torchdelta.minify.reducer import Proposals, Search, merging
 
 
 def propose(search: Search) -> Proposals:
-    """Propose a seeded draw for each input of real numbers."""
+    """Propose a seeded draw for each input of real or complex numbers."""
     yield from merging(list(drawn(search)))
 
 
 def drawn(search: Search) -> Iterator[Edit]:
-    """Return a draw for each input of real numbers that has none."""
+    """Return a draw for each input of real or complex numbers that has none."""
     for index, (name, value) in enumerate(search.subject.named_inputs.items()):
-        is_real = isinstance(value, torch.Tensor) and value.is_floating_point() and value.is_contiguous()
-        if not is_real or name in search.subject.drawn:
-            continue
-        yield Edit(drawn={name: Draw(by="randn", seed=index)})
+        if name not in search.subject.drawn and _can_be_drawn(value):
+            yield Edit(drawn={name: Draw(by="randn", seed=index)})
+
+
+def _can_be_drawn(value: object) -> bool:
+    if not isinstance(value, torch.Tensor) or not value.is_contiguous() or value.is_conj() or value.is_neg():
+        return False
+    return value.is_floating_point() or value.is_complex()

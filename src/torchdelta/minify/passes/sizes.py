@@ -8,6 +8,7 @@ from torchdelta.minify.resize import sizes_of
 
 SMALL = 2
 """Small enough to read, and large enough to tell elements apart."""
+LEAST_ODD = 3
 
 
 def propose(search: Search) -> Proposals:
@@ -20,6 +21,8 @@ def propose(search: Search) -> Proposals:
     for size in _large(search):
         if (yield Edit(sizes={size: _half(size)})):
             yield from _smaller(_half(size))
+        elif size % 2 and size > LEAST_ODD:  # some fail for what is left over
+            yield Edit(sizes={size: LEAST_ODD})
 
 
 def all_small(search: Search) -> Edit:
