@@ -154,6 +154,25 @@ def test_steps_are_asked_about_too():
     assert all("semantic_error" in seen.details for seen in report.comparisons if seen.details)
 
 
+class Counting(nn.Module):
+    """Counts its calls in a single number; AOTAutograd of torch 2.13 drops writes to one, but only in float64."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return x * 2
+
+
+@pytest.mark.parametrize(("dtype", "verdict"), [(torch.float32, EQUIVALENT), (torch.float64, DIVERGED)])
+def test_a_write_that_is_dropped_in_float64_alone_is_no_other_function(dtype, verdict):
+    report = td.check(Counting().to(dtype), (torch.randn(3, dtype=dtype),), transform="aot_eager")
+
+    assert report.verdict is verdict
+
+
 # what must not pass because float64 was asked
 
 

@@ -1,5 +1,6 @@
 """Every transform does what its name says, on a program that survives it and on one that does not."""
 
+import copy
 import operator
 
 import pytest
@@ -103,6 +104,35 @@ def test_a_pass_that_changes_its_graph_in_place_may_return_nothing():
         graph_module.recompile()
 
     assert td.check(lambda x: x + 1, (X,), transform=negate).verdict is Verdict.DIVERGED
+
+
+class Counting(nn.Module):
+    """Trains a weight, and counts its calls in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return torch.relu(self.linear(x))
+
+
+@pytest.mark.parametrize("graph", ["dynamo", "aten", "export"])
+@pytest.mark.parametrize(("then", "verdict"), [(None, Verdict.EQUIVALENT), (wrong_relu, Verdict.DIVERGED)])
+def test_a_pass_may_begin_with_a_copy_of_its_graph(graph, then, verdict):
+    def on_a_copy(graph_module, example_inputs):
+        copied = copy.deepcopy(graph_module)
+        return copied if then is None else then(copied, example_inputs)
+
+    report = td.check(Counting(), (X,), transform=on_a_copy, options={"graph": graph})
+
+    assert report.verdict is verdict
+    assert next(seen for seen in report.comparisons if "calls" in seen.path).verdict is Verdict.EQUIVALENT
+    gradients = [seen for seen in report.comparisons if seen.path.endswith(".grad")]
+    assert gradients
+    assert not any(breach.clause == "structure" for seen in gradients for breach in seen.contract)
 
 
 def test_a_graph_in_broken_topological_order_is_sorted_before_it_runs():

@@ -20,7 +20,7 @@ from torchdelta.engine.candidate import run_candidate
 from torchdelta.engine.pairing import differing, paired
 from torchdelta.engine.undecided import settle
 from torchdelta.errors import ProgramError, UsageError
-from torchdelta.execute.sides import Side
+from torchdelta.execute.sides import Side, started_from
 from torchdelta.execute.stages import Observation
 from torchdelta.records.case import IGNORABLE
 from torchdelta.records.comparison import Comparison
@@ -84,11 +84,13 @@ def judge_lifted(
 ) -> tuple[str, dict[str, dict[str, Comparison]]]:
     """Return whether the question could be asked, and what float64 tells about each leaf, by stage and path."""
     noisy = baseline.noisy(1) if lifted.differs else []
-    found = _judge(lifted, baseline.truth, noisy, keeps_names)
+    # what a run leaves as it was is kept as the program's own tensor
+    untouched = frozenset(map(id, started_from(baseline.original)))
+    found = _judge(lifted, baseline.truth, noisy, untouched, keeps_names)
     is_in_doubt = any(seen.verdict is Verdict.DIVERGED for stage in found.values() for seen in stage.values())
     if is_in_doubt and (in_float64 := baseline.noisy(1, lifted=True)):
         # the noise of the native run was an estimate of that in float64
-        found = _judge(lifted, lifted.reference, in_float64, keeps_names)
+        found = _judge(lifted, lifted.reference, in_float64, untouched, keeps_names)
         is_in_doubt = any(seen.verdict is Verdict.DIVERGED for stage in found.values() for seen in stage.values())
     if is_in_doubt and lifted.is_partly_eager:
         return "not asked: part of the program runs between the compiler's graphs, and rounds there in float64 too", {}
@@ -96,7 +98,11 @@ def judge_lifted(
 
 
 def _judge(
-    lifted: Lifted, truth: Observation | None, noisy: Sequence[Observation], keeps_names: bool
+    lifted: Lifted,
+    truth: Observation | None,
+    noisy: Sequence[Observation],
+    untouched: frozenset[int],
+    keeps_names: bool,
 ) -> dict[str, dict[str, Comparison]]:
     # a broken contract and integers show in the native run
     floor = 0.0 if keeps_names else KEPT_IN_FLOAT32
@@ -104,6 +110,12 @@ def _judge(
     found = {}
     for stage in lifted.candidate.stages:
         reference, candidate, _ = paired(stage, lifted.reference, lifted.candidate, keeps_names=keeps_names)
+        # a write that a compiler drops in float64 alone (torch 2.13 does, of single numbers) is no other function: what
+        # it drops natively shows there
+        left = {path for path, leaf in candidate.items() if id(leaf) in untouched and leaf is not reference.get(path)}
+        reference, candidate = (
+            {path: leaf for path, leaf in each.items() if path not in left} for each in (reference, candidate)
+        )
         runs = [run.stages.get(stage, {}) for run in noisy]
         if stage == "steps":
             # what both sides differ by is all the noise that a gradient has in float64; it is judged by itself

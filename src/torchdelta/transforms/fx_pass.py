@@ -10,9 +10,9 @@ from typing import Any
 from torch.fx import GraphModule
 
 from torchdelta._torch import graphs
-from torchdelta._torch.seams import Handed, Seam, hand_on
+from torchdelta._torch.seams import Handed, Seam, graph_behind, hand_on
 from torchdelta.errors import UsageError
-from torchdelta.execute.sides import Side
+from torchdelta.execute.sides import Side, state_of
 from torchdelta.transforms.base import Options, Transform, Transformed
 from torchdelta.transforms.compiler import Compiler
 from torchdelta.transforms.export import exported
@@ -49,7 +49,7 @@ class FxPass(Transform):
             return
         module, made = exported(side, strict=False)
         call = self._at(seam, module, (*made.args, *made.kwargs.values()), "export")
-        yield Transformed.whole(replace(made, call=call), captured=1)
+        yield Transformed.whole(replace(made, call=call, owner=_owner(call, made)), captured=1)
 
     def _compiler(self, seam: Seam) -> Compiler:
         def backend(graph_module: GraphModule, example_inputs: list[Any], **_: Any) -> Any:
@@ -65,3 +65,13 @@ class FxPass(Transform):
             return graphs.runnable(self.function(graph, example_inputs), graph)
 
         return seam(Handed(graph=module, example_inputs=inputs, make=make, level=level))
+
+
+def _owner(call: Callable[..., Any], given: Side) -> Callable[..., Any]:
+    """Return whose state a call changes: many passes begin with a copy of their graph, and return that."""
+    made = graph_behind(call)
+    if made is None:
+        return given.owner
+    state, before = state_of(made), state_of(given.owner)
+    has_all = before.parameters.keys() <= state.parameters.keys() and before.buffers.keys() <= state.buffers.keys()
+    return made if has_all else given.owner
