@@ -9,7 +9,7 @@ nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,8 +28,16 @@ MARGIN = 8.0
 FLOOR = 1e-6
 """And so much of what the gradient amounts to along a direction of its own size."""
 KINK = 0.1
-"""Left and right that differ by more than this share of the larger are of two minds."""
+"""Left and right that differ by more than this share of what all changes are of two minds."""
 
+ROUNDING = 1e-12
+"""What of the function itself is rounding, with room to spare."""
+NOTHING = 1e-10
+"""And so much of the function itself: a gradient that cancels out is rounding."""
+TINY = 1e-20
+"""And so much in any case: who counts in less leaves the numbers of most dtypes."""
+WILD = 1e12
+"""Numbers that grow by more than this do not keep a derivative in float64."""
 VAGUE = 1e-3
 """A bound that is a larger share of the function than this is no small number."""
 
@@ -62,16 +70,16 @@ class Slope:
 def slopes(baseline: Baseline) -> list[Slope]:
     """Return one for each input that requires grad, in float64; what the operator raises there is raised."""
     function = _Function(baseline)
-    value = function.at({})
-    if not value.requires_grad:
+    here = function.at({})
+    if not here.requires_grad:
         return []
     with function.scope():
-        value.backward()  # type: ignore[no-untyped-call]
-    return [function.slope(path, leaf, float(value.detach())) for path, leaf in function.inputs.items()]
+        here.sum().backward()  # type: ignore[no-untyped-call]
+    return [function.slope(path, leaf, here.detach()) for path, leaf in function.inputs.items()]
 
 
 class _Function:
-    """The outputs of an operator, each against a random cotangent, added up."""
+    """The outputs of an operator, each element times that of a random cotangent; their sum is differentiated."""
 
     def __init__(self, baseline: Baseline) -> None:
         self.seed = baseline.plan.seed
@@ -99,54 +107,100 @@ class _Function:
         runtime.seed_everything(self.seed)
         with self.scope():
             outputs = self.side.call(*args, **kwargs)
-        total = torch.zeros((), dtype=torch.float64)
+        products: list[torch.Tensor] = []
         for path, leaf in leaves_of(outputs, "outputs").items():
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and is_inexact(leaf.dtype):
                 product = cotangent_for(leaf, path, self.seed).conj() * leaf
-                total = total + (product.real if product.is_complex() else product).sum()
-        return total
+                products.append((product.real if product.is_complex() else product).reshape(-1))
+        return torch.cat(products) if products else torch.zeros(0, dtype=torch.float64)
 
-    def slope(self, path: str, leaf: torch.Tensor, here: float) -> Slope:
+    def slope(self, path: str, leaf: torch.Tensor, here: torch.Tensor) -> Slope:
         """Hold the gradient of one input against differences along a direction."""
         start = self.starts[path]
         direction = _direction(start, path)
 
-        def moved_by(step: float) -> float:
+        def moved_by(step: float) -> torch.Tensor:
             there = (start + step * direction).requires_grad_()
-            return float(self.at({id(leaf): there}).detach())
+            return self.at({id(leaf): there}).detach()
 
-        ends = [(moved_by(step), moved_by(-step)) for step in STEPS]
-        differences = [(ahead - behind) / (2.0 * step) for step, (ahead, behind) in zip(STEPS, ends, strict=True)]
-        spread, place = min(
-            (max(abs(differences[place] - differences[place + side]) for side in (-1, 1)), place)
-            for place in range(1, len(STEPS) - 1)
-        )
-        derivative = differences[place]
-        # left and right come nearer to each other with smaller steps where it only bends, and not where it has a kink;
-        # where few of many elements have one, any number in between is a gradient
-        gap, slope = min(
-            (abs((ahead - here) - (here - behind)) / step, abs(ahead - behind) / step)
-            for step, (ahead, behind), difference in list(zip(STEPS, ends, differences, strict=True))[place:]
-            if abs(difference - derivative) <= KINK * abs(derivative)  # of a staircase small steps tell nothing
-        )
-        is_smooth = gap <= KINK * slope + MARGIN * spread
-        is_staircase = derivative == 0.0 and spread == 0.0 and any(differences)
+        differences = [_Difference.of(here, moved_by(step), moved_by(-step), step) for step in STEPS]
+        known = _known(differences)
         gradient = leaf.grad
         said = 0.0 if gradient is None else _inner(gradient, direction)
         size = 0.0 if gradient is None else float(gradient.norm()) * float(direction.norm())
-        allowed = MARGIN * spread + gap + FLOOR * max(size, abs(derivative))
-        # beside a kink smaller steps may be right, although larger ones agree with each other better
-        are_torn = abs(derivative - said) > allowed and any(abs(each - said) <= allowed for each in differences[place:])
-        # a bound that admits zero tells nothing, unless it is small beside the function itself
-        is_vague = allowed > max(0.5 * max(abs(derivative), abs(said)), VAGUE * abs(here))
+        scale = max(difference.scale for difference in differences)
+        allowed = known.allowed + FLOOR * max(size, abs(known.derivative)) + NOTHING * scale + TINY
+        # what is so much larger than it started from has lost its last digit on the way, and its backward too
+        is_wild = not scale <= WILD * max(1.0, float(direction.abs().max()))
         return Slope(
             path=path,
             gradient=said,
             is_none=gradient is None,
-            derivative=derivative,
+            derivative=known.derivative,
             allowed=allowed,
-            is_known=is_smooth and not (is_staircase or are_torn or is_vague) and math.isfinite(derivative + spread),
+            is_known=known.is_telling and not is_wild,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Difference:
+    """What a function changes by along a direction, measured with one step."""
+
+    step: float
+    slope: float
+    total: float
+    """The slopes of its elements, without their signs."""
+    bend: float
+    """What the slopes of its elements to the left and to the right differ by."""
+    scale: float
+    """How large the function is there."""
+
+    @classmethod
+    def of(cls, here: torch.Tensor, ahead: torch.Tensor, behind: torch.Tensor, step: float) -> _Difference:
+        slopes = (ahead - behind) / (2.0 * step)
+        return cls(
+            step=step,
+            slope=float(slopes.sum()),
+            total=float(slopes.abs().sum()),
+            bend=float((ahead - 2.0 * here + behind).abs().sum()) / step,
+            scale=max(float(each.abs().sum()) for each in (here, ahead, behind)),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Known:
+    """What differences tell of a derivative."""
+
+    derivative: float
+    allowed: float
+    """How well it is known."""
+    is_telling: bool
+
+
+def _known(differences: Sequence[_Difference]) -> _Known:
+    """Return the derivative by the step that agrees best with its neighbours."""
+    spread, place = min(
+        (max(abs(differences[place].slope - differences[place + side].slope) for side in (-1, 1)), place)
+        for place in range(1, len(differences) - 1)
+    )
+    best, smaller = differences[place], differences[place:]
+    # what only bends does so less with smaller steps, and what has a kink does not: any slope in between may be right.
+    # Of a staircase, small steps tell nothing
+    alike = [each for each in smaller if abs(each.slope - best.slope) <= KINK * abs(best.slope)]
+    least = min(alike, key=lambda each: each.bend, default=best)
+    allowed = MARGIN * spread + least.bend
+    has_kinks = least.bend > KINK * least.total + MARGIN * spread
+    is_staircase = best.slope == 0.0 and spread == 0.0 and any(each.slope for each in differences)
+    # beside a kink, on a staircase and where all is steep, smaller steps tell what no rounding explains
+    are_torn = any(abs(each.slope - best.slope) > allowed + ROUNDING * each.scale / each.step for each in smaller)
+    # a bound that admits zero tells nothing, unless it is small beside the function itself
+    is_vague = allowed > max(0.5 * abs(best.slope), VAGUE * best.scale)
+    is_finite = math.isfinite(best.slope + spread + least.bend)
+    return _Known(
+        derivative=best.slope,
+        allowed=allowed,
+        is_telling=is_finite and not (has_kinks or is_staircase or are_torn or is_vague),
+    )
 
 
 def _direction(start: torch.Tensor, path: str) -> torch.Tensor:

@@ -16,10 +16,11 @@ import torch
 from torchdelta import transforms
 from torchdelta._torch import fakes, operators, runtime, schemas, versions
 from torchdelta._torch.trees import tree_leaves
+from torchdelta.compare.judge import is_inexact
 from torchdelta.compare.policies import parse
 from torchdelta.compare.policy import ByFunction
 from torchdelta.engine import op_backward, op_fakes, op_probes
-from torchdelta.engine.baseline import Progress
+from torchdelta.engine.baseline import Baseline, Progress
 from torchdelta.engine.op_inputs import OpInputs
 from torchdelta.engine.op_traces import Tracing, traces_with
 from torchdelta.errors import ProgramError, UsageError
@@ -236,10 +237,16 @@ class OpCheck:
                 self.unasked["derivative"] = "the backward raises"
             elif self.inputs.given.reference.is_differentiable:
                 self.progress("derivative")
-                others = {"with fresh values": self.inputs.fresh, "with other sizes": self.inputs.resized}
-                yield op_probes.derivative(self.inputs.given, others)
+                yield op_probes.derivative(self.inputs.given, self._others_to_differentiate())
             else:
                 self.unasked["derivative"] = "no output requires grad"
+
+    def _others_to_differentiate(self) -> dict[str, Sequence[Baseline]]:
+        """Return other inputs by what they are; none beside integers, which might pick an element twice."""
+        leaves = tree_leaves((self.inputs.args, self.inputs.kwargs))
+        if any(isinstance(leaf, torch.Tensor) and not is_inexact(leaf.dtype) for leaf in leaves):
+            return {}
+        return {"with fresh values": self.inputs.fresh, "with other sizes": self.inputs.resized}
 
     def _of_its_fake_kernel(self) -> Iterator[Probe]:
         if self._is_wanted("fake/given"):
