@@ -56,6 +56,21 @@ class TestOtherSizes:
 
         assert list(examples.resized(program, seed=0)) == []
 
+    def test_of_indices_leap_together_with_what_they_index(self):
+        program = Program(
+            call=torch.gather, args=(torch.randn(4, 5), 0, torch.randint(0, 4, (4, 5))), kwargs={}, name=""
+        )
+        made = [each.args for tries in examples.resized(program, seed=0) for each in tries]
+
+        assert made
+        assert all(data.shape == indices.shape for data, _, indices in made)
+
+    def test_are_not_out_of_all_proportion(self):
+        program = Program(call=torch.neg, args=(torch.zeros(20, 20, 20, 20, 20),), kwargs={}, name="neg")
+        sizes = [made.args[0].numel() for tries in examples.resized(program, seed=0) for made in tries]
+
+        assert 0 < max(sizes) <= 4 * 20**5
+
     def test_given_by_the_user_are_asked(self):
         def chunked(x):
             return x.reshape(3, -1) * (2 if x.shape[0] == 6 else 3)
@@ -100,10 +115,31 @@ class TestFreshValues:
         assert check_op(scaled, (torch.ones(3, 4),), gradients=False, probes=AOT).verdict is Verdict.DIVERGED
 
     def test_that_cannot_be_drawn_leave_it_open(self):
-        report = check_op(lambda n: n * 2, (torch.tensor(3),), probes="aot/static/min-cut")
+        def picky(x):
+            if not isinstance(x, torch._subclasses.FakeTensor) and int(x.detach()) != 3:
+                raise ValueError("three, and nothing else")
+            return x + 1
+
+        report = check_op(operator("picky", picky, torch.empty_like), (torch.tensor(3),), probes="aot/static/min-cut")
 
         assert report.verdict is Verdict.INCONCLUSIVE
         assert "no other values could be drawn" in report.worst.reason
+
+    @pytest.mark.parametrize("given", [torch.tensor(3), torch.tensor(0), torch.tensor([True]), torch.full((4,), 7)])
+    def test_are_drawn_of_integers_that_are_all_the_same(self, given):
+        (drawn,) = next(examples.fresh(Program(call=torch.neg, args=(given,), kwargs={}, name="neg"), seed=0)).args
+
+        assert drawn.dtype is given.dtype
+        assert not torch.equal(drawn, given)
+        assert drawn.min() >= 0
+
+    def test_of_integers_in_order_are_in_order(self):
+        offsets = torch.tensor([0, 2, 5, 9])
+        program = Program(call=torch.diff, args=(offsets,), kwargs={}, name="diff")
+        drawn = [next(examples.fresh(program, seed=seed)) for seed in range(4)]
+        drawn += [made for tries in examples.resized(program, seed=0) for made in tries]
+
+        assert all(torch.equal(made.args[0].sort().values, made.args[0]) for made in drawn)
 
     @pytest.mark.filterwarnings("ignore:ComplexHalf")
     def test_of_a_dtype_that_torch_cannot_compare(self):

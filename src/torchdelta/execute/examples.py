@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,8 @@ from torchdelta.execute.programs import Program
 
 ATTEMPTS = 6
 """How often values are drawn: each draw lies nearer to the given inputs, which the program does take."""
+MOST_ELEMENTS = 2**20
+"""A tensor is made larger up to here, and four times as large in any case."""
 
 
 def fresh(program: Program, *, seed: int) -> Iterator[Program]:
@@ -34,13 +37,15 @@ def resized(program: Program, *, seed: int) -> Iterator[Iterator[Program]]:
     """Yield two kinds of the program with other sizes, each as tries of which one is enough; 0 and 1 stay.
 
     In the first, sizes that are equal stay equal. In the second they leap, each its own way if it may: what holds
-    only because two sizes are the same, or for sizes nearby, shows there.
+    only because two sizes are the same, or for sizes nearby, shows there. Beside integers they leap together: few
+    kernels look whether there are as many indices as there should be.
     """
     given = _inputs(program)
     # memory that inputs share has no other size
     if not are_shared(program):
         yield _tries(program, _together(_sizes(given)), seed)
-        yield _tries(program, [_leap_apart, lambda size, _: 3 * size + 2], seed)
+        may_part = not any(isinstance(leaf, torch.Tensor) and _counts(leaf) for leaf in tree_leaves(given))
+        yield _tries(program, [*([_leap_apart] if may_part else []), lambda size, _: 3 * size + 2], seed)
 
 
 def can_be_resized(program: Program) -> bool:
@@ -80,10 +85,13 @@ def _tries(program: Program, changes: Iterable[Change], seed: int) -> Iterator[P
         places = itertools.count()
         for leaf in tree_leaves(given):
             if isinstance(leaf, torch.Tensor) and id(leaf) not in grown:
+                if _grown_numel(leaf, change) > max(MOST_ELEMENTS, 4 * leaf.numel()):
+                    break
                 grown[id(leaf)] = _grown(leaf, change, places)
-        larger = tree_map_only(torch.Tensor, _swapping(grown), given)
-        for nearness in (0, ATTEMPTS):
-            yield _with(program, _drawn(program, larger, seed, nearness=nearness))
+        else:
+            larger = tree_map_only(torch.Tensor, _swapping(grown), given)
+            for nearness in (0, ATTEMPTS):
+                yield _with(program, _drawn(program, larger, seed, nearness=nearness))
 
 
 def _swapping(grown: Mapping[int, torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -111,10 +119,28 @@ def _grown(tensor: torch.Tensor, change: Change, places: Iterator[int]) -> torch
         if size > 1:
             repeated = torch.arange(change(size, next(places)), device=tensor.device) % size
             grown = grown.index_select(axis, repeated)
+    if _is_sorted(tensor):
+        grown = grown.sort(dim=-1).values
     order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
     back = sorted(range(tensor.dim()), key=order.__getitem__)
     laid_out = grown.permute(order).contiguous().permute(back)
     return laid_out.requires_grad_(tensor.requires_grad)
+
+
+def _grown_numel(tensor: torch.Tensor, change: Change) -> int:
+    """Return about how many elements a larger tensor would have."""
+    return math.prod(change(size, 0) if size > 1 else size for size in tensor.shape)
+
+
+def _counts(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def _is_sorted(tensor: torch.Tensor) -> bool:
+    """Tell whether these are integers in order, as offsets and boundaries are: out of order they mean nothing."""
+    if not _counts(tensor) or not tensors.has_own_buffer(tensor) or not tensor.dim() or tensor.shape[-1] < 2:
+        return False
+    return bool((tensor[..., 1:] >= tensor[..., :-1]).all())
 
 
 def _drawn(program: Program, given: Any, seed: int, *, nearness: int) -> Any:
@@ -122,6 +148,7 @@ def _drawn(program: Program, given: Any, seed: int, *, nearness: int) -> Any:
     if nearness < ATTEMPTS:
         randomise(drawn, seed=seed)
         _stir(given, drawn, seed)
+        _put_in_order(given, drawn)
     if not nearness:
         return drawn
     share = 0.5**nearness if nearness < ATTEMPTS else 0.0
@@ -141,11 +168,25 @@ def _stir(given: Any, drawn: Any, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for old, new in zip(tree_leaves(given), tree_leaves(drawn), strict=True):
-            is_float = isinstance(new, torch.Tensor) and tensors.has_own_buffer(new) and new.is_floating_point()
-            if is_float and new.numel() > 1 and _has_same_values(old, new):
+            if not isinstance(new, torch.Tensor) or not tensors.has_own_buffer(new) or not new.numel():
+                continue
+            if not _has_same_values(old, new):
+                continue
+            if new.dtype is torch.bool:
+                new.logical_not_()
+            elif _counts(new):
+                # what is an index stays one
+                new.copy_(torch.where(old > 0, old - 1, old + 1))
+            elif new.is_floating_point() and new.numel() > 1:
                 noise = torch.randn(new.shape, generator=generator).to(new.device)
                 scale = 0.1 * float(old.abs().max().double()) or 0.1
                 new.copy_((old.double() + scale * noise).to(new.dtype))
+
+
+def _put_in_order(given: Any, drawn: Any) -> None:
+    for old, new in zip(tree_leaves(given), tree_leaves(drawn), strict=True):
+        if isinstance(new, torch.Tensor) and _is_sorted(old):
+            new.copy_(new.sort(dim=-1).values)
 
 
 def _is_same(given: Any, drawn: Any) -> bool:
