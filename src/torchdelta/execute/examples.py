@@ -85,7 +85,7 @@ def _tries(program: Program, changes: Iterable[Change], seed: int) -> Iterator[P
         places = itertools.count()
         for leaf in tree_leaves(given):
             if isinstance(leaf, torch.Tensor) and id(leaf) not in grown:
-                if _grown_numel(leaf, change) > max(MOST_ELEMENTS, 4 * leaf.numel()):
+                if _is_out_of_proportion(leaf, change):
                     break
                 grown[id(leaf)] = _grown(leaf, change, places)
         else:
@@ -127,9 +127,11 @@ def _grown(tensor: torch.Tensor, change: Change, places: Iterator[int]) -> torch
     return laid_out.requires_grad_(tensor.requires_grad)
 
 
-def _grown_numel(tensor: torch.Tensor, change: Change) -> int:
-    """Return about how many elements a larger tensor would have."""
-    return math.prod(change(size, 0) if size > 1 else size for size in tensor.shape)
+def _is_out_of_proportion(tensor: torch.Tensor, change: Change) -> bool:
+    if not tensors.has_own_buffer(tensor):
+        return False
+    larger = math.prod(change(size, 0) if size > 1 else size for size in tensor.shape)
+    return larger > max(MOST_ELEMENTS, 4 * tensor.numel())
 
 
 def _counts(tensor: torch.Tensor) -> bool:
