@@ -27,6 +27,8 @@ AGAIN = 2
 
 A leap that shows it counts, as long as none was refused: then what was followed was not chosen for showing it.
 """
+FEW = 3
+"""So few operations are halved into single ones."""
 Proposals = Generator[Edit, bool, None]
 """A pass yields edits, and is told of each whether it was taken."""
 Kept = Callable[[Subject, Answer], None]
@@ -98,6 +100,8 @@ class Reducer:
     """The answers that are waited for, whether the failure comes again."""
     leaps: int = 0
     """How many showed the failure."""
+    was_refused: bool = False
+    """Whether the last leap was."""
     has_chosen: bool = False
     """Whether a leap was refused, so that what was followed was chosen among several."""
     is_patient: bool = False
@@ -205,8 +209,9 @@ class Reducer:
         self._require_budget()
         self.tell(Progress(nodes=self.search.subject.size, queries=self.queries, doing=name))
         self.queries += 1
-        # no leap is left from a single operation: if it shows the failure, the first small step is next
-        is_last = is_leaping and len(made.nodes) == 1
+        # no leap is left from a single operation: if it shows the failure, the first small step is next. Of a few
+        # that are halved, the first is as likely as not
+        is_last = is_leaping and len(made.nodes) == 1 and (self.was_refused or len(self.search.subject.nodes) > FEW)
         answer = self._tried(partial(self._ask_ahead if is_last else self.ask, made))
         if answer is None:
             self.gap = self.broken[-1]
@@ -217,6 +222,7 @@ class Reducer:
         shows = self.known[made.key] = answer.shows(self.wanted)
         if is_leaping:
             self.leaps += shows
+            self.was_refused = not shows
             self.has_chosen |= not shows
         for signature in answer.signatures:
             if not self.wanted.is_same_as(signature):
