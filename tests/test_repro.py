@@ -222,7 +222,7 @@ def inputs():
 
 
 def program(x):
-    # model.py:31 in forward, h.0.mlp.act
+    # model.py:31 in forward, module h.0.mlp.act
     return (torch.relu(x),)
 
 
