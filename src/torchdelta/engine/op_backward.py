@@ -1,6 +1,6 @@
 """What the backward of an operator does with what it is given: it may not write to it, nor mind how it lies in memory.
 
-The engine hands the same gradient to others too, and hands it on as it comes: as `expand`, `t` or a slice made it.
+The engine hands the same gradient to others too, and hands it on as it comes: as `t` or a slice made it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def backward(baseline: Baseline) -> Probe:
         if different := _first_difference(plain.gradients, other.gradients, moved.gradients):
             said = f"{given} its backward gives another {different}"
             return Probe(name="backward", verdict=Verdict.DIVERGED, reason=said, remedy=_MIND_STRIDES)
-    said = "its backward leaves what it is given as it was, and gives the same in every layout"
+    said = "its backward leaves what it is given as it was, and gives the same for a gradient that is not contiguous"
     return Probe(name="backward", verdict=Verdict.EQUIVALENT, reason=said)
 
 

@@ -177,7 +177,7 @@ def _stir(given: Any, drawn: Any, seed: int) -> None:
             if new.dtype is torch.bool:
                 new.logical_not_()
             elif _counts(new):
-                # what is an index stays one
+                # downwards where that may be: what is an index stays one
                 new.copy_(torch.where(old > 0, old - 1, old + 1))
             elif new.is_floating_point() and new.numel() > 1:
                 noise = torch.randn(new.shape, generator=generator).to(new.device)
