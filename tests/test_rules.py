@@ -3,6 +3,7 @@
 import itertools
 import os
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -342,6 +343,29 @@ def test_random_generators_and_flags_are_as_before_even_after_a_crash():
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
     assert not torch._inductor.config.fallback_random
     assert not torch._dynamo.config.verbose
+
+
+def test_what_a_compilation_in_another_thread_sets_for_a_while_does_not_stay():
+    is_compiling, is_compared = threading.Event(), threading.Event()
+
+    def backend(graph_module, example_inputs):
+        with torch.autograd.set_detect_anomaly(True):
+            is_compiling.set()
+            is_compared.wait(1)
+        return graph_module
+
+    def compared(x):
+        is_compared.set()
+        compiling.join(10)
+        return x * 2
+
+    compiling = threading.Thread(target=torch.compile(lambda x: x + 1, backend=backend), args=(torch.ones(2),))
+    compiling.start()
+    is_compiling.wait(60)
+    report = td.check(lambda x: x * 2, (torch.ones(2),), candidate=compared)
+
+    assert report.verdict is EQUIVALENT
+    assert not torch.is_anomaly_enabled()
 
 
 def test_both_sides_see_the_same_random_numbers():

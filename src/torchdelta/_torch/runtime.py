@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+_PATIENCE_S = 60.0
+
 # config modules of the compiler stack; one that is not loaded has nothing to put back
 _CONFIGS = (
     "torch._dynamo.config",
@@ -25,19 +27,21 @@ _CONFIGS = (
 @contextmanager
 def preserved() -> Iterator[None]:
     """Leave random generators, flags, environment and compiler settings as they were, exceptions included."""
-    flags = _take_flags()
-    environment = dict(os.environ)
-    configs = {name: sys.modules[name].get_config_copy() for name in _CONFIGS if name in sys.modules}
+    with _between_compilations():
+        flags = _take_flags()
+        environment = dict(os.environ)
+        configs = {name: sys.modules[name].get_config_copy() for name in _CONFIGS if name in sys.modules}
     with preserved_generators():
         try:
             yield
         finally:
-            for name, saved in configs.items():
-                _put_config(sys.modules[name], saved)
-            if dict(os.environ) != environment:
-                os.environ.clear()
-                os.environ.update(environment)
-            _put_flags(flags)
+            with _between_compilations():
+                for name, saved in configs.items():
+                    _put_config(sys.modules[name], saved)
+                if dict(os.environ) != environment:
+                    os.environ.clear()
+                    os.environ.update(environment)
+                _put_flags(flags)
 
 
 @contextmanager
@@ -114,11 +118,13 @@ def release_memory() -> None:
 @contextmanager
 def preserved_flags() -> Iterator[None]:
     """Leave torch's flags as they were."""
-    flags = _take_flags()
+    with _between_compilations():
+        flags = _take_flags()
     try:
         yield
     finally:
-        _put_flags(flags)
+        with _between_compilations():
+            _put_flags(flags)
 
 
 def use_deterministic() -> None:
@@ -157,6 +163,19 @@ def _put_generators(state: tuple[Any, ...]) -> None:
     _put_drawn(drawn_state)
     random.setstate(python)
     np.random.set_state(numpy)
+
+
+@contextmanager
+def _between_compilations() -> Iterator[None]:
+    """Hold while no other thread compiles: a compilation sets flags for its own while, which would stay for good."""
+    lock: Any = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
+    # a compilation in another thread may wait for this one, in a lock of the user's: then it goes on without
+    is_held = lock is not None and lock.acquire(timeout=_PATIENCE_S)
+    try:
+        yield
+    finally:
+        if is_held:
+            lock.release()
 
 
 def _take_flags() -> dict[str, Any]:
