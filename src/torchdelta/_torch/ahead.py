@@ -4,6 +4,9 @@ from __future__ import annotations
 
 _OF_INDUCTOR = (
     "torch._inductor.compile_fx",
+    # what the first compile imports, whatever it compiles
+    "torch.distributed.tensor.experimental",
+    "sympy.tensor.tensor",
     # which vector instructions there are, and what every key of a cache starts with: more than a small compile takes
     "torch._inductor.cpu_vec_isa:pick_vec_isa",
     "torch._inductor.codecache:torch_key",

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from torchdelta.minify.edit import Edit, merged
-from torchdelta.minify.oracle import Answer, Begin, Oracle
+from torchdelta.minify.oracle import Answer, Begin, Oracle, guilty_outputs
 from torchdelta.minify.subject import Subject
 from torchdelta.records.failure import Signature
 
@@ -209,9 +209,8 @@ class Reducer:
         self._require_budget()
         self.tell(Progress(nodes=self.search.subject.size, queries=self.queries, doing=name))
         self.queries += 1
-        # no leap is left from a single operation: if it shows the failure, the first small step is next. Of a few
-        # that are halved, the first is as likely as not
-        is_last = is_leaping and len(made.nodes) == 1 and (self.was_refused or len(self.search.subject.nodes) > FEW)
+        # no leap is left from a single operation: if it shows the failure, the first small step is next
+        is_last = is_leaping and len(made.nodes) == 1 and self._is_likely
         answer = self._tried(partial(self._ask_ahead if is_last else self.ask, made))
         if answer is None:
             self.gap = self.broken[-1]
@@ -234,6 +233,13 @@ class Reducer:
         elif answer.has_passed:
             self.twin = made
         return shows
+
+    @property
+    def _is_likely(self) -> bool:
+        """Whether a leap to a single operation will most likely be taken."""
+        # of a few that are halved, the first is as likely as not
+        is_halved = not guilty_outputs(self.search.subject, self.search.answer, self.wanted)
+        return not is_halved or self.was_refused or len(self.search.subject.nodes) > FEW
 
     def _made(self, edit: Edit, search: Search, *, is_leaping: bool) -> Subject | bool:
         """Return what has to be asked about; whether the edit was taken, where nothing has to."""
