@@ -191,8 +191,9 @@ class TestBackward:
             (_read_as_if_dense, Verdict.DIVERGED, "not contiguous (with gaps)"),
             (lambda grad: grad.view(-1).view(grad.shape), Verdict.CRASHED, "raises RuntimeError: view size"),
             (lambda grad: grad if grad.is_contiguous() else None, Verdict.DIVERGED, "a tensor, and then None"),
+            (lambda grad: grad * (1 + (0 in grad.stride())), Verdict.DIVERGED, "contiguous (a single number expanded)"),
         ],
-        ids=["takes rows for granted", "takes density for granted", "views", "gives up"],
+        ids=["takes rows for granted", "takes density for granted", "views", "gives up", "takes memory for granted"],
     )
     def test_that_minds_how_a_gradient_lies_in_memory(self, taking, verdict, said):
         x = torch.randn(3, 4, requires_grad=True)
@@ -271,6 +272,82 @@ class TestBackward:
         report = asked(torch.ops.aten.mul_.Tensor, x * 2, y, probes="backward", gradients="auto")
 
         assert report.verdict is Verdict.EQUIVALENT
+
+
+class TestLayout:
+    @pytest.mark.parametrize(
+        ("op", "inputs"),
+        [
+            (torch.sum, [torch.randn(300, 400)]),
+            (torch.nn.functional.layer_norm, [torch.randn(3, 4), (4,)]),
+            (torch.matmul, [torch.randn(3, 64, dtype=torch.bfloat16), torch.randn(64, 5, dtype=torch.bfloat16)]),
+            (torch.ops.aten.add_.Tensor, [torch.randn(3, 4), torch.randn(3, 4)]),
+            (torch.where, [torch.randn(3, 4) > 0, torch.randn(3, 4, dtype=torch.complex64), torch.zeros(())]),
+            (torch.Tensor.view, [torch.randn(3, 4), 12]),
+            (lambda x: x.t() @ x - x.t() @ x.clone(), [torch.randn(64, 64)]),
+            (torch.sin, [torch.randn(4, 3).t()]),
+        ],
+        ids=["sum", "layer_norm", "matmul", "add_", "where", "view", "cancels out", "given transposed"],
+    )
+    def test_that_makes_no_difference(self, op, inputs):
+        report = asked(op, *inputs, probes=["layout", "fake/layout"])
+
+        assert [probe.verdict for probe in report.probes] == [Verdict.EQUIVALENT] * 2
+
+    @pytest.mark.parametrize("inputs", [[torch.randn(5)], [torch.randn(3, 4)], [torch.randint(0, 9, (3, 4))]])
+    def test_that_a_kernel_takes_for_granted(self, inputs):
+        def blind(x):
+            return torch.as_strided(x, (x.numel(),), (1,)).sum()
+
+        report = asked(blind, *inputs, probes="layout")
+
+        assert report.verdict is Verdict.DIVERGED
+        assert "with gaps in memory" in report.worst.reason
+        assert "x.contiguous()" in report.worst.remedy
+
+    def test_that_changes_what_is_written_to_an_input(self):
+        def doubled(x):
+            torch.as_strided(x, (x.numel(),), (1,)).mul_(torch.arange(x.numel()))
+
+        report = asked(doubled, torch.randn(3, 4), probes="layout")
+
+        assert report.verdict is Verdict.DIVERGED
+        assert "another args[0]" in report.worst.reason
+
+    @pytest.mark.parametrize(
+        ("op", "inputs", "why"),
+        [
+            (torch.rand_like, [torch.randn(3, 4)], "draws random numbers"),
+            (torch.sin, [torch.randn(())], "no input that could lie otherwise"),
+            (torch.sin, [torch.randn(3, 0)], "no input that could lie otherwise"),
+        ],
+        ids=["random", "a single number", "nothing at all"],
+    )
+    def test_is_not_asked_for_where_it_tells_nothing(self, op, inputs, why):
+        report = asked(op, *inputs, probes=["layout", "fake/given"])
+
+        assert why in report.unasked["layout"]
+
+    def test_that_is_rejected_is_not_asked_for_and_the_error_told(self):
+        def particular(x):
+            if not x.is_contiguous():
+                raise ValueError("rows only")
+            return x * 2
+
+        report = asked(particular, torch.randn(3, 4), probes=["layout", "fake"])
+
+        assert report.verdict is Verdict.EQUIVALENT
+        assert "ValueError: rows only" in report.unasked["layout"]
+        assert "ValueError: rows only" in report.unasked["fake/layout"]
+
+    def test_in_which_memory_of_an_argument_is_returned_undeclared(self):
+        with registered(
+            "rows_of(Tensor x) -> Tensor", lambda x: x.clone() if x.is_contiguous() else x, "CPU", Meta=torch.empty_like
+        ) as op:
+            report = asked(op, torch.randn(3, 4), probes="schema")
+
+        assert report.verdict is Verdict.DIVERGED
+        assert "returns memory of its argument x" in report.worst.reason
 
 
 class TestRegistration:

@@ -51,6 +51,8 @@ EXPECTED = {
     "drifts": ("repeat", Verdict.DIVERGED, r"-?\d\S* and then -?\d", "from call to call"),
     "wrong_dtype_in_fake": ("fake/given", Verdict.DIVERGED, "dtype float64, really float32", "register_fake"),
     "wrong_strides_in_fake": ("fake/given", Verdict.DIVERGED, r"stride \(4, 1\), really \(1, 3\)", "register_fake"),
+    "layout_in_fake": ("fake/layout", Verdict.DIVERGED, r"transposed .* \(1, 3\), really \(4, 1\)", "register_fake"),
+    "blind_to_strides": ("layout", Verdict.DIVERGED, r"another outputs: \d\S* of its largest", "x.contiguous()"),
     "gradient_none": ("derivative", Verdict.DIVERGED, r"args\[1\].* its gradient says None", "backward"),
     "no_autograd": ("registration", Verdict.DIVERGED, "gradients are recorded inside", "register_autograd"),
     "symbols_refused": ("fake/symbolic", Verdict.CRASHED, "TypeError: unhashable type", "SymInt"),
@@ -65,10 +67,13 @@ UNSEEN_BY_TORCH = {
     "drifts",
     "gradient_none",
     "symbols_specialised",
+    "layout_in_fake",
+    "blind_to_strides",
 }
 MANY = (
     "schema",
     "repeat",
+    "layout",
     "gradients",
     "registration",
     "backward",
@@ -231,7 +236,7 @@ class TestHealthy:
 
         assert report.verdict is Verdict.EQUIVALENT
         assert not report.unasked
-        assert len(report.probes) == 14
+        assert len(report.probes) == 16
         assert report.arguments == ("float32[3, 4]",)
 
     def test_arguments_are_what_they_were_afterwards(self):

@@ -219,6 +219,38 @@ def wrong_strides_in_fake():
     return _wrong_strides_in_fake, (_drawn(3, 4, requires_grad=False),), {}
 
 
+# The fake kernel keeps the layout, which the real one does only for what is contiguous.
+
+
+@torch.library.custom_op("td_bad::layout_in_fake", mutates_args=())
+def _layout_in_fake(x: Tensor) -> Tensor:
+    return x.contiguous() * 2
+
+
+_layout_in_fake.register_fake(torch.empty_like)
+
+
+@_planted
+def layout_in_fake():
+    return _layout_in_fake, (_drawn(3, 4, requires_grad=False),), {}
+
+
+# Reads its memory in order, as a kernel does that is given a pointer and a number.
+
+
+@torch.library.custom_op("td_bad::blind_to_strides", mutates_args=())
+def _blind_to_strides(x: Tensor) -> Tensor:
+    return torch.as_strided(x, (x.numel(),), (1,)).reshape(x.shape) * 2
+
+
+_blind_to_strides.register_fake(lambda x: x.new_empty(x.shape))
+
+
+@_planted
+def blind_to_strides():
+    return _blind_to_strides, (_drawn(3, 4, requires_grad=False),), {}
+
+
 # The backward leaves the weight without a gradient.
 
 

@@ -275,7 +275,7 @@ def _seeded_dropout(x: Tensor, seed: int, p: float) -> tuple[Tensor, Tensor]:
     return x * kept, kept
 
 
-_seeded_dropout.register_fake(lambda x, seed, p: (torch.empty_like(x), torch.empty_like(x)))
+_seeded_dropout.register_fake(lambda x, seed, p: (torch.empty_like(x), x.new_empty(x.shape)))
 
 
 def _keep_mask(ctx, inputs, output):

@@ -5,52 +5,52 @@ The engine hands the same gradient to others too, and hands it on as it comes: a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from torchdelta._torch import runtime
-from torchdelta.compare.distance import distance
 from torchdelta.compare.judge import Judge
-from torchdelta.compare.leaves import leaves_of
+from torchdelta.compare.leaves import Leaves, leaves_of
 from torchdelta.compare.policy import Bitwise
 from torchdelta.engine.baseline import Baseline
+from torchdelta.engine.op_layouts import first_difference, with_other_last_bits
 from torchdelta.execute.copies import copy_together
+from torchdelta.execute.layouts import STRIDED, Layout
 from torchdelta.execute.sides import Side
 from torchdelta.execute.stages import cotangent_for
 from torchdelta.records.operators import Probe
 from torchdelta.records.verdict import Verdict
 
-_MOVED = 64.0
-"""So many times of what the last bits of a gradient change is rounding in another order."""
-_Gradients = dict[str, torch.Tensor | None]
 _MIND_STRIDES = "gradients come in any layout: begin the backward with grad = grad.contiguous(), or mind its strides"
 
 
 def backward(baseline: Baseline) -> Probe:
     """Ask whether the backward leaves alone what it is given, and gives the same however that lies in memory."""
-    try:
-        plain = _Backward.run(baseline, torch.Tensor.contiguous)
-        moved = _Backward.run(baseline, _moved)
-    except Exception as error:
-        said = f"its backward does not run once more ({_line(error)})"
-        return Probe(name="backward", verdict=Verdict.INCONCLUSIVE, reason=said)
-    if plain.written:
-        return _writes(plain.written)
-    for layout, lay_out in {"transposed": _transposed, "with gaps": _with_gaps}.items():
-        given = f"for a gradient of the same values that is not contiguous ({layout})"
+    for plainly, layouts in ((torch.Tensor.contiguous, STRIDED), (_ones, {"a single number expanded": _expanded})):
         try:
-            other = _Backward.run(baseline, lay_out)
+            plain = _Backward.run(baseline, plainly)
+            moved = _Backward.run(baseline, partial(_moved, plainly))
         except Exception as error:
-            said = f"{given} its backward raises {_line(error)}"
-            return Probe(name="backward", verdict=Verdict.CRASHED, reason=said, remedy=_MIND_STRIDES)
-        if other.written:
-            return _writes(other.written)
-        if different := _first_difference(plain.gradients, other.gradients, moved.gradients):
-            said = f"{given} its backward gives another {different}"
-            return Probe(name="backward", verdict=Verdict.DIVERGED, reason=said, remedy=_MIND_STRIDES)
+            said = f"its backward does not run once more ({_line(error)})"
+            return Probe(name="backward", verdict=Verdict.INCONCLUSIVE, reason=said)
+        if plain.written:
+            return _writes(plain.written)
+        for layout, lay_out in layouts.items():
+            given = f"for a gradient of the same values that is not contiguous ({layout})"
+            try:
+                other = _Backward.run(baseline, lay_out)
+            except Exception as error:
+                said = f"{given} its backward raises {_line(error)}"
+                return Probe(name="backward", verdict=Verdict.CRASHED, reason=said, remedy=_MIND_STRIDES)
+            if other.written:
+                return _writes(other.written)
+            if different := first_difference(plain.gradients, other.gradients, moved.gradients):
+                said = f"{given} its backward gives another {different}"
+                return Probe(name="backward", verdict=Verdict.DIVERGED, reason=said, remedy=_MIND_STRIDES)
     said = "its backward leaves what it is given as it was, and gives the same for a gradient that is not contiguous"
     return Probe(name="backward", verdict=Verdict.EQUIVALENT, reason=said)
 
@@ -59,11 +59,11 @@ def backward(baseline: Baseline) -> Probe:
 class _Backward:
     """One backward: the gradients that it gave, and what it wrote to of what it was given."""
 
-    gradients: _Gradients
+    gradients: Leaves
     written: list[str]
 
     @classmethod
-    def run(cls, baseline: Baseline, lay_out: Callable[[torch.Tensor], torch.Tensor]) -> _Backward:
+    def run(cls, baseline: Baseline, lay_out: Layout) -> _Backward:
         """Differentiate a copy of the program."""
         side = Side.copied_from(baseline.program)
         seed = baseline.plan.seed
@@ -88,9 +88,22 @@ class _Backward:
             torch.autograd.backward(list(roots.values()), list(cotangents.values()))
         seen, _ = Judge(policy=Bitwise()).compare(before, given)
         return cls(
-            gradients={path: leaf.grad for path, leaf in asked.items()},
+            gradients={f"gradient of {path}": leaf.grad for path, leaf in asked.items()},
             written=[each.path for each in seen if each.verdict is not Verdict.EQUIVALENT],
         )
+
+
+def _moved(plainly: Layout, gradient: torch.Tensor) -> torch.Tensor:
+    return with_other_last_bits(plainly(gradient))
+
+
+def _ones(gradient: torch.Tensor) -> torch.Tensor:
+    return torch.ones_like(gradient, memory_format=torch.contiguous_format)
+
+
+def _expanded(gradient: torch.Tensor) -> torch.Tensor:
+    """Return ones as `sum` hands them back: all of them the same place in memory."""
+    return gradient.new_ones(()).expand(gradient.shape)
 
 
 def _writes(places: Sequence[str]) -> Probe:
@@ -100,45 +113,6 @@ def _writes(places: Sequence[str]) -> Probe:
         reason=f"its backward writes to {', '.join(places)}, which others may read after it",
         remedy="let the backward return a new tensor, and change none that it is given",
     )
-
-
-def _first_difference(plain: _Gradients, other: _Gradients, moved: _Gradients) -> str:
-    """Return which gradient is another, and by how much; nothing where rounding explains all of it.
-
-    `moved` are the gradients for the last bits of what was given changed: what cancels out but for rounding is as far
-    from itself.
-    """
-    for path, first in plain.items():
-        second, third = other[path], moved[path]
-        if first is None or second is None or third is None:
-            if first is not second:
-                return f"gradient of {path}: {_kind(first)}, and then {_kind(second)}"
-            continue
-        # a sum in another order is far nearer, and a permutation of the numbers far away
-        allowed = max(torch.finfo(first.dtype).eps ** 0.5, _MOVED * distance(first, third))
-        if (apart := distance(first, second)) > allowed:
-            return f"gradient of {path}: {apart:.3g} of its largest element apart"
-    return ""
-
-
-def _moved(gradient: torch.Tensor) -> torch.Tensor:
-    """Return other last bits."""
-    generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(0, 2, gradient.shape, generator=generator) * 2 - 1
-    return gradient * (1 + torch.finfo(gradient.dtype).eps * signs.to(gradient))
-
-
-def _transposed(gradient: torch.Tensor) -> torch.Tensor:
-    backwards = tuple(reversed(range(gradient.dim())))
-    return gradient.permute(backwards).contiguous().permute(backwards)
-
-
-def _with_gaps(gradient: torch.Tensor) -> torch.Tensor:
-    return torch.stack((gradient, -gradient), dim=-1)[..., 0]
-
-
-def _kind(gradient: torch.Tensor | None) -> str:
-    return "None" if gradient is None else "a tensor"
 
 
 def _is_tensor(value: Any) -> bool:

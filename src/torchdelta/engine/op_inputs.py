@@ -37,6 +37,8 @@ class OpInputs:
     """What the backward raises eagerly, so that nothing can be asked about it; known once `given` was run."""
     rejected_backward: str = ""
     """What it raises with other inputs that the forward takes."""
+    rejected_layout: str = ""
+    """What the forward raises for another layout of the given inputs; known once `laid_out` was asked for."""
 
     @cached_property
     def given(self) -> Baseline:
@@ -66,6 +68,27 @@ class OpInputs:
             return [self._other(place) for place in range(len(self.others))]
         kinds = examples.resized(self.given.program, seed=self.seed + 1)
         return [found for tries in kinds if (found := self._accepted(tries))]
+
+    @cached_property
+    def laid_out(self) -> dict[str, Baseline]:
+        """The same values in other layouts that the operator takes, each by its name: forward only."""
+        found = {}
+        for name, program in examples.laid_out(self.given.program):
+            baseline = self._baseline(program, FORWARD)
+            try:
+                baseline.reference  # noqa: B018
+            except ProgramError as error:
+                self.rejected_layout = f"it rejects inputs that are {name} in memory: {_cause_of(error)}"
+                continue
+            found[name] = baseline
+        return found
+
+    @property
+    def no_other_layouts(self) -> str:
+        """Why there are no other layouts."""
+        if self.are_shared:
+            return "what shares memory has no other layout"
+        return self.rejected_layout or "it has no input that could lie otherwise in memory"
 
     @property
     def resized_alike(self) -> list[Baseline]:

@@ -12,10 +12,10 @@ from torchdelta._torch import runtime, schemas
 from torchdelta._torch.trees import tree_leaves, tree_map_only
 from torchdelta.compare.distance import distance
 from torchdelta.compare.judge import Judge, is_inexact
-from torchdelta.compare.leaves import Leaves, leaves_of
 from torchdelta.compare.policy import Bitwise
 from torchdelta.engine.baseline import Baseline
 from torchdelta.engine.derivative import slopes
+from torchdelta.engine.operated import called
 from torchdelta.execute import examples
 from torchdelta.execute.copies import copy_together
 from torchdelta.execute.sides import Side
@@ -31,15 +31,15 @@ ROUNDINGS = 4
 NO_SLOPE = "along these it has no derivative that differences tell (a kink, a staircase, or no number)"
 
 
-def schema(op: Any, baseline: Baseline, *resized: Baseline) -> Probe:
-    """Watch what an operator writes to and what it returns, several times, with fresh values and with other sizes."""
+def schema(op: Any, baseline: Baseline, *others: Baseline) -> Probe:
+    """Watch what an operator writes to and what it returns, several times, with fresh values and with other inputs."""
     watching = schemas.Declared(op)
     drawn = [
         program
         for draw in range(DRAWS)
         for program in itertools.islice(examples.fresh(baseline.program, seed=baseline.plan.seed + draw + 1), 1)
     ]
-    for program in (baseline.program, *drawn, *(each.program for each in resized)):
+    for program in (baseline.program, *drawn, *(each.program for each in others)):
         for call in range(CALLS):
             inputs = copy_together((program.args, dict(program.kwargs)), name=program.name)
             args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, inputs)
@@ -65,7 +65,7 @@ def schema(op: Any, baseline: Baseline, *resized: Baseline) -> Probe:
 def repeat(baseline: Baseline) -> Probe:
     """Call it twice, with the same inputs and the same seed: what it returns, and what it leaves in its inputs."""
     side = Side.copied_from(baseline.program)
-    first, second = _called(side, baseline), _called(side, baseline)
+    first, second = called(side, baseline), called(side, baseline)
     found, _ = Judge(policy=Bitwise()).compare(first, second)
     worst = max(found, key=lambda seen: seen.rank, default=None)
     if worst is None or worst.verdict is Verdict.EQUIVALENT:
@@ -153,17 +153,6 @@ def derivative(given: Baseline, others: Mapping[str, Sequence[Baseline]]) -> Pro
         return Probe(name="derivative", verdict=Verdict.INCONCLUSIVE, reason=reason)
     said = "in float64 the backward is the derivative of the forward"
     return Probe(name="derivative", verdict=Verdict.EQUIVALENT, reason=said)
-
-
-def _called(side: Side, baseline: Baseline) -> Leaves:
-    args, kwargs = copy_together((side.args, side.kwargs), name=baseline.program.name)
-    runtime.seed_everything(baseline.plan.seed)
-    with baseline.eager_scope():
-        returned = side.call(*args, **kwargs)
-    # its memory may be written to by the next call
-    returned, args, kwargs = copy_together((returned, args, kwargs), name="the outputs")
-    left = {**leaves_of(args, "args"), **leaves_of(kwargs, "kwargs")}
-    return {**leaves_of(returned, "outputs"), **{path: leaf for path, leaf in left.items() if _is_tensor(leaf)}}
 
 
 def _is_tensor(value: Any) -> bool:

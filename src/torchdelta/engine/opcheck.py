@@ -19,7 +19,7 @@ from torchdelta._torch.trees import tree_leaves
 from torchdelta.compare.judge import is_inexact
 from torchdelta.compare.policies import parse
 from torchdelta.compare.policy import ByFunction
-from torchdelta.engine import op_backward, op_fakes, op_probes
+from torchdelta.engine import op_backward, op_fakes, op_layouts, op_probes
 from torchdelta.engine.baseline import Baseline, Progress
 from torchdelta.engine.op_inputs import OpInputs
 from torchdelta.engine.op_traces import Tracing, traces_with
@@ -172,12 +172,21 @@ class OpCheck:
         if self._is_wanted("schema"):
             if operators.is_registered(self.inputs.op):
                 self.progress("schema")
-                yield op_probes.schema(self.inputs.op, self.inputs.given, *self.inputs.resized)
+                others = (*self.inputs.resized, *self.inputs.laid_out.values())
+                yield op_probes.schema(self.inputs.op, self.inputs.given, *others)
             else:
                 self.unasked["schema"] = "it is a function, and declares nothing"
         if self._is_wanted("repeat"):
             self.progress("repeat")
             yield op_probes.repeat(self.inputs.given)
+        if self._is_wanted("layout"):
+            self.progress("layout")
+            laid_out = self.inputs.laid_out
+            answer = op_layouts.layout(self.inputs.given, laid_out) if laid_out else self.inputs.no_other_layouts
+            if isinstance(answer, Probe):
+                yield answer
+            else:
+                self.unasked["layout"] = answer
 
     def _of_its_gradients(self) -> Iterator[Probe]:
         names = [name for name in ("gradients", "registration", "backward", "derivative") if self._is_wanted(name)]
@@ -252,6 +261,12 @@ class OpCheck:
         if self._is_wanted("fake/given"):
             self.progress("fake/given")
             yield op_fakes.fake("fake/given", self.inputs.given)
+        if self._is_wanted("fake/layout"):
+            self.progress("fake/layout")
+            if self.inputs.laid_out:
+                yield op_layouts.fake_layout(self.inputs.laid_out)
+            else:
+                self.unasked["fake/layout"] = self.inputs.no_other_layouts
         for name in ("fake/resized", "fake/symbolic"):
             if not self._is_wanted(name):
                 continue

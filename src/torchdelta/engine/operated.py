@@ -7,9 +7,13 @@ from typing import Any
 
 import torch
 
-from torchdelta._torch import operators, schemas
+from torchdelta._torch import operators, runtime, schemas
 from torchdelta._torch.trees import tree_flatten, tree_leaves, tree_unflatten
+from torchdelta.compare.leaves import Leaves, leaves_of
+from torchdelta.engine.baseline import Baseline
+from torchdelta.execute.copies import copy_together
 from torchdelta.execute.programs import Program
+from torchdelta.execute.sides import Side
 
 
 def operated(op: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Program:
@@ -31,6 +35,19 @@ def operated(op: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
 
     name = operators.name_of(op)
     return Program(name=name, call=call_inside if inside else call, args=args, kwargs=dict(kwargs))
+
+
+def called(side: Side, baseline: Baseline, *, seed: int | None = None) -> Leaves:
+    """Call it once on copies, and return what it returns with what it leaves in its inputs."""
+    args, kwargs = copy_together((side.args, side.kwargs), name=baseline.program.name)
+    runtime.seed_everything(baseline.plan.seed if seed is None else seed)
+    with baseline.eager_scope():
+        returned = side.call(*args, **kwargs)
+    # its memory may be written to by the next call
+    returned, args, kwargs = copy_together((returned, args, kwargs), name="the outputs")
+    left = {**leaves_of(args, "args"), **leaves_of(kwargs, "kwargs")}
+    kept = {path: leaf for path, leaf in left.items() if isinstance(leaf, torch.Tensor)}
+    return {**leaves_of(returned, "outputs"), **kept}
 
 
 def _not_leaves(op: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from torchdelta._torch.trees import tree_leaves, tree_map_only
 from torchdelta.compare.kernels import measure
 from torchdelta.execute.copies import copy_together
 from torchdelta.execute.inputs import randomise
+from torchdelta.execute.layouts import LAYOUTS, Layout
 from torchdelta.execute.programs import Program
 
 ATTEMPTS = 6
@@ -46,6 +47,19 @@ def resized(program: Program, *, seed: int) -> Iterator[Iterator[Program]]:
         yield _tries(program, _together(_sizes(given)), seed)
         may_part = not any(isinstance(leaf, torch.Tensor) and _counts(leaf) for leaf in tree_leaves(given))
         yield _tries(program, [*([_leap_apart] if may_part else []), lambda size, _: 3 * size + 2], seed)
+
+
+def laid_out(program: Program) -> Iterator[tuple[str, Program]]:
+    """Yield the program with the same values in each other layout, by its name."""
+    given = _inputs(program)
+    # memory that inputs share lies as it lies
+    if are_shared(program):
+        return
+    for name, lay_out in LAYOUTS.items():
+        held = {id(leaf): _laid_out(leaf, lay_out) for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)}
+        other = tree_map_only(torch.Tensor, _swapping(held), given)
+        if _strides(other) != _strides(given):
+            yield name, _with(program, other)
 
 
 def can_be_resized(program: Program) -> bool:
@@ -125,6 +139,17 @@ def _grown(tensor: torch.Tensor, change: Change, places: Iterator[int]) -> torch
     back = sorted(range(tensor.dim()), key=order.__getitem__)
     laid_out = grown.permute(order).contiguous().permute(back)
     return laid_out.requires_grad_(tensor.requires_grad)
+
+
+def _laid_out(tensor: torch.Tensor, lay_out: Layout) -> torch.Tensor:
+    if not tensors.has_own_buffer(tensor):
+        return tensor
+    return lay_out(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+
+def _strides(given: Any) -> list[tuple[int, ...]]:
+    found = (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor) and tensors.has_own_buffer(leaf))
+    return [tensor.stride() for tensor in found if tensor.numel() > 1]
 
 
 def _is_out_of_proportion(tensor: torch.Tensor, change: Change) -> bool:

@@ -13,11 +13,13 @@ SCHEMA_VERSION = 1
 OWN_PROBES = (
     "schema",
     "repeat",
+    "layout",
     "gradients",
     "registration",
     "backward",
     "derivative",
     "fake/given",
+    "fake/layout",
     "fake/resized",
     "fake/symbolic",
 )
