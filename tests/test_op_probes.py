@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import random
 import sys
 
 import pytest
@@ -190,10 +191,12 @@ class TestBackward:
             (lambda grad: grad.as_strided(grad.shape, (4, 1)), Verdict.DIVERGED, "not contiguous (transposed)"),
             (_read_as_if_dense, Verdict.DIVERGED, "not contiguous (with gaps)"),
             (lambda grad: grad.view(-1).view(grad.shape), Verdict.CRASHED, "raises RuntimeError: view size"),
-            (lambda grad: grad if grad.is_contiguous() else None, Verdict.DIVERGED, "a tensor, and then None"),
-            (lambda grad: grad * (1 + (0 in grad.stride())), Verdict.DIVERGED, "contiguous (a single number expanded)"),
+            (lambda grad: grad if grad.is_contiguous() else None, Verdict.DIVERGED, "float32[3, 4], and then None"),
+            (lambda grad: grad * (1 + (grad.stride() == (0, 0))), Verdict.DIVERGED, "(a single number expanded)"),
+            (lambda grad: grad * (1 + (grad.stride() == (0, 1))), Verdict.DIVERGED, "(expanded along its first axis)"),
+            (lambda grad: grad * (1 + (grad.stride() == (1, 0))), Verdict.DIVERGED, "(expanded along its last axis)"),
         ],
-        ids=["takes rows for granted", "takes density for granted", "views", "gives up", "takes memory for granted"],
+        ids=["takes rows for granted", "takes density for granted", "views", "gives up", "expanded", "rows", "columns"],
     )
     def test_that_minds_how_a_gradient_lies_in_memory(self, taking, verdict, said):
         x = torch.randn(3, 4, requires_grad=True)
@@ -208,6 +211,21 @@ class TestBackward:
         x, y = torch.randn(3, 64, requires_grad=True, dtype=dtype), torch.randn(64, 5, requires_grad=True, dtype=dtype)
 
         assert asked(torch.matmul, x, y, probes="backward", gradients="auto").verdict is Verdict.EQUIVALENT
+
+    def test_that_draws_random_numbers_is_undecided(self):
+        x = torch.randn(3, 4, requires_grad=True)
+        report = asked(
+            lambda x: _Taken.apply(x, lambda grad: grad * torch.rand_like(grad)), x, probes="backward", gradients="auto"
+        )
+
+        assert report.verdict is Verdict.INCONCLUSIVE
+        assert "draws random numbers" in report.worst.reason
+
+    def test_into_a_narrow_dtype_is_asked_for_too(self):
+        x = torch.randn(3, 4, requires_grad=True)
+        report = asked(lambda x: x.to(torch.float8_e4m3fn), x, probes="backward", gradients="auto")
+
+        assert report.verdict is Verdict.EQUIVALENT
 
     def test_that_writes_to_the_output_that_was_saved(self):
         class Exp(torch.autograd.Function):
@@ -274,6 +292,22 @@ class TestBackward:
         assert report.verdict is Verdict.EQUIVALENT
 
 
+class _Own(torch.Tensor):
+    pass
+
+
+def _in_order(x):
+    """Reads memory as if it were dense."""
+    return torch.as_strided(x, (x.numel(),), (1,)).reshape(x.shape)
+
+
+def _fails_at_random(x):
+    random.seed(int(torch.initial_seed()))
+    if random.random() < 0.5:
+        raise ValueError("unlucky")
+    return x * 2
+
+
 class TestLayout:
     @pytest.mark.parametrize(
         ("op", "inputs"),
@@ -294,15 +328,48 @@ class TestLayout:
 
         assert [probe.verdict for probe in report.probes] == [Verdict.EQUIVALENT] * 2
 
-    @pytest.mark.parametrize("inputs", [[torch.randn(5)], [torch.randn(3, 4)], [torch.randint(0, 9, (3, 4))]])
-    def test_that_a_kernel_takes_for_granted(self, inputs):
-        def blind(x):
-            return torch.as_strided(x, (x.numel(),), (1,)).sum()
-
-        report = asked(blind, *inputs, probes="layout")
+    @pytest.mark.parametrize(
+        ("op", "inputs", "said"),
+        [
+            (lambda x: _in_order(x).sum(), [torch.randn(5)], "with gaps in memory"),
+            (lambda x: _in_order(x).sum(), [torch.randint(1, 9, (3, 4))], "with gaps in memory"),
+            (lambda x: _in_order(x).amax(), [torch.tensor([5.0, 1.0, 2.0])], "5, and then nan"),
+            (lambda x: torch.as_strided(x, x.shape, x.stride(), 0), [torch.randn(3, 4)], "with gaps in memory"),
+            (lambda x: torch.acos(_in_order(x)), [torch.tensor([[1.0, 1.0], [0.5, 0.1]])], "transposed in memory"),
+            (lambda x: torch.floor(_in_order(x)), [torch.arange(12.0).reshape(3, 4)], "transposed in memory"),
+            (
+                lambda x, y: x + torch.as_strided(y, y.shape, x.stride()),
+                [torch.randn(3, 4), torch.randn(3, 4)],
+                "transposed by turns in memory",
+            ),
+            (lambda x: float(_in_order(x)[0, 1]), [torch.randn(3, 4)], "transposed in memory"),
+            (lambda x: [x] * (2 - x.is_contiguous()), [torch.randn(3, 4)], "outputs[1]: missing, and then there"),
+            (lambda x: x * 0 + (not x.is_contiguous()), [torch.randn(3, 4)], "outputs: 0, and then 1"),
+            (
+                lambda x: x * (2 + x.is_contiguous(memory_format=torch.channels_last)),
+                [torch.randn(2, 3, 4, 5)],
+                "channels last in memory",
+            ),
+        ],
+        ids=[
+            "sum",
+            "integers",
+            "amax",
+            "offset",
+            "edge of a domain",
+            "floor",
+            "strides of another",
+            "number",
+            "number of outputs",
+            "zeros",
+            "channels last",
+        ],
+    )
+    def test_that_a_kernel_takes_for_granted(self, op, inputs, said):
+        report = asked(op, *inputs, probes="layout")
 
         assert report.verdict is Verdict.DIVERGED
-        assert "with gaps in memory" in report.worst.reason
+        assert said in report.worst.reason
         assert "x.contiguous()" in report.worst.remedy
 
     def test_that_changes_what_is_written_to_an_input(self):
@@ -318,10 +385,26 @@ class TestLayout:
         ("op", "inputs", "why"),
         [
             (torch.rand_like, [torch.randn(3, 4)], "draws random numbers"),
+            (
+                lambda x: torch.empty_like(x).normal_(generator=torch.Generator().manual_seed(3)),
+                [torch.randn(3, 4)],
+                "draws random numbers",
+            ),
+            (lambda x: x + random.random(), [torch.randn(3, 4)], "with another seed, it gives something else"),
+            (_fails_at_random, [torch.randn(3, 4)], "once more it raises ValueError: unlucky"),
+            (torch.sin, [torch.randn(3, 4).as_subclass(_Own)], "no input that could lie otherwise"),
             (torch.sin, [torch.randn(())], "no input that could lie otherwise"),
             (torch.sin, [torch.randn(3, 0)], "no input that could lie otherwise"),
         ],
-        ids=["random", "a single number", "nothing at all"],
+        ids=[
+            "random",
+            "of its own generator",
+            "of another library",
+            "raises at random",
+            "of a type of its own",
+            "a single number",
+            "nothing at all",
+        ],
     )
     def test_is_not_asked_for_where_it_tells_nothing(self, op, inputs, why):
         report = asked(op, *inputs, probes=["layout", "fake/given"])

@@ -12,6 +12,7 @@ from torch import nn
 
 import torchdelta as td
 from torchdelta import Verdict
+from torchdelta._torch import runtime
 
 EQUIVALENT, DIVERGED, INCONCLUSIVE, CRASHED = (
     Verdict.EQUIVALENT,
@@ -366,6 +367,27 @@ def test_what_a_compilation_in_another_thread_sets_for_a_while_does_not_stay():
 
     assert report.verdict is EQUIVALENT
     assert not torch.is_anomaly_enabled()
+
+
+def test_a_compilation_in_another_thread_that_does_not_end_is_waited_for_once(monkeypatch):
+    import torch._dynamo.convert_frame
+
+    patience = []
+
+    class Held:
+        def acquire(self, timeout):
+            patience.append(timeout)
+            return False
+
+    monkeypatch.setattr(torch._dynamo.convert_frame, "compile_lock", Held())
+    report = td.check(lambda x: x * 2, (torch.ones(2),), candidate=lambda x: x + x)
+    monkeypatch.undo()
+    td.check(lambda x: x * 2, (torch.ones(2),), candidate=lambda x: x + x)
+
+    assert report.verdict is EQUIVALENT
+    assert len(patience) > 1
+    assert [seconds for seconds in patience if seconds] == patience[:1]
+    assert not runtime._COMPILING.is_set()
 
 
 def test_both_sides_see_the_same_random_numbers():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import signal
 import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,6 +21,8 @@ from torch._dynamo.utils import counters
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.cpu_vec_isa import VecISA
 from torch._inductor.utils import clear_caches
+
+_PATIENCE_S = 60
 
 
 def compile_alone() -> None:
@@ -81,6 +84,7 @@ def _is_loaded(_: VecISA, library: str) -> bool:
     process = os.fork()
     if process == 0:
         try:
+            signal.alarm(_PATIENCE_S)
             ctypes.CDLL(library)
             os._exit(0)
         finally:

@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-_PATIENCE_S = 60.0
+_PATIENCE_S = 5.0
+_COMPILING = threading.Event()
+"""Whether a compilation did not end in time, and has not since."""
 
 # config modules of the compiler stack; one that is not loaded has nothing to put back
 _CONFIGS = (
@@ -169,8 +172,9 @@ def _put_generators(state: tuple[Any, ...]) -> None:
 def _between_compilations() -> Iterator[None]:
     """Hold while no other thread compiles: a compilation sets flags for its own while, which would stay for good."""
     lock: Any = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
-    # a compilation in another thread may wait for this one, in a lock of the user's: then it goes on without
-    is_held = lock is not None and lock.acquire(timeout=_PATIENCE_S)
+    # a compilation may take minutes, or wait for this thread itself: it is waited for once
+    is_held = lock is not None and lock.acquire(timeout=0.0 if _COMPILING.is_set() else _PATIENCE_S)
+    (_COMPILING.clear if is_held or lock is None else _COMPILING.set)()
     try:
         yield
     finally:

@@ -5,7 +5,7 @@ The engine hands the same gradient to others too, and hands it on as it comes: a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from torchdelta._torch import runtime
+from torchdelta._torch.draws import Draws
+from torchdelta.compare.distance import first_difference, with_other_last_bits
 from torchdelta.compare.judge import Judge
 from torchdelta.compare.leaves import Leaves, leaves_of
 from torchdelta.compare.policy import Bitwise
 from torchdelta.engine.baseline import Baseline
-from torchdelta.engine.op_layouts import first_difference, with_other_last_bits
 from torchdelta.execute.copies import copy_together
-from torchdelta.execute.layouts import STRIDED, Layout
+from torchdelta.execute.layouts import STRIDED, Layout, contiguous
 from torchdelta.execute.sides import Side
 from torchdelta.execute.stages import cotangent_for
 from torchdelta.records.operators import Probe
@@ -30,15 +31,18 @@ _MIND_STRIDES = "gradients come in any layout: begin the backward with grad = gr
 
 def backward(baseline: Baseline) -> Probe:
     """Ask whether the backward leaves alone what it is given, and gives the same however that lies in memory."""
-    for plainly, layouts in ((torch.Tensor.contiguous, STRIDED), (_ones, {"a single number expanded": _expanded})):
+    for plainly, layouts in _ASKED:
         try:
             plain = _Backward.run(baseline, plainly)
-            moved = _Backward.run(baseline, partial(_moved, plainly))
+            moved = [_Backward.run(baseline, partial(_moved, plainly, sign)).gradients for sign in (1, -1)]
         except Exception as error:
             said = f"its backward does not run once more ({_line(error)})"
             return Probe(name="backward", verdict=Verdict.INCONCLUSIVE, reason=said)
         if plain.written:
             return _writes(plain.written)
+        if plain.has_drawn:
+            said = "its backward draws random numbers in the order of memory: whether that matters cannot be told"
+            return Probe(name="backward", verdict=Verdict.INCONCLUSIVE, reason=said)
         for layout, lay_out in layouts.items():
             given = f"for a gradient of the same values that is not contiguous ({layout})"
             try:
@@ -48,11 +52,38 @@ def backward(baseline: Baseline) -> Probe:
                 return Probe(name="backward", verdict=Verdict.CRASHED, reason=said, remedy=_MIND_STRIDES)
             if other.written:
                 return _writes(other.written)
-            if different := first_difference(plain.gradients, other.gradients, moved.gradients):
+            if different := first_difference(plain.gradients, other.gradients, moved, max):
                 said = f"{given} its backward gives another {different}"
                 return Probe(name="backward", verdict=Verdict.DIVERGED, reason=said, remedy=_MIND_STRIDES)
     said = "its backward leaves what it is given as it was, and gives the same for a gradient that is not contiguous"
     return Probe(name="backward", verdict=Verdict.EQUIVALENT, reason=said)
+
+
+def _expanded(axes: slice, gradient: torch.Tensor, _: int) -> torch.Tensor:
+    """Return what is the same along axes, as `sum` over them hands it back: the same place in memory."""
+    chosen = range(gradient.dim())[axes]
+    first = gradient[tuple(slice(0, 1) if axis in chosen else slice(None) for axis in range(gradient.dim()))]
+    return first.clone().expand(gradient.shape)
+
+
+def _repeated(axes: slice, gradient: torch.Tensor, place: int) -> torch.Tensor:
+    return _expanded(axes, gradient, place).contiguous()
+
+
+def _moved(plainly: Layout, sign: int, gradient: torch.Tensor, place: int) -> torch.Tensor:
+    return with_other_last_bits(plainly(gradient, place), sign)
+
+
+_SUMMED = {
+    "a single number expanded": slice(None),
+    "expanded along its first axis": slice(1),
+    "expanded along its last axis": slice(-1, None),
+}
+_ASKED: Sequence[tuple[Layout, Mapping[str, Layout]]] = (
+    (contiguous, STRIDED),
+    *((partial(_repeated, axes), {name: partial(_expanded, axes)}) for name, axes in _SUMMED.items()),
+)
+"""How a gradient lies plainly in memory, and how otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +92,8 @@ class _Backward:
 
     gradients: Leaves
     written: list[str]
+    has_drawn: bool
+    """Whether it drew random numbers."""
 
     @classmethod
     def run(cls, baseline: Baseline, lay_out: Layout) -> _Backward:
@@ -72,7 +105,10 @@ class _Backward:
             leaves = leaves_of(side.call(*side.args, **side.kwargs), "outputs")
             outputs = {path: leaf for path, leaf in leaves.items() if _is_tensor(leaf)}
             roots = {path: leaf for path, leaf in outputs.items() if leaf.requires_grad}
-            cotangents = {path: lay_out(cotangent_for(leaf, path, seed)) for path, leaf in roots.items()}
+            cotangents = {
+                path: lay_out(cotangent_for(leaf, path, seed), place)
+                for place, (path, leaf) in enumerate(roots.items())
+            }
             inputs = {**leaves_of(side.args, "args"), **leaves_of(side.kwargs, "kwargs")}
             inputs = {path: leaf for path, leaf in inputs.items() if _is_tensor(leaf)}
             # an output is detached: it shows what is written to its memory, and has no gradient of its own
@@ -85,25 +121,14 @@ class _Backward:
             asked = {path: leaf for path, leaf in inputs.items() if leaf.requires_grad}
             for leaf in asked.values():
                 leaf.grad = None
-            torch.autograd.backward(list(roots.values()), list(cotangents.values()))
+            with Draws() as draws:
+                torch.autograd.backward(list(roots.values()), list(cotangents.values()))
         seen, _ = Judge(policy=Bitwise()).compare(before, given)
         return cls(
             gradients={f"gradient of {path}": leaf.grad for path, leaf in asked.items()},
             written=[each.path for each in seen if each.verdict is not Verdict.EQUIVALENT],
+            has_drawn=draws.has_drawn,
         )
-
-
-def _moved(plainly: Layout, gradient: torch.Tensor) -> torch.Tensor:
-    return with_other_last_bits(plainly(gradient))
-
-
-def _ones(gradient: torch.Tensor) -> torch.Tensor:
-    return torch.ones_like(gradient, memory_format=torch.contiguous_format)
-
-
-def _expanded(gradient: torch.Tensor) -> torch.Tensor:
-    """Return ones as `sum` hands them back: all of them the same place in memory."""
-    return gradient.new_ones(()).expand(gradient.shape)
 
 
 def _writes(places: Sequence[str]) -> Probe:

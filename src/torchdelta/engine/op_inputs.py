@@ -1,4 +1,4 @@
-"""What an operator is asked with: the given inputs, fresh values, other sizes; each with what it does eagerly."""
+"""What an operator is asked with: the given inputs, fresh values, other sizes, other layouts; each as it is run."""
 
 from __future__ import annotations
 

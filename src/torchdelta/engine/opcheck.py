@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -183,10 +183,11 @@ class OpCheck:
             self.progress("layout")
             laid_out = self.inputs.laid_out
             answer = op_layouts.layout(self.inputs.given, laid_out) if laid_out else self.inputs.no_other_layouts
-            if isinstance(answer, Probe):
-                yield answer
-            else:
+            if isinstance(answer, str):
                 self.unasked["layout"] = answer
+            else:
+                rejected = f"; {self.inputs.rejected_layout}" if self.inputs.rejected_layout else ""
+                yield replace(answer, reason=answer.reason + rejected)
 
     def _of_its_gradients(self) -> Iterator[Probe]:
         names = [name for name in ("gradients", "registration", "backward", "derivative") if self._is_wanted(name)]
@@ -258,15 +259,19 @@ class OpCheck:
         return {"with fresh values": self.inputs.fresh, "with other sizes": self.inputs.resized}
 
     def _of_its_fake_kernel(self) -> Iterator[Probe]:
-        if self._is_wanted("fake/given"):
+        if self._is_wanted("fake/given") or self._is_wanted("fake/layout"):
             self.progress("fake/given")
-            yield op_fakes.fake("fake/given", self.inputs.given)
-        if self._is_wanted("fake/layout"):
-            self.progress("fake/layout")
-            if self.inputs.laid_out:
-                yield op_layouts.fake_layout(self.inputs.laid_out)
-            else:
-                self.unasked["fake/layout"] = self.inputs.no_other_layouts
+            given = op_fakes.fake("fake/given", self.inputs.given)
+            if self._is_wanted("fake/given"):
+                yield given
+            if self._is_wanted("fake/layout"):
+                self.progress("fake/layout")
+                if given.verdict is not Verdict.EQUIVALENT:
+                    self.unasked["fake/layout"] = f"of the given layout already {given.reason}"
+                elif self.inputs.laid_out:
+                    yield op_layouts.fake_layout(self.inputs.laid_out)
+                else:
+                    self.unasked["fake/layout"] = self.inputs.no_other_layouts
         for name in ("fake/resized", "fake/symbolic"):
             if not self._is_wanted(name):
                 continue

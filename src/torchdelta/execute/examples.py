@@ -1,4 +1,4 @@
-"""Other inputs for a program: fresh values, other sizes. Whether the program takes them, only running it tells."""
+"""Other inputs for a program: fresh values, other sizes, other layouts. Whether it takes them only running it tells."""
 
 from __future__ import annotations
 
@@ -55,8 +55,9 @@ def laid_out(program: Program) -> Iterator[tuple[str, Program]]:
     # memory that inputs share lies as it lies
     if are_shared(program):
         return
+    laid = {id(leaf): leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)}
     for name, lay_out in LAYOUTS.items():
-        held = {id(leaf): _laid_out(leaf, lay_out) for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)}
+        held = {key: _laid_out(leaf, lay_out, place) for place, (key, leaf) in enumerate(laid.items())}
         other = tree_map_only(torch.Tensor, _swapping(held), given)
         if _strides(other) != _strides(given):
             yield name, _with(program, other)
@@ -141,10 +142,11 @@ def _grown(tensor: torch.Tensor, change: Change, places: Iterator[int]) -> torch
     return laid_out.requires_grad_(tensor.requires_grad)
 
 
-def _laid_out(tensor: torch.Tensor, lay_out: Layout) -> torch.Tensor:
-    if not tensors.has_own_buffer(tensor):
+def _laid_out(tensor: torch.Tensor, lay_out: Layout, place: int) -> torch.Tensor:
+    # a subclass may have its own mind, and an attribute would be lost
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or vars(tensor) or not tensors.has_own_buffer(tensor):
         return tensor
-    return lay_out(tensor.detach()).requires_grad_(tensor.requires_grad)
+    return lay_out(tensor.detach(), place).requires_grad_(tensor.requires_grad)
 
 
 def _strides(given: Any) -> list[tuple[int, ...]]:
