@@ -267,6 +267,20 @@ class TestReducer:
         # all by themselves, the first half of them, and the third
         assert asked[2:4] == foreseen if queries is None else foreseen == []
 
+    @pytest.mark.parametrize(("failing", "begun"), [("relu", 4), ("sin", 2)])
+    def test_of_three_operations_that_say_nothing_two_are_asked_at_once(self, failing, begun):
+        asked, foreseen = [], []
+
+        def is_failing(subject):
+            asked.append(subject.key)
+            return failing in ops(subject.graph)
+
+        subject = subject_of(lambda x: torch.relu(torch.sin(torch.sin(torch.cos(x)))), torch.randn(8, 8))
+        reduced(subject, is_failing, foresee=lambda subject: foreseen.append(subject.key))
+
+        # all by themselves, the first and the second; the third, if it is that, and its first small step
+        assert foreseen == asked[1:][:begun]
+
     def test_what_only_the_graph_decides_takes_one_query_for_all_values(self):
         subject = subject_of(lambda x, rows: torch.take(x, rows), torch.ones(8, 4), torch.tensor([1, 1, 1]))
         reducer, small = reduced(subject, lambda asked: "take" in ops(asked.graph))

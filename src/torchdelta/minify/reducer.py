@@ -96,6 +96,8 @@ class Reducer:
     """Asks while something else is asked; None where nobody can."""
     foresee: Callable[[Subject], None] | None = None
     """Begins to ask what will be asked, or most likely will be; None where nobody can."""
+    foreseen: set[str] = field(default_factory=set)
+    """The subjects that were begun to be asked about so."""
     again: list[Callable[[], Answer]] = field(default_factory=list)
     """The answers that are waited for, whether the failure comes again."""
     leaps: int = 0
@@ -209,9 +211,8 @@ class Reducer:
         self._require_budget()
         self.tell(Progress(nodes=self.search.subject.size, queries=self.queries, doing=name))
         self.queries += 1
-        # no leap is left from a single operation: if it shows the failure, the first small step is next
-        is_last = is_leaping and len(made.nodes) == 1 and self._is_likely
-        answer = self._tried(partial(self._ask_ahead if is_last else self.ask, made))
+        ahead = self._next_after(edit, made) if is_leaping else None
+        answer = self._tried(partial(self._ask_beside, made, ahead))
         if answer is None:
             self.gap = self.broken[-1]
             if len(self.broken) >= PATIENCE:
@@ -234,6 +235,18 @@ class Reducer:
             self.twin = made
         return shows
 
+    def _next_after(self, edit: Edit, made: Subject) -> Subject | None:
+        """Return what will most likely be asked after a leap; None where nothing is."""
+        if self.foresee is None or self.queries == self.budget.queries or made.key in self.foreseen:
+            return None
+        # no leap is left from a single operation: if it shows the failure, the first small step is next
+        if len(made.nodes) == 1 and self._is_likely:
+            return self._first_step(replace(self.search, subject=made))
+        if edit.otherwise is None:
+            return None
+        other = self._made(edit.otherwise, self.search, is_leaping=True)
+        return None if isinstance(other, bool) else other
+
     @property
     def _is_likely(self) -> bool:
         """Whether a leap to a single operation will most likely be taken."""
@@ -253,13 +266,12 @@ class Reducer:
             return False
         return made if is_leaping or _measure(made) < _measure(search.subject) else False
 
-    def _ask_ahead(self, subject: Subject) -> Answer:
-        """Ask about a subject, and beside it about the first small step from there."""
-        if self.foresee is not None and self.queries != self.budget.queries:
+    def _ask_beside(self, subject: Subject, ahead: Subject | None) -> Answer:
+        """Ask about a subject, and beside it about another one."""
+        if self.foresee is not None and ahead is not None:
             self.foresee(subject)
-            step = self._first_step(replace(self.search, subject=subject))
-            if step is not None:
-                self.foresee(step)
+            self.foresee(ahead)
+            self.foreseen.add(ahead.key)
         return self.ask(subject)
 
     def _first_step(self, search: Search) -> Subject | None:

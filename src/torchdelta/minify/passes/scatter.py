@@ -6,6 +6,7 @@ One compile answers for all operations at once: which differs is on the report, 
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import replace
 
 import torch
 from torch.fx import Node
@@ -67,10 +68,17 @@ def _halved(search: Search, returned: tuple[str, ...]) -> Generator[Edit, bool, 
     """Ask about first halves only: who is alone, and not in one half, is in the other."""
     suspects = returned
     while len(suspects) > 1:
-        first, suspects = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
-        if (yield _only(search.subject, first)):
+        first, suspects = _halves(suspects)
+        # one of three is none of the others
+        is_unlikely = len(suspects) > len(first) == 1
+        otherwise = _only(search.subject, _halves(suspects)[0]) if is_unlikely else None
+        if (yield replace(_only(search.subject, first), otherwise=otherwise)):
             return True
     return (yield _only(search.subject, suspects))
+
+
+def _halves(names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return names[: len(names) // 2], names[len(names) // 2 :]
 
 
 def _only(subject: Subject, names: list[str] | tuple[str, ...]) -> Edit:
