@@ -391,7 +391,6 @@ class TestLayout:
                 "draws random numbers",
             ),
             (lambda x: x + random.random(), [torch.randn(3, 4)], "with another seed, it gives something else"),
-            (_fails_at_random, [torch.randn(3, 4)], "once more it raises ValueError: unlucky"),
             (torch.sin, [torch.randn(3, 4).as_subclass(_Own)], "no input that could lie otherwise"),
             (torch.sin, [torch.randn(())], "no input that could lie otherwise"),
             (torch.sin, [torch.randn(3, 0)], "no input that could lie otherwise"),
@@ -400,7 +399,6 @@ class TestLayout:
             "random",
             "of its own generator",
             "of another library",
-            "raises at random",
             "of a type of its own",
             "a single number",
             "nothing at all",
@@ -410,6 +408,12 @@ class TestLayout:
         report = asked(op, *inputs, probes=["layout", "fake/given"])
 
         assert why in report.unasked["layout"]
+
+    def test_of_what_raises_now_and_then_is_undecided(self):
+        report = asked(_fails_at_random, torch.randn(3, 4), probes="layout")
+
+        assert report.verdict is Verdict.INCONCLUSIVE
+        assert "once more it raises ValueError: unlucky" in report.worst.reason
 
     def test_that_is_rejected_is_not_asked_for_and_the_error_told(self):
         def particular(x):
@@ -457,6 +461,13 @@ class TestFakeKernel:
 
         assert report.verdict is verdict, report
         assert not more or f"outputs[1] is {4 + (probe != 'fake/given')}, really" in report.worst.reason
+
+    def test_that_is_wrong_for_the_given_layout_is_told_without_another(self):
+        with registered("longer(Tensor x) -> Tensor", torch.sin, "CPU", Meta=lambda x: x.new_empty(7)) as op:
+            report = asked(op, torch.randn(3, 4), probes="fake/layout")
+
+        assert report.verdict is Verdict.DIVERGED
+        assert report.worst.reason.startswith("the fake kernel says: outputs has sizes (7,)")
 
     def test_that_exits_has_crashed(self):
         def leave(x):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from torchdelta.compare.judge import is_inexact
 from torchdelta.compare.leaves import Leaves
 
 MOVED = 64.0
@@ -46,7 +47,7 @@ def first_difference(
         noises = [distance(first, third) for third in others if isinstance(third, torch.Tensor)]
         noise = choose([noise for noise in noises if math.isfinite(noise)] or [0.0])
         # a sum in another order is far nearer, and a permutation of the numbers far away
-        least = torch.finfo(first.dtype).eps ** 0.5 if _is_inexact(first.dtype) else 0.0
+        least = torch.finfo(first.dtype).eps ** 0.5 if is_inexact(first.dtype) else 0.0
         if (apart := distance(first, second)) > max(least, MOVED * noise):
             return f"{path}: {_told(first, second, apart)}"
     return ""
@@ -54,7 +55,7 @@ def first_difference(
 
 def with_other_last_bits(tensor: torch.Tensor, sign: int) -> torch.Tensor:
     """Return numbers of which some are moved in their last place, away from zero or towards it."""
-    if not _is_inexact(tensor.dtype):
+    if not is_inexact(tensor.dtype):
         return tensor
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor.device)
@@ -96,7 +97,3 @@ def _kind(value: Any) -> str:
     return (
         f"{value.dtype}{list(value.shape)}".removeprefix("torch.") if isinstance(value, torch.Tensor) else repr(value)
     )
-
-
-def _is_inexact(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex

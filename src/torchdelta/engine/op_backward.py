@@ -1,6 +1,6 @@
 """What the backward of an operator does with what it is given: it may not write to it, nor mind how it lies in memory.
 
-The engine hands the same gradient to others too, and hands it on as it comes: as `t` or a slice made it.
+The engine hands the same gradient to others too, and hands it on as it comes: as `expand`, `t` or a slice made it.
 """
 
 from __future__ import annotations

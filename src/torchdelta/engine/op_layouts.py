@@ -38,7 +38,8 @@ def layout(given: Baseline, others: Mapping[str, Baseline]) -> Probe | str:
         again, _ = Judge(policy=Bitwise()).compare(plain, _called(given.program, given, seed=given.plan.seed + 1))
         results = {name: _called(other.program, other) for name, other in others.items()}
     except Exception as error:
-        return f"called once more it raises {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        said = f"called once more it raises {type(error).__name__}: {str(error).strip()}".partition("\n")[0]
+        return Probe(name="layout", verdict=Verdict.INCONCLUSIVE, reason=said)
     if any(each.verdict is not Verdict.EQUIVALENT for each in again):
         return "called once more, with another seed, it gives something else"
     moved = [_moved(given, sign) for sign in (1, -1)]
@@ -50,8 +51,11 @@ def layout(given: Baseline, others: Mapping[str, Baseline]) -> Probe | str:
     return Probe(name="layout", verdict=Verdict.EQUIVALENT, reason=said)
 
 
-def fake_layout(others: Mapping[str, Baseline]) -> Probe:
+def fake_layout(given: Baseline, others: Mapping[str, Baseline]) -> Probe:
     """Hold what the fake kernel says for these layouts against what the real one returns."""
+    plain = op_fakes.fake("fake/layout", given)
+    if plain.verdict is not Verdict.EQUIVALENT:
+        return plain  # no layout has to do with it
     answers = [_told_of(op_fakes.fake("fake/layout", other), name) for name, other in others.items()]
     return max(answers, key=lambda probe: probe.verdict.severity)
 
@@ -59,8 +63,8 @@ def fake_layout(others: Mapping[str, Baseline]) -> Probe:
 def _moved(given: Baseline, sign: int) -> Leaves:
     """Return what comes of inputs with other last bits; nothing where the operator does not take them."""
     program = given.program
-    args, kwargs = tree_map_only(torch.Tensor, partial(_move, sign), (program.args, dict(program.kwargs)))
     try:
+        args, kwargs = tree_map_only(torch.Tensor, partial(_move, sign), (program.args, dict(program.kwargs)))
         return _called(replace(program, args=args, kwargs=kwargs), given)
     except Exception:  # not every value is to an operator's liking
         return {}

@@ -259,19 +259,15 @@ class OpCheck:
         return {"with fresh values": self.inputs.fresh, "with other sizes": self.inputs.resized}
 
     def _of_its_fake_kernel(self) -> Iterator[Probe]:
-        if self._is_wanted("fake/given") or self._is_wanted("fake/layout"):
+        if self._is_wanted("fake/given"):
             self.progress("fake/given")
-            given = op_fakes.fake("fake/given", self.inputs.given)
-            if self._is_wanted("fake/given"):
-                yield given
-            if self._is_wanted("fake/layout"):
-                self.progress("fake/layout")
-                if given.verdict is not Verdict.EQUIVALENT:
-                    self.unasked["fake/layout"] = f"of the given layout already {given.reason}"
-                elif self.inputs.laid_out:
-                    yield op_layouts.fake_layout(self.inputs.laid_out)
-                else:
-                    self.unasked["fake/layout"] = self.inputs.no_other_layouts
+            yield op_fakes.fake("fake/given", self.inputs.given)
+        if self._is_wanted("fake/layout"):
+            self.progress("fake/layout")
+            if self.inputs.laid_out:
+                yield op_layouts.fake_layout(self.inputs.given, self.inputs.laid_out)
+            else:
+                self.unasked["fake/layout"] = self.inputs.no_other_layouts
         for name in ("fake/resized", "fake/symbolic"):
             if not self._is_wanted(name):
                 continue

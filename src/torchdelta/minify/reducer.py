@@ -244,15 +244,15 @@ class Reducer:
             return self._first_step(replace(self.search, subject=made))
         if edit.otherwise is None:
             return None
-        other = self._made(edit.otherwise, self.search, is_leaping=True)
+        other = self._made(edit.otherwise, replace(self.search), is_leaping=True)
         return None if isinstance(other, bool) else other
 
     @property
     def _is_likely(self) -> bool:
         """Whether a leap to a single operation will most likely be taken."""
+        is_named = bool(guilty_outputs(self.search.subject, self.search.answer, self.wanted))
         # of a few that are halved, the first is as likely as not
-        is_halved = not guilty_outputs(self.search.subject, self.search.answer, self.wanted)
-        return not is_halved or self.was_refused or len(self.search.subject.nodes) > FEW
+        return is_named or self.was_refused or len(self.search.subject.nodes) > FEW
 
     def _made(self, edit: Edit, search: Search, *, is_leaping: bool) -> Subject | bool:
         """Return what has to be asked about; whether the edit was taken, where nothing has to."""

@@ -69,7 +69,7 @@ def _halved(search: Search, returned: tuple[str, ...]) -> Generator[Edit, bool, 
     suspects = returned
     while len(suspects) > 1:
         first, suspects = _halves(suspects)
-        # one of three is none of the others
+        # the first of three is most likely not the one
         is_unlikely = len(suspects) > len(first) == 1
         otherwise = _only(search.subject, _halves(suspects)[0]) if is_unlikely else None
         if (yield replace(_only(search.subject, first), otherwise=otherwise)):
