@@ -173,16 +173,13 @@ def _between_compilations() -> Iterator[None]:
     """Hold while no other thread compiles: a compilation sets flags for its own while, which would stay for good."""
     lock: Any = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
     # a compilation may take minutes, or wait for this thread itself: it is waited for once
-    if lock is None or not lock.acquire(timeout=0.0 if _COMPILING.is_set() else _PATIENCE_S):
-        if lock is not None:
-            _COMPILING.set()
-        yield
-        return
-    _COMPILING.clear()
+    is_held = lock is not None and lock.acquire(timeout=0.0 if _COMPILING.is_set() else _PATIENCE_S)
+    (_COMPILING.clear if is_held or lock is None else _COMPILING.set)()
     try:
         yield
     finally:
-        lock.release()
+        if is_held:
+            lock.release()
 
 
 def _take_flags() -> dict[str, Any]:
