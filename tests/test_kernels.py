@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchdelta.compare import chunked, kernels
+from torchdelta.compare import chunked, kernels, loops
 from torchdelta.compare.kernels import measure
 from torchdelta.records.comparison import Measurement
 
@@ -176,7 +176,7 @@ def assert_agrees(measured, expected):
 @contextlib.contextmanager
 def on(path, *, piece=None, span=None):
     """Take one of the two paths, with pieces and spans so small that a few elements have many."""
-    cpu_measure = kernels._cpu_measure() if path == "fused" else chunked.measure_span
+    cpu_measure = kernels._cpu_measure(2**20) if path == "fused" else chunked.measure_span
     with (
         mock.patch.object(kernels, "_cpu_measure", return_value=cpu_measure),
         mock.patch.object(chunked, "CPU_PIECE", piece or chunked.CPU_PIECE),
@@ -448,11 +448,12 @@ def run_python(script, *, timeout_s=60):
     return done.stdout.strip()
 
 
-def test_numba_is_not_imported_before_the_first_measurement():
+def test_numba_is_not_imported_before_the_first_large_measurement():
     script = """
         from torchdelta.compare.kernels import measure
-        before = "numba" in sys.modules
         measure(torch.ones(3), torch.ones(3))
+        before = "numba" in sys.modules
+        measure(torch.ones(2**15), torch.ones(2**15))
         print(before, "numba" in sys.modules)
     """
     assert run_python(script) == "False True"
@@ -462,9 +463,11 @@ def test_measures_without_numba():
     script = """
         sys.modules["numba"] = None
         from torchdelta.compare.kernels import measure
-        print(measure(torch.ones(3), torch.tensor([1.0, 2.0, 1.0])).worst)
+        candidate = torch.ones(2**15)
+        candidate[7] = 2.0
+        print(measure(torch.ones(2**15), candidate).worst)
     """
-    assert run_python(script) == "1"
+    assert run_python(script) == "7"
 
 
 def test_memory_beyond_the_tensors_stays_below_64_mb():
@@ -531,3 +534,29 @@ def test_a_forked_child_measures_after_its_parent_did():
             print("the child hung")
     """
     assert run_python(script) == "0"
+
+
+# ------------------------------------------------------------------------------------------------ when numba is loaded
+
+
+class TestLoading:
+    @pytest.fixture(autouse=True)
+    def nothing_measured(self, monkeypatch):
+        """As in a process that has measured nothing yet."""
+        for name in ("fused", "fused_spread"):
+            monkeypatch.delitem(sys.modules, f"torchdelta.compare.{name}", raising=False)
+        monkeypatch.setattr(loops._Small, "measured", 0)
+
+    def test_a_few_small_tensors_are_measured_without_it(self):
+        assert all(loops.compiled("fused", chunked.CPU_PIECE) is None for _ in range(loops._MANY))
+        assert "torchdelta.compare.fused" not in sys.modules
+
+    def test_a_large_one_is_worth_it_and_from_then_on_it_is_there_for_small_ones(self):
+        assert loops.compiled("fused", 4) is None
+        assert loops.compiled("fused", chunked.CPU_PIECE + 1) is loops.compiled("fused", 4) is not None
+
+    def test_many_small_ones_are_worth_it_together(self):
+        found = [loops.compiled(name, 4) for name in ("fused", "fused_spread") * loops._MANY]
+
+        assert found[: loops._MANY] == [None] * loops._MANY
+        assert None not in found[loops._MANY :]

@@ -1,7 +1,7 @@
 """Every number of a `Measurement` from one pass over two tensors, on all cores and with next to no memory.
 
 Large tensors are cut into spans that threads measure one by one; a span goes to the compiled loops of `fused` or,
-without numba and away from the CPU, to the torch operators of `chunked`.
+without numba, away from the CPU and where the tensor is small, to the torch operators of `chunked`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from torchdelta.compare import chunked
+from torchdelta.compare import chunked, loops
 from torchdelta.records.comparison import Measurement
 
 SpanMeasure = Callable[[torch.Tensor, torch.Tensor, float, float], Measurement]
@@ -71,7 +71,7 @@ def measure(reference: torch.Tensor, candidate: torch.Tensor, *, rtol: float = 0
 
 def _measure_spans(reference: torch.Tensor, candidate: torch.Tensor, rtol: float, atol: float) -> Measurement:
     on_cpu = reference.is_cpu and candidate.is_cpu
-    measure_span = _cpu_measure() if on_cpu else chunked.measure_span
+    measure_span = _cpu_measure(reference.numel()) if on_cpu else chunked.measure_span
     if reference.numel() <= _SPAN or not on_cpu:
         return measure_span(reference, candidate, rtol, atol)
     if reference.is_contiguous() and candidate.is_contiguous():
@@ -85,14 +85,9 @@ def _measure_spans(reference: torch.Tensor, candidate: torch.Tensor, rtol: float
         return functools.reduce(chunked.join, spans)
 
 
-@functools.cache
-def _cpu_measure() -> SpanMeasure:
-    """The compiled loops if numba is there; it is imported when first needed, because that takes half a second."""
-    try:
-        from torchdelta.compare import fused
-    except ImportError:
-        return chunked.measure_span
-    return fused.measure_span
+def _cpu_measure(elements: int) -> SpanMeasure:
+    fused = loops.compiled("fused", elements)
+    return chunked.measure_span if fused is None else fused.measure_span
 
 
 def _of_nothing(reference: torch.Tensor, candidate: torch.Tensor) -> Measurement:

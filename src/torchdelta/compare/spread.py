@@ -6,7 +6,6 @@ and not one draw. What is not finite on both sides, and what is a mask constant,
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchdelta.compare import chunked
+from torchdelta.compare import chunked, loops
 
 Array = npt.NDArray[np.float64]
 
@@ -68,7 +67,7 @@ def spread(truth: torch.Tensor, run: torch.Tensor, mask: float = MASK) -> Spread
     squares = np.zeros(max(flat_truth.numel() // max(length, 1), 1))
     if not flat_truth.numel():
         return Spread(squares, 0.0, -1, 0, 0)
-    scan = _scan()
+    scan = _scan(flat_truth.numel())
     step = max(_SPAN // length, 1)
 
     def scan_blocks(start: int) -> tuple[float, int, int, int]:
@@ -136,14 +135,9 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 Scan = Callable[[torch.Tensor, torch.Tensor, int, float, Array], tuple[float, int, int, int]]
 
 
-@functools.cache
-def _scan() -> Scan:
-    """The compiled loop if numba is there; it is imported when first needed, because that takes half a second."""
-    try:
-        from torchdelta.compare import fused_spread
-    except ImportError:
-        return scan_with_torch
-    return fused_spread.scan
+def _scan(elements: int) -> Scan:
+    fused = loops.compiled("fused_spread", elements)
+    return scan_with_torch if fused is None else fused.scan
 
 
 def scan_with_torch(

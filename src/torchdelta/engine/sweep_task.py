@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from torchdelta._torch import opinfo
-from torchdelta.engine import tasks
+from torchdelta.compare.chunked import CPU_PIECE
+from torchdelta.engine import api, tasks
 from torchdelta.engine.opcheck import check_op
 from torchdelta.engine.sweep import AT
 from torchdelta.errors import EagerFails, EnvironmentUnfit, ProgramError, TorchDeltaError, UsageError
@@ -31,6 +32,9 @@ def get_ready() -> None:
     except EnvironmentUnfit:  # whoever asks is told; from here nobody would be
         return
     tasks.get_ready()
+    # so many operators are worth the compiled loops, which are loaded for what is not small
+    zeros = torch.zeros(CPU_PIECE + 1)
+    api.compare(zeros, zeros + 1, truth=zeros.double())
     # without gradients: the autograd engine must not see a fork
     check_op(torch.ops.aten.sin.default, (torch.ones(3),), gradients=False)
 

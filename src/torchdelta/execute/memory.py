@@ -42,6 +42,11 @@ class _Frozen:
         return cls.is_known
 
 
+def expect_frozen() -> None:
+    """Take what is alive for frozen from now on, without asking: whoever called this freezes it."""
+    _Frozen.is_known = True
+
+
 @contextmanager
 def living_set_aside() -> Iterator[None]:
     """Keep what is alive already out of the garbage collections between the sides: they cost a tenth of a second."""
