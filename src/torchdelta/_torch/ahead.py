@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+_INSTRUCTIONS = Path(__file__).with_name("instructions.py")
 _OF_INDUCTOR = (
     "torch._inductor.compile_fx",
     # what the first compile imports, whatever it compiles
     "torch.distributed.tensor.experimental",
     "sympy.tensor.tensor",
     # which vector instructions there are, and what every key of a cache starts with: more than a small compile takes
-    "torch._inductor.cpu_vec_isa:pick_vec_isa",
+    f"{_INSTRUCTIONS}:probe" if hasattr(os, "fork") else "torch._inductor.cpu_vec_isa:pick_vec_isa",
     "torch._inductor.codecache:torch_key",
 )
 
 
 def steps_behind(backend: object) -> tuple[str, ...]:
-    """Return what a process that compiles by this backend imports, and calls (`module:function`), in any case."""
+    """Return what a process that compiles by this backend imports, and calls, in any case.
+
+    Each is a module, `module:function` or `file.py:function`.
+    """
     is_inductor = isinstance(backend, str) and backend.removeprefix("backend:") == "inductor"
     return ("torch", *_OF_INDUCTOR) if is_inductor else ("torch",)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import signal
 import tempfile
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,10 +17,9 @@ import torch._inductor.config
 import torch.hub
 from torch._dynamo.utils import counters
 from torch._inductor.codecache import CppPythonBindingsCodeCache
-from torch._inductor.cpu_vec_isa import VecISA
 from torch._inductor.utils import clear_caches
 
-_PATIENCE_S = 60
+from torchdelta._torch import instructions
 
 
 def compile_alone() -> None:
@@ -41,17 +38,17 @@ def warm_up(backend: str) -> None:
     It has too few elements for a second thread. The backward is left out: the autograd engine must not see a fork.
     The cache is the user's own, where the instructions may have been probed before; a graph that was found there would
     warm nothing. What every key of a cache starts with is a hash over all of torch. The C++ compiler itself has nothing
-    to get warm: it is given the headers, and not the kernel. Instructions are probed in forks of this process, which
-    have torch loaded: inductor would load it anew for each kind.
+    to get warm: it is given the headers, and not the kernel.
     """
     # a progress bar would start a thread, and nobody forks beside one
     torch.hub.tqdm.monitor_interval = 0  # type: ignore[attr-defined]
     compile_alone()
     torch._inductor.codecache.torch_key()
+    if backend == "inductor":
+        instructions.probe()
     with (
         torch._inductor.config.patch(fx_graph_cache=False),
         mock.patch.object(CppPythonBindingsCodeCache, "load_pybinding", _prepare_kernel),
-        mock.patch.object(VecISA, "_probe_load", _is_loaded),
         contextlib.suppress(_Enough),
     ):
         torch.compile(_small, backend=backend)(torch.zeros(8, requires_grad=True))
@@ -77,19 +74,6 @@ def _prepare_kernel(*args: Any, **kwargs: Any) -> NoReturn:
     """Do what comes before the kernel is compiled, the headers included, and no more."""
     CppPythonBindingsCodeCache.load_pybinding_async(*args, **kwargs)
     raise _Enough
-
-
-def _is_loaded(_: VecISA, library: str) -> bool:
-    """Tell whether a library of vector instructions can be loaded here, which may end the process that tries."""
-    process = os.fork()
-    if process == 0:
-        try:
-            signal.alarm(_PATIENCE_S)
-            ctypes.CDLL(library)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return os.waitpid(process, 0)[1] == 0
 
 
 def _small(x: torch.Tensor) -> torch.Tensor:

@@ -28,10 +28,10 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # nobody looks for garbage in what is imported, which stays, nor at the end: that takes longer than to leave
 gc.disable()
 for step in sys.argv[1:]:
-    module, _, function = step.partition(":")
-    imported = importlib.import_module(module)
+    place, _, function = step.partition(":")
+    found = runpy.run_path(place) if place.endswith(".py") else vars(importlib.import_module(place))
     if function:
-        getattr(imported, function)()
+        found[function]()
 gc.freeze()
 gc.enable()
 atexit.register(gc.freeze)
@@ -65,8 +65,8 @@ class Confirmed:
 class Clean:
     """A clean process that has imported torch, which takes longer than most scripts, and waits for one.
 
-    `steps` are modules that it imports, and functions of modules (`module:function`) that it calls meanwhile. It runs a
-    single script, and ends when nobody holds it any more.
+    `steps` are modules that it imports, and functions of modules or files (`module:function`, `file.py:function`) that
+    it calls meanwhile. It runs a single script, and ends when nobody holds it any more.
     """
 
     def __init__(self, steps: Sequence[str] = ("torch",)) -> None:
