@@ -13,12 +13,14 @@ export ONEDNN_MAX_CPU_ISA ?= AVX2
 
 setup: $(STAMP)
 
+# Bytecode is written as pip does for what is not editable: some are told not to write any, and tests start many Pythons.
 # torch first and alone: an open range asked for by another package would take the newest CUDA build.
 $(STAMP): pyproject.toml requirements-dev.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' requirements-dev.lock)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m compileall -q src
 	touch $(STAMP)
 
 demo: setup

@@ -111,6 +111,8 @@ def _sizes(folder: Path, text: str) -> Iterator[int]:
 
 def _run(command: list[str], folder: Path, settings: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **(settings or {}), "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
+    # torch has its bytecode, and so has torchdelta where it is installed
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 

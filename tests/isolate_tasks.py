@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 from torchdelta.errors import UsageError
@@ -20,8 +21,6 @@ def echo(request, place):
 
 def describe(request, place):
     (place.scratch / "mine").write_text("")
-    import torch._inductor.config
-
     return {
         "scratch": str(place.scratch),
         "files": [path.name for path in place.scratch.iterdir()],
@@ -30,7 +29,6 @@ def describe(request, place):
         "session": os.getsid(0),
         "process": os.getpid(),
         "parent": os.getppid(),
-        "compile_threads": torch._inductor.config.compile_threads,
     }
 
 
@@ -163,3 +161,23 @@ def compile_relu(request, place):
         "headers": sorted(path.name for path in forking.headers_directory().glob("*.gch")),
         "new_headers": sorted(path.name for path in place.directory.rglob("*.gch")),
     }
+
+
+def compile_two_kernels(request, place):
+    """Compile two kernels, neither of which is given to the C++ compiler before the other."""
+    import torch
+    from torch._inductor import cpp_builder
+
+    from torchdelta.isolate.groups import children_of
+
+    both, compile_one = threading.Barrier(2, timeout=60), cpp_builder.run_compile_cmd
+
+    def compile_with_the_other(*args, **kwargs):
+        if ".main." in str((args, kwargs)):
+            both.wait()
+        return compile_one(*args, **kwargs)
+
+    cpp_builder.run_compile_cmd = compile_with_the_other
+    weight = torch.randn(4, 4)
+    torch.compile(lambda x: torch.tanh(torch.relu(x * request["factor"]) @ weight))(torch.randn(4, 4))
+    return {"children": children_of(os.getpid())}

@@ -21,9 +21,11 @@ from torchdelta.errors import UsageError
 from torchdelta.isolate.outcome import Outcome
 from torchdelta.minify.draws import Draw
 from torchdelta.minify.edit import Edit, merged
+from torchdelta.minify.foresight import Foresight
 from torchdelta.minify.oracle import Answer
 from torchdelta.minify.passes import PASSES, STRATEGIES
 from torchdelta.minify.reducer import AGAIN, Budget, Reducer, Wavering
+from torchdelta.minify.search import Search
 from torchdelta.minify.subject import Name, Subject
 from torchdelta.records.failure import Failure, Signature
 
@@ -55,6 +57,56 @@ def reduced(subject, is_failing, **options):
 
     reducer = Reducer(ask=ask, wanted=WANTED, **options)
     return reducer, reducer.run(subject, Answer(signatures=(WANTED,)), strategies=STRATEGIES, passes=PASSES)
+
+
+class SlowCrew:
+    """Who is asked several things at once, and answers only when there is nothing else to ask, or nobody to ask it."""
+
+    def __init__(self, is_failing, workers=2):
+        self.is_failing, self.workers = is_failing, workers
+        self.begun, self.ahead = [], {}
+
+    @property
+    def waiting(self):
+        return len(self.ahead)
+
+    def begin(self, subject):
+        self.begun.append(ops(subject.graph))
+        shown = (WANTED,) if self.is_failing(subject) else ()
+        return SlowAnswer(Answer(signatures=shown, has_passed=not shown))
+
+    def find(self, subject):
+        return self.now if subject.key == self.key else self.ahead.get(subject.key)
+
+    def ask(self, subject, foresee):
+        self.now, self.key = self.ahead.pop(subject.key, None) or self.begin(subject), subject.key
+        while not self.now.is_there:
+            at_work = [asked for asked in (self.now, *self.ahead.values()) if not asked.is_there]
+            if len(at_work) < self.workers and (foreseen := foresee()) is not None:
+                self.ahead[foreseen.key] = self.begin(foreseen)
+            else:
+                at_work[-1].is_there = True
+        return self.now()
+
+    def __call__(self, subject):
+        return self.ask(subject, lambda: None)
+
+
+class SlowAnswer:
+    def __init__(self, answer):
+        self.answer, self.is_there = answer, False
+
+    def is_done(self):
+        return self.is_there
+
+    def __call__(self):
+        return self.answer
+
+
+def reduced_by_crew(subject, is_failing, workers=2, **options):
+    crew = SlowCrew(is_failing, workers)
+    reducer = Reducer(ask=crew, crew=crew, wanted=WANTED, **options)
+    return crew, reducer.run(subject, Answer(signatures=(WANTED,)), strategies=STRATEGIES, passes=PASSES)
 
 
 def captured_graph(function, *args):
@@ -252,35 +304,6 @@ class TestReducer:
         # twice whether it comes again; random and small, random; halved twice, each halved; and nothing of it once more
         assert reducer.queries == AGAIN + 2 + 2 + 2
 
-    @pytest.mark.parametrize("queries", [None, 3])
-    def test_the_first_small_step_is_foreseen_when_one_operation_is_left_and_the_budget_allows_it(self, queries):
-        asked, foreseen = [], []
-
-        def is_failing(subject):
-            asked.append(subject.key)
-            return "relu" in ops(subject.graph)
-
-        subject = subject_of(lambda x: torch.tanh(torch.relu(torch.sin(torch.cos(x)))), torch.randn(8, 8))
-        options = {"foresee": lambda subject: foreseen.append(subject.key), "budget": Budget(queries=queries)}
-        reduced(subject, is_failing, **options)
-
-        # all by themselves, the first half of them, and the third
-        assert asked[2:4] == foreseen if queries is None else foreseen == []
-
-    @pytest.mark.parametrize(("failing", "begun"), [("relu", 4), ("sin", 2)])
-    def test_of_three_operations_that_say_nothing_two_are_asked_at_once(self, failing, begun):
-        asked, foreseen = [], []
-
-        def is_failing(subject):
-            asked.append(subject.key)
-            return failing in ops(subject.graph)
-
-        subject = subject_of(lambda x: torch.relu(torch.sin(torch.sin(torch.cos(x)))), torch.randn(8, 8))
-        reduced(subject, is_failing, foresee=lambda subject: foreseen.append(subject.key))
-
-        # all by themselves, the first and the second; the third, if it is that, and its first small step
-        assert foreseen == asked[1:][:begun]
-
     def test_what_only_the_graph_decides_takes_one_query_for_all_values(self):
         subject = subject_of(lambda x, rows: torch.take(x, rows), torch.ones(8, 4), torch.tensor([1, 1, 1]))
         reducer, small = reduced(subject, lambda asked: "take" in ops(asked.graph))
@@ -388,6 +411,81 @@ class TestReducer:
         _, small = reduced(subject_of(lambda x: torch.relu(x.sin()).exp(), torch.randn(8, 4)), fails)
 
         assert ops(small.graph) == ["relu"]
+
+
+class TestForesight:
+    @pytest.mark.parametrize("workers", [1, 2, 3, 5])
+    @pytest.mark.parametrize("failing", ["cos", "sin", "relu", "tanh", "exp"])
+    def test_guesses_change_nothing_but_the_time_it_takes(self, failing, workers):
+        def is_failing(asked):
+            return failing in ops(asked.graph)
+
+        subject = subject_of(lambda x: torch.exp(torch.tanh(torch.relu(torch.sin(torch.cos(x))))), torch.randn(8, 8))
+        crew, small = reduced_by_crew(subject, is_failing, workers)
+        alone, expected = reduced(subject, is_failing)
+
+        assert small.key == expected.key
+        assert len(crew.begun) <= alone.queries + 2 * (workers - 1)
+
+    def test_the_first_small_step_is_asked_beside_the_last_leap(self):
+        subject = subject_of(lambda x: torch.relu(torch.sin(torch.sin(torch.cos(x)))), torch.randn(8, 8))
+        crew, _ = reduced_by_crew(subject, lambda asked: "relu" in ops(asked.graph), workers=3)
+
+        # one of each kind; the first, second and third of them at once; and once it is clear that it is the third, its
+        # first small step and twice whether it comes again
+        assert crew.begun == [["cos", "sin", "relu"], ["cos"], ["sin"], ["relu"], ["relu"], ["relu"], ["relu"]]
+
+    def test_what_was_answered_meanwhile_is_followed_before_the_rest_is_there(self):
+        asked, answers = [], {}
+        subject = subject_of(lambda x: torch.relu(torch.sin(torch.sin(torch.cos(x)))), torch.randn(8, 8))
+        search = Search(subject=subject, answer=Answer(), wanted=WANTED)
+        foresight = Foresight(
+            find=lambda subject: answers.get(subject.key), search=search, strategies=STRATEGIES, passes=PASSES
+        )
+        while (foreseen := foresight()) is not None and len(asked) < 5:
+            asked.append((ops(foreseen.graph), tuple(foreseen.inputs[0].shape)))
+            shown = (WANTED,) if "relu" in ops(foreseen.graph) else ()
+            answers[foreseen.key] = SlowAnswer(Answer(signatures=shown))
+            answers[foreseen.key].is_there = True
+
+        assert asked == [
+            (["cos", "sin", "relu"], (8, 8)),
+            (["cos"], (8, 8)),
+            (["sin"], (8, 8)),
+            (["relu"], (8, 8)),
+            (["relu"], (2, 2)),
+        ]
+        assert search.subject is subject
+
+    def test_what_broke_tells_nothing(self):
+        class Broken(SlowAnswer):
+            def __call__(self):
+                raise OSError("no worker")
+
+        broken = Broken(None)
+        broken.is_there = True
+        subject = subject_of(lambda x: torch.relu(torch.sin(torch.sin(torch.cos(x)))), torch.randn(8, 8))
+        search = Search(subject=subject, answer=Answer(), wanted=WANTED)
+
+        assert Foresight(find=lambda _: broken, search=search, strategies=STRATEGIES, passes=PASSES)() is None
+
+    @pytest.mark.parametrize("queries", [2, 3, 4, 5])
+    def test_no_more_is_asked_ahead_than_the_budget_allows(self, queries):
+        subject = subject_of(lambda x: torch.relu(torch.sin(torch.sin(torch.cos(x)))), torch.randn(8, 8))
+        budget = Budget(queries=queries)
+        crew, _ = reduced_by_crew(subject, lambda asked: "relu" in ops(asked.graph), workers=5, budget=budget)
+
+        # whether it comes again is not a question of the budget
+        assert len(crew.begun) <= queries + AGAIN
+
+    def test_what_it_will_end_with_is_told_before_it_is_known_whether_it_comes_each_time(self):
+        told = []
+        subject = subject_of(lambda x: torch.relu(torch.sin(torch.sin(torch.cos(x)))), torch.randn(8, 8))
+        _, small = reduced_by_crew(
+            subject, lambda asked: "relu" in ops(asked.graph), expect=lambda subject, _: told.append(subject)
+        )
+
+        assert told == [small]
 
 
 def minified(factory, transform, **options):

@@ -16,6 +16,7 @@ import torch._inductor.compile_fx
 import torch._inductor.config
 import torch.hub
 from torch._dynamo.utils import counters
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.utils import clear_caches
 
@@ -25,6 +26,14 @@ from torchdelta._torch import instructions
 def compile_alone() -> None:
     """Have this process, and those forked from it, compile without helpers that would outlive it or have threads."""
     torch._inductor.config.compile_threads = 1
+
+
+def compile_in_threads() -> None:
+    """Have this process compile as many C++ kernels at once as torch would, without helpers that would outlive it."""
+    torch._inductor.config.compile_threads = torch._inductor.config.decide_compile_threads()
+    # what helpers are for, kernels of Triton, is compiled here
+    AsyncCompile.use_process_pool = classmethod(lambda _: False)  # type: ignore[method-assign,assignment]
+    AsyncCompile.warm_pool = classmethod(lambda _: None)  # type: ignore[method-assign,assignment]
 
 
 def headers_directory() -> Path:

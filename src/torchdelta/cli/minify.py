@@ -65,6 +65,8 @@ def command(
             progress=lambda told: progress(str(told)),
             workers=workers,
             clean=clean,
+            script=out / "repro.py",
+            data=not no_data,
             **limits,
             **words,
         )

@@ -185,6 +185,8 @@ def minify(
     progress: Callable[[Reducing], None] = lambda _: None,
     workers: Pool | None = None,
     clean: Clean | None = None,
+    script: str | os.PathLike[str] | None = None,
+    data: bool = True,
     **options: Any,
 ) -> Minified:
     """Find the smallest graph that fails as the program does, each query in a process of its own.
@@ -193,7 +195,8 @@ def minify(
     query may take `timeout_s`; `queries` and `seconds` bound the whole. Of several failures, `match` is a regular
     expression for the one that is meant. NothingToMinify is raised where no graph of the program fails by itself.
     With the level `aot`, what is made smaller are the forward and backward graphs that AOTAutograd makes. `workers` are
-    some that got ready while the program was loaded, and `clean` waits for the script.
+    some that got ready while the program was loaded, and `clean` waits for the script; where it is known that this will
+    be written to `script`, with or without `data`, it is run as soon as there is something to run.
     """
     options = completed(program, options)
     transform = options.get("transform")
@@ -211,6 +214,8 @@ def minify(
         imports=module_of(program),
         pool=workers,
         clean=clean,
+        script=Path(script) if script is not None else None,
+        with_data=data,
         tell=progress,
     )
     return minifying.run()

@@ -18,8 +18,8 @@ from torchdelta.engine.prepare import prepare
 from torchdelta.errors import ProgramError
 from torchdelta.execute.programs import load_object
 from torchdelta.isolate.outcome import Outcome
-from torchdelta.isolate.pool import Pool, Query
-from torchdelta.minify.oracle import Answer
+from torchdelta.isolate.pool import Pool, Query, wait_for_any
+from torchdelta.minify.oracle import Answer, Foresee
 from torchdelta.minify.subject import Subject
 from torchdelta.records.case import Case
 from torchdelta.records.codec import decode, encode
@@ -34,9 +34,49 @@ LEAST_S = 5.0
 """and at least this long."""
 
 
+class Pending:
+    """A question about a subject that was put to a worker."""
+
+    def __init__(self, query: Query, case: Case, answered: Callable[[Outcome], Answer]) -> None:
+        self.query, self.case = query, case
+        self._answered = answered
+        self._answer: Answer | None = None
+
+    def is_done(self) -> bool:
+        """Tell whether the worker has answered, or never will."""
+        return self._answer is not None or self.query.is_done()
+
+    def __call__(self) -> Answer:
+        """Wait for the answer."""
+        if self._answer is None:
+            try:
+                outcome = self.query.result()
+            except BaseException:  # a Ctrl-C ends the query, not only the waiting
+                self.query.cancel()
+                raise
+            self._answer = self._answered(outcome)
+        return self._answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """A question whose answer is there already."""
+
+    case: Case
+    answer: Answer
+
+    def is_done(self) -> bool:
+        """Tell that nobody has to wait."""
+        return True
+
+    def __call__(self) -> Answer:
+        """Return the answer."""
+        return self.answer
+
+
 @dataclass(kw_only=True)
 class Workers:
-    """Asks workers about subjects."""
+    """Asks workers about subjects, and what will most likely be asked next where one has nothing else to do."""
 
     pool: Pool
     case: Case
@@ -49,8 +89,10 @@ class Workers:
     asked: int = 0
     """How many queries were begun."""
     answered: int = 0
-    foreseen: dict[str, Callable[[], Answer]] = field(default_factory=dict)
-    """Queries that were begun before anybody needs their answers, by the keys of their subjects."""
+    ahead: dict[str, Pending | Known] = field(default_factory=dict)
+    """What was asked before anybody needed it, by the keys of the subjects."""
+    now: tuple[str, Pending | Known] | None = None
+    """What is needed now, and the key of its subject."""
     under_way: dict[Query, tempfile.TemporaryDirectory[str]] = field(default_factory=dict)
 
     @property
@@ -58,29 +100,39 @@ class Workers:
         """How long the next query may take."""
         return self.timeout_s if self.slowest_s is None else max(LEAST_S, PATIENCE * self.slowest_s)
 
-    def __call__(self, subject: Subject) -> Answer:
-        """Ask about one subject, unless that was foreseen."""
-        return (self.foreseen.pop(subject.key, None) or self.begin(subject))()
+    @property
+    def waiting(self) -> int:
+        """How many answers there are or will be that nobody has needed yet."""
+        return len(self.ahead)
 
-    def foresee(self, subject: Subject, case: Case | None = None) -> None:
-        """Begin to ask what will most likely be asked."""
-        if subject.key not in self.foreseen:
-            self.foreseen[subject.key] = self.begin(subject, case)
+    def __call__(self, subject: Subject) -> Answer:
+        """Ask about one subject, unless that was asked ahead."""
+        return self._needed(subject)()
+
+    def ask(self, subject: Subject, foresee: Foresee, case: Case | None = None) -> Answer:
+        """Ask about one subject, and as long as that takes about what is foreseen, by another case if need be."""
+        needed = self._needed(subject)
+        while not needed.is_done():
+            at_work = [query for query in self.under_way if not query.is_done()]
+            next_one = foresee() if len(at_work) < self.pool.workers else None
+            if next_one is not None:
+                self.ahead[next_one.key] = self.begin(next_one, case)
+            else:
+                wait_for_any(at_work)
+        return needed()
+
+    def find(self, subject: Subject, case: Case | None = None) -> Pending | Known | None:
+        """Return what is asked about a subject, or was ahead."""
+        is_now = self.now is not None and self.now[0] == subject.key
+        found = self.now[1] if self.now is not None and is_now else self.ahead.get(subject.key)
+        return found if found is not None and found.case == (case or self.case) else None
 
     def remember(self, subject: Subject, answer: Answer) -> None:
         """Give an answer once more to whoever asks next."""
-        self.foreseen[subject.key] = lambda: answer
+        self.ahead[subject.key] = Known(case=self.case, answer=answer)
 
-    def end(self) -> None:
-        """End what nobody waits for any more."""
-        for query, place in list(self.under_way.items()):
-            query.cancel()
-            query.result()
-            place.cleanup()
-        self.under_way.clear()
-
-    def begin(self, subject: Subject, case: Case | None = None) -> Callable[[], Answer]:
-        """Ask about one subject while something else is done; what comes back waits for the answer."""
+    def begin(self, subject: Subject, case: Case | None = None) -> Pending:
+        """Ask about one subject while something else is done."""
         # in the pool's own directory, which is swept if this process is killed
         place = tempfile.TemporaryDirectory(prefix="subject-", dir=self.pool.directory)
         subject.write(Path(place.name))
@@ -96,24 +148,40 @@ class Workers:
         query = self.pool.submit(
             f"{TASKS}:check_subject", request, deadline_s=self.deadline_s, memory_bytes=self.memory_bytes
         )
-
         self.asked += 1
         self.under_way[query] = place
 
-        def wait() -> Answer:
-            try:
-                outcome = query.result()
-            except BaseException:  # a Ctrl-C ends the query, not only the waiting
-                query.cancel()
-                raise
-            finally:
-                self.under_way.pop(query).cleanup()
+        def answered(outcome: Outcome) -> Answer:
+            self.under_way.pop(query).cleanup()
             self.answered += 1
             if outcome.answer is not None and self.answered > 1:
                 self.slowest_s = max(self.slowest_s or 0.0, outcome.seconds)
             return answer_of(outcome, case)
 
-        return wait
+        return Pending(query, case, answered)
+
+    def end(self) -> None:
+        """End what nobody waits for any more."""
+        for query, place in list(self.under_way.items()):
+            query.cancel()
+            query.result()
+            place.cleanup()
+        self.under_way.clear()
+
+    def _needed(self, subject: Subject) -> Pending | Known:
+        self.now = None
+        found = self.find(subject)
+        if found is not None:
+            del self.ahead[subject.key]
+        else:
+            # it was not foreseen, so what else was will hardly be needed: nobody waits behind that
+            for key, pending in list(self.ahead.items()):
+                if isinstance(pending, Pending) and not pending.is_done():
+                    pending.query.cancel()
+                    del self.ahead[key]
+            found = self.begin(subject)
+        self.now = subject.key, found
+        return found
 
 
 @dataclass(kw_only=True)

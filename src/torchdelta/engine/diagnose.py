@@ -175,6 +175,8 @@ class Diagnosing:
             expected=signatures_of(self.found) if self.found is not None else (),
             imports=module_of(self.program),
             pool=self.pool,
+            script=self._script(number),
+            with_data=self.with_data,
             tell=lambda progress: self.progress(f"minify: {progress}"),
         )
 
@@ -206,7 +208,7 @@ class Diagnosing:
             report = replace(report, reduction=small.reduction)
             self._keep(report)
         self.progress("repro")
-        path = self.out / (REPRO if number == 1 else f"repro-{number}.py")
+        path = self._script(number)
         try:
             repro = small.write(path, data=self.with_data)
         except ReproUnwritable as error:
@@ -217,6 +219,9 @@ class Diagnosing:
         if self.with_issue:
             path.with_suffix(".md").write_text(small.issue(path, data=self.with_data), encoding="utf-8")
         return replace(report, repro=repro) if number == 1 else report
+
+    def _script(self, number: int) -> Path:
+        return self.out / (REPRO if number == 1 else f"repro-{number}.py")
 
     def _keep(self, report: Report) -> None:
         write_report(report, self.out / REPORT)

@@ -15,7 +15,7 @@ from torchdelta.records.failure import Signature
 from torchdelta.records.report import Reduction, Report, Repro
 from torchdelta.records.signatures import showing_only
 from torchdelta.repro import script
-from torchdelta.repro.confirm import Clean, confirm
+from torchdelta.repro.confirm import Clean, begin
 from torchdelta.repro.finding import Finding
 from torchdelta.repro.issue import issue_text
 
@@ -25,6 +25,23 @@ HUNG_S = 30.0
 """How long a script waits for a candidate that hangs."""
 CONFIRMED_S = 300.0
 """How long a script may take that is run to see whether it shows the failure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A script that was written and is being run."""
+
+    written: script.Written
+    data: bool
+    """Whether the user's is in it."""
+    runner: Clean
+
+    def drop(self) -> None:
+        """End it, and remove its files: it shows nothing."""
+        self.runner.end()
+        for path in (self.written.path, self.written.tensors_path):
+            if path is not None:
+                path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +67,24 @@ class Minified:
     """What a candidate was allowed to hold."""
     clean: Clean | None = field(default=None, repr=False)
     """A process that waits for the script, as long as this is there."""
+    draft: Draft | None = field(default=None, repr=False)
+    """The script, where it was begun before all this was known for sure."""
+
+    def begin(self, path: str | os.PathLike[str], *, data: bool = True) -> Draft:
+        """Write the script as `write` does, and begin to run it."""
+        written = script.write(self.finding, Path(path), data=data)
+        return Draft(written=written, data=data, runner=begin(written.path, self.clean))
 
     def write(self, path: str | os.PathLike[str], *, data: bool = True, deadline_s: float = CONFIRMED_S) -> Repro:
         """Write a script that shows the failure with torch alone, and run it in a clean process.
 
         Without `data`, random numbers stand for the user's. ReproUnwritable says why there can be no such script.
         """
-        written = script.write(self.finding, Path(path), data=data)
-        seen = confirm(written.path, deadline_s=deadline_s, clean=self.clean)
-        return Repro(path=str(written.path), confirmed=seen.is_there)
+        draft = self.draft
+        if draft is None or (draft.written.path, draft.data, draft.runner.is_over) != (Path(path), data, False):
+            draft = self.begin(path, data=data)
+        seen = draft.runner.wait(deadline_s=deadline_s)
+        return Repro(path=str(draft.written.path), confirmed=seen.is_there)
 
     def issue(self, path: str | os.PathLike[str], *, data: bool = True) -> str:
         """Return the text of an issue that has the script of that path in it; `data` as it was written with."""

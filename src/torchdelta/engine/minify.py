@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,17 @@ from torchdelta._torch.nodes import op_name, short_name
 from torchdelta.engine.asking import InProcess, Workers, plain_settings, spec_of
 from torchdelta.engine.check import Check
 from torchdelta.engine.isolated import pool_for
-from torchdelta.engine.minified import Minified
-from torchdelta.engine.preflight import Chosen, Preflight
+from torchdelta.engine.minified import Draft, Minified
+from torchdelta.engine.preflight import FORWARD, Chosen, Preflight
 from torchdelta.engine.subjects import nodes_of, subjects_of
-from torchdelta.errors import NothingToMinify, ProgramError, UsageError
+from torchdelta.errors import NothingToMinify, ProgramError, ReproUnwritable, UsageError
 from torchdelta.isolate.pool import Pool
+from torchdelta.minify.foresight import Foresight
 from torchdelta.minify.journal import Entry, Journal
-from torchdelta.minify.oracle import Answer, Oracle
-from torchdelta.minify.passes import PASSES, STRATEGIES, scatter
+from torchdelta.minify.oracle import Answer, Foresee, Oracle
+from torchdelta.minify.passes import PASSES, STRATEGIES
 from torchdelta.minify.reducer import Budget, Progress, Reducer, Wavering
+from torchdelta.minify.search import Search
 from torchdelta.minify.subject import Subject
 from torchdelta.records.case import DYNAMO
 from torchdelta.records.failure import Signature
@@ -33,6 +36,8 @@ from torchdelta.repro.confirm import Clean
 
 TIMEOUT_S = 600.0
 """How long the first query may take."""
+LIKELY = Signature(kind="divergence", stage="forward", type="values", message="")
+"""Where most programs fail."""
 
 
 @dataclass(kw_only=True)
@@ -65,6 +70,11 @@ class Minifying:
     rate: float = 1.0
     clean: Clean | None = None
     """Waits for the script that will be written."""
+    script: Path | None = None
+    """Where that will be, if it is known: then it is begun as soon as it can be."""
+    with_data: bool = True
+    """Whether the user's data may be in it."""
+    draft: Draft | None = None
 
     def run(self) -> Minified:
         """Minify; NothingToMinify where no graph of the program shows a failure."""
@@ -87,7 +97,7 @@ class Minifying:
                 notes=self.notes,
             )
             if len(subjects) == 1 and self.culprit is None and entry is None:
-                self._foresee(subjects[0])
+                preflight.guess = self._guess
             chosen = preflight.choose(subjects)
             if entry is not None and not entry.wanted.is_same_as(chosen.wanted):
                 raise NothingToMinify(f"what was reduced so far does not show {entry.wanted} any more")
@@ -113,12 +123,23 @@ class Minifying:
         # what is wrong in the backward of a program is wrong in the forward of its backward graph
         return self.expected if self.level == DYNAMO else ()
 
-    def _foresee(self, subject: Subject) -> None:
-        """Ask what the reduction will most likely ask first, while nobody knows yet how the subject fails."""
-        edit = scatter.first_guess(subject)
-        made = edit.applied_to(subject) if edit is not None else None
-        if made is not None and isinstance(self.ask, Workers):
-            self.ask.foresee(made, replace(self.ask.case, semantic=False))
+    def _guess(self, subject: Subject) -> Foresee:
+        """Say what the reduction will most likely ask, while nobody knows yet how the subject fails."""
+        assert isinstance(self.ask, Workers)
+        find = partial(self.ask.find, case=replace(self.ask.case, stages=FORWARD))
+        search = Search(subject=subject, answer=Answer(), wanted=LIKELY)
+        foresight = Foresight(find=find, search=search, strategies=STRATEGIES, passes=PASSES)
+        first = foresight()
+
+        def foresee() -> Subject | None:
+            begun = find(first) if first is not None else None
+            if begun is None or not begun.is_done():
+                return foresight()
+            # how the first part fails is most likely how the whole does
+            search.wanted = next(iter(begun().signatures), LIKELY)
+            return foresight() if search.wanted is not LIKELY else None
+
+        return foresee
 
     def died(self) -> Report | None:
         """Return the report of a graph whose candidate ends its process, before anybody runs it in this one."""
@@ -160,32 +181,38 @@ class Minifying:
                 workers.end()
 
     def _reduced(self, chosen: Chosen, ask: Oracle, entry: Entry | None) -> Minified:
-        subject, before = chosen.subject, entry.nodes_before if entry is not None else chosen.subject.size
+        subject = chosen.subject
         reducer = Reducer(
             ask=ask, wanted=chosen.wanted, budget=self.budget, tell=self._told, is_patient=self.rate < 1.0
         )
         if isinstance(self.ask, Workers):
-            reducer.begin = self.ask.begin
             if ask is self.ask:  # what is asked several times is asked for anew each time
-                reducer.foresee = self.ask.foresee
+                reducer.crew = self.ask
             # who will run the script gets ready while the whole is cut down, which takes one worker
             self.clean = self.clean or Clean(steps_behind(self.transform))
         if entry is not None:
             reducer.known.update(entry.known)
-        spent = entry.seconds if entry is not None else 0.0
         if self.out is not None:
-            reducer.keep = self._keeping(reducer, before, entry)
+            reducer.keep = self._keeping(reducer, self._nodes_before(chosen, entry), entry)
             reducer.keep(subject, chosen.answer)
+        reducer.expect = lambda _, __: self._begin_script(self._minified(reducer, chosen, entry))
         culprits = nodes_of(self.culprit, subject) if self.culprit is not None else ()
-        small = reducer.run(subject, chosen.answer, strategies=STRATEGIES, passes=PASSES, culprits=culprits)
-        found = reducer.search.answer.report
-        assert found is not None
+        try:
+            reducer.run(subject, chosen.answer, strategies=STRATEGIES, passes=PASSES, culprits=culprits)
+        except BaseException:
+            self._drop_script()
+            raise
         if not reducer.is_minimal:
             why = f"queries broke ({reducer.gap})" if reducer.gap else "the budget was spent"
             self.notes.append(f"it may not be the smallest: {why}")
         if reducer.twin is not None and self.out is not None:
             self._journal.write_twin(reducer.twin)
             self.notes.append(f"a neighbour that passes is in {self.out / 'twin'}: {_calls(reducer.twin)}")
+        return self._minified(reducer, chosen, entry)
+
+    def _minified(self, reducer: Reducer, chosen: Chosen, entry: Entry | None) -> Minified:
+        small, found = reducer.search.subject, reducer.search.answer.report
+        assert found is not None
         places = {name: index for index, name in enumerate(small.named_inputs)}
         return Minified(
             graph=small.graph,
@@ -194,10 +221,10 @@ class Minifying:
             report=found,
             signature=chosen.wanted,
             reduction=Reduction(
-                nodes_before=before,
+                nodes_before=self._nodes_before(chosen, entry),
                 nodes_after=small.size,
                 queries=self._queries(entry),
-                seconds=spent + time.monotonic() - self.started,
+                seconds=self._seconds(entry),
                 is_minimal=reducer.is_minimal,
                 rate=self.rate,
             ),
@@ -206,9 +233,28 @@ class Minifying:
             also_seen=tuple(reducer.also_seen),
             twin=reducer.twin.graph if reducer.twin is not None else None,
             clean=self.clean,
+            draft=self.draft,
             memory_bytes=self.memory_bytes,
             notes=tuple(self.notes),
         )
+
+    def _begin_script(self, small: Minified) -> None:
+        """Begin to run the script while it is asked whether the failure comes again: most often it does."""
+        if self.script is not None:
+            # whoever asks for the script will be told why there is none
+            with suppress(ReproUnwritable):
+                self.draft = small.begin(self.script, data=self.with_data)
+
+    def _drop_script(self) -> None:
+        if self.draft is not None:
+            self.draft.drop()
+            self.draft = None
+
+    def _nodes_before(self, chosen: Chosen, entry: Entry | None) -> int:
+        return entry.nodes_before if entry is not None else chosen.subject.size
+
+    def _seconds(self, entry: Entry | None) -> float:
+        return (entry.seconds if entry is not None else 0.0) + time.monotonic() - self.started
 
     def _queries(self, entry: Entry | None) -> int:
         return self.ask.asked + (entry.queries if entry is not None else 0)
@@ -222,7 +268,7 @@ class Minifying:
                 level=self.level,
                 nodes_before=before,
                 queries=self._queries(resumed),
-                seconds=(resumed.seconds if resumed is not None else 0.0) + time.monotonic() - self.started,
+                seconds=self._seconds(resumed),
                 # a name of its own: what the journal points to stays until it points elsewhere
                 best=f"best-{os.urandom(4).hex()}",
                 drawn=dict(best.drawn),

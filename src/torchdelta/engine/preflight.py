@@ -11,7 +11,7 @@ from torchdelta.engine.asking import InProcess, Workers
 from torchdelta.engine.subjects import nodes_of
 from torchdelta.errors import NothingToMinify
 from torchdelta.minify.edit import kept_only
-from torchdelta.minify.oracle import Answer, Oracle
+from torchdelta.minify.oracle import Answer, Foresee, Oracle
 from torchdelta.minify.reducer import Progress
 from torchdelta.minify.subject import Subject
 from torchdelta.records.failure import Signature
@@ -21,6 +21,8 @@ TRIALS = 8
 """How often a failure that did not come again is asked for, to tell how often it comes."""
 RARE = 0.2
 """A failure that comes less often than this cannot be minified by running it again and again."""
+FORWARD = ("forward",)
+"""What is asked of a graph that fails there, or before."""
 SURE = 0.02
 """The chance that is taken of losing a failure which comes only now and then."""
 
@@ -46,9 +48,13 @@ class Preflight:
     """The failures of the program as a whole: one of them is looked for before any other."""
     culprit: Culprit | None = None
     """Who is said to have failed."""
+    guess: Callable[[Subject], Foresee] | None = None
+    """Says of the only graph what a reduction of it will ask, before it is known how it fails."""
     tell: Callable[[Progress], None] = lambda _: None
     notes: list[str] = field(default_factory=list)
     rate: float = 1.0
+    alone: tuple[Subject, Answer] | None = None
+    """The culprit by itself, where that was asked about."""
 
     def choose(self, subjects: Sequence[Subject]) -> Chosen:
         """Return the first graph that shows what is meant; NothingToMinify where none fails."""
@@ -62,7 +68,7 @@ class Preflight:
             self.ask.case = replace(case, semantic=is_semantic)
             for number, subject in enumerate(subjects, 1):
                 self.tell(Progress(nodes=subject.size, queries=0, doing=f"graph {number} of {len(subjects)}"))
-                answer = self.ask(subject)
+                answer = self._asked(subject)
                 meant = [signature for signature in answer.signatures if self._is_meant(signature)]
                 unmeant += [signature for signature in answer.signatures if signature not in meant]
                 same = [each for each in meant if any(each.is_like(whole) for whole in self.expected)]
@@ -82,6 +88,11 @@ class Preflight:
             "nothing to make smaller"
         )
 
+    def _asked(self, subject: Subject) -> Answer:
+        if self.guess is None or not isinstance(self.ask, Workers):
+            return self.ask(subject)
+        return self.ask.ask(subject, self.guess(subject), replace(self.ask.case, stages=FORWARD))
+
     def _wanted(self, subject: Subject, meant: Sequence[Signature]) -> Signature:
         """Return which of several failures of a graph is the culprit's own; the first where it shows none by itself."""
         culprits = nodes_of(self.culprit, subject) if self.culprit is not None and len(meant) > 1 else ()
@@ -89,8 +100,7 @@ class Preflight:
         if alone is None:
             return meant[0]
         answer = self.ask(alone)
-        if isinstance(self.ask, Workers):
-            self.ask.remember(alone, answer)  # the reduction begins with it
+        self.alone = alone, answer
         return next((signature for signature in meant if answer.shows(signature)), meant[0])
 
     def _is_meant(self, signature: Signature) -> bool:
@@ -102,7 +112,9 @@ class Preflight:
             which = f" ({found.subject.origin})" if found.subject.origin else ""
             self.notes.append(f"the failure is in graph {number} of {len(subjects)}{which}")
         is_early = found.wanted.stage in ("forward", "transform")
-        self.ask.case = replace(self.ask.case, stages=("forward",) if is_early else ("forward", "gradients"))
+        self.ask.case = replace(self.ask.case, stages=FORWARD if is_early else (*FORWARD, "gradients"))
+        if self.alone is not None and isinstance(self.ask, Workers):
+            self.ask.remember(*self.alone)  # the reduction begins with it
         return found
 
     def patient(self, subject: Subject, wanted: Signature) -> Oracle:

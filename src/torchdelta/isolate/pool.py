@@ -7,8 +7,8 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -59,6 +59,11 @@ class Query:
             return Outcome(failure=Failure.of_cancelled(stage=""))
 
 
+def wait_for_any(queries: Iterable[Query]) -> None:
+    """Wait until one of several queries has an outcome."""
+    wait([query._future for query in queries], return_when=FIRST_COMPLETED)
+
+
 class Pool:
     """Workers for tasks that may crash, hang, eat memory or print without end; each task has one for itself.
 
@@ -79,7 +84,7 @@ class Pool:
         root: Path | None = None,
     ) -> None:
         self._readiness = Readiness(path=list(sys.path), preload=[*preload, _NEEDED], warm=warm)
-        self._workers, self._forks, self._from_here = workers, forks, from_here
+        self.workers, self._forks, self._from_here = workers, forks, from_here
         self._directory = PoolDirectory(root)
         self._numbers = itertools.count()
         self._queries: set[Query] = set()
@@ -96,7 +101,7 @@ class Pool:
             else:
                 self._starter = SpawningStarter(directory, self._readiness)
             self._sweeper = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="torchdelta-sweeper"))
-            self._overseers = ThreadPoolExecutor(self._workers, thread_name_prefix="torchdelta-overseer")
+            self._overseers = ThreadPoolExecutor(self.workers, thread_name_prefix="torchdelta-overseer")
             stack.callback(self._overseers.shutdown, cancel_futures=True)
             # before anybody waits for overseers: one of them may wait for a zygote that is still importing
             stack.callback(self._starter.close)

@@ -132,7 +132,7 @@ def _limit(order: Order) -> None:
 def _set_up_compiler(place: Place) -> None:
     from torchdelta._torch import forking
 
-    forking.compile_alone()
+    forking.compile_in_threads()
     forking.use_private_cache(place.cache, scratch=place.scratch)
 
 

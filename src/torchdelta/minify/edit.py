@@ -36,8 +36,8 @@ class Edit:
     """Whether no input requires grad any more."""
     sizes: Mapping[int, int] = field(default_factory=dict)
     """For a size of inputs a smaller one."""
-    otherwise: Edit | None = None
-    """What will be proposed if this is refused, where that is more likely than not."""
+    guess: bool | None = None
+    """Whether it will be taken; None where nobody would bet on that."""
 
     def merged_with(self, other: Edit) -> Edit:
         """Return both as one; where they contradict each other, the other's word counts."""

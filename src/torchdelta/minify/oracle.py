@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torchdelta.minify.subject import Subject, placeholders
 from torchdelta.records.failure import Signature
@@ -33,8 +34,35 @@ class Answer:
 
 
 Oracle = Callable[[Subject], Answer]
-Begin = Callable[[Subject], Callable[[], Answer]]
-"""Asks while something else is asked: what comes back waits for the answer."""
+Foresee = Callable[[], Subject | None]
+"""Returns what is worth asking ahead, if anything."""
+
+
+class Asked(Protocol):
+    """A question that was put to somebody; called, it waits for the answer."""
+
+    def is_done(self) -> bool:
+        """Tell whether nobody has to wait any more."""
+
+    def __call__(self) -> Answer:
+        """Return the answer."""
+
+
+class Crew(Protocol):
+    """Who can be asked several things at once."""
+
+    @property
+    def waiting(self) -> int:
+        """How many answers there are or will be that nobody has needed yet."""
+
+    def begin(self, subject: Subject) -> Asked:
+        """Ask about a subject while something else is done."""
+
+    def find(self, subject: Subject) -> Asked | None:
+        """Return what is asked about a subject, or was ahead."""
+
+    def ask(self, subject: Subject, foresee: Foresee) -> Answer:
+        """Ask about a subject, and as long as that takes about what is foreseen."""
 
 
 def guilty_outputs(subject: Subject, answer: Answer, wanted: Signature) -> list[str]:

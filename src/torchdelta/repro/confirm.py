@@ -78,39 +78,66 @@ class Clean:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        self._begun: float | None = None
         self._end = weakref.finalize(self, _end, self._process, self._printed)
 
     @property
     def is_waiting(self) -> bool:
         """Whether it may still be given a script."""
-        return self._end.alive and self._process.poll() is None
+        return self._begun is None and self._end.alive and self._process.poll() is None
 
-    def run(self, path: Path, *, deadline_s: float) -> Confirmed:
-        """Run the script; one that takes longer is ended, with everything that it started."""
-        started = time.monotonic()
+    @property
+    def is_over(self) -> bool:
+        """Whether what it ran has been waited for, or ended."""
+        return not self._end.alive
+
+    def begin(self, path: Path) -> None:
+        """Begin to run the script."""
+        self._begun = time.monotonic()
+        assert self._process.stdin is not None
+        # one that died while it waited says so by its status
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(f"{Path(path).resolve()}\n".encode())
+            self._process.stdin.flush()
+
+    def wait(self, *, deadline_s: float) -> Confirmed:
+        """Wait for its end; one that takes longer is ended, with everything that it started."""
+        assert self._begun is not None
         status: int | None = None
         try:
-            self._process.communicate(f"{Path(path).resolve()}\n".encode(), deadline_s)
-            status = self._process.returncode
+            status = self._process.wait(max(0.0, self._begun + deadline_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             pass
         finally:
             _kill(self._process)
+        seconds = time.monotonic() - self._begun
         self._printed.seek(max(0, self._printed.seek(0, os.SEEK_END) - KEPT))
         output = self._printed.read().decode(errors="replace")
         self._end()
-        return Confirmed(status=status, output=output, seconds=time.monotonic() - started)
+        return Confirmed(status=status, output=output, seconds=seconds)
+
+    def end(self) -> None:
+        """End it, and what it runs."""
+        self._end()
+
+
+def begin(path: Path, clean: Clean | None = None) -> Clean:
+    """Begin to run the script in a clean process, the one that waits for it if there is one."""
+    runner = clean if clean is not None and clean.is_waiting else Clean()
+    runner.begin(path)
+    return runner
 
 
 def confirm(path: Path, *, deadline_s: float, clean: Clean | None = None) -> Confirmed:
-    """Run the script in a clean process, the one that waits for it if there is one."""
-    return (clean if clean is not None and clean.is_waiting else Clean()).run(path, deadline_s=deadline_s)
+    """Run the script in a clean process."""
+    return begin(path, clean).wait(deadline_s=deadline_s)
 
 
 def _end(process: subprocess.Popen[bytes], printed: IO[bytes]) -> None:
     _kill(process)
     assert process.stdin is not None
-    process.stdin.close()
+    with contextlib.suppress(BrokenPipeError):  # it died before it had read everything
+        process.stdin.close()
     printed.close()
 
 

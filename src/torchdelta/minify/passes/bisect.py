@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from torchdelta.minify.edit import Edit, can_be_given
-from torchdelta.minify.reducer import Proposals, Search
+from torchdelta.minify.search import Proposals, Search
 from torchdelta.minify.subject import Subject
 
 

@@ -8,7 +8,7 @@ import torch
 
 from torchdelta.minify.draws import Draw
 from torchdelta.minify.edit import Edit
-from torchdelta.minify.reducer import Proposals, Search, merging
+from torchdelta.minify.search import Proposals, Search, merging
 
 
 def propose(search: Search) -> Proposals:

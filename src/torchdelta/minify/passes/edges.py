@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchdelta.minify.edit import Edit, can_be_given
-from torchdelta.minify.reducer import Proposals, Search, merging
+from torchdelta.minify.search import Proposals, Search, merging
 
 
 def propose(search: Search) -> Proposals:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from torchdelta.minify.edit import Edit
-from torchdelta.minify.reducer import Proposals, Search, merging
+from torchdelta.minify.search import Proposals, Search, merging
 
 
 def propose(search: Search) -> Proposals:

@@ -6,7 +6,7 @@ import torch
 from torch.fx import Node
 
 from torchdelta.minify.edit import Edit
-from torchdelta.minify.reducer import Proposals, Search, merging
+from torchdelta.minify.search import Proposals, Search, merging
 from torchdelta.minify.subject import Name, Subject
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchdelta.minify.edit import Edit
 from torchdelta.minify.oracle import guilty_outputs
-from torchdelta.minify.reducer import Proposals, Search, merging
+from torchdelta.minify.search import Proposals, Search, merging
 
 
 def propose(search: Search) -> Proposals:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchdelta.minify.edit import merged
 from torchdelta.minify.passes import constants, numbers, sizes
-from torchdelta.minify.reducer import Proposals, Search
+from torchdelta.minify.search import Proposals, Search
 
 
 def propose(search: Search) -> Proposals:

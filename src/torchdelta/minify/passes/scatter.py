@@ -6,7 +6,6 @@ One compile answers for all operations at once: which differs is on the report, 
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import replace
 
 import torch
 from torch.fx import Node
@@ -14,7 +13,7 @@ from torch.fx import Node
 from torchdelta._torch.nodes import op_name, short_name
 from torchdelta.minify.edit import Edit, can_be_given
 from torchdelta.minify.oracle import guilty_outputs
-from torchdelta.minify.reducer import Proposals, Search
+from torchdelta.minify.search import Proposals, Search
 from torchdelta.minify.subject import Subject
 
 ENOUGH = 3
@@ -33,11 +32,6 @@ def propose(search: Search) -> Proposals:
             return
 
 
-def first_guess(subject: Subject) -> Edit | None:
-    """Return what is most likely proposed first of all, before it is known how the subject fails."""
-    return _kinds(subject, is_detached=True) if len(subject.nodes) > ENOUGH else None
-
-
 def _kinds(subject: Subject, *, is_detached: bool) -> Edit:
     return _cut(subject, _one_of_each(subject, _computed(subject)), is_detached=is_detached)
 
@@ -51,10 +45,10 @@ def _narrow(search: Search) -> Proposals:
     """Propose what the answer points to, then halves."""
     while len(returned := search.subject.outputs) > 1:
         told = guilty_outputs(search.subject, search.answer, search.wanted)
-        if told and (yield _only(search.subject, told[:1])):
+        if told and (yield _only(search.subject, told[:1], guess=True)):
             continue
         named = [name for name in returned if _is_named(search, name)]
-        if 0 < len(named) < len(returned) and (yield _only(search.subject, named)):
+        if 0 < len(named) < len(returned) and (yield _only(search.subject, named, guess=True)):
             continue
         if (yield from _halved(search, returned)):
             continue
@@ -68,25 +62,20 @@ def _halved(search: Search, returned: tuple[str, ...]) -> Generator[Edit, bool, 
     """Ask about first halves only: who is alone, and not in one half, is in the other."""
     suspects = returned
     while len(suspects) > 1:
-        first, suspects = _halves(suspects)
-        # the first of three is most likely not the one
-        is_unlikely = len(suspects) > len(first) == 1
-        otherwise = _only(search.subject, _halves(suspects)[0]) if is_unlikely else None
-        if (yield replace(_only(search.subject, first), otherwise=otherwise)):
+        first, suspects = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
+        # a single one of two or three is most likely not the one, or as likely as not
+        if (yield _only(search.subject, first, guess=False if len(first) == 1 else None)):
             return True
-    return (yield _only(search.subject, suspects))
+    return (yield _only(search.subject, suspects, guess=True))
 
 
-def _halves(names: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    return names[: len(names) // 2], names[len(names) // 2 :]
-
-
-def _only(subject: Subject, names: list[str] | tuple[str, ...]) -> Edit:
+def _only(subject: Subject, names: list[str] | tuple[str, ...], *, guess: bool | None = None) -> Edit:
     needed = set(names)
     for node in reversed(subject.nodes):
         if node.name in needed:
             needed.update(source.name for source in node.all_input_nodes)
-    return Edit(outputs=tuple(names), dropped=frozenset(node.name for node in subject.nodes) - needed)
+    dropped = frozenset(node.name for node in subject.nodes) - needed
+    return Edit(outputs=tuple(names), dropped=dropped, guess=guess)
 
 
 def _is_named(search: Search, name: str) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from torchdelta.minify.edit import Edit
-from torchdelta.minify.reducer import Proposals, Search
 from torchdelta.minify.resize import sizes_of
+from torchdelta.minify.search import Proposals, Search
 
 SMALL = 2
 """Small enough to read, and large enough to tell elements apart."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torchdelta.minify.edit import kept_only
-from torchdelta.minify.reducer import Proposals, Search
+from torchdelta.minify.search import Proposals, Search
 from torchdelta.minify.subject import Subject
 
 RADII = (0, 1, 2, 4, 8)
@@ -20,7 +22,8 @@ def propose(search: Search) -> Proposals:
             region = _around(subject, culprit, radius)
             if len(region) >= len(names):
                 break
-            if (yield kept_only(subject, region)):
+            # most failures are a single operation's own
+            if (yield replace(kept_only(subject, region), guess=True if radius == 0 else None)):
                 return
 
 
