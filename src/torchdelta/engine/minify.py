@@ -18,7 +18,7 @@ from torchdelta.engine.asking import InProcess, Workers, plain_settings, spec_of
 from torchdelta.engine.check import Check
 from torchdelta.engine.isolated import pool_for
 from torchdelta.engine.minified import Draft, Minified
-from torchdelta.engine.preflight import FORWARD, Chosen, Preflight
+from torchdelta.engine.preflight import FORWARD, Chosen, Preflight, stages_of
 from torchdelta.engine.subjects import nodes_of, subjects_of
 from torchdelta.errors import NothingToMinify, ProgramError, ReproUnwritable, UsageError
 from torchdelta.isolate.pool import Pool
@@ -137,7 +137,8 @@ class Minifying:
                 return foresight()
             # how the first part fails is most likely how the whole does
             search.wanted = next(iter(begun().signatures), LIKELY)
-            return foresight() if search.wanted is not LIKELY else None
+            is_guess = search.wanted is not LIKELY and stages_of(search.wanted, subject) == FORWARD
+            return foresight() if is_guess else None
 
         return foresee
 

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from torchdelta.engine.asking import InProcess, Workers
 from torchdelta.engine.subjects import nodes_of
 from torchdelta.errors import NothingToMinify
@@ -25,6 +27,12 @@ FORWARD = ("forward",)
 """What is asked of a graph that fails there, or before."""
 SURE = 0.02
 """The chance that is taken of losing a failure which comes only now and then."""
+
+
+def stages_of(wanted: Signature, subject: Subject) -> tuple[str, ...]:
+    """Return the stages that have to run for a failure to show; of a process that died nobody knows in which it did."""
+    has_gradients = any(isinstance(value, torch.Tensor) and value.requires_grad for value in subject.inputs)
+    return (*FORWARD, "gradients") if has_gradients and wanted.stage not in ("forward", "transform") else FORWARD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +119,7 @@ class Preflight:
         if len(subjects) > 1:
             which = f" ({found.subject.origin})" if found.subject.origin else ""
             self.notes.append(f"the failure is in graph {number} of {len(subjects)}{which}")
-        is_early = found.wanted.stage in ("forward", "transform")
-        self.ask.case = replace(self.ask.case, stages=FORWARD if is_early else (*FORWARD, "gradients"))
+        self.ask.case = replace(self.ask.case, stages=stages_of(found.wanted, found.subject))
         if self.alone is not None and isinstance(self.ask, Workers):
             self.ask.remember(*self.alone)  # the reduction begins with it
         return found
