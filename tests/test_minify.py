@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,6 +32,9 @@ from torchdelta.records.failure import Failure, Signature
 
 WANTED = Signature(kind="exception", stage="forward", type="RuntimeError", message="A")
 OTHER = Signature(kind="exception", stage="forward", type="RuntimeError", message="B")
+
+
+OFF = "programs.broken:relu_is_off"
 
 
 def subject_of(function, *inputs):
@@ -720,6 +724,60 @@ class TestLevels:
     def test_a_pass_has_no_such_graphs(self):
         with pytest.raises(UsageError, match="only a compiler and a pass on ATen graphs"):
             minified(broken.stack, broken.relu_is_off, level="aot")
+
+
+@pytest.mark.slow
+class TestDraft:
+    """The script is run while it is still asked whether the failure comes each time."""
+
+    def test_what_was_begun_is_waited_for_and_not_written_again(self, tmp_path):
+        small = minified(broken.stack, OFF)
+        drafted = replace(small, draft=small.begin(tmp_path / "repro.py"))
+        written_at = (tmp_path / "repro.py").stat().st_mtime_ns
+
+        assert drafted.write(tmp_path / "repro.py").confirmed
+        assert (tmp_path / "repro.py").stat().st_mtime_ns == written_at
+
+    @pytest.mark.parametrize(("name", "data"), [("other.py", True), ("repro.py", False)])
+    def test_another_script_is_written_anew(self, name, data, tmp_path):
+        small = minified(broken.one_in_a_thousand, "programs.broken:wrong_for_thirteen")
+        drafted = replace(small, draft=small.begin(tmp_path / "repro.py"))
+
+        assert drafted.write(tmp_path / name, data=data).confirmed is data
+
+    def test_it_is_run_again_by_whoever_writes_it_twice(self, tmp_path):
+        small = minified(broken.stack, OFF)
+        drafted = replace(small, draft=small.begin(tmp_path / "repro.py"))
+
+        assert [drafted.write(tmp_path / "repro.py").confirmed for _ in range(2)] == [True, True]
+
+    def test_nothing_is_left_of_it_where_the_failure_does_not_come_again(self, tmp_path, monkeypatch):
+        def run(self, subject, answer, **_):
+            self.search = Search(subject=subject, answer=answer, wanted=self.wanted)
+            self.expect(subject, answer)
+            assert (tmp_path / "repro.py").exists()
+            raise td.NothingToMinify("it came once")
+
+        monkeypatch.setattr(Reducer, "run", run)
+        with pytest.raises(td.NothingToMinify):
+            minified(broken.stack, OFF, script=tmp_path / "repro.py")
+
+        assert not list(tmp_path.iterdir())
+
+    def test_where_no_script_can_be_written_there_is_none_yet(self, tmp_path, monkeypatch):
+        def run(self, subject, answer, **_):
+            self.search = Search(subject=subject, answer=answer, wanted=self.wanted)
+            self.expect(subject, answer)
+
+        def of_this_process(graph_module, example_inputs):
+            return broken.relu_is_off(graph_module, example_inputs)
+
+        monkeypatch.setattr(Reducer, "run", run)
+        small = minified(broken.stack, of_this_process, script=tmp_path / "repro.py")
+
+        assert small.draft is None
+        with pytest.raises(td.ReproUnwritable):
+            small.write(tmp_path / "repro.py")
 
 
 @pytest.mark.slow

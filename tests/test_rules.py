@@ -539,6 +539,20 @@ def test_graph_breaks_and_several_graphs_are_followed_and_noted():
     assert any("ran eagerly" in note for note in report.notes)
 
 
+def test_what_handles_an_exception_is_no_part_of_the_program_that_ran_eagerly():
+    def raising(graph_module, example_inputs):
+        def run(*args):
+            raise RuntimeError("not today")
+
+        return run
+
+    # the call of a graph module catches what its code raises, to say where
+    report = td.check(torch.fx.symbolic_trace(torch.nn.ReLU()), (torch.ones(2),), transform=raising)
+
+    assert report.verdict is CRASHED
+    assert not any("ran eagerly" in note for note in report.notes)
+
+
 # 10. the instrument does not change the program
 
 

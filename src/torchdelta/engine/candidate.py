@@ -112,13 +112,14 @@ def _attend(transformed: Transformed, run: CandidateRun, watch: Callable[[Side],
 
     try:
         run.observation = watch(replace(transformed.side, call=attended))
+        # not after a failure: what handles an exception within a compiled call is traced, and is not the program's
+        run.notes += [f"part of the program ran eagerly: {reason}" for reason in witness.eager_reasons()]
     finally:
         run.graphs = Graphs(
             captured=witness.captured, transformed_calls=witness.calls, untransformed_calls=untransformed
         )
         run.has_reached_recompile_limit = witness.has_reached_recompile_limit()
         run.is_partly_eager = bool(witness.eager_reasons())
-        run.notes += [f"part of the program ran eagerly: {reason}" for reason in witness.eager_reasons()]
 
 
 def failure_of(error: BaseException, stage: str) -> Failure:

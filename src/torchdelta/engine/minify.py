@@ -214,6 +214,8 @@ class Minifying:
     def _minified(self, reducer: Reducer, chosen: Chosen, entry: Entry | None) -> Minified:
         small, found = reducer.search.subject, reducer.search.answer.report
         assert found is not None
+        # the graph has no name of its own: it is what is left of the user's program
+        found = replace(found, case=replace(found.case, program=self.check.case.program))
         places = {name: index for index, name in enumerate(small.named_inputs)}
         return Minified(
             graph=small.graph,
