@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -14,12 +16,13 @@ from torch import nn
 from torch.fx import symbolic_trace
 
 import torchdelta as td
-from programs import broken
+from programs import broken, reports
 from torchdelta import Verdict
 from torchdelta.engine import asking
 from torchdelta.engine import minified as minified_of
 from torchdelta.errors import UsageError
 from torchdelta.isolate.outcome import Outcome
+from torchdelta.isolate.pool import Query
 from torchdelta.minify.draws import Draw
 from torchdelta.minify.edit import Edit, merged
 from torchdelta.minify.foresight import Foresight
@@ -28,7 +31,11 @@ from torchdelta.minify.passes import PASSES, STRATEGIES
 from torchdelta.minify.reducer import AGAIN, Budget, Reducer, Wavering
 from torchdelta.minify.search import Search
 from torchdelta.minify.subject import Name, Subject
+from torchdelta.records.case import Case
+from torchdelta.records.codec import encode
 from torchdelta.records.failure import Failure, Signature
+from torchdelta.records.report import Stage
+from torchdelta.repro.confirm import confirm
 
 WANTED = Signature(kind="exception", stage="forward", type="RuntimeError", message="A")
 OTHER = Signature(kind="exception", stage="forward", type="RuntimeError", message="B")
@@ -492,6 +499,98 @@ class TestForesight:
         assert told == [small]
 
 
+class FakePool:
+    """Takes queries, and leaves it to the test when each has its outcome."""
+
+    workers = 2
+
+    def __init__(self, directory):
+        self.directory, self.futures = directory, []
+
+    def submit(self, task, request, **limits):
+        self.futures.append(Future())
+        return Query(place=None, future=self.futures[-1], is_cancelled=threading.Event())
+
+    def answer(self, number):
+        report = encode(reports.report(Stage.of("forward", (reports.comparison("outputs"),))))
+        self.futures[number].set_result(Outcome(answer={"report": report}))
+
+    def break_off(self, number):
+        failure = Failure.of_exception("OSError", "no room", stage="")
+        self.futures[number].set_result(Outcome(failure=failure))
+
+
+class TestAsking:
+    one, other, third = (
+        subject_of(function, torch.ones(2)) for function in (lambda x: x.sin(), lambda x: x.cos(), lambda x: x.exp())
+    )
+
+    @pytest.fixture
+    def pool(self, tmp_path):
+        return FakePool(tmp_path)
+
+    @pytest.fixture
+    def ask(self, pool):
+        workers = asking.Workers(pool=pool, case=Case(program="subject", transform="inductor"), timeout_s=1.0)
+        yield workers
+        workers.end()
+
+    def test_a_worker_with_nothing_to_do_is_asked_what_is_foreseen(self, ask, pool):
+        foreseen = iter([self.other])
+
+        def foresee():
+            found = next(foreseen, None)
+            if found is None:
+                pool.answer(0)
+            return found
+
+        pool.workers = 3
+        assert ask.ask(self.one, foresee).has_passed
+        assert ask.find(self.other) is not None
+        assert ask.find(self.one) is not None
+        assert ask.find(self.third) is None
+        pool.answer(1)
+        assert ask(self.other).has_passed
+        assert ask.asked == 2
+
+    def test_what_was_asked_by_another_case_is_asked_again(self, ask, pool):
+        ask.ahead[self.one.key] = ask.begin(self.one, replace(ask.case, stages=("forward",)))
+        pool.answer(0)
+
+        assert ask.find(self.one) is None
+        assert ask.find(self.one, replace(ask.case, stages=("forward",))) is not None
+
+    def test_a_guess_that_cannot_be_made_says_nothing_about_what_is_needed(self, ask, pool):
+        def foresee():
+            pool.answer(0)
+            raise OSError("no room")
+
+        assert ask.ask(self.one, foresee).has_passed
+
+    def test_what_broke_says_so_each_time(self, ask, pool):
+        pending = ask.begin(self.one)
+        pool.break_off(0)
+
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="no room"):
+                pending()
+        assert not list(pool.directory.iterdir())
+
+    def test_of_what_is_given_up_nothing_is_left_once_it_has_ended(self, ask, pool):
+        ask.ahead[self.one.key] = ask.begin(self.one)
+        pool.futures[0].set_running_or_notify_cancel()
+        begun = ask._needed(self.other)
+
+        assert ask.find(self.one) is None
+        assert len(list(pool.directory.iterdir())) == 2
+        pool.answer(0)
+        ask.begin(self.third)
+        assert len(list(pool.directory.iterdir())) == 2
+        assert len(ask.at_work) == 2
+        pool.answer(1)
+        assert begun().has_passed
+
+
 def minified(factory, transform, **options):
     program, args = factory()
     return td.minify(program, args, transform=transform, isolated=False, semantic=False, **options)
@@ -730,20 +829,38 @@ class TestLevels:
 class TestDraft:
     """The script is run while it is still asked whether the failure comes each time."""
 
-    def test_what_was_begun_is_waited_for_and_not_written_again(self, tmp_path):
+    def test_what_was_begun_is_waited_for_and_then_put_where_it_belongs(self, tmp_path):
+        (tmp_path / "repro.py").write_text("the script of an earlier run")
         small = minified(broken.stack, OFF)
-        drafted = replace(small, draft=small.begin(tmp_path / "repro.py"))
-        written_at = (tmp_path / "repro.py").stat().st_mtime_ns
+        draft = small.begin(tmp_path / "repro.py")
+        before = (tmp_path / "repro.py").read_text(), draft.written.path.stat().st_ino
+        repro = replace(small, draft=draft).write(tmp_path / "repro.py")
 
-        assert drafted.write(tmp_path / "repro.py").confirmed
-        assert (tmp_path / "repro.py").stat().st_mtime_ns == written_at
+        assert repro.confirmed
+        assert before == ("the script of an earlier run", (tmp_path / "repro.py").stat().st_ino)
+        assert [path.name for path in tmp_path.iterdir()] == ["repro.py"]
 
     @pytest.mark.parametrize(("name", "data"), [("other.py", True), ("repro.py", False)])
-    def test_another_script_is_written_anew(self, name, data, tmp_path):
+    def test_another_script_is_written_instead_and_nothing_is_left_of_the_first(self, name, data, tmp_path):
         small = minified(broken.one_in_a_thousand, "programs.broken:wrong_for_thirteen")
-        drafted = replace(small, draft=small.begin(tmp_path / "repro.py"))
+        draft = small.begin(tmp_path / "repro.py")
 
-        assert drafted.write(tmp_path / name, data=data).confirmed is data
+        assert replace(small, draft=draft).write(tmp_path / name, data=data).confirmed is data
+        assert draft.runner.is_over
+        assert not any(path.name.startswith(".") for path in tmp_path.iterdir())
+        assert (tmp_path / "repro.py").exists() is (name == "repro.py")
+        assert (tmp_path / "repro.pt").exists() is False
+
+    def test_tensors_beside_it_come_along(self, tmp_path):
+        small = minified(lambda: (broken.stack()[0], (torch.randn(64, 8),)), OFF, queries=1)
+        draft = small.begin(tmp_path / "repro.py")
+        repro = replace(small, draft=draft).write(tmp_path / "repro.py")
+
+        assert draft.written.tensors_path is not None
+        assert repro.confirmed
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["repro.pt", "repro.py"]
+        assert "in repro.pt beside it" in " ".join((tmp_path / "repro.py").read_text().split())
+        assert confirm(tmp_path / "repro.py", deadline_s=60.0).is_there
 
     def test_it_is_run_again_by_whoever_writes_it_twice(self, tmp_path):
         small = minified(broken.stack, OFF)
@@ -751,18 +868,21 @@ class TestDraft:
 
         assert [drafted.write(tmp_path / "repro.py").confirmed for _ in range(2)] == [True, True]
 
-    def test_nothing_is_left_of_it_where_the_failure_does_not_come_again(self, tmp_path, monkeypatch):
+    def test_where_the_failure_does_not_come_again_it_is_as_if_there_had_been_none(self, tmp_path, monkeypatch):
+        (tmp_path / "repro.py").write_text("the script of an earlier run")
+
         def run(self, subject, answer, **_):
             self.search = Search(subject=subject, answer=answer, wanted=self.wanted)
             self.expect(subject, answer)
-            assert (tmp_path / "repro.py").exists()
+            assert len(list(tmp_path.iterdir())) == 2
             raise td.NothingToMinify("it came once")
 
         monkeypatch.setattr(Reducer, "run", run)
         with pytest.raises(td.NothingToMinify):
             minified(broken.stack, OFF, script=tmp_path / "repro.py")
 
-        assert not list(tmp_path.iterdir())
+        assert [path.name for path in tmp_path.iterdir()] == ["repro.py"]
+        assert (tmp_path / "repro.py").read_text() == "the script of an earlier run"
 
     def test_where_no_script_can_be_written_there_is_none_yet(self, tmp_path, monkeypatch):
         def run(self, subject, answer, **_):

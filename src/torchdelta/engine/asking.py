@@ -41,20 +41,27 @@ class Pending:
         self.query, self.case = query, case
         self._answered = answered
         self._answer: Answer | None = None
+        self._broke: Exception | None = None
 
     def is_done(self) -> bool:
         """Tell whether the worker has answered, or never will."""
-        return self._answer is not None or self.query.is_done()
+        return self.query.is_done()
 
     def __call__(self) -> Answer:
-        """Wait for the answer."""
+        """Wait for the answer, or raise what the query broke by."""
+        if self._broke is not None:
+            raise self._broke
         if self._answer is None:
             try:
                 outcome = self.query.result()
             except BaseException:  # a Ctrl-C ends the query, not only the waiting
                 self.query.cancel()
                 raise
-            self._answer = self._answered(outcome)
+            try:
+                self._answer = self._answered(outcome)
+            except Exception as error:
+                self._broke = error
+                raise
         return self._answer
 
 
@@ -95,6 +102,14 @@ class Workers:
     """What is needed now, and the key of its subject."""
     under_way: dict[Query, tempfile.TemporaryDirectory[str]] = field(default_factory=dict)
 
+    given_up: set[Query] = field(default_factory=set)
+    """Those under way that nobody will need."""
+
+    @property
+    def at_work(self) -> list[Query]:
+        """The queries that have no outcome yet."""
+        return [query for query in self.under_way if not query.is_done()]
+
     @property
     def deadline_s(self) -> float:
         """How long the next query may take."""
@@ -113,19 +128,27 @@ class Workers:
         """Ask about one subject, and as long as that takes about what is foreseen, by another case if need be."""
         needed = self._needed(subject)
         while not needed.is_done():
-            at_work = [query for query in self.under_way if not query.is_done()]
-            next_one = foresee() if len(at_work) < self.pool.workers else None
-            if next_one is not None:
-                self.ahead[next_one.key] = self.begin(next_one, case)
-            else:
+            at_work = self.at_work  # whoever ends while something is foreseen has ended, and is not waited for
+            if len(at_work) >= self.pool.workers or not self._has_begun(foresee, case):
                 wait_for_any(at_work)
         return needed()
 
+    def _has_begun(self, foresee: Foresee, case: Case | None) -> bool:
+        """Begin to ask what is foreseen, if anything."""
+        try:
+            foreseen = foresee()
+            if foreseen is not None:
+                self.ahead[foreseen.key] = self.begin(foreseen, case)
+        except Exception:  # a guess that cannot be made or asked says nothing about what is needed
+            return False
+        return foreseen is not None
+
     def find(self, subject: Subject, case: Case | None = None) -> Pending | Known | None:
         """Return what is asked about a subject, or was ahead."""
-        is_now = self.now is not None and self.now[0] == subject.key
-        found = self.now[1] if self.now is not None and is_now else self.ahead.get(subject.key)
-        return found if found is not None and found.case == (case or self.case) else None
+        of_subject = [self.now[1]] if self.now is not None and self.now[0] == subject.key else []
+        if subject.key in self.ahead:
+            of_subject.append(self.ahead[subject.key])
+        return next((asked for asked in of_subject if asked.case == (case or self.case)), None)
 
     def remember(self, subject: Subject, answer: Answer) -> None:
         """Give an answer once more to whoever asks next."""
@@ -133,6 +156,7 @@ class Workers:
 
     def begin(self, subject: Subject, case: Case | None = None) -> Pending:
         """Ask about one subject while something else is done."""
+        self._sweep()
         # in the pool's own directory, which is swept if this process is killed
         place = tempfile.TemporaryDirectory(prefix="subject-", dir=self.pool.directory)
         subject.write(Path(place.name))
@@ -162,11 +186,18 @@ class Workers:
 
     def end(self) -> None:
         """End what nobody waits for any more."""
-        for query, place in list(self.under_way.items()):
+        for query in self.under_way:
             query.cancel()
+        for query, place in self.under_way.items():
             query.result()
             place.cleanup()
         self.under_way.clear()
+
+    def _sweep(self) -> None:
+        """Remove the files of what was given up, once nobody reads them any more."""
+        for query in [query for query in self.given_up if query.is_done()]:
+            self.given_up.remove(query)
+            self.under_way.pop(query).cleanup()
 
     def _needed(self, subject: Subject) -> Pending | Known:
         self.now = None
@@ -178,6 +209,7 @@ class Workers:
             for key, pending in list(self.ahead.items()):
                 if isinstance(pending, Pending) and not pending.is_done():
                     pending.query.cancel()
+                    self.given_up.add(pending.query)
                     del self.ahead[key]
             found = self.begin(subject)
         self.now = subject.key, found

@@ -29,15 +29,25 @@ CONFIRMED_S = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """A script that was written and is being run."""
+    """A script that was written and is being run, under another name until it is known what it shows."""
 
-    written: script.Written
+    path: Path
+    """Where it will be."""
     data: bool
     """Whether the user's is in it."""
+    written: script.Written
     runner: Clean
 
+    def finish(self, *, deadline_s: float) -> Repro:
+        """Wait for what it shows, and put it where it belongs."""
+        seen = self.runner.wait(deadline_s=deadline_s)
+        if self.written.tensors_path is not None:
+            self.written.tensors_path.replace(self.path.with_suffix(".pt"))
+        self.written.path.replace(self.path)
+        return Repro(path=str(self.path), confirmed=seen.is_there)
+
     def drop(self) -> None:
-        """End it, and remove its files: it shows nothing."""
+        """End it, and remove its files."""
         self.runner.end()
         for path in (self.written.path, self.written.tensors_path):
             if path is not None:
@@ -71,9 +81,10 @@ class Minified:
     """The script, where it was begun before all this was known for sure."""
 
     def begin(self, path: str | os.PathLike[str], *, data: bool = True) -> Draft:
-        """Write the script as `write` does, and begin to run it."""
-        written = script.write(self.finding, Path(path), data=data)
-        return Draft(written=written, data=data, runner=begin(written.path, self.clean))
+        """Begin with what `write` does: the script is run, and may still be dropped."""
+        path = Path(path)
+        written = script.write(self.finding, path, data=data, under=f".{path.name}")
+        return Draft(path=path, data=data, written=written, runner=begin(written.path, self.clean))
 
     def write(self, path: str | os.PathLike[str], *, data: bool = True, deadline_s: float = CONFIRMED_S) -> Repro:
         """Write a script that shows the failure with torch alone, and run it in a clean process.
@@ -81,10 +92,11 @@ class Minified:
         Without `data`, random numbers stand for the user's. ReproUnwritable says why there can be no such script.
         """
         draft = self.draft
-        if draft is None or (draft.written.path, draft.data, draft.runner.is_over) != (Path(path), data, False):
+        if draft is not None and (draft.path, draft.data) != (Path(path), data):
+            draft.drop()
+        if draft is None or draft.runner.is_over:
             draft = self.begin(path, data=data)
-        seen = draft.runner.wait(deadline_s=deadline_s)
-        return Repro(path=str(draft.written.path), confirmed=seen.is_there)
+        return draft.finish(deadline_s=deadline_s)
 
     def issue(self, path: str | os.PathLike[str], *, data: bool = True) -> str:
         """Return the text of an issue that has the script of that path in it; `data` as it was written with."""

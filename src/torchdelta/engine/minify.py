@@ -96,7 +96,8 @@ class Minifying:
                 tell=self._told,
                 notes=self.notes,
             )
-            if len(subjects) == 1 and self.culprit is None and entry is None:
+            is_plain = len(subjects) == 1 and self.culprit is None and entry is None
+            if is_plain and self.budget.queries is None:
                 preflight.guess = self._guess
             chosen = preflight.choose(subjects)
             if entry is not None and not entry.wanted.is_same_as(chosen.wanted):
@@ -116,7 +117,7 @@ class Minifying:
         return best, entry
 
     def _told(self, progress: Progress) -> None:
-        self.tell(replace(progress, workers=len(self.ask.under_way) if isinstance(self.ask, Workers) else 0))
+        self.tell(replace(progress, workers=len(self.ask.at_work) if isinstance(self.ask, Workers) else 0))
 
     @property
     def _expected(self) -> Sequence[Signature]:
@@ -129,9 +130,11 @@ class Minifying:
         find = partial(self.ask.find, case=replace(self.ask.case, stages=FORWARD))
         search = Search(subject=subject, answer=Answer(), wanted=LIKELY)
         foresight = Foresight(find=find, search=search, strategies=STRATEGIES, passes=PASSES)
-        first = foresight()
+        first: Subject | None = None
 
         def foresee() -> Subject | None:
+            nonlocal first
+            first = first or foresight()
             begun = find(first) if first is not None else None
             if begun is None or not begun.is_done():
                 return foresight()
@@ -245,7 +248,7 @@ class Minifying:
         """Begin to run the script while it is asked whether the failure comes again: most often it does."""
         if self.script is not None:
             # whoever asks for the script will be told why there is none
-            with suppress(ReproUnwritable):
+            with suppress(ReproUnwritable, OSError):
                 self.draft = small.begin(self.script, data=self.with_data)
 
     def _drop_script(self) -> None:

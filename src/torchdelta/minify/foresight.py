@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torchdelta.minify.edit import Edit
 from torchdelta.minify.oracle import Answer, Asked
@@ -33,6 +34,8 @@ class Foresight:
     """What subjects have shown, by their keys."""
     known: Mapping[str, bool] = field(default_factory=dict)
     """Which showed the failure, also those that were asked before all this."""
+    made: dict[tuple[Any, ...], tuple[Subject | bool, Subject]] = field(default_factory=dict)
+    """What edits made, by the way there, and the best subject then: to make a large one again takes long."""
 
     def __call__(self) -> Subject | None:
         """Return what to ask; None where nobody can tell, or all of it is being asked."""
@@ -42,7 +45,7 @@ class Foresight:
                 before = replace(path)
                 self._follow(strategy, path, is_leaping=True)
                 if measure(path.subject) >= measure(before.subject):
-                    path = replace(before, is_guessed=path.is_guessed)
+                    path = replace(before, is_guessed=path.is_guessed, way=path.way)
             for each in self.passes:
                 self._follow(each, path, is_leaping=False)
         except _End as end:
@@ -52,8 +55,17 @@ class Foresight:
     def _follow(self, propose: Pass, path: _Path, *, is_leaping: bool) -> None:
         proposals, told = propose(path), None
         while (edit := next_of(proposals, told)) is not None:
-            made = applied(edit, path, is_leaping=is_leaping)
+            made = self._applied(edit, path, is_leaping=is_leaping)
             told = made if isinstance(made, bool) else self._told(edit, made, path, is_leaping=is_leaping)
+            path.way = (*path.way, (told, path.is_guessed))
+
+    def _applied(self, edit: Edit, path: _Path, *, is_leaping: bool) -> Subject | bool:
+        # what is proposed follows from what was told before
+        here = (path.wanted, *path.way)
+        if here not in self.made:
+            self.made[here] = applied(edit, path, is_leaping=is_leaping), path.subject
+        made, path.subject = self.made[here]
+        return made
 
     def _told(self, edit: Edit, made: Subject, path: _Path, *, is_leaping: bool) -> bool:
         """Return what a pass is told of its edit, and take it as the reducer would; raises where that is not known."""
@@ -93,6 +105,8 @@ class Foresight:
 class _Path(Search):
     is_guessed: bool = False
     """Whether an answer on the way is a guess."""
+    way: tuple[tuple[bool, bool], ...] = ()
+    """What was told so far, and whether a guess had been made by then."""
 
 
 class _End(Exception):

@@ -23,7 +23,7 @@ T = TypeVar("T")
 PATIENCE = 3
 """So many queries in a row that break end a reduction."""
 AGAIN = 2
-"""So often a failure has to come again before small steps are taken.
+"""So often a failure has to come again after the leaps; small steps that were taken meanwhile are given up otherwise.
 
 A leap that shows it counts, as long as none was refused: then what was followed was not chosen for showing it.
 """
@@ -117,8 +117,8 @@ class Reducer:
     ) -> Subject:
         """Reduce: strategies make great leaps once, passes small steps until none is left.
 
-        In between the failure has to come again: to ask for it is cheap by then, and what comes only now and then must
-        not be followed in small steps. Wavering where it does not.
+        In between it is asked whether the failure comes again: that is cheap by then. Wavering where it does not, which
+        gives up what small steps have been taken: what comes only now and then must not be followed in them.
         """
         self.search = Search(subject=subject, answer=answer, wanted=self.wanted, culprits=tuple(culprits))
         self.passes = passes
@@ -223,7 +223,8 @@ class Reducer:
         self._require_budget()
         self.tell(Progress(nodes=self.search.subject.size, queries=self.queries, doing=name))
         self.queries += 1
-        answer = self._tried(partial(self._asked, made, foresee))
+        # where nobody would bet on this edit, nobody can tell what is asked after it
+        answer = self._tried(partial(self._asked, made, foresee if edit.guess is not None else None))
         if answer is None:
             self.gap = self.broken[-1]
             if len(self.broken) >= PATIENCE:

@@ -39,15 +39,17 @@ class Written:
     """Whether values of the user's tensors are in them."""
 
 
-def write(finding: Finding, path: Path, *, data: bool = True) -> Written:
+def write(finding: Finding, path: Path, *, data: bool = True, under: str | None = None) -> Written:
     """Write a script and what it needs beside it; without `data`, random numbers stand for the user's.
 
-    ReproUnwritable says why no script of torch alone could show the finding.
+    With `under` it has that name, in the same directory, until somebody moves it to `path`. ReproUnwritable says why no
+    script of torch alone could show the finding.
     """
     path = Path(path)
     script = _Script(Asked(finding, path, data=data), path)
     text = script.text()
     path.parent.mkdir(parents=True, exist_ok=True)
+    path = path.with_name(under or path.name)
     tensors_path = path.with_suffix(".pt") if script.saved else None
     if tensors_path is not None:
         torch.save(script.saved, tensors_path)
