@@ -32,7 +32,8 @@ SURE = 0.02
 def stages_of(wanted: Signature, subject: Subject) -> tuple[str, ...]:
     """Return the stages that have to run for a failure to show; of a process that died nobody knows in which it did."""
     has_gradients = any(isinstance(value, torch.Tensor) and value.requires_grad for value in subject.inputs)
-    return (*FORWARD, "gradients") if has_gradients and wanted.stage not in ("forward", "transform") else FORWARD
+    is_late = wanted.stage == "gradients" or (has_gradients and wanted.stage not in ("forward", "transform"))
+    return (*FORWARD, "gradients") if is_late else FORWARD
 
 
 @dataclass(frozen=True, kw_only=True)
