@@ -264,6 +264,20 @@ class TestReducer:
 
         assert sorted(ops(small.graph)) == ["ceil", "round"]
 
+    @pytest.mark.parametrize(("failing", "refused"), [("relu", []), ("cos", [["relu"]]), ("sin", [["relu"], ["cos"]])])
+    def test_of_operations_that_say_nothing_rare_ones_are_asked_about_first(self, failing, refused):
+        asked = []
+
+        def fails(subject):
+            asked.append(ops(subject.graph))
+            return failing in asked[-1]
+
+        subject = subject_of(lambda x: x.sin().cos().sin().cos().sin().relu(), torch.randn(8, 8))
+        reduced(subject, fails)
+
+        assert asked[:1] == [["sin", "cos", "relu"]]
+        assert [each for each in asked[1:] if failing not in each] == refused
+
     def test_another_failure_is_noted_and_never_followed(self):
         def seen(asked):
             called = ops(asked.graph)
@@ -439,16 +453,23 @@ class TestForesight:
         assert len(crew.begun) <= alone.queries + 2 * (workers - 1)
 
     def test_the_first_small_step_is_asked_beside_the_last_leap(self):
-        subject = subject_of(lambda x: torch.relu(torch.sin(torch.sin(torch.cos(x)))), torch.randn(8, 8))
+        subject = subject_of(lambda x: x.cos().sin().relu().cos().sin().relu(), torch.randn(8, 8))
         crew, _ = reduced_by_crew(subject, lambda asked: "relu" in ops(asked.graph), workers=3)
 
         # one of each kind; the first, second and third of them at once; and once it is clear that it is the third, its
         # first small step and twice whether it comes again
         assert crew.begun == [["cos", "sin", "relu"], ["cos"], ["sin"], ["relu"], ["relu"], ["relu"], ["relu"]]
 
+    def test_what_is_rarest_is_the_one_to_bet_on(self):
+        subject = subject_of(lambda x: x.cos().sin().cos().relu().sin(), torch.randn(8, 8))
+        crew, _ = reduced_by_crew(subject, lambda asked: "relu" in ops(asked.graph))
+
+        # one of each kind, the rarest, and its first small step beside it; that was never refused, so it has come again
+        assert crew.begun == [["cos", "sin", "relu"], ["relu"], ["relu"]]
+
     def test_what_was_answered_meanwhile_is_followed_before_the_rest_is_there(self):
         asked, answers = [], {}
-        subject = subject_of(lambda x: torch.relu(torch.sin(torch.sin(torch.cos(x)))), torch.randn(8, 8))
+        subject = subject_of(lambda x: x.cos().sin().relu().cos().sin().relu(), torch.randn(8, 8))
         search = Search(subject=subject, answer=Answer(), wanted=WANTED)
         foresight = Foresight(
             find=lambda subject: answers.get(subject.key), search=search, strategies=STRATEGIES, passes=PASSES

@@ -1,11 +1,13 @@
 """Cut every edge, so that each operation stands by itself, then find the one that fails.
 
 One compile answers for all operations at once: which differs is on the report, and who crashes is found by halving.
+Rare kinds are asked about first: what a program does all the time has been tried most often, in it and elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections import Counter
+from collections.abc import Generator, Mapping
 
 import torch
 from torch.fx import Node
@@ -25,15 +27,14 @@ def propose(search: Search) -> Proposals:
     subject = search.subject
     if len(subject.nodes) <= ENOUGH:
         return
+    kinds = _kinds(subject)
     # a forward that fails needs no backward, which takes as long to compile again
-    for edit in (_kinds(subject, is_detached=search.wanted.stage == "forward"), _cut(subject, _computed(subject))):
+    one_of_each = _cut(subject, _first_of_each(kinds), is_detached=search.wanted.stage == "forward")
+    for edit in (one_of_each, _cut(subject, list(kinds))):
         if (yield edit):
-            yield from _narrow(search)
+            counted = Counter(kinds.values())
+            yield from _narrow(search, {name: counted[kind] for name, kind in kinds.items()})
             return
-
-
-def _kinds(subject: Subject, *, is_detached: bool) -> Edit:
-    return _cut(subject, _one_of_each(subject, _computed(subject)), is_detached=is_detached)
 
 
 def _cut(subject: Subject, returned: list[str], *, is_detached: bool = False) -> Edit:
@@ -41,8 +42,8 @@ def _cut(subject: Subject, returned: list[str], *, is_detached: bool = False) ->
     return Edit(cut=cut, outputs=tuple(returned), is_detached=is_detached)
 
 
-def _narrow(search: Search) -> Proposals:
-    """Propose what the answer points to, then halves."""
+def _narrow(search: Search, frequency: Mapping[str, int]) -> Proposals:
+    """Propose what the answer points to, then halves; with how often the program does what each operation does."""
     while len(returned := search.subject.outputs) > 1:
         told = guilty_outputs(search.subject, search.answer, search.wanted)
         if told and (yield _only(search.subject, told[:1], guess=True)):
@@ -50,7 +51,7 @@ def _narrow(search: Search) -> Proposals:
         named = [name for name in returned if _is_named(search, name)]
         if 0 < len(named) < len(returned) and (yield _only(search.subject, named, guess=True)):
             continue
-        if (yield from _halved(search, returned)):
+        if (yield from _halved(search, sorted(returned, key=frequency.__getitem__), frequency)):
             continue
         half = len(returned) // 2
         if (yield _only(search.subject, returned[:half])) or (yield _only(search.subject, returned[half:])):
@@ -58,13 +59,13 @@ def _narrow(search: Search) -> Proposals:
         return
 
 
-def _halved(search: Search, returned: tuple[str, ...]) -> Generator[Edit, bool, bool]:
+def _halved(search: Search, suspects: list[str], frequency: Mapping[str, int]) -> Generator[Edit, bool, bool]:
     """Ask about first halves only: who is alone, and not in one half, is in the other."""
-    suspects = returned
     while len(suspects) > 1:
         first, suspects = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
-        # a single one of two or three is most likely not the one, or as likely as not
-        if (yield _only(search.subject, first, guess=False if len(first) == 1 else None)):
+        # of several nobody can tell; a single one of two or three is a good bet where it is rarer than the others
+        guess = frequency[first[0]] < frequency[suspects[0]] if len(first) == 1 else None
+        if (yield _only(search.subject, first, guess=guess)):
             return True
     return (yield _only(search.subject, suspects, guess=True))
 
@@ -85,12 +86,19 @@ def _is_named(search: Search, name: str) -> bool:
     return len(word) > 2 and word in search.answer.message
 
 
-def _one_of_each(subject: Subject, names: list[str]) -> list[str]:
-    by_name = {node.name: node for node in subject.nodes}
-    seen: dict[str, str] = {}
-    for name in names:
-        seen.setdefault(_kind(subject, by_name[name]), name)
-    return list(seen.values())
+def _first_of_each(kinds: Mapping[str, str]) -> list[str]:
+    first: dict[str, str] = {}
+    for name, kind in kinds.items():
+        first.setdefault(kind, name)
+    return list(first.values())
+
+
+def _kinds(subject: Subject) -> dict[str, str]:
+    """Return of which kind each operation is that computes a tensor, by its name."""
+    given = subject.named_inputs
+    nodes = {node.name: node for node in subject.nodes}
+    computed = [name for name, value in subject.values.items() if isinstance(value, torch.Tensor) and name not in given]
+    return {name: _kind(subject, nodes[name]) for name in computed}
 
 
 def _kind(subject: Subject, node: Node) -> str:
@@ -107,7 +115,3 @@ def _kind(subject: Subject, node: Node) -> str:
 def _described(value: object) -> str:
     return f"{value.dtype}{value.dim()}" if isinstance(value, torch.Tensor) else type(value).__name__
 
-
-def _computed(subject: Subject) -> list[str]:
-    given = subject.named_inputs
-    return [name for name, value in subject.values.items() if isinstance(value, torch.Tensor) and name not in given]
