@@ -114,4 +114,3 @@ def _kind(subject: Subject, node: Node) -> str:
 
 def _described(value: object) -> str:
     return f"{value.dtype}{value.dim()}" if isinstance(value, torch.Tensor) else type(value).__name__
-
