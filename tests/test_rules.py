@@ -105,6 +105,39 @@ def test_a_candidate_that_exits_has_crashed():
     assert td.check(lambda x: x + 1, (torch.ones(2),), candidate=leaves).verdict is CRASHED
 
 
+class Panic(BaseException):
+    """As extensions in Rust raise it."""
+
+
+def panicking(graph_module, example_inputs):
+    """Give up on relu."""
+    if any("relu" in str(node.target) for node in graph_module.graph.nodes):
+        raise Panic("called `Option::unwrap()` on a `None` value")
+    return graph_module
+
+
+def test_a_candidate_that_panics_has_crashed(tmp_path):
+    def panics(x):
+        raise Panic("index out of bounds")
+
+    report = td.check(lambda x: x + 1, (torch.ones(2),), candidate=panics)
+
+    assert report.verdict is CRASHED
+    assert report.failure.type.endswith("Panic")
+    found = td.diagnose(lambda x: x.sin().relu().cos(), (torch.ones(2),), transform=panicking, out=tmp_path)
+    assert found.verdict is CRASHED
+    assert found.reduction.nodes_after == 3
+    assert found.repro.confirmed
+
+
+def test_ctrl_c_within_a_candidate_is_for_us():
+    def interrupted(x):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        td.check(lambda x: x + 1, (torch.ones(2),), candidate=interrupted)
+
+
 def test_a_pass_that_raises_has_crashed():
     def broken(graph_module, example_inputs):
         raise ValueError("cannot lower this")

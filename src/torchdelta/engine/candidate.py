@@ -89,7 +89,9 @@ def run_candidate(
             raise failed.error from None
         run.observation, run.failed_in = failed.observation, STAGES.index(failed.stage)
         run.failure = failure_of(failed.error, failed.stage)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a panic of an extension in Rust is no Exception
         run.failure = failure_of(error, "transform")
     return run
 
@@ -113,13 +115,14 @@ def _attend(transformed: Transformed, run: CandidateRun, watch: Callable[[Side],
     try:
         run.observation = watch(replace(transformed.side, call=attended))
         # not after a failure: what handles an exception within a compiled call is traced, and is not the program's
-        run.notes += [f"part of the program ran eagerly: {reason}" for reason in witness.eager_reasons()]
+        reasons = witness.eager_reasons()
+        run.is_partly_eager = bool(reasons)
+        run.notes += [f"part of the program ran eagerly: {reason}" for reason in reasons]
     finally:
         run.graphs = Graphs(
             captured=witness.captured, transformed_calls=witness.calls, untransformed_calls=untransformed
         )
         run.has_reached_recompile_limit = witness.has_reached_recompile_limit()
-        run.is_partly_eager = bool(witness.eager_reasons())
 
 
 def failure_of(error: BaseException, stage: str) -> Failure:

@@ -143,7 +143,9 @@ class _Observer:
             with self.scope():
                 yield
             runtime.synchronise()
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a panic of an extension in Rust is no Exception
             raise SideFailed(name, self.iteration, self.seen, error) from error
 
     def _call(self, stage: str, seed: int) -> Any:

@@ -136,7 +136,7 @@ def ask_exception(failure: Failure, sides: Sides) -> Verdict:
             sides.reference,
             "try:",
             f"    {sides.candidate}",
-            f"except {'SystemExit' if name == 'SystemExit' else 'Exception'} as error:",
+            "except BaseException as error:",
             f"    if {is_other}:",
             "        raise",
             '    print(f"{type(error).__name__}: {error}"[:2000])',
