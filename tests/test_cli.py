@@ -74,6 +74,14 @@ def exits():
     sys.exit(0)
 
 
+class Panic(BaseException):
+    pass
+
+
+def panics():
+    raise Panic
+
+
 def interrupted():
     raise KeyboardInterrupt
 
@@ -325,6 +333,13 @@ class TestBadInput:
         note = next(line for line in ran.out.splitlines() if "not deterministic" in line)
         assert "outputs['drifting']" in note
         assert "outputs['steady']" not in note
+
+    @pytest.mark.parametrize("words", [("check",), ("minify", "-o", "out")])
+    def test_a_panic_of_the_program_is_no_verdict(self, words, command_line):
+        ran = command_line(*words, "programs.py:panics", "-t", "eager")
+
+        assert ran.code == 2
+        assert ran.err.splitlines()[-1] == "torchdelta: the program raised Panic, which is no Exception"
 
     def test_with_debug_has_its_traceback(self, command_line):
         ran = command_line("check", "programs.py:raises", "-t", "eager", "--debug")

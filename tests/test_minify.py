@@ -278,6 +278,46 @@ class TestReducer:
         assert asked[:1] == [["sin", "cos", "relu"]]
         assert [each for each in asked[1:] if failing not in each] == refused
 
+    def test_what_was_asked_about_together_is_suspected_last(self):
+        asked = []
+
+        def fails(subject):
+            asked.append([node.name for node in subject.nodes])
+            return "sin_2" in asked[-1]
+
+        subject = subject_of(lambda x: x.sin().cos().sin().relu().sin().exp(), torch.randn(8, 8))
+        reduced(subject, fails)
+
+        # one of each kind passes, and all together fail: the two that were not in the first are the first half's
+        assert asked[:3] == [
+            ["sin", "cos", "relu", "exp"],
+            ["sin", "cos", "sin_1", "relu", "sin_2", "exp"],
+            ["sin", "sin_1", "sin_2"],
+        ]
+
+    def test_the_same_operations_are_the_same_question_in_whatever_order(self):
+        asked = []
+
+        def fails(subject):
+            asked.append((sorted(ops(subject.graph)), len(subject.outputs)))
+            return {"exp", "sin"} <= set(ops(subject.graph))
+
+        subject = subject_of(lambda x: x.cos().sin().cos().exp().exp().exp().tanh().tanh().tanh(), torch.randn(8, 8))
+        reduced(subject, fails)
+
+        assert asked.count((["cos", "sin"], 2)) == 1
+
+    def test_an_operation_may_have_the_name_of_what_is_given(self):
+        graph = torch.fx.Graph()
+        value = graph.placeholder("x")
+        for name, function in {"a": torch.sin, "a_given": torch.cos, "b": torch.relu, "c": torch.exp}.items():
+            value = graph.create_node("call_function", function, (value,), name=name)
+        graph.output(value)
+        subject = Subject.of(torch.fx.GraphModule(nn.Module(), graph), (torch.randn(8, 8),))
+        _, small = reduced(subject, lambda asked: "cos" in ops(asked.graph))
+
+        assert ops(small.graph) == ["cos"]
+
     def test_another_failure_is_noted_and_never_followed(self):
         def seen(asked):
             called = ops(asked.graph)
@@ -978,6 +1018,17 @@ class TestInWorkers:
         assert report.reduction.nodes_after == 3
         assert report.repro.confirmed
         assert "relu" in (tmp_path / "repro.py").read_text()
+
+    @pytest.mark.parametrize(
+        ("transform", "name"), [(broken.relu_panics, "Panic"), (broken.relu_interrupts, "KeyboardInterrupt")]
+    )
+    def test_in_a_worker_nobody_else_waits_for_what_is_no_exception(self, transform, name, tmp_path, workers):
+        found = td.minify(*broken.frozen_stack(), transform=transform, workers=workers)
+
+        assert found.report.verdict is Verdict.CRASHED
+        assert found.report.failure.type.endswith(name)
+        assert found.reduction.nodes_after == 3
+        assert found.write(tmp_path / "repro.py").confirmed
 
     def test_a_parent_that_is_killed_leaves_the_best_so_far(self, tmp_path, workers):
         script = tmp_path / "script.py"

@@ -79,6 +79,22 @@ def relu_exits(graph_module, example_inputs):
     return graph_module
 
 
+class Panic(BaseException):
+    """As extensions in Rust raise it."""
+
+
+def relu_panics(graph_module, example_inputs):
+    if calls(graph_module, "relu"):
+        raise Panic("called `Option::unwrap()` on a `None` value")
+    return graph_module
+
+
+def relu_interrupts(graph_module, example_inputs):
+    if calls(graph_module, "relu"):
+        raise KeyboardInterrupt
+    return graph_module
+
+
 @register_backend
 def off_after_aot(graph_module, example_inputs):
     """A backend that is wrong for one operation of the forward graphs and one of the backward graphs."""

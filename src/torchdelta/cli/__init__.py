@@ -67,3 +67,9 @@ def main() -> None:
         traceback.print_exc()
         print("torchdelta: this is a mistake of torchdelta itself; please report the lines above", file=sys.stderr)
         sys.exit(INTERNAL)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # none of ours: Python would exit with 1, which says that the program diverged
+        traceback.print_exc()
+        print(f"torchdelta: the program raised {type(error).__name__}, which is no Exception", file=sys.stderr)
+        sys.exit(USAGE)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from torchdelta import foreign
 from torchdelta._torch import dynamo
 from torchdelta._torch.frames import is_out_of_memory, place_of
 from torchdelta._torch.lift import widened
@@ -89,9 +90,7 @@ def run_candidate(
             raise failed.error from None
         run.observation, run.failed_in = failed.observation, STAGES.index(failed.stage)
         run.failure = failure_of(failed.error, failed.stage)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # a panic of an extension in Rust is no Exception
+    except foreign.raised() as error:
         run.failure = failure_of(error, "transform")
     return run
 

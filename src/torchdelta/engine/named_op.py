@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchdelta import foreign
 from torchdelta._torch import operators
 from torchdelta.errors import ProgramError
 from torchdelta.execute import op_arguments
@@ -40,7 +41,7 @@ def _given_by(spec: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     factory = load_callable(spec, what="factory of arguments")
     try:
         built = factory()
-    except (Exception, SystemExit) as error:
+    except foreign.raised() as error:
         raise ProgramError(f"{spec}: the factory raised {type(error).__name__}: {error}") from error
     if not isinstance(built, (tuple, list)):
         raise ProgramError(f"{spec}: the factory must return args or (args, kwargs), not {type(built).__name__}")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from torchdelta import foreign
 from torchdelta._torch import fakes, runtime
 from torchdelta._torch.modes import dispatch_kept
 from torchdelta._torch.trees import tree_leaves
@@ -33,7 +34,7 @@ def fake(name: str, baseline: Baseline) -> Probe:
     with runtime.preserved_generators(), dispatch_kept():
         try:
             returned = fakes.call_faked(side.call, side.args, side.kwargs)
-        except (Exception, SystemExit) as error:  # a fake kernel is the user's code
+        except foreign.raised() as error:  # a fake kernel is the user's code
             return _failed(name, error)
     said = leaves_of(returned, "outputs")
     return _compared(name, _outputs(baseline), said, {path: _sizes(leaf) for path, leaf in said.items()})
@@ -47,7 +48,7 @@ def symbolic(name: str, given: Baseline, other: Baseline) -> Probe | str:
         try:
             made = fakes.Symbolic(side.call, side.args, side.kwargs)
             is_elsewhere = made.goes_other_ways_for(tensors)
-        except (Exception, SystemExit) as error:  # a fake kernel is the user's code
+        except foreign.raised() as error:  # a fake kernel is the user's code
             return _failed(name, error)
     if is_elsewhere and made.fixes_sizes:
         return Probe(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
+from torchdelta import foreign
 from torchdelta._torch import graphs, noted, runtime, tensors, versions
 from torchdelta._torch.frames import place_of
 from torchdelta.engine.introduced import Step, Succession
@@ -119,7 +120,7 @@ class _Run:
                 continue
             try:
                 after = self._applied(each, graphs.copied_graph(before))
-            except (Exception, SystemExit) as error:
+            except foreign.raised() as error:
                 yield _crashed(name, error)
                 stopped = f"{name} raised before it"
                 continue

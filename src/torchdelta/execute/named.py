@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torchdelta import foreign
 from torchdelta.errors import ProgramError
 from torchdelta.execute import recorded
 from torchdelta.execute.programs import Program, load_callable, load_module
@@ -15,7 +16,7 @@ def load_program(spec: str) -> Program:
     factory = load_callable(spec, what="program factory")
     try:
         built = factory()
-    except (Exception, SystemExit) as error:
+    except foreign.raised() as error:
         raise ProgramError(f"{spec}: the factory raised {type(error).__name__}: {error}") from error
     if not isinstance(built, (tuple, list)) or len(built) not in (2, 3):
         raise ProgramError(

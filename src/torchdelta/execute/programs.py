@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torchdelta import foreign
 from torchdelta._torch import dynamo
 from torchdelta.errors import ProgramError, UsageError
 from torchdelta.registry import nearest
@@ -93,7 +94,7 @@ def load_module(place: str, *, what: str) -> ModuleType:
             if error.name and place.startswith(error.name):
                 raise ProgramError(f"there is no module {place!r} for the {what}") from None
             raise ProgramError(f"{place} does not import: {error}") from error
-        except (Exception, SystemExit) as error:
+        except foreign.raised() as error:
             raise ProgramError(f"{place} does not import: {type(error).__name__}: {error}") from error
     path = Path(place).resolve()
     if not path.is_file():
@@ -110,7 +111,7 @@ def load_module(place: str, *, what: str) -> ModuleType:
     sys.path.insert(0, str(path.parent))
     try:
         specification.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except foreign.raised() as error:
         del sys.modules[name]
         raise ProgramError(f"{place} does not load: {type(error).__name__}: {error}") from error
     finally:

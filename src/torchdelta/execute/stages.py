@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchdelta import foreign
 from torchdelta._torch import runtime, tensors
 from torchdelta.compare.judge import is_inexact
 from torchdelta.compare.kernels import measure
@@ -143,9 +144,7 @@ class _Observer:
             with self.scope():
                 yield
             runtime.synchronise()
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # a panic of an extension in Rust is no Exception
+        except foreign.raised() as error:
             raise SideFailed(name, self.iteration, self.seen, error) from error
 
     def _call(self, stage: str, seed: int) -> Any:

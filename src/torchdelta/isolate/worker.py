@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchdelta import errors
+from torchdelta import errors, foreign
 from torchdelta.isolate import lifeline
 from torchdelta.isolate.place import Place
 from torchdelta.isolate.protocol import Lines, Message, line_of, message_in, write_message
@@ -34,6 +34,7 @@ class Order:
 def work(order: Order) -> NoReturn:
     """Run the query of a place, and leave without the interpreter's farewell: what a task broke must not break that."""
     place = Place(directory=Path(order.directory))
+    foreign.catch_everything()
     try:
         _redirect(place.output)
         _limit(order)

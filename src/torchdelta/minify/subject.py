@@ -146,11 +146,12 @@ def rebuilt(
     graph = Graph()
     made: dict[str, Node] = {}
     placed: dict[str, Node] = {}
+    taken = {node.name for node in ordered}
     for node in ordered:
         if node.name in inputs and node.name in kept:
             made[node.name] = placed[node.name] = graph.placeholder(node.name)
         elif node.name in read_cut:
-            placed[node.name] = graph.placeholder(f"{node.name}_given" if node.name in kept else node.name)
+            placed[node.name] = graph.placeholder(_beside(node.name, taken) if node.name in kept else node.name)
         if node.name in placed:
             placed[node.name].meta = _provenance(node)
 
@@ -189,6 +190,14 @@ def as_inputs(value: Any) -> Any:
         return value
     copied: torch.Tensor = copy_together(value.detach(), name="a value")
     return copied.requires_grad_(value.requires_grad)
+
+
+def _beside(name: str, taken: set[str]) -> str:
+    """Return, and take, a name for the input that stands for a node which stays."""
+    while name in taken:
+        name += "_given"
+    taken.add(name)
+    return name
 
 
 def _needed(

@@ -168,7 +168,7 @@ class _Script:
 
     def _data(self) -> str:
         if not self.embeds_data:
-            return "Its tensors are drawn or constant, none is the model's or the user's; numbers in the code are."
+            return "Its tensors are drawn or constant, and none is the user's; numbers in the code may be."
         beside = f", some of them in {self.path.with_suffix('.pt').name} beside it" if self.saved else ""
         return f"It embeds values of the tensors that it was found with{beside}."
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from torchdelta import foreign
 from torchdelta._torch import provenance
 from torchdelta._torch.dynamo import Witness, counted
 from torchdelta._torch.nodes import module_path
@@ -207,7 +208,7 @@ def _built(factory: Callable[[], Quantizer]) -> Quantizer:
     name = getattr(factory, "__qualname__", repr(factory))
     try:
         quantizer = factory()
-    except (Exception, SystemExit) as error:
+    except foreign.raised() as error:
         raise ProgramError(f"the quantizer {name} could not be built: {type(error).__name__}: {error}") from error
     if not callable(getattr(quantizer, "annotate", None)):
         raise UsageError(

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from torchdelta import foreign
 from torchdelta._torch.dynamo import compiles_itself
 from torchdelta._torch.lift import widened
 from torchdelta._torch.seams import Seam, hand_on
@@ -70,7 +71,7 @@ class OtherModule(Transform):
         """Build the module and give it the reference's state."""
         try:
             built = self.factory()
-        except (Exception, SystemExit) as error:
+        except foreign.raised() as error:
             raise ProgramError(f"{self.factory_name}: the factory raised {type(error).__name__}: {error}") from error
         module = built[0] if isinstance(built, tuple) else built
         if self.state_map is not None and isinstance(module, torch.nn.Module):

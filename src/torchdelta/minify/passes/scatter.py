@@ -7,7 +7,7 @@ Rare kinds are asked about first: what a program does all the time has been trie
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 
 import torch
 from torch.fx import Node
@@ -28,13 +28,13 @@ def propose(search: Search) -> Proposals:
     if len(subject.nodes) <= ENOUGH:
         return
     kinds = _kinds(subject)
+    firsts, counted = _first_of_each(kinds), Counter(kinds.values())
     # a forward that fails needs no backward, which takes as long to compile again
-    one_of_each = _cut(subject, _first_of_each(kinds), is_detached=search.wanted.stage == "forward")
-    for edit in (one_of_each, _cut(subject, list(kinds))):
-        if (yield edit):
-            counted = Counter(kinds.values())
-            yield from _narrow(search, {name: counted[kind] for name, kind in kinds.items()})
-            return
+    if (yield _cut(subject, firsts, is_detached=search.wanted.stage == "forward")):
+        yield from _narrow(search, {name: counted[kinds[name]] for name in firsts})
+    elif (yield _cut(subject, list(kinds))):
+        # those that were asked about together are most likely innocent
+        yield from _narrow(search, {name: int(name in firsts) for name in kinds})
 
 
 def _cut(subject: Subject, returned: list[str], *, is_detached: bool = False) -> Edit:
@@ -42,8 +42,8 @@ def _cut(subject: Subject, returned: list[str], *, is_detached: bool = False) ->
     return Edit(cut=cut, outputs=tuple(returned), is_detached=is_detached)
 
 
-def _narrow(search: Search, frequency: Mapping[str, int]) -> Proposals:
-    """Propose what the answer points to, then halves; with how often the program does what each operation does."""
+def _narrow(search: Search, turn: Mapping[str, int]) -> Proposals:
+    """Propose what the answer points to, then halves; operations of a lower turn are suspected first."""
     while len(returned := search.subject.outputs) > 1:
         told = guilty_outputs(search.subject, search.answer, search.wanted)
         if told and (yield _only(search.subject, told[:1], guess=True)):
@@ -51,32 +51,35 @@ def _narrow(search: Search, frequency: Mapping[str, int]) -> Proposals:
         named = [name for name in returned if _is_named(search, name)]
         if 0 < len(named) < len(returned) and (yield _only(search.subject, named, guess=True)):
             continue
-        if (yield from _halved(search, sorted(returned, key=frequency.__getitem__), frequency)):
+        suspects = sorted(returned, key=turn.__getitem__)
+        if (yield from _halved(search, suspects, turn)):
             continue
-        half = len(returned) // 2
-        if (yield _only(search.subject, returned[:half])) or (yield _only(search.subject, returned[half:])):
+        half = len(suspects) // 2
+        if (yield _only(search.subject, suspects[:half])) or (yield _only(search.subject, suspects[half:])):
             continue
         return
 
 
-def _halved(search: Search, suspects: list[str], frequency: Mapping[str, int]) -> Generator[Edit, bool, bool]:
+def _halved(search: Search, suspects: list[str], turn: Mapping[str, int]) -> Generator[Edit, bool, bool]:
     """Ask about first halves only: who is alone, and not in one half, is in the other."""
     while len(suspects) > 1:
         first, suspects = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
-        # of several nobody can tell; a single one of two or three is a good bet where it is rarer than the others
-        guess = frequency[first[0]] < frequency[suspects[0]] if len(first) == 1 else None
+        # of several nobody can tell; a single one of two or three is a good bet if its turn was before the others'
+        guess = turn[first[0]] < turn[suspects[0]] if len(first) == 1 else None
         if (yield _only(search.subject, first, guess=guess)):
             return True
     return (yield _only(search.subject, suspects, guess=True))
 
 
-def _only(subject: Subject, names: list[str] | tuple[str, ...], *, guess: bool | None = None) -> Edit:
+def _only(subject: Subject, names: Collection[str], *, guess: bool | None = None) -> Edit:
     needed = set(names)
+    # in the program's order: the same ones are the same question, whoever asks
+    returned = tuple(name for name in subject.outputs if name in needed)
     for node in reversed(subject.nodes):
         if node.name in needed:
             needed.update(source.name for source in node.all_input_nodes)
     dropped = frozenset(node.name for node in subject.nodes) - needed
-    return Edit(outputs=tuple(names), dropped=dropped, guess=guess)
+    return Edit(outputs=returned, dropped=dropped, guess=guess)
 
 
 def _is_named(search: Search, name: str) -> bool:
