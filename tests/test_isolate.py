@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from torchdelta import errors
-from torchdelta.isolate import groups
+from torchdelta.isolate import groups, interrupts
 from torchdelta.isolate.directories import PoolDirectory, sweep
 from torchdelta.isolate.outcome import Outcome
 from torchdelta.isolate.overseer import KEPT_OUTPUT_BYTES, Limits
@@ -454,6 +454,41 @@ def test_nobody_outlives_a_killed_zygote_whose_parent_is_killed_too(busy_parent)
     process.kill()
 
     wait_until(lambda: not any(map(is_alive, family)))
+
+
+@pytest.fixture
+def handled_by():
+    """Set who handles Ctrl-C, and put back who did: a pool that is open, perhaps."""
+    before = signal.getsignal(signal.SIGINT)
+    yield lambda handler: signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGINT, before)
+
+
+def test_interruptions_that_come_together_are_one(handled_by, monkeypatch):
+    handled_by(signal.default_int_handler)
+    seen = []
+    with interrupts.merged():
+        for _ in range(3):
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                seen.append("interrupted")
+        assert seen == ["interrupted"]
+        monkeypatch.setattr(interrupts, "TOGETHER_S", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_who_handles_interruptions_by_itself_goes_on_to(handled_by):
+    seen = []
+    handled_by(lambda *_: seen.append("handled"))
+    with interrupts.merged():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    assert seen == ["handled", "handled"]
 
 
 def test_the_directory_of_a_living_pool_is_not_swept(tmp_path):

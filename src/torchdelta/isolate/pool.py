@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from torchdelta.errors import UsageError
+from torchdelta.isolate import interrupts
 from torchdelta.isolate.directories import PoolDirectory
 from torchdelta.isolate.forked import ForkingStarter
 from torchdelta.isolate.groups import most_bytes
@@ -95,6 +96,7 @@ class Pool:
 
     def __enter__(self) -> Pool:
         with ExitStack() as stack:
+            stack.enter_context(interrupts.merged())
             directory = stack.enter_context(self._directory).path
             if self._forks:
                 self._starter = ForkingStarter(directory, self._readiness, from_here=self._from_here)
