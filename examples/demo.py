@@ -1,8 +1,9 @@
-"""`make demo`: the main job on two small programs, one that survives the compiler and one that does not."""
+"""`make demo`: the main job on small programs, one that survives the compiler and two that do not."""
 
 import pathlib
 import subprocess
 import sys
+import tempfile
 
 HERE = pathlib.Path(__file__).parent
 TORCHDELTA = pathlib.Path(sys.executable).with_name("torchdelta")
@@ -18,8 +19,11 @@ def main() -> int:
     healthy = show("check", "examples/transformer.py:build", "-t", "inductor")
     print("\nAnd floor division? (torch 2.13 gets it wrong.)")
     wrong = show("check", "examples/floor_divide.py:build", "-t", "inductor")
-    print("\nAnd a pass that takes gelu for its tanh approximation?")
-    approximate = show("check", "examples/transformer.py:build", "-t", "examples/passes.py:gelu_by_tanh")
+    print("\nAnd a pass that takes gelu for its tanh approximation? Which operation is it, and what shows it?")
+    with tempfile.TemporaryDirectory() as out:
+        words = ("examples/transformer.py:build", "-t", "examples/passes.py:gelu_by_tanh", "-o", out)
+        approximate = show("diagnose", *words)
+        print(f"\n$ cat {out}/repro.py\n{pathlib.Path(out, 'repro.py').read_text()}")
     return 0 if (healthy, wrong, approximate) == (0, 1, 1) else 1
 
 

@@ -52,7 +52,7 @@ def test_the_python_of_the_readme_runs():
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("inductor-a")
-def test_the_demo_shows_its_three_verdicts():
+def test_the_demo_shows_its_three_verdicts_and_a_script():
     done = subprocess.run([sys.executable, ROOT / "examples" / "demo.py"], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stdout + done.stderr
@@ -61,3 +61,4 @@ def test_the_demo_shows_its_three_verdicts():
         "diverged",
         "diverged",
     ]
+    assert "torch.nn.functional.gelu(" in done.stdout

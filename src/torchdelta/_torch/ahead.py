@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 _INSTRUCTIONS = Path(__file__).with_name("instructions.py")
-# a process that loaded Apple's frameworks must not fork
-_CAN_FORK = hasattr(os, "fork") and sys.platform != "darwin"
 _OF_INDUCTOR = (
     "torch._inductor.compile_fx",
     # what the first compile imports, whatever it compiles
     "torch.distributed.tensor.experimental",
     "sympy.tensor.tensor",
-    # which vector instructions there are, and what every key of a cache starts with: more than a small compile takes
-    f"{_INSTRUCTIONS}:probe" if _CAN_FORK else "torch._inductor.cpu_vec_isa:pick_vec_isa",
-    "torch._inductor.codecache:torch_key",
 )
 
 
-def steps_behind(backend: object) -> tuple[str, ...]:
+def steps_behind(backend: object, *, forks: bool) -> tuple[str, ...]:
     """Return what a process that compiles by this backend imports, and calls, in any case.
 
-    Each is a module, `module:function` or `file.py:function`.
+    Each is a module, `module:function` or `file.py:function`. Where processes may fork, it is faster to find out which
+    vector instructions there are.
     """
-    is_inductor = isinstance(backend, str) and backend.removeprefix("backend:") == "inductor"
-    return ("torch", *_OF_INDUCTOR) if is_inductor else ("torch",)
+    if not isinstance(backend, str) or backend.removeprefix("backend:") != "inductor":
+        return ("torch",)
+    # this, and what every key of a cache starts with, take longer than a small compile
+    probe = f"{_INSTRUCTIONS}:probe" if forks else "torch._inductor.cpu_vec_isa:pick_vec_isa"
+    return ("torch", *_OF_INDUCTOR, probe, "torch._inductor.codecache:torch_key")

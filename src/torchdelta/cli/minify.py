@@ -27,6 +27,7 @@ from torchdelta.cli.reduction import (
     require_directory,
     workers_for,
 )
+from torchdelta.isolate.pool import CAN_FORK
 from torchdelta.records.codec import write_report
 from torchdelta.records.recording import completed
 from torchdelta.report.terminal import print_report
@@ -51,7 +52,7 @@ def command(
     require_directory(out)
     require_torch("minifying")
     # who will run the script imports torch beside this process, which does so for everybody else
-    clean = Clean(steps_behind(words["transform"]))
+    clean = Clean(steps_behind(words["transform"], forks=CAN_FORK))
     with (
         workers_for(words["transform"], what="minifying") as workers,
         running(words["transform"], None, verbose=False) as progress,

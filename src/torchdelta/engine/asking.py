@@ -101,7 +101,6 @@ class Workers:
     now: tuple[str, Pending | Known] | None = None
     """What is needed now, and the key of its subject."""
     under_way: dict[Query, tempfile.TemporaryDirectory[str]] = field(default_factory=dict)
-
     given_up: set[Query] = field(default_factory=set)
     """Those under way that nobody will need."""
 

@@ -21,7 +21,7 @@ from torchdelta.engine.minified import Draft, Minified
 from torchdelta.engine.preflight import FORWARD, Chosen, Preflight, stages_of
 from torchdelta.engine.subjects import nodes_of, subjects_of
 from torchdelta.errors import NothingToMinify, ProgramError, ReproUnwritable, UsageError
-from torchdelta.isolate.pool import Pool
+from torchdelta.isolate.pool import CAN_FORK, Pool
 from torchdelta.minify.foresight import Foresight
 from torchdelta.minify.journal import Entry, Journal
 from torchdelta.minify.oracle import Answer, Foresee, Oracle
@@ -193,7 +193,7 @@ class Minifying:
             if ask is self.ask:  # what is asked several times is asked for anew each time
                 reducer.crew = self.ask
             # who will run the script gets ready while the whole is cut down, which takes one worker
-            self.clean = self.clean or Clean(steps_behind(self.transform))
+            self.clean = self.clean or Clean(steps_behind(self.transform, forks=CAN_FORK))
         if entry is not None:
             reducer.known.update(entry.known)
         if self.out is not None:
