@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import torchdelta as td
-from torchdelta._torch import lift
+from torchdelta._torch.modes import lift
 
 ROUNDS = 5
 BY_HAND = {"reference", "candidate", "truth", "comparison"}

@@ -14,7 +14,7 @@ import torch
 from torchdelta.compare.judge import Judge
 from torchdelta.compare.kernels import measure
 from torchdelta.compare.leaves import leaves_of
-from torchdelta.compare.policies import parse
+from torchdelta.compare.policy_parser import parse
 
 Row = tuple[str, float, str]
 """What was compared, the number and its unit."""

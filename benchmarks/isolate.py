@@ -10,16 +10,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torchdelta.isolate.outcome import Outcome
-from torchdelta.isolate.place import Place
+from torchdelta.isolate.directories import QueryDirectory
 from torchdelta.isolate.pool import CAN_FORK, Pool
+from torchdelta.isolate.supervisor import Outcome
 
 MOST_S = 0.05
 """What a query may cost beside its work."""
 _MODULE = Path(__file__).stem
 
 
-def note_time(request: dict[str, Any], place: Place) -> dict[str, Any]:
+def note_time(request: dict[str, Any], place: QueryDirectory) -> dict[str, Any]:
     """Do nothing but work for a while, as a task."""
     del place
     started = time.perf_counter()
@@ -27,14 +27,14 @@ def note_time(request: dict[str, Any], place: Place) -> dict[str, Any]:
     return {"seconds": time.perf_counter() - started}
 
 
-def crash(request: dict[str, Any], place: Place) -> dict[str, Any]:
+def crash(request: dict[str, Any], place: QueryDirectory) -> dict[str, Any]:
     """Die of a segmentation fault."""
     del request, place
     ctypes.string_at(0)
     return {}
 
 
-def compile_small(request: dict[str, Any], place: Place) -> dict[str, Any]:
+def compile_small(request: dict[str, Any], place: QueryDirectory) -> dict[str, Any]:
     """Compile one fused kernel with inductor, and run it."""
     del request, place
     import torch

@@ -13,7 +13,7 @@ from pathlib import Path
 import locate_cost as cost
 import locate_planted as planted
 import locate_subjects as subjects
-from torchdelta.faults import FAULTS
+from torchdelta.audit.faults import FAULTS
 
 DEFAULT_OUT = Path("build/locate")
 COST, PLANTED = "cost", "planted"

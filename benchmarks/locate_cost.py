@@ -25,9 +25,9 @@ from torch.fx import GraphModule
 
 import locate_subjects as subjects
 from locate_subjects import Graphs
-from torchdelta.execute.memory import peak_bytes
-from torchdelta.locate.local import LocalJudge
-from torchdelta.locate.side_by_side import compare_graphs
+from torchdelta.nodewise.local import LocalJudge
+from torchdelta.nodewise.lockstep_seam import compare_graphs
+from torchdelta.program.memory import peak_bytes
 
 MOST_MEMORY, MOST_TIME = 1.3, 3.0
 """What lockstep may cost, in multiples of running both sides."""

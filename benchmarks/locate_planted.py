@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchdelta.engine.locate import Locating
-from torchdelta.engine.prepare import prepare
-from torchdelta.execute.sides import Side
+from torchdelta.check.prepare import prepare
+from torchdelta.locate.locator import Locator
+from torchdelta.program.sides import Side
 from torchdelta.records.location import Location
 from torchdelta.records.report import Report
 from torchdelta.records.verdict import Verdict
@@ -187,7 +187,7 @@ def _located(model: Any, inputs: tuple[Any, ...], transform: FxPass) -> tuple[Re
         return heard[-1]
 
     check.run = listen  # type: ignore[method-assign]  # of this one check
-    found = Locating(check=check).run()
+    found = Locator(check=check).run()
     return heard[0], found
 
 

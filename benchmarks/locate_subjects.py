@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from torchdelta.faults import FAULTS
-from torchdelta.faults.base import eligible_nodes
-from torchdelta.locate.handles import assign_handles
+from torchdelta.audit.faults import FAULTS
+from torchdelta.audit.faults.base import eligible_nodes
+from torchdelta.nodewise.matching import assign_handles
 
 EARLY_FAULT = "scale_by_1_001"
 SAME, FAULTY, DECOMPOSED = "the same graph", "a fault early", "decomposed"

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torchdelta.execute.programs import Program, load_module
+from torchdelta.program.programs import Program, load_module
 
 MODELS_FILE = Path(__file__).parent.parent / "tests" / "programs" / "models.py"
 DTYPES = ("float32", "bfloat16")

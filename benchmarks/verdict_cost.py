@@ -14,9 +14,9 @@ from torch._inductor.utils import fresh_cache
 
 import torchdelta as td
 from torchdelta import transforms
-from torchdelta._torch.seams import Seam, hand_on
+from torchdelta._torch.compile.seams import Seam, hand_on
 from torchdelta.compare.leaves import leaves_of
-from torchdelta.execute.sides import Side
+from torchdelta.program.sides import Side
 from torchdelta.transforms.base import Transform, Transformed
 
 _ROUNDS = 3

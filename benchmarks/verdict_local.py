@@ -13,10 +13,10 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from torchdelta._torch import versions
-from torchdelta.compare.policies import parse
-from torchdelta.engine.check import Check
-from torchdelta.engine.thorough import LOCAL, ask_locally
+from torchdelta._torch.process import versions
+from torchdelta.check.check import Check
+from torchdelta.check.thorough import LOCAL, ask_locally
+from torchdelta.compare.policy_parser import parse
 from torchdelta.records.case import Case
 from torchdelta.records.report import Culprit, Report, Stage
 from torchdelta.records.verdict import Verdict, worst_of

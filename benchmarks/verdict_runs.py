@@ -10,14 +10,13 @@ import traceback
 import torch
 
 from torchdelta import transforms
-from torchdelta._torch import lift
-from torchdelta.compare.policies import parse
-from torchdelta.engine.baseline import Baseline
-from torchdelta.engine.check import Check
-from torchdelta.execute.optimizers import OPTIMIZERS
-from torchdelta.execute.sides import Side
-from torchdelta.execute.stages import Observation, Plan, SideFailed, observe
-from torchdelta.faults import NotPlantable, PlaceLost, Planted, plant
+from torchdelta._torch.modes import lift
+from torchdelta.audit.faults import NotPlantable, PlaceLost, Planted, plant
+from torchdelta.check.baseline import Baseline
+from torchdelta.check.check import Check
+from torchdelta.compare.policy_parser import parse
+from torchdelta.program.sides import Side
+from torchdelta.program.stages import OPTIMIZERS, Observation, Plan, SideFailed, observe
 from torchdelta.records.case import Case
 from torchdelta.records.report import Report, Stage
 from torchdelta.records.verdict import Verdict

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import verdict_cases as cases
-from torchdelta.faults import FAULTS
+from torchdelta.audit.faults import FAULTS
 from verdict_cost import cost_section, measure_cost
 from verdict_local import ASKABLE, LocalBench, is_open
 from verdict_records import FAILED, Ledger, Record

@@ -149,7 +149,7 @@ def threads_of_parent(request, place):
 def compile_relu(request, place):
     import torch
 
-    from torchdelta._torch import forking
+    from torchdelta._torch.process import forking
 
     x = torch.linspace(-1, 1, 70_000, requires_grad=True)  # enough for several threads
     result = torch.compile(lambda x: torch.relu(x) * request["factor"])(x)
@@ -168,7 +168,7 @@ def compile_two_kernels(request, place):
     import torch
     from torch._inductor import cpp_builder
 
-    from torchdelta.isolate.groups import children_of
+    from torchdelta.isolate.process_groups import children_of
 
     both, compile_one = threading.Barrier(2, timeout=60), cpp_builder.run_compile_cmd
 

@@ -5,7 +5,7 @@ import signal
 import time
 
 from torchdelta.records.codec import encode
-from torchdelta.records.operators import Swept
+from torchdelta.records.operators import SweepRow
 from torchdelta.records.verdict import Verdict
 
 OPERATORS = {
@@ -30,7 +30,7 @@ def sweep_operator(request, place):
     if name == "hangs":
         time.sleep(600)
     verdict = Verdict.DIVERGED if name == "wrong" else Verdict.EQUIVALENT
-    swept = Swept(
+    swept = SweepRow(
         op=name,
         dtype=request["dtype"],
         samples=request["samples"],
@@ -43,22 +43,22 @@ def sweep_operator(request, place):
 
 def die_in_a_check(request, place):
     """Sweep an operator of the real database with a check that dies at a probe."""
-    from torchdelta.engine import sweep_task
+    from torchdelta.operators import worker
 
     def check_op(*_, progress, **__):
         progress("aot/dynamic/min-cut")
         os.kill(os.getpid(), signal.SIGILL)
 
-    sweep_task.check_op = check_op
-    return sweep_task.sweep_operator(request, place)
+    worker.check_op = check_op
+    return worker.sweep_operator(request, place)
 
 
 def fail_in_a_check(request, place):
     """Sweep an operator of the real database with a check that has a mistake."""
-    from torchdelta.engine import sweep_task
+    from torchdelta.operators import worker
 
     def check_op(*_, **__):
         raise ZeroDivisionError("somebody's mistake")
 
-    sweep_task.check_op = check_op
-    return sweep_task.sweep_operator(request, place)
+    worker.check_op = check_op
+    return worker.sweep_operator(request, place)

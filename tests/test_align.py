@@ -10,11 +10,9 @@ from hypothesis import strategies
 from torch import nn
 
 from torchdelta.errors import UsageError
-from torchdelta.locate import sequences
-from torchdelta.locate.align import align
-from torchdelta.locate.handles import assign_handles
-from torchdelta.locate.listing import node_records
-from torchdelta.locate.sequences import common_subsequence
+from torchdelta.nodewise import matching
+from torchdelta.nodewise.matching import align, assign_handles, common_subsequence
+from torchdelta.nodewise.node_records import node_records
 from torchdelta.records.location import NodeRecord
 
 
@@ -313,7 +311,7 @@ def test_without_single_items_it_is_a_longest_one(first, second):
 def test_a_table_that_is_halved_finds_as_much(monkeypatch):
     first, second = list("abcabba" * 6), list("cbabac" * 7)
     whole = len(common_subsequence(first, second))
-    monkeypatch.setattr(sequences, "_LARGEST_TABLE", 4)
+    monkeypatch.setattr(matching, "_LARGEST_TABLE", 4)
 
     assert len(common_subsequence(first, second)) == whole > 12
 

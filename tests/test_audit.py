@@ -8,13 +8,13 @@ import pytest
 from rich.console import Console
 
 import torchdelta.cli
-from torchdelta.engine.audit import audit
+from torchdelta.audit.audit import audit
+from torchdelta.audit.faults import FAULTS
 from torchdelta.errors import ProgramError, UsageError
-from torchdelta.faults import FAULTS
-from torchdelta.records.audit import Audit, Outcome, Place, Trial
+from torchdelta.records.audit import Audit, FaultTrial, Place, TrialOutcome
 from torchdelta.records.case import Case
 from torchdelta.records.verdict import Verdict
-from torchdelta.report.audit import print_audit
+from torchdelta.report.terminal.audit import print_audit
 
 PROGRAMS = """
 import torch
@@ -67,7 +67,7 @@ class TestAudit:
         found = audit(f"{programs}:net", transform="export", kinds=["residual_dropped", "relu_leaky", "top_k_smallest"])
 
         assert found.control is Verdict.EQUIVALENT
-        assert outcomes(found) == {"residual_dropped": Outcome.CAUGHT, "relu_leaky": Outcome.CAUGHT}
+        assert outcomes(found) == {"residual_dropped": TrialOutcome.CAUGHT, "relu_leaky": TrialOutcome.CAUGHT}
         assert found.inapplicable == ("top_k_smallest",)
         assert found.catch_rate == 1.0
 
@@ -80,23 +80,23 @@ class TestAudit:
     def test_a_lenient_policy_misses(self, programs):
         found = audit(f"{programs}:net", transform="export", kinds=["scale_by_1_00001"], policy="rtol=0.1,atol=0.1")
 
-        assert outcomes(found) == {"scale_by_1_00001": Outcome.MISSED}
+        assert outcomes(found) == {"scale_by_1_00001": TrialOutcome.MISSED}
         assert found.catch_rate == 0.0
 
     def test_a_fault_without_effect_is_not_missed(self, programs):
         found = audit(f"{programs}:positive", transform="export", kinds=["relu_leaky"])
 
-        assert outcomes(found) == {"relu_leaky": Outcome.NO_EFFECT}
+        assert outcomes(found) == {"relu_leaky": TrialOutcome.NO_EFFECT}
         assert found.catch_rate is None
 
     def test_without_gradients_a_fault_in_them_has_no_effect(self, programs):
         kinds = ["parameter_stale"]
 
         assert outcomes(audit(f"{programs}:net", transform="export", kinds=kinds, stages=["forward"])) == {
-            "parameter_stale": Outcome.NO_EFFECT
+            "parameter_stale": TrialOutcome.NO_EFFECT
         }
         assert outcomes(audit(f"{programs}:net", transform="export", kinds=kinds)) == {
-            "parameter_stale": Outcome.CAUGHT
+            "parameter_stale": TrialOutcome.CAUGHT
         }
 
     def test_the_transform_is_applied_to_the_faulty_program(self, programs):
@@ -105,7 +105,7 @@ class TestAudit:
         )
 
         assert found.control is Verdict.EQUIVALENT
-        assert outcomes(found) == {"relu_leaky": Outcome.CRASHED}
+        assert outcomes(found) == {"relu_leaky": TrialOutcome.CRASHED}
         assert "this pass knows no leaky relu" in found.trials[0].reason
 
     def test_a_control_that_diverges_is_told(self, programs):
@@ -141,7 +141,7 @@ class TestAudit:
 
 def trial(kind, outcome):
     place = Place(kind=kind, node="add", op="aten.add.Tensor", module_path="blocks.1", source_line="net.py:3: x + y")
-    return Trial(place=place, outcome=outcome, reason="" if outcome is Outcome.MISSED else "too far off")
+    return FaultTrial(place=place, outcome=outcome, reason="" if outcome is TrialOutcome.MISSED else "too far off")
 
 
 def shown(capsys, *, verbose=False, control=Verdict.EQUIVALENT, trials=()):
@@ -154,7 +154,7 @@ def shown(capsys, *, verbose=False, control=Verdict.EQUIVALENT, trials=()):
 
 
 class TestOnATerminal:
-    TRIALS = (trial("a", Outcome.CAUGHT), trial("a", Outcome.MISSED), trial("d", Outcome.NO_EFFECT))
+    TRIALS = (trial("a", TrialOutcome.CAUGHT), trial("a", TrialOutcome.MISSED), trial("d", TrialOutcome.NO_EFFECT))
 
     def test_counts_by_kind_and_in_total(self, capsys):
         out = shown(capsys, trials=self.TRIALS)

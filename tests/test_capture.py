@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from torchdelta import Verdict
+from torchdelta.compare.statistics import Statistics, statistics_of
 from torchdelta.errors import ReportUnreadable, UsageError
-from torchdelta.locate.capture import capture, read_capture
-from torchdelta.locate.compare_captures import compare_captures
-from torchdelta.locate.statistics import Statistics, statistics_of
+from torchdelta.nodewise.capture import capture, read_capture
+from torchdelta.nodewise.compare_captures import compare_captures
 
 
 class Small(nn.Module):
@@ -508,8 +508,8 @@ def test_nodes_may_be_given_and_unknown_ones_are_refused():
 
 COMPARE = """
 import sys
-from torchdelta.locate.capture import read_capture
-from torchdelta.locate.compare_captures import compare_captures
+from torchdelta.nodewise.capture import read_capture
+from torchdelta.nodewise.compare_captures import compare_captures
 location = compare_captures(*map(read_capture, sys.argv[1:]))
 print(location.verdict.value, *[row.reference.name for row in location.table if row.inherited[0].error])
 """

@@ -13,7 +13,8 @@ import pytest
 
 import torchdelta.cli
 from programs import reports
-from torchdelta.cli import arguments, check, show
+from torchdelta.cli import check, show
+from torchdelta.cli.options import read_option
 from torchdelta.errors import UsageError
 from torchdelta.records.codec import read_report, write_report
 from torchdelta.records.verdict import Verdict
@@ -375,7 +376,7 @@ class TestOptions:
         ],
     )
     def test_are_numbers_truths_or_text(self, text, value):
-        found = arguments.read_option(f"key={text}")
+        found = read_option(f"key={text}")
 
         assert found == ("key", value)
         assert type(found[1]) is type(value)

@@ -9,7 +9,7 @@ from torch._dynamo.backends import registry
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import get_compiler_fn
 
-from torchdelta._torch.compiles import guarding_every
+from torchdelta._torch.compile.backends import guarding_every
 
 
 def double(x):
@@ -110,7 +110,7 @@ class TestACompilePasses:
     def test_before_torch_is_imported_and_does_not_import_it(self):
         script = (
             "import sys\n"
-            "from torchdelta._torch.compiles import guarding_every\n"
+            "from torchdelta._torch.compile.backends import guarding_every\n"
             "finders = list(sys.meta_path)\n"
             "with guarding_every(lambda backend, name: print(name) or backend):\n"
             "    print('torch' in sys.modules)\n"

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import torchdelta as td
-from torchdelta.execute.copies import copy_together
-from torchdelta.execute.sides import state_of
+from torchdelta.program.copies import copy_together
+from torchdelta.program.sides import state_of
 
 SHARED = nn.Linear(2, 2)
 TABLE = torch.ones(3)

@@ -5,7 +5,7 @@ import torch
 
 import torchdelta as td
 from torchdelta import Verdict
-from torchdelta._torch.ledges import Ledges
+from torchdelta._torch.modes.decisions import MarginWatch
 
 TORN = torch.tensor([[1.0, 1.0 + 2.0**-23, 0.5], [3.0, 1.0, 2.0]])
 
@@ -82,7 +82,7 @@ def test_integers_that_no_float_decided_are_exact():
 
 
 def test_the_margin_of_a_largest_value_is_its_distance_from_the_next():
-    with Ledges() as ledges:
+    with MarginWatch() as ledges:
         values = torch.tensor([[1.0, 4.0, 2.5], [7.0, 6.5, 0.0]])
         chosen = values.argmax(1)
         ranked = values.topk(2, 1).indices

@@ -10,12 +10,12 @@ from torch.nn import functional
 
 import torchdelta as td
 from torchdelta import Verdict
-from torchdelta._torch import lift
+from torchdelta._torch.modes import lift
+from torchdelta.audit.faults import FAULTS, NotPlantable, PlaceLost, eligible_places, plant
 from torchdelta.errors import UsageError
-from torchdelta.execute.programs import Program
-from torchdelta.execute.sides import Side
-from torchdelta.execute.stages import cotangent_for
-from torchdelta.faults import FAULTS, NotPlantable, PlaceLost, eligible_places, plant
+from torchdelta.program.programs import Program
+from torchdelta.program.sides import Side
+from torchdelta.program.stages import cotangent_for
 from torchdelta.transforms.cast import Cast
 from torchdelta.transforms.compiler import Compiler
 from torchdelta.transforms.export import Export

@@ -6,7 +6,8 @@ from torch import nn
 
 import torchdelta as td
 from torchdelta import Verdict
-from torchdelta._torch.torn import Choice, Force, Watch
+from torchdelta._torch.modes.decisions import CloseChoice, DecisionWatch, ForcedDecisions
+from torchdelta.check import decisions
 
 
 class Routed(nn.Module):
@@ -81,8 +82,8 @@ def test_another_choice_by_a_clear_margin_has_diverged():
 
 
 def test_more_torn_choices_than_are_tried_are_doubted_where_float64_finds_the_same_function(monkeypatch):
-    monkeypatch.setattr("torchdelta.engine.follow.TRIED", 0)
-    monkeypatch.setattr("torchdelta.engine.follow.FAR", float("inf"))
+    monkeypatch.setattr(decisions, "TRIED", 0)
+    monkeypatch.setattr(decisions, "FAR", float("inf"))
 
     doubted = td.check(Routed(), (TORN,), candidate=Routed(rounds_scores=True))
     untold = td.check(Routed(), (TORN,), candidate=Routed(rounds_scores=True), semantic=False)
@@ -106,7 +107,7 @@ def test_more_torn_choices_than_are_tried_are_doubted_where_float64_finds_the_sa
     ],
 )
 def test_the_other_way_of_a_choice_exchanges_what_its_margin_separates(choose, margin, other):
-    with Watch() as watch:
+    with DecisionWatch() as watch:
         choose(torch.tensor([[1.0, 4.0, 2.0, 8.0]]))
     (choice,) = watch.choices
 
@@ -119,7 +120,7 @@ def test_the_other_way_of_a_choice_exchanges_what_its_margin_separates(choose, m
 def test_a_choice_is_forced_and_later_ones_are_free():
     values = torch.tensor([[1.0, 3.0, 2.0]])
 
-    with Force([torch.tensor([[2]])]):
+    with ForcedDecisions([torch.tensor([[2]])]):
         first, second = values.topk(1, -1), values.topk(1, -1)
 
     assert (first.values.item(), first.indices.item()) == (2.0, 2)
@@ -127,7 +128,7 @@ def test_a_choice_is_forced_and_later_ones_are_free():
 
 
 def test_a_choice_among_one_value_has_no_other_way():
-    margins, _ = Choice.of("argmax", torch.ones(3, 1), torch.zeros(3, dtype=torch.int64), -1).other_way()
+    margins, _ = CloseChoice.of("argmax", torch.ones(3, 1), torch.zeros(3, dtype=torch.int64), -1).other_way()
 
     assert margins.isinf().all()
 

@@ -22,14 +22,14 @@ from torch.fx.passes.shape_prop import ShapeProp
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from torchdelta._torch.graphs import after_aot
-from torchdelta._torch.nodes import module_path, source_line
-from torchdelta._torch.targets import find_target, name_target
+from torchdelta._torch.graphs.graphs import after_aot
+from torchdelta._torch.graphs.nodes import module_path, source_line
+from torchdelta._torch.graphs.targets import find_target, name_target
 from torchdelta.errors import ReportUnreadable, UsageError
-from torchdelta.execute.graph_files import read_graph, tensors_path, write_graph
-from torchdelta.execute.graph_values import Unwritable, decode_value, encode_value
-from torchdelta.locate.handles import assign_handles, handles_of
-from torchdelta.locate.listing import node_records
+from torchdelta.nodewise.matching import assign_handles, handles_of
+from torchdelta.nodewise.node_records import node_records
+from torchdelta.storage.graphs import read_graph, tensors_path, write_graph
+from torchdelta.storage.values import Unwritable, decode_value, encode_value
 
 # what torch does itself while it traces
 pytestmark = [
@@ -356,7 +356,7 @@ def test_another_process_reads_it(tmp_path):
     graph = TestAnExportedGraph.exported().module()
     write_graph(graph, tmp_path / "graph.json")
     code = (
-        "import sys, torch; from torchdelta.execute.graph_files import read_graph; "
+        "import sys, torch; from torchdelta.storage.graphs import read_graph; "
         "x = torch.linspace(-1, 1, 12).reshape(3, 4); "
         "print(read_graph(sys.argv[1])(x, scale=3.0)['chosen'].detach().numpy().tobytes().hex())"
     )

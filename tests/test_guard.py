@@ -23,10 +23,12 @@ from torch.overrides import TorchFunctionMode
 
 import torchdelta as td
 from programs import broken
-from torchdelta.engine.attempts import NO_ERROR
-from torchdelta.engine.vigilance import PRESETS
+from torchdelta._torch.graphs import graphs
+from torchdelta.guard import graph as guarded_graph
+from torchdelta.guard.config import PRESETS
+from torchdelta.guard.graph import NO_ERROR
 from torchdelta.records.verdict import Verdict
-from torchdelta.transforms.made import SAME_RANDOM
+from torchdelta.transforms.wrappers import SAME_RANDOM
 
 
 @pytest.fixture(autouse=True)
@@ -441,9 +443,9 @@ class TestFinding:
         def broken_off(*_, **__):
             raise LookupError("nobody thought of this")
 
-        for place in ("torchdelta.engine.guard.graphs.with_own_nodes", "torchdelta.engine.attempts.prepare"):
+        for module, name in ((graphs, "with_own_nodes"), (guarded_graph, "prepare")):
             torch._dynamo.reset()
-            monkeypatch.setattr(place, broken_off)
+            monkeypatch.setattr(module, name, broken_off)
             guard = guarded("aot_eager", tmp_path)
 
             assert trained(guard) == trained("aot_eager")

@@ -13,9 +13,9 @@ from torch.fx import GraphModule, symbolic_trace
 from torch.fx.passes.shape_prop import ShapeProp
 
 from torchdelta.errors import UsageError
-from torchdelta.execute.graph_files import read_graph, write_graph
-from torchdelta.locate.handles import assign_handles, handles_of, merge_handles
-from torchdelta.locate.listing import node_records, placed_nodes
+from torchdelta.nodewise.matching import assign_handles, handles_of, merge_handles
+from torchdelta.nodewise.node_records import node_records, placed_nodes
+from torchdelta.storage.graphs import read_graph, write_graph
 
 
 class Conv(nn.Module):

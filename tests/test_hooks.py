@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 from torchdelta import Verdict
 from torchdelta.errors import ProgramError
-from torchdelta.execute.programs import Program
-from torchdelta.execute.sides import Side
-from torchdelta.locate.hooks import locate_modules
+from torchdelta.nodewise.modules import locate_modules
+from torchdelta.program.programs import Program
+from torchdelta.program.sides import Side
 
 WIDTH, HEADS = 16, 2
 

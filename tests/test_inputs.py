@@ -5,7 +5,7 @@ import torch
 
 import torchdelta as td
 from torchdelta import Verdict
-from torchdelta.execute.inputs import randomise
+from torchdelta.program.examples import randomise
 
 
 def drawn(value, seed=1):

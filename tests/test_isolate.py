@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from torchdelta import errors
-from torchdelta.isolate import groups, interrupts
+from torchdelta.isolate import process_groups
 from torchdelta.isolate.directories import PoolDirectory, sweep
-from torchdelta.isolate.outcome import Outcome
-from torchdelta.isolate.overseer import KEPT_OUTPUT_BYTES, Limits
-from torchdelta.isolate.pool import Pool
+from torchdelta.isolate.pool import Pool, merged
+from torchdelta.isolate.supervisor import KEPT_OUTPUT_BYTES, Limits, Outcome
 from torchdelta.records.failure import Failure
 
 pytestmark = [
@@ -328,7 +327,7 @@ def test_a_zygote_that_cannot_warm_up_starts_cold(root, monkeypatch):
 _ALONE = """
     import sys, threading
     from pathlib import Path
-    from torchdelta.isolate.born import is_alone
+    from torchdelta.isolate.zygote_start import is_alone
     from torchdelta.isolate.pool import Pool
 
     stop = threading.Event()
@@ -415,7 +414,7 @@ def busy_parent(request, tmp_path):
 
 
 def _family_of(process):
-    children = groups.children_of(process)
+    children = process_groups.children_of(process)
     return children + [number for child in children for number in _family_of(child)]
 
 
@@ -449,7 +448,7 @@ def test_nobody_outlives_a_killed_zygote_whose_parent_is_killed_too(busy_parent)
     process, family, _ = busy_parent
 
     os.kill(process.pid, signal.SIGSTOP)  # so that it cannot start another
-    for number in groups.children_of(process.pid):
+    for number in process_groups.children_of(process.pid):
         os.kill(number, signal.SIGKILL)
     process.kill()
 
@@ -467,14 +466,14 @@ def handled_by():
 def test_interruptions_that_come_together_are_one(handled_by, monkeypatch):
     handled_by(signal.default_int_handler)
     seen = []
-    with interrupts.merged():
+    with merged():
         for _ in range(3):
             try:
                 signal.raise_signal(signal.SIGINT)
             except KeyboardInterrupt:
                 seen.append("interrupted")
         assert seen == ["interrupted"]
-        monkeypatch.setattr(interrupts, "TOGETHER_S", 0.0)
+        monkeypatch.setattr("torchdelta.isolate.pool.TOGETHER_S", 0.0)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
@@ -484,7 +483,7 @@ def test_interruptions_that_come_together_are_one(handled_by, monkeypatch):
 def test_who_handles_interruptions_by_itself_goes_on_to(handled_by):
     seen = []
     handled_by(lambda *_: seen.append("handled"))
-    with interrupts.merged():
+    with merged():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 

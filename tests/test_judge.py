@@ -14,7 +14,7 @@ import torchdelta as td
 from torchdelta import Verdict
 from torchdelta.compare.judge import Judge, is_inexact
 from torchdelta.compare.leaves import leaves_of
-from torchdelta.compare.policies import parse
+from torchdelta.compare.policy_parser import parse
 
 EQUIVALENT, DIVERGED, INCONCLUSIVE = Verdict.EQUIVALENT, Verdict.DIVERGED, Verdict.INCONCLUSIVE
 NAN, INF = math.nan, math.inf

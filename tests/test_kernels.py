@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchdelta.compare import chunked, kernels, loops
+from torchdelta.compare import kernels, torch_kernels
 from torchdelta.compare.kernels import measure
 from torchdelta.records.comparison import Measurement
 
@@ -176,10 +176,10 @@ def assert_agrees(measured, expected):
 @contextlib.contextmanager
 def on(path, *, piece=None, span=None):
     """Take one of the two paths, with pieces and spans so small that a few elements have many."""
-    cpu_measure = kernels._cpu_measure(2**20) if path == "fused" else chunked.measure_span
+    cpu_measure = kernels._cpu_measure(2**20) if path == "fused" else torch_kernels.measure_span
     with (
         mock.patch.object(kernels, "_cpu_measure", return_value=cpu_measure),
-        mock.patch.object(chunked, "CPU_PIECE", piece or chunked.CPU_PIECE),
+        mock.patch.object(torch_kernels, "CPU_PIECE", piece or torch_kernels.CPU_PIECE),
         mock.patch.object(kernels, "_SPAN", span or kernels._SPAN),
     ):
         yield
@@ -473,9 +473,9 @@ def test_measures_without_numba():
 def test_memory_beyond_the_tensors_stays_below_64_mb():
     # tensors are filled in place, so that their own construction sets no higher peak
     script = """
-        from torchdelta.compare import chunked
+        from torchdelta.compare import torch_kernels
         from torchdelta.compare.kernels import measure
-        from torchdelta.execute.memory import peak_bytes
+        from torchdelta.program.memory import peak_bytes
 
         def peak_mb():
             return peak_bytes() / 2**20
@@ -498,7 +498,7 @@ def test_memory_beyond_the_tensors_stays_below_64_mb():
         for (name, r), (_, c) in zip(views(large[0]), views(large[1])):
             measure(r, c, rtol=1e-3)
             print(name, peak_mb() - before)
-        chunked.measure_span(large[0][: 2**24], large[1][: 2**24], 0.0, 0.0)
+        torch_kernels.measure_span(large[0][: 2**24], large[1][: 2**24], 0.0, 0.0)
         print("without numba", peak_mb() - before)
     """
     grown_mb = dict(line.rsplit(" ", 1) for line in run_python(script).splitlines())
@@ -543,20 +543,24 @@ class TestLoading:
     @pytest.fixture(autouse=True)
     def nothing_measured(self, monkeypatch):
         """As in a process that has measured nothing yet."""
-        for name in ("fused", "fused_spread"):
+        for name in ("numba_measure", "numba_spread"):
             monkeypatch.delitem(sys.modules, f"torchdelta.compare.{name}", raising=False)
-        monkeypatch.setattr(loops._Small, "measured", 0)
+        monkeypatch.setattr(kernels._Small, "measured", 0)
 
     def test_a_few_small_tensors_are_measured_without_it(self):
-        assert all(loops.compiled("fused", chunked.CPU_PIECE) is None for _ in range(loops._MANY))
-        assert "torchdelta.compare.fused" not in sys.modules
+        assert all(kernels.compiled("numba_measure", torch_kernels.CPU_PIECE) is None for _ in range(kernels._MANY))
+        assert "torchdelta.compare.numba_measure" not in sys.modules
 
     def test_a_large_one_is_worth_it_and_from_then_on_it_is_there_for_small_ones(self):
-        assert loops.compiled("fused", 4) is None
-        assert loops.compiled("fused", chunked.CPU_PIECE + 1) is loops.compiled("fused", 4) is not None
+        assert kernels.compiled("numba_measure", 4) is None
+        assert (
+            kernels.compiled("numba_measure", torch_kernels.CPU_PIECE + 1)
+            is kernels.compiled("numba_measure", 4)
+            is not None
+        )
 
     def test_many_small_ones_are_worth_it_together(self):
-        found = [loops.compiled(name, 4) for name in ("fused", "fused_spread") * loops._MANY]
+        found = [kernels.compiled(name, 4) for name in ("numba_measure", "numba_spread") * kernels._MANY]
 
-        assert found[: loops._MANY] == [None] * loops._MANY
-        assert None not in found[loops._MANY :]
+        assert found[: kernels._MANY] == [None] * kernels._MANY
+        assert None not in found[kernels._MANY :]

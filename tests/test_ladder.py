@@ -8,8 +8,8 @@ from torch._dynamo.backends.common import aot_autograd
 
 import torchdelta as td
 from programs import live_bugs
-from torchdelta._torch import aot
-from torchdelta._torch.seams import hand_on
+from torchdelta._torch.compile import aot
+from torchdelta._torch.compile.seams import hand_on
 from torchdelta.transforms.compiler import Compiler
 
 aten = torch.ops.aten

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchdelta._torch.dynamo import compiling
-from torchdelta._torch.lift import Lift
-from torchdelta._torch.lift_graph import lift_graph
+from torchdelta._torch.compile.dynamo import compiling
+from torchdelta._torch.graphs.lift_graph import lift_graph
+from torchdelta._torch.modes.lift import Lift
 
 
 def casts_inside(x):

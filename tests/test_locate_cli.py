@@ -11,9 +11,9 @@ import torch
 import typer
 
 import torchdelta.cli
-from torchdelta.cli import arguments
+from torchdelta.cli import options
 from torchdelta.errors import UsageError
-from torchdelta.locate.listing import node_records
+from torchdelta.nodewise.node_records import node_records
 from torchdelta.records.codec import read_report
 from torchdelta.records.location import Location
 from torchdelta.records.verdict import Verdict
@@ -257,12 +257,12 @@ class TestMemory:
         ],
     )
     def test_is_read_with_its_unit(self, text, amount):
-        assert arguments.read_bytes(text) == amount
+        assert options.read_bytes(text) == amount
 
     @pytest.mark.parametrize("text", ["", "much", "2XB", "-1GB", "0", "0.1", "1e9", "GB", "1GB2"])
     def test_that_is_no_amount_is_refused(self, text):
         with pytest.raises(UsageError, match=r"^malformed amount of memory .*: write it as 2GB"):
-            arguments.read_bytes(text)
+            options.read_bytes(text)
 
     def test_that_is_malformed_is_found_before_anything_runs(self, locate):
         ran = locate("no_such.py:build", "-t", "eager", "--memory", "much")
@@ -291,7 +291,7 @@ def test_a_mistake_is_one_sentence_and_2_as_for_a_check(locate, words, said):
 
 def test_check_and_locate_take_the_same_case():
     commands = typer.main.get_command(torchdelta.cli.app).commands
-    shared = set(inspect.signature(arguments.read_words).parameters)
+    shared = set(inspect.signature(options.read_words).parameters)
 
     assert len(shared) > 10
     for name in ("check", "locate"):

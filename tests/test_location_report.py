@@ -24,7 +24,7 @@ from torchdelta.records.comparison import Breach, Comparison
 from torchdelta.records.location import Location, NodeRecord, Row, Rung
 from torchdelta.records.report import Cost, Coverage, Culprit, Report
 from torchdelta.records.verdict import Verdict
-from torchdelta.report.location import print_location
+from torchdelta.report.terminal.location import print_location
 
 
 def seen(verdict=Verdict.DIVERGED, *, error=4.0, noise=0.5, sqnr_db=20.0, contract=(), **numbers):

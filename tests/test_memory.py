@@ -8,7 +8,7 @@ import pytest
 CHILD = """
 import torch
 import torchdelta as td
-from torchdelta.execute.memory import peak_bytes
+from torchdelta.program.memory import peak_bytes
 
 class Big(torch.nn.Module):
     def __init__(self):

@@ -18,19 +18,17 @@ from torch.fx import symbolic_trace
 import torchdelta as td
 from programs import broken, reports
 from torchdelta import Verdict
-from torchdelta.engine import asking
-from torchdelta.engine import minified as minified_of
 from torchdelta.errors import UsageError
-from torchdelta.isolate.outcome import Outcome
 from torchdelta.isolate.pool import Query
-from torchdelta.minify.draws import Draw
-from torchdelta.minify.edit import Edit, merged
-from torchdelta.minify.foresight import Foresight
-from torchdelta.minify.oracle import Answer
+from torchdelta.isolate.supervisor import Outcome
+from torchdelta.minify import queries
+from torchdelta.minify import result as minified_of
+from torchdelta.minify.edits import Edit, merged
 from torchdelta.minify.passes import PASSES, STRATEGIES
-from torchdelta.minify.reducer import AGAIN, Budget, Reducer, Wavering
-from torchdelta.minify.search import Search
-from torchdelta.minify.subject import Name, Subject
+from torchdelta.minify.reducer import AGAIN, Budget, FlakyFailure, Reducer
+from torchdelta.minify.search import Answer, Search
+from torchdelta.minify.speculation import Speculation
+from torchdelta.minify.subject import Draw, Name, Subject
 from torchdelta.records.case import Case
 from torchdelta.records.codec import encode
 from torchdelta.records.failure import Failure, Signature
@@ -431,7 +429,7 @@ class TestReducer:
     def test_what_does_not_come_again_is_not_followed_in_small_steps(self):
         shown = iter([True])
 
-        with pytest.raises(Wavering):
+        with pytest.raises(FlakyFailure):
             reduced(
                 subject_of(lambda x: torch.relu(x).exp().tanh().cos(), torch.randn(8, 4)), lambda _: next(shown, False)
             )
@@ -461,7 +459,7 @@ class TestReducer:
         times = iter(range(100))
         subject = subject_of(lambda x: torch.relu(x.sin().exp()).cos().tanh(), torch.randn(8, 4))
 
-        with pytest.raises(Wavering):
+        with pytest.raises(FlakyFailure):
             reduced(subject, lambda _: next(times) % 3 == 2, budget=Budget(queries=queries))
 
     def test_a_query_that_breaks_says_nothing_about_whether_the_failure_comes_again(self):
@@ -511,7 +509,7 @@ class TestForesight:
         asked, answers = [], {}
         subject = subject_of(lambda x: x.cos().sin().relu().cos().sin().relu(), torch.randn(8, 8))
         search = Search(subject=subject, answer=Answer(), wanted=WANTED)
-        foresight = Foresight(
+        foresight = Speculation(
             find=lambda subject: answers.get(subject.key), search=search, strategies=STRATEGIES, passes=PASSES
         )
         while (foreseen := foresight()) is not None and len(asked) < 5:
@@ -539,7 +537,7 @@ class TestForesight:
         subject = subject_of(lambda x: torch.relu(torch.sin(torch.sin(torch.cos(x)))), torch.randn(8, 8))
         search = Search(subject=subject, answer=Answer(), wanted=WANTED)
 
-        assert Foresight(find=lambda _: broken, search=search, strategies=STRATEGIES, passes=PASSES)() is None
+        assert Speculation(find=lambda _: broken, search=search, strategies=STRATEGIES, passes=PASSES)() is None
 
     @pytest.mark.parametrize("queries", [2, 3, 4, 5])
     def test_no_more_is_asked_ahead_than_the_budget_allows(self, queries):
@@ -592,7 +590,7 @@ class TestAsking:
 
     @pytest.fixture
     def ask(self, pool):
-        workers = asking.Workers(pool=pool, case=Case(program="subject", transform="inductor"), timeout_s=1.0)
+        workers = queries.WorkerOracle(pool=pool, case=Case(program="subject", transform="inductor"), timeout_s=1.0)
         yield workers
         workers.end()
 
@@ -998,7 +996,7 @@ class TestInWorkers:
     def test_whatever_a_pass_does_to_its_process_it_ends_at_the_operation(
         self, transform, kind, tmp_path, monkeypatch, workers
     ):
-        monkeypatch.setattr(asking, "LEAST_S", 2.0)
+        monkeypatch.setattr(queries, "LEAST_S", 2.0)
         if kind == "timeout":
             monkeypatch.setattr(minified_of, "HUNG_S", 12.0)
         program, args = broken.frozen_stack()
@@ -1070,4 +1068,4 @@ class TestInWorkers:
 def test_a_subject_that_fails_eagerly_in_a_worker_says_nothing(error):
     failure = Failure.of_exception(error, "it fails when run eagerly", stage="forward")
 
-    assert asking.answer_of(Outcome(error=error, failure=failure), case=None) == Answer()
+    assert queries.answer_of(Outcome(error=error, failure=failure), case=None) == Answer()

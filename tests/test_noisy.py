@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchdelta._torch.noisy import Noisy
+from torchdelta._torch.modes.noisy import Noisy
 
 
 def run_noisily(function, *tensors, seed=0, unit=None):

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule, symbolic_trace
 
-from torchdelta._torch.noted import Chain, key_of
-from torchdelta._torch.provenance import handles_of
-from torchdelta.engine.chains import ChainJudge
+from torchdelta._torch.compile.graph_versions import Chain, key_of
+from torchdelta._torch.graphs.handles import handles_of
+from torchdelta.passes.watch import ChainJudge
 
 aten = torch.ops.aten
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from torchdelta.cli.op_arguments import DTYPES, read_arguments
 from torchdelta.errors import UsageError
-from torchdelta.execute.op_arguments import MOST_SHOWN, build, described, described_all
+from torchdelta.operators.arguments import MOST_SHOWN, build, described, described_all
 
 
 def values(text, seed=0):

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from torchdelta import ProgramError, UsageError, Verdict, check_op
-from torchdelta.execute import examples
-from torchdelta.execute.programs import Program
+from torchdelta.program import examples
+from torchdelta.program.programs import Program
 
 AOT = ("aot/static/min-cut", "aot/dynamic/min-cut")
 

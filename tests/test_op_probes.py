@@ -8,10 +8,10 @@ import sys
 import pytest
 import torch
 
-from torchdelta._torch.schemas import Declared
-from torchdelta.engine.op_fakes import SYMBOLS, remedy_of
-from torchdelta.engine.opcheck import check_op
+from torchdelta._torch.operators.schemas import DeclaredEffects
 from torchdelta.errors import EnvironmentUnfit, ProgramError, UsageError
+from torchdelta.operators.check import check_op
+from torchdelta.operators.probes.fake import SYMBOLS, remedy_of
 from torchdelta.records.verdict import Verdict
 
 pytestmark = pytest.mark.slow
@@ -77,7 +77,7 @@ class TestSchema:
     def test_calls_are_counted_once(self):
         calls = []
         with registered("counted(Tensor x) -> Tensor", lambda x: (calls.append(x), x + 1)[1], "CPU") as op:
-            watching = Declared(op)
+            watching = DeclaredEffects(op)
             with watching:
                 watching.call((torch.randn(3),), {})
                 watching.call((torch.randn(4),), {})

@@ -18,8 +18,8 @@ import torch
 from programs import bad_ops, good_ops
 from programs.bad_ops import BAD
 from programs.good_ops import GOOD
-from torchdelta.engine.opcheck import check_op
 from torchdelta.errors import ProgramError, UsageError
+from torchdelta.operators.check import check_op
 from torchdelta.records.verdict import Verdict
 
 pytestmark = [
@@ -87,7 +87,7 @@ MANY = (
 RAISES_IN_META = """
 import gc
 import torch
-from torchdelta.engine.opcheck import check_op
+from torchdelta.operators.check import check_op
 
 library = torch.library.Library("td_peeking", "FRAGMENT")
 library.define("peeks(Tensor x) -> Tensor")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torchdelta._torch.operators import devices_of, name_of, operator_named, require_fitting, require_kernel
+from torchdelta._torch.operators.lookup import devices_of, name_of, operator_named, require_fitting, require_kernel
 from torchdelta.errors import EnvironmentUnfit, UsageError
 
 _LIBRARY = torch.library.Library("td_named", "FRAGMENT")

@@ -10,8 +10,8 @@ from torch.fx import Graph, GraphModule, symbolic_trace
 
 import torchdelta as td
 from torchdelta import Verdict
-from torchdelta.engine.check import Check
-from torchdelta.engine.pipeline import NOTHING_CHANGED
+from torchdelta.check.check import Check
+from torchdelta.passes.pipeline import NOTHING_CHANGED
 
 EQUIVALENT, DIVERGED, INCONCLUSIVE, CRASHED = (
     Verdict.EQUIVALENT,

@@ -6,7 +6,7 @@ import torch
 import torchdelta as td
 from programs import models
 from programs.hidden import Hidden
-from torchdelta.faults import FAULTS
+from torchdelta.audit.faults import FAULTS
 from torchdelta.transforms.fx_pass import FxPass
 
 # model, kind, seed: each kind once at least, and each model in the open and behind a black box; `benchmarks/locate.py`

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 import torchdelta as td
 from torchdelta import UsageError, Verdict
 from torchdelta.compare.kernels import measure
-from torchdelta.compare.metrics import METRICS
 from torchdelta.compare.noise import Noise, unit_roundoff
-from torchdelta.compare.policies import parse
-from torchdelta.compare.policy import Bitwise, Sample, Threshold, Tolerance
+from torchdelta.compare.policy import METRICS, Bitwise, Sample, Threshold, Tolerance
+from torchdelta.compare.policy_parser import parse
 
 EQUIVALENT, DIVERGED, INCONCLUSIVE = Verdict.EQUIVALENT, Verdict.DIVERGED, Verdict.INCONCLUSIVE
 NAN, INF = math.nan, math.inf

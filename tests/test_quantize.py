@@ -9,17 +9,16 @@ from torch import nn
 
 import torchdelta as td
 from torchdelta import Verdict
-from torchdelta._torch.nodes import arguments, set_argument
-from torchdelta._torch.quantizing import Levels
-from torchdelta._torch.seams import hand_on
-from torchdelta.compare.steps import COARSER, RUNS, rounded, step_for
+from torchdelta._torch.compile.seams import hand_on
+from torchdelta._torch.graphs.nodes import arguments, set_argument
+from torchdelta._torch.graphs.quantization import Levels
+from torchdelta.compare.quantization_noise import COARSER, RUNS, rounded, step_for
 from torchdelta.errors import EnvironmentUnfit, ProgramError, UsageError
-from torchdelta.execute.sides import Side
-from torchdelta.locate.align import align
-from torchdelta.locate.handles import assign_handles, handles_of
-from torchdelta.locate.listing import node_records
+from torchdelta.nodewise.matching import align, assign_handles, handles_of
+from torchdelta.nodewise.node_records import node_records
+from torchdelta.program.sides import Side
 from torchdelta.transforms.quantize import Quantize, quantized, quantizer_named
-from torchdelta.transforms.watched import Watched
+from torchdelta.transforms.wrappers import ObservedTransform
 
 pytest.importorskip("torchao")
 
@@ -108,7 +107,7 @@ def test_who_else_stands_at_the_seam_hides_no_layer_from_their_judge():
         passed.append(handed.level)
         return handed.on()
 
-    report = td.check(net(), (IMAGE,), transform=Watched(Quantize("x86", {}), look))
+    report = td.check(net(), (IMAGE,), transform=ObservedTransform(Quantize("x86", {}), look))
 
     assert report.verdict is td.check(net(), (IMAGE,), transform="quantize:x86").verdict is Verdict.EQUIVALENT
     assert set(passed) == {"export"}

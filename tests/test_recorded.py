@@ -16,11 +16,12 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental._backward_state import BackwardState
 
 import torchdelta as td
-from torchdelta._torch import runtime, settings
-from torchdelta._torch.graphs import after_aot
-from torchdelta.execute import recorded
-from torchdelta.execute.named import load_program
-from torchdelta.records.recording import RECORDING, Autocast, Recording, read_recording, write_recording
+from torchdelta._torch.compile import settings
+from torchdelta._torch.graphs.graphs import after_aot
+from torchdelta._torch.process import runtime
+from torchdelta.program import recordings
+from torchdelta.program.loading import load_program
+from torchdelta.records.recording import RECORDING, AutocastSetting, Recording, read_recording, write_recording
 
 RELU_BUG = {"torch._inductor.config.cpp.inject_relu_bug_TESTING_ONLY": "accuracy"}
 PASSES = """
@@ -65,13 +66,13 @@ def first_of_two(first, second):
 
 
 def record(directory, graph_module, inputs, **words):
-    return recorded.write(directory, graph_module, inputs, Recording(name="test", **{"level": "dynamo", **words}))
+    return recordings.write(directory, graph_module, inputs, Recording(name="test", **{"level": "dynamo", **words}))
 
 
 def around():
     """What is on where a graph is called."""
     on = runtime.autocast()
-    autocast = Autocast(device=on[0], dtype=on[1]) if on is not None else None
+    autocast = AutocastSetting(device=on[0], dtype=on[1]) if on is not None else None
     return {"is_grad_enabled": torch.is_grad_enabled(), "autocast": autocast}
 
 
@@ -134,7 +135,7 @@ class TestRoundTrip:
         model, x = build(), torch.randn(3, 4)
         written = record_compiled(tmp_path, model, x)
 
-        program, recording = recorded.read(tmp_path)
+        program, recording = recordings.read(tmp_path)
 
         (output,) = program.call(*program.args)
         assert torch.equal(output, model(x))
@@ -154,7 +155,7 @@ class TestRoundTrip:
         )
         record(tmp_path, graph_of(both), inputs)
 
-        args = recorded.read(tmp_path)[0].args
+        args = recordings.read(tmp_path)[0].args
 
         for given, read in zip(inputs, args, strict=True):
             assert torch.equal(given, read)
@@ -169,7 +170,7 @@ class TestRoundTrip:
         whole = torch.arange(6.0)
         record(tmp_path, graph_of(three), (whole, whole[2:3], whole))
 
-        first, second, third = recorded.read(tmp_path)[0].args
+        first, second, third = recordings.read(tmp_path)[0].args
 
         assert first is third
         first[2] = 100.0
@@ -179,7 +180,7 @@ class TestRoundTrip:
         parameter = torch.nn.Parameter(torch.arange(6.0))
         record(tmp_path, graph_of(first_of_two), (parameter, parameter[4:]))
 
-        first, second = recorded.read(tmp_path)[0].args
+        first, second = recordings.read(tmp_path)[0].args
         with torch.no_grad():
             first[5] = 100.0
 
@@ -190,7 +191,7 @@ class TestRoundTrip:
         computed = torch.ones(4, requires_grad=True) * 3
         record(tmp_path, graph_of(lambda first, second: first + second), (computed, computed))
 
-        first, second = recorded.read(tmp_path)[0].args
+        first, second = recordings.read(tmp_path)[0].args
 
         assert first is second
         assert first.is_leaf
@@ -200,7 +201,7 @@ class TestRoundTrip:
         inputs = (3, 2.5, None, [torch.ones(2), (torch.zeros(1), float("inf"))])
         record(tmp_path, graph_of(lambda a, b, c, d: a), inputs)
 
-        number, real, nothing, nested = recorded.read(tmp_path)[0].args
+        number, real, nothing, nested = recordings.read(tmp_path)[0].args
 
         assert (number, real, nothing, nested[1][1]) == (3, 2.5, None, float("inf"))
         assert torch.equal(nested[0], torch.ones(2))
@@ -217,7 +218,7 @@ class TestRoundTrip:
 
         torch._dynamo.reset()
         torch.compile(doubled, backend=backend, dynamic=True)(torch.ones(5))
-        program = recorded.read(tmp_path)[0]
+        program = recordings.read(tmp_path)[0]
 
         assert [record.lacks for record in written] == [()]
         assert 5 in program.args
@@ -240,7 +241,7 @@ class TestRoundTrip:
 
         assert returned.keys() == {"forward", "backward"}
         for level, outputs in returned.items():
-            program = recorded.read(tmp_path / level)[0]
+            program = recordings.read(tmp_path / level)[0]
             again = program.call(*program.args)
             assert [None if value is None else value.tolist() for value in again] == [
                 None if value is None else value.tolist() for value in outputs
@@ -249,7 +250,7 @@ class TestRoundTrip:
     def test_a_graph_behind_aot_asks_for_no_gradients(self, tmp_path):
         record(tmp_path, graph_of(first_of_two), (torch.ones(2, requires_grad=True), torch.ones(2)), level="forward")
 
-        assert not any(value.requires_grad for value in recorded.read(tmp_path)[0].args)
+        assert not any(value.requires_grad for value in recordings.read(tmp_path)[0].args)
 
     @pytest.mark.parametrize(
         "recording",
@@ -267,7 +268,7 @@ class TestRoundTrip:
                 imports=("package.module", "file.py"),
                 path=("folder",),
                 is_grad_enabled=False,
-                autocast=Autocast(device="cpu", dtype="bfloat16"),
+                autocast=AutocastSetting(device="cpu", dtype="bfloat16"),
                 lacks=("something",),
             ),
         ],
@@ -326,7 +327,7 @@ class TestWritingChangesNothing:
         parameter.grad = torch.ones(3)
         record(tmp_path, graph_of(first_of_two), (parameter, torch.ones(3)))
 
-        program = recorded.read(tmp_path)[0]
+        program = recordings.read(tmp_path)[0]
         assert program.args[0].grad is None
         program.call(*program.args).sum().backward()
 
@@ -352,14 +353,14 @@ class TestWritingChangesNothing:
             assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == (grad_mode, inference)
 
         assert written.lacks == ()
-        assert torch.equal(recorded.read(tmp_path)[0].args[0], computed)
+        assert torch.equal(recordings.read(tmp_path)[0].args[0], computed)
 
     def test_of_tensors_that_were_made_in_inference_mode(self, tmp_path):
         with torch.inference_mode():
             made = torch.arange(3.0)
             written = record(tmp_path, graph_of(first_of_two), (made, made[1:]), is_grad_enabled=False)
 
-        program = recorded.read(tmp_path)[0]
+        program = recordings.read(tmp_path)[0]
 
         assert written.lacks == ()
         assert torch.equal(program.call(*program.args), torch.tensor([0.0, 2.0, 4.0]))
@@ -373,7 +374,7 @@ class TestWhatWasOnAroundIt:
             record_compiled(tmp_path / "under", model, x)
         record_compiled(tmp_path / "outside", model, x)
 
-        there, outside = (recorded.read(tmp_path / name)[0] for name in ("under", "outside"))
+        there, outside = (recordings.read(tmp_path / name)[0] for name in ("under", "outside"))
 
         assert under.dtype is torch.bfloat16
         assert torch.equal(there.call(*there.args)[0], under)
@@ -386,7 +387,7 @@ class TestWhatWasOnAroundIt:
             record_compiled(tmp_path / "off", model, x)
         record_compiled(tmp_path / "on", model, x)
 
-        off, on = (recorded.read(tmp_path / name)[0] for name in ("off", "on"))
+        off, on = (recordings.read(tmp_path / name)[0] for name in ("off", "on"))
 
         assert not off.call(*off.args)[0].requires_grad
         assert on.call(*on.args)[0].requires_grad
@@ -445,13 +446,13 @@ class TestWhatIsLacking:
         (lack,) = written.lacks
         assert "the input second" in lack
         assert said in lack
-        values = recorded.read_values(tmp_path / recorded.INPUTS)
+        values = recordings.read_values(tmp_path / recordings.INPUTS)
         assert list(values) == ["first"]
         assert torch.equal(values["first"], other)
         with pytest.raises(
             td.ProgramError, match=r"has no second to run its graph on; the input second .* is left out"
         ):
-            recorded.read(tmp_path)
+            recordings.read(tmp_path)
 
     def test_nothing_is_lacking_where_all_can_be_written(self, tmp_path):
         assert record(tmp_path, graph_of(first_of_two), (torch.randn(3), torch.randn(3))).lacks == ()
@@ -472,15 +473,15 @@ class TestWhatIsLacking:
 
         (lack,) = written.lacks
         assert "inside of a function" in lack
-        assert "local" in (tmp_path / recorded.READABLE).read_text()
+        assert "local" in (tmp_path / recordings.READABLE).read_text()
         with pytest.raises(td.ProgramError, match="has no graph that could be run; the graph cannot be run elsewhere"):
-            recorded.read(tmp_path)
+            recordings.read(tmp_path)
 
     def test_an_operator_of_main_is_said_to_be_nowhere_else(self, tmp_path):
         ran = run_python(
             """
             import torch
-            from torchdelta.execute import recorded
+            from torchdelta.program import recordings as recorded
             from torchdelta.records.recording import Recording
 
             @torch.library.custom_op("of_main::double", mutates_args=())
@@ -497,7 +498,7 @@ class TestWhatIsLacking:
 
         assert "what is defined in __main__ is in another file in another process" in ran.stdout, ran.stderr
         with pytest.raises(td.ReportUnreadable, match=r"no operator of_main::double is registered .* in __main__"):
-            recorded.read(tmp_path / "there")
+            recordings.read(tmp_path / "there")
 
     def test_a_transform_of_main_is_none_that_another_process_could_find(self, tmp_path):
         written = record(tmp_path, graph_of(first_of_two), (torch.ones(2),) * 2, transform="__main__:a_pass")
@@ -533,8 +534,8 @@ class TestWhatAnotherProcessNeeds:
         wrote = run_python(
             f"""
             import torch
-            from torchdelta.execute import recorded
-            from torchdelta.execute.programs import load_module
+            from torchdelta.program import recordings as recorded
+            from torchdelta.program.programs import load_module
             from torchdelta.records.recording import Recording
             import my_passes
             {loaded}
@@ -591,7 +592,7 @@ class TestHalfWritten:
         record(tmp_path, graph_of(first_of_two), (torch.ones(2),) * 2)
         load_program(str(tmp_path))
         for step in ("write_values", "write_recording"):
-            monkeypatch.setattr(recorded, step, die)
+            monkeypatch.setattr(recordings, step, die)
             with pytest.raises(KeyboardInterrupt):
                 record(tmp_path, graph_of(first_of_two), (torch.zeros(2),) * 2)
 
@@ -605,11 +606,11 @@ class TestHalfWritten:
         graph = torch.fx.Graph()
         graph.output(graph.call_function(lambda x: x, (graph.placeholder("x"),)))
         record(tmp_path, torch.fx.GraphModule({}, graph), (torch.ones(2),))
-        assert (tmp_path / recorded.READABLE).exists()
+        assert (tmp_path / recordings.READABLE).exists()
 
         record(tmp_path, graph_of(first_of_two), (torch.ones(2),) * 2)
 
-        assert not (tmp_path / recorded.READABLE).exists()
+        assert not (tmp_path / recordings.READABLE).exists()
         load_program(str(tmp_path))
 
     @pytest.mark.parametrize(
@@ -631,7 +632,7 @@ class TestHalfWritten:
 
     def test_a_directory_whose_inputs_are_gone_is_refused(self, tmp_path):
         record(tmp_path, graph_of(first_of_two), (torch.ones(2),) * 2)
-        (tmp_path / recorded.INPUTS).unlink()
+        (tmp_path / recordings.INPUTS).unlink()
 
         with pytest.raises(td.ReportUnreadable, match=r"cannot read .*inputs.json"):
             load_program(str(tmp_path))

@@ -18,21 +18,19 @@ from torch.fx import Graph, GraphModule, symbolic_trace
 import torchdelta as td
 from programs import reports
 from torchdelta import Verdict
-from torchdelta._torch import versions
-from torchdelta._torch.settings import changed_settings
+from torchdelta._torch.compile.settings import changed_settings
+from torchdelta._torch.process import versions
 from torchdelta.errors import ReproUnwritable, UsageError
-from torchdelta.execute.programs import load_callable
+from torchdelta.program.programs import load_callable
 from torchdelta.records.case import Case
 from torchdelta.records.comparison import Worst
 from torchdelta.records.failure import Failure
 from torchdelta.records.report import Report, Stage
-from torchdelta.repro.confirm import Clean, confirm
-from torchdelta.repro.evidence import key_of
-from torchdelta.repro.finding import Finding
+from torchdelta.repro.confirm import CleanProcess, confirm
+from torchdelta.repro.finding import Finding, key_of
 from torchdelta.repro.issue import issue_text
-from torchdelta.repro.numbers import write_contiguous
 from torchdelta.repro.script import write
-from torchdelta.repro.tensors import write_tensors
+from torchdelta.repro.values import write_contiguous, write_tensors
 
 PLANTED = """
 import ctypes, os, time, torch
@@ -404,15 +402,15 @@ def test_who_waits_for_a_script_does_beforehand_what_it_was_told(tmp_path):
     path = tmp_path / "script.py"
     path.write_text("import faulthandler, sys\nprint('the bug is there')\nsys.exit(faulthandler.is_enabled())\n")
 
-    assert confirm(path, deadline_s=60.0, clean=Clean(("faulthandler:enable",))).is_there
-    assert not confirm(path, deadline_s=60.0, clean=Clean(("faulthandler",))).is_there
+    assert confirm(path, deadline_s=60.0, clean=CleanProcess(("faulthandler:enable",))).is_there
+    assert not confirm(path, deadline_s=60.0, clean=CleanProcess(("faulthandler",))).is_there
 
 
 @pytest.mark.parametrize("step", ["no_such_module", "sys:exit"])
 def test_a_script_is_run_although_who_waited_for_it_is_gone(step, tmp_path):
     path = tmp_path / "script.py"
     path.write_text("import sys\nprint('the bug is there')\nsys.exit(1)\n")
-    gone = Clean((step,))
+    gone = CleanProcess((step,))
     while gone.is_waiting:
         time.sleep(0.01)
 

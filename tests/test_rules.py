@@ -13,7 +13,7 @@ from torch import nn
 
 import torchdelta as td
 from torchdelta import Verdict
-from torchdelta._torch import runtime
+from torchdelta._torch.process import runtime
 
 EQUIVALENT, DIVERGED, INCONCLUSIVE, CRASHED = (
     Verdict.EQUIVALENT,

@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from torchdelta.cli.exits import EXIT_OF
-from torchdelta.records.guarded import Seen, Summary
-from torchdelta.records.passes import PassFinding
+from torchdelta.cli.options import EXIT_OF
+from torchdelta.records.guard import GuardedGraphRecord, GuardSummary
+from torchdelta.records.passes import PassFinding, PassSummary
 from torchdelta.records.report import Culprit
 from torchdelta.records.verdict import Verdict
-from torchdelta.records.watched import Watched
-from torchdelta.report.guarded import print_guarded
+from torchdelta.report.terminal.guard import print_guarded
 
 TRAIN = Path(__file__).parent / "programs" / "train.py"
 
@@ -450,7 +449,7 @@ CULPRIT = Culprit(
 
 def seen(number, **fields):
     known = {"name": "net.py:3: x", "backend": "inductor", "level": "dynamo", "nodes": 12, "call": 1, "unchecked": ""}
-    return Seen(number=number, **{**known, "verdict": Verdict.DIVERGED, **fields})
+    return GuardedGraphRecord(number=number, **{**known, "verdict": Verdict.DIVERGED, **fields})
 
 
 def shown(summary, watched=None):
@@ -464,7 +463,7 @@ class TestTheSummary:
         where = os.path.join(os.getcwd(), "found", "0002-dynamo")
         finding = seen(2, culprit=CULPRIT, directory=where, repro=os.path.join(where, "repro.py"), call=20)
 
-        told = shown(Summary(graphs=3, checked=3, verdicts={"equivalent": 2, "diverged": 1}, findings=(finding,)))
+        told = shown(GuardSummary(graphs=3, checked=3, verdicts={"equivalent": 2, "diverged": 1}, findings=(finding,)))
 
         assert told.splitlines()[0] == "torchdelta run  diverged"
         assert "graphs  3 seen, 3 checked: 2 equivalent, 1 diverged" in told
@@ -477,7 +476,7 @@ class TestTheSummary:
     def test_says_why_where_nobody_is_to_blame(self):
         crashed = seen(1, verdict=Verdict.CRASHED, reason="RuntimeError: no", call=0)
 
-        told = shown(Summary(graphs=1, checked=1, verdicts={"crashed": 1}, findings=(crashed,)))
+        told = shown(GuardSummary(graphs=1, checked=1, verdicts={"crashed": 1}, findings=(crashed,)))
 
         assert "! crashed  graph 1 when it was compiled" in told
         assert "from  net.py:3: x" in told
@@ -489,7 +488,7 @@ class TestTheSummary:
         notes = tuple(f"note {number}" for number in range(20))
 
         told = shown(
-            Summary(
+            GuardSummary(
                 graphs=500, checked=100, verdicts={"diverged": 100}, unchecked=unchecked, findings=many, notes=notes,
                 out="run", seconds=3.21,
             )
@@ -503,9 +502,9 @@ class TestTheSummary:
         assert "checks took 3.2 s" in told
 
     def test_of_nothing_does_not_sound_as_if_all_were_well(self):
-        nothing = shown(Summary(graphs=0, checked=0))
-        unchecked = shown(Summary(graphs=2, checked=0, unchecked={"checks are off": 2}))
-        unwatched = shown(Summary(graphs=0, checked=0), Watched(passes=3, graphs=1, changed=1))
+        nothing = shown(GuardSummary(graphs=0, checked=0))
+        unchecked = shown(GuardSummary(graphs=2, checked=0, unchecked={"checks are off": 2}))
+        unwatched = shown(GuardSummary(graphs=0, checked=0), PassSummary(passes=3, graphs=1, changed=1))
 
         assert nothing == "torchdelta run  nothing was checked\n  graphs  none: nothing in it was compiled"
         assert unchecked.startswith("torchdelta run  nothing was checked\n  graphs       2 seen, 0 checked\n")
@@ -515,9 +514,9 @@ class TestTheSummary:
 
     def test_has_the_passes_that_were_watched(self):
         found = PassFinding(name="fold (mine)", phase="joint", graph="graph 0", culprit=CULPRIT, reason="")
-        wrong = Watched(passes=30, graphs=2, changed=2, checked=2, findings=[found], notes=["one does not run"])
-        healthy = Watched(passes=30, graphs=2, changed=2, checked=2)
-        nothing = Summary(graphs=0, checked=0)
+        wrong = PassSummary(passes=30, graphs=2, changed=2, checked=2, findings=[found], notes=["one does not run"])
+        healthy = PassSummary(passes=30, graphs=2, changed=2, checked=2)
+        nothing = GuardSummary(graphs=0, checked=0)
 
         assert "none changes what is computed" in shown(nothing, healthy)
         assert shown(nothing, healthy).startswith("torchdelta run  no pass changes what is computed")

@@ -9,11 +9,11 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from torchdelta.engine.sensitivity import NOTHING_ALONE, sensitivity
 from torchdelta.errors import ProgramError, UsageError
+from torchdelta.locate.sensitivity import NOTHING_ALONE, sensitivity
 from torchdelta.records.codec import decode, encode
 from torchdelta.records.sensitivity import Sensitivity
-from torchdelta.report.sensitivity import print_sensitivity
+from torchdelta.report.terminal.sensitivity import print_sensitivity
 
 pytest.importorskip("torchao")
 
@@ -144,7 +144,7 @@ def test_a_module_that_cannot_be_quantized_alone_is_listed_with_its_reason(quant
 
 
 def test_one_that_can_be_quantized_stands_before_one_that_cannot(quantizers, monkeypatch):
-    from torchdelta.engine import sensitivity as engine
+    from torchdelta.locate import sensitivity as engine
 
     quantize = engine.quantize
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchdelta.compare import fused_spread, spread
+from torchdelta.compare import numba_spread, spread
 from torchdelta.compare.spread import are_masks, block_length, lost_masks, sizes
 
 SHAPES = [(), (1,), (7,), (64,), (3, 5), (7, 33), (2, 3, 16, 4), (0,), (4, 0)]
@@ -19,7 +19,7 @@ def both_ways(truth, run, mask=spread.MASK):
     flat_truth, flat_run = spread._flat(truth).double(), spread._flat(run)
     length = spread._length(truth)
     found = []
-    for scan in (fused_spread.scan, spread.scan_with_torch):
+    for scan in (numba_spread.scan, spread.scan_with_torch):
         squares = np.zeros(flat_truth.numel() // length)
         found.append((*scan(flat_truth, flat_run, length, mask, squares), squares))
     return found

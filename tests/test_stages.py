@@ -6,10 +6,10 @@ from torch import nn
 
 import torchdelta as td
 from torchdelta import Verdict
-from torchdelta._torch import lift
-from torchdelta.execute.programs import Program
-from torchdelta.execute.sides import Side
-from torchdelta.execute.stages import Plan, cotangent_for, observe
+from torchdelta._torch.modes import lift
+from torchdelta.program.programs import Program
+from torchdelta.program.sides import Side
+from torchdelta.program.stages import Plan, cotangent_for, observe
 
 
 class Small(nn.Module):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo import eval_frame
 
-from torchdelta._torch.stances import eager_here
+from torchdelta._torch.compile.stances import eager_here
 
 
 @pytest.fixture

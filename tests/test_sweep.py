@@ -11,12 +11,11 @@ import pytest
 
 from programs import reports
 from torchdelta import cli
-from torchdelta.engine.sweep import Asked, pool_for_sweep, sweep, swept_of
-from torchdelta.engine.sweep_file import NAME
 from torchdelta.errors import UsageError
 from torchdelta.isolate.pool import Pool
+from torchdelta.operators.sweep import NAME, SweepRequest, pool_for_sweep, sweep, swept_of
 from torchdelta.records.codec import from_json, to_json, write_report
-from torchdelta.records.operators import OpReport, Probe, Sweep, Swept
+from torchdelta.records.operators import OpReport, Probe, Sweep, SweepRow
 from torchdelta.records.verdict import Verdict
 
 pytestmark = pytest.mark.xdist_group("sweep")  # its workers are started once
@@ -66,7 +65,7 @@ def real(importable_tasks):
 
 
 def swept(pool, *operators, dtypes=("float32",), task="sweep_tasks", **limits):
-    asked = Asked(operators=operators, dtypes=dtypes, samples=1)
+    asked = SweepRequest(operators=operators, dtypes=dtypes, samples=1)
     return sweep(asked, pool=pool, task=task, **limits)
 
 
@@ -137,7 +136,7 @@ def test_what_the_database_does_not_have_is_said_at_once(stubs, operators, dtype
 
 def test_no_samples_at_all_make_no_sense():
     with pytest.raises(UsageError, match="at least one sample"):
-        Asked(samples=0)
+        SweepRequest(samples=0)
 
 
 # going on
@@ -182,10 +181,10 @@ def test_a_sweep_that_is_there_is_not_mixed_with_another_by_accident(stubs, tmp_
 )
 def test_other_words_are_refused(stubs, tmp_path, other, said):
     asked = {"operators": ("fine",), "dtypes": ("float32",)}
-    sweep(Asked(**asked), pool=stubs, task="sweep_tasks", out=tmp_path)
+    sweep(SweepRequest(**asked), pool=stubs, task="sweep_tasks", out=tmp_path)
 
     with pytest.raises(UsageError, match=said):
-        sweep(Asked(**{**asked, **other}), pool=stubs, task="sweep_tasks", out=tmp_path, resume=True)
+        sweep(SweepRequest(**{**asked, **other}), pool=stubs, task="sweep_tasks", out=tmp_path, resume=True)
 
 
 @pytest.mark.parametrize(
@@ -239,8 +238,8 @@ SAME = {"repeat": Verdict.EQUIVALENT}
 def a_sweep():
     return Sweep(
         swept=(
-            Swept(op="add", dtype="float32", samples=2, verdict=Verdict.EQUIVALENT, probes=SAME),
-            Swept(
+            SweepRow(op="add", dtype="float32", samples=2, verdict=Verdict.EQUIVALENT, probes=SAME),
+            SweepRow(
                 op="empty",
                 dtype="float32",
                 samples=1,
@@ -250,7 +249,7 @@ def a_sweep():
                 reason="called again, outputs is another",
                 sample="float32[3]",
             ),
-            Swept(
+            SweepRow(
                 op="spmm",
                 dtype="int64",
                 samples=0,
@@ -377,7 +376,7 @@ def test_what_makes_no_sense_is_one_sentence(monkeypatch, capsys, arguments, sai
 @pytest.mark.parametrize(("operators", "code"), [("fine", 0), ("fine,wrong", 1), ("wrong,dies", 4), ("wrong,hangs", 4)])
 def test_exits_by_what_was_seen(stubs, monkeypatch, capsys, tmp_path, operators, code):
     monkeypatch.setattr(
-        "torchdelta.cli.op_sweep.sweep", lambda *asked, **words: sweep(*asked, **words, pool=stubs, task="sweep_tasks")
+        "torchdelta.cli.op.sweep", lambda *asked, **words: sweep(*asked, **words, pool=stubs, task="sweep_tasks")
     )
     file = tmp_path / "sweep.json"
 
@@ -394,7 +393,7 @@ def test_exits_by_what_was_seen(stubs, monkeypatch, capsys, tmp_path, operators,
 
 @pytest.fixture(scope="module")
 def opinfo():
-    from torchdelta._torch import opinfo
+    from torchdelta._torch.operators import opinfo
 
     return opinfo
 
@@ -472,7 +471,7 @@ class TestTheDatabase:
         code = """
 import sys
 sys.modules["expecttest"] = None
-from torchdelta._torch import opinfo
+from torchdelta._torch.operators import opinfo
 from torchdelta.errors import EnvironmentUnfit
 try:
     opinfo.operators()
@@ -489,7 +488,7 @@ def swept_here(monkeypatch, call, *args):
     """What a worker says of an operator whose only sample is this call."""
     import torch
 
-    from torchdelta.engine import sweep_task
+    from torchdelta.operators import worker
 
     sample = SimpleNamespace(call=call, args=args, kwargs={}, has_gradient=False)
     database = SimpleNamespace(
@@ -497,11 +496,11 @@ def swept_here(monkeypatch, call, *args):
         chosen=lambda samples, many: samples,
         WITHOUT_VALUES=(),
     )
-    monkeypatch.setattr(sweep_task, "opinfo", database)
+    monkeypatch.setattr(worker, "opinfo", database)
     monkeypatch.setattr(torch, "set_num_threads", lambda many: None)
     words = {"gradients": "auto", "probes": ("repeat",), "backends": (), "policy": None}
     request = {"op": "mine", "dtype": "float32", "seed": 0, "samples": 1, "words": words}
-    return sweep_task.sweep_operator(request, SimpleNamespace(tell=lambda part: None))["swept"]
+    return worker.sweep_operator(request, SimpleNamespace(tell=lambda part: None))["swept"]
 
 
 class TestWhatIsNotChecked:
@@ -533,7 +532,7 @@ class TestTheRealThing:
     def test_finds_no_fault_in_a_sample_of_forty(self, real):
         assert len(set(SAMPLE)) == 40
 
-        found = sweep(Asked(operators=tuple(SAMPLE), dtypes=("float32",), samples=1), pool=real)
+        found = sweep(SweepRequest(operators=tuple(SAMPLE), dtypes=("float32",), samples=1), pool=real)
 
         assert len(found.swept) == 40
         assert {name: said for name, said in failures(found).items() if name not in KNOWN} == {}
@@ -545,13 +544,13 @@ class TestTheRealThing:
 
     @pytest.mark.parametrize("dtype", ALSO)
     def test_finds_no_fault_in_other_dtypes(self, real, dtype):
-        found = sweep(Asked(operators=ALSO[dtype], dtypes=(dtype,), samples=1), pool=real)
+        found = sweep(SweepRequest(operators=ALSO[dtype], dtypes=(dtype,), samples=1), pool=real)
 
         assert [each.op for each in found.swept] == list(ALSO[dtype])
         assert failures(found) == {}
 
     def test_names_the_probe_and_the_sample_at_which_a_worker_died(self, real):
-        request = Asked(samples=1).request("exp", "float32")
+        request = SweepRequest(samples=1).request("exp", "float32")
 
         outcome = real.ask("sweep_tasks:die_in_a_check", request, deadline_s=60)
         found = swept_of(outcome, "exp", "float32")
@@ -561,7 +560,7 @@ class TestTheRealThing:
         assert found.sample.startswith("float32[")
 
     def test_a_mistake_in_one_check_does_not_end_the_sweep(self, real):
-        request = Asked(samples=1).request("exp", "float32")
+        request = SweepRequest(samples=1).request("exp", "float32")
 
         found = swept_of(real.ask("sweep_tasks:fail_in_a_check", request, deadline_s=60), "exp", "float32")
 
@@ -573,17 +572,17 @@ class TestTheRealThing:
     )
     def test_what_is_misspelt_is_said_before_any_operator_is_asked(self, real, words, said):
         with pytest.raises(UsageError, match=said):
-            sweep(Asked(operators=("exp",), **words), pool=real)
+            sweep(SweepRequest(operators=("exp",), **words), pool=real)
 
     def test_an_operator_without_a_sample_is_inconclusive(self, real):
-        (found,) = sweep(Asked(operators=("sparse.sampled_addmm",), dtypes=("float32",)), pool=real).swept
+        (found,) = sweep(SweepRequest(operators=("sparse.sampled_addmm",), dtypes=("float32",)), pool=real).swept
 
         assert found.verdict is Verdict.INCONCLUSIVE
         assert "a tensor of layout sparse_csr cannot be copied" in found.reason
         assert sum(found.left_out.values()) > 0
 
     def test_memory_as_it_was_found_is_not_compared(self, real):
-        (found,) = sweep(Asked(operators=("empty_like",), dtypes=("float32",)), pool=real).swept
+        (found,) = sweep(SweepRequest(operators=("empty_like",), dtypes=("float32",)), pool=real).swept
 
         assert found.verdict is Verdict.EQUIVALENT
         assert "repeat" not in found.probes

@@ -13,7 +13,7 @@ from torchdelta.records.case import Case
 from torchdelta.records.comparison import Breach, Comparison, Worst
 from torchdelta.records.report import Stage
 from torchdelta.records.verdict import Verdict
-from torchdelta.report.terminal import print_report
+from torchdelta.report.terminal.check import print_report
 
 
 def rendered(report, *, width=100, verbose=False):

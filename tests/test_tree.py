@@ -163,7 +163,7 @@ class TestEveryModule:
 
     def test_leaves_the_environment_to_the_command_line(self):
         # runtime.py looks at it only to put it back; forking.py and zygote.py set what torch and OpenMP will read
-        excused = ("_torch/runtime.py", "_torch/forking.py", "isolate/zygote.py")
+        excused = ("_torch/process/runtime.py", "_torch/process/forking.py", "isolate/zygote.py")
 
         assert offenders(reads_of_environment, outside=("cli",), excused=excused) == {}
 

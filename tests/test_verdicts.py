@@ -12,13 +12,12 @@ from torch import nn
 import torchdelta as td
 from programs import extremes, models
 from torchdelta import Verdict
-from torchdelta.compare.policies import parse
-from torchdelta.engine.baseline import Baseline
-from torchdelta.engine.check import Check
-from torchdelta.execute.optimizers import OPTIMIZERS
-from torchdelta.execute.programs import Program
-from torchdelta.execute.stages import Plan
-from torchdelta.faults import NotPlantable, plant
+from torchdelta.audit.faults import NotPlantable, plant
+from torchdelta.check.baseline import Baseline
+from torchdelta.check.check import Check
+from torchdelta.compare.policy_parser import parse
+from torchdelta.program.programs import Program
+from torchdelta.program.stages import OPTIMIZERS, Plan
 from torchdelta.records.case import Case
 
 pytestmark = [

@@ -17,11 +17,10 @@ from torch.fx.passes.graph_transform_observer import GraphTransformObserver
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import torchdelta as td
-from torchdelta._torch import aot, passes
-from torchdelta._torch.noted import Chain, Version
-from torchdelta._torch.seams import Boxed, as_boxed
-from torchdelta.engine.chains import ChainJudge
-from torchdelta.engine.watch import NOTHING_SEEN
+from torchdelta._torch.compile import aot, inductor_passes
+from torchdelta._torch.compile.graph_versions import Chain, Version
+from torchdelta._torch.compile.seams import Boxed, as_boxed
+from torchdelta.passes.watch import NOTHING_SEEN, ChainJudge
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("watch")]
 
@@ -352,13 +351,13 @@ class TestTheRunItself:
         with pytest.raises(Exception, match="no such graph"):
             watched_run(in_inference, joint_custom_pre_pass=raises)
 
-        assert not passes.is_noting()
+        assert not inductor_passes.is_noting()
 
 
 class TestTheWatcher:
     def patched(self):
-        functions = [vars(compile_fx)[name] for name in passes._FUNCTIONS]
-        methods = [vars(GraphTransformObserver)[name] for name in passes._METHODS]
+        functions = [vars(compile_fx)[name] for name in inductor_passes._FUNCTIONS]
+        methods = [vars(GraphTransformObserver)[name] for name in inductor_passes._METHODS]
         return [*functions, *methods, vars(common)["aot_module_simplified"], vars(FxGraphCache)["_check_can_cache"]]
 
     def test_puts_everything_back(self):
@@ -374,7 +373,7 @@ class TestTheWatcher:
         with td.watch_passes(), pytest.raises(td.UsageError, match="watched already"), td.watch_passes():
             pytest.fail("two watchers at once")
 
-        assert not passes.is_noting()
+        assert not inductor_passes.is_noting()
 
     def test_refuses_a_policy_that_there_is_not(self):
         with pytest.raises(td.UsageError), td.watch_passes(policy="nosie"):

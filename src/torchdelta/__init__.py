@@ -33,8 +33,7 @@ from torchdelta.records.report import SCHEMA_VERSION, Report
 from torchdelta.records.verdict import Verdict
 
 if TYPE_CHECKING:
-    from torchdelta import faults
-    from torchdelta.engine.api import (
+    from torchdelta.api import (
         assert_equivalent,
         assign_handles,
         capture,
@@ -52,15 +51,16 @@ if TYPE_CHECKING:
         sensitivity,
         watch_passes,
     )
+    from torchdelta.audit import faults
 else:  # out of a type checker's sight, which would take any name for one of ours
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module 'torchdelta' has no attribute {name!r}")
         if name == "faults":
-            value: Any = importlib.import_module("torchdelta.faults")
+            value: Any = importlib.import_module("torchdelta.audit.faults")
         else:  # whatever is public and was not imported above lives in the Python face of the engine
-            value = getattr(importlib.import_module("torchdelta.engine.api"), name)
+            value = getattr(importlib.import_module("torchdelta.api"), name)
         globals()[name] = value
         return value
 

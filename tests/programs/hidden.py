@@ -2,9 +2,9 @@
 
 import random
 
-from torchdelta._torch.nodes import drop_metadata_assertions
-from torchdelta.faults import FAULTS
-from torchdelta.faults.base import eligible_nodes
+from torchdelta._torch.graphs.nodes import drop_metadata_assertions
+from torchdelta.audit.faults import FAULTS
+from torchdelta.audit.faults.base import eligible_nodes
 
 from .rewrites import rewrite
 

@@ -11,7 +11,7 @@ import typer
 
 from torchdelta import __version__
 from torchdelta.cli import audit, check, diagnose, locate, minify, op, run, show
-from torchdelta.cli.exits import INTERNAL, USAGE
+from torchdelta.cli.options import INTERNAL, USAGE
 from torchdelta.errors import TorchDeltaError
 
 app = typer.Typer(

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from torchdelta.cli.arguments import (
+from torchdelta.cli.options import (
     Debug,
     JsonFile,
     Options,
@@ -19,7 +19,7 @@ from torchdelta.cli.arguments import (
     running,
 )
 from torchdelta.records.codec import write_report
-from torchdelta.report.audit import print_audit
+from torchdelta.report.terminal.audit import print_audit
 
 
 def command(
@@ -40,7 +40,7 @@ def command(
     with running(transform, json_file, verbose=verbose) as progress:
         # torch takes seconds to import: `--help` is not to wait for it
         with needing_torch("an audit"):
-            from torchdelta.engine.audit import audit
+            from torchdelta.audit.audit import audit
         found = audit(
             program,
             transform=transform,

@@ -6,9 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
-from torchdelta.cli.arguments import (
+from torchdelta.check.isolated import check_isolated
+from torchdelta.cli.options import (
+    EXIT_OF,
     Debug,
     JsonFile,
+    Memory,
     Program,
     TransformIfAny,
     needing_torch,
@@ -19,15 +22,12 @@ from torchdelta.cli.arguments import (
     running,
     taking,
 )
-from torchdelta.cli.exits import EXIT_OF
-from torchdelta.cli.reduction import Memory
-from torchdelta.engine.isolated import check_isolated
 from torchdelta.errors import UsageError
 from torchdelta.records.case import read_case
 from torchdelta.records.codec import write_report
 from torchdelta.records.recording import completed
 from torchdelta.records.report import Report
-from torchdelta.report.terminal import print_report
+from torchdelta.report.terminal.check import print_report
 
 
 @taking(case=read_words)
@@ -69,7 +69,7 @@ def command(
 def _here(program: str, words: dict[str, Any], progress: Any) -> Report:
     # torch takes seconds to import: `--help` and `show` are not to wait for it
     with needing_torch("a check"):
-        from torchdelta.engine.api import check
+        from torchdelta.api import check
     return check(program, progress=progress, **words)
 
 

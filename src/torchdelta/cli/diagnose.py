@@ -6,27 +6,26 @@ from typing import Annotated, Any
 
 import typer
 
-from torchdelta.cli.arguments import (
+from torchdelta.cli.options import (
+    EXIT_OF,
     Debug,
+    NoData,
+    OutDirectory,
     Program,
+    Resume,
     TransformIfAny,
+    WithIssue,
+    read_limits,
     read_words,
+    require_directory,
     require_torch,
     running,
     taking,
-)
-from torchdelta.cli.exits import EXIT_OF
-from torchdelta.cli.reduction import (
-    NoData,
-    OutDirectory,
-    Resume,
-    WithIssue,
-    read_limits,
-    require_directory,
     workers_for,
 )
+from torchdelta.locate.isolated import WORKER as LOCATE_WORKER
 from torchdelta.records.recording import completed
-from torchdelta.report.terminal import print_report
+from torchdelta.report.terminal.check import print_report
 
 
 @taking(case=read_words, limits=read_limits)
@@ -49,10 +48,10 @@ def command(
     require_directory(out)
     require_torch("a diagnosis")
     with (
-        workers_for(words["transform"], what="a diagnosis") as workers,
+        workers_for(words["transform"], what="a diagnosis", preload=(LOCATE_WORKER,)) as workers,
         running(words["transform"], None, verbose=verbose) as progress,
     ):
-        from torchdelta.engine.api import diagnose
+        from torchdelta.api import diagnose
 
         report = diagnose(
             program,

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from torchdelta.cli.arguments import (
+from torchdelta.cli.options import (
+    EXIT_OF,
     Debug,
     JsonFile,
     Program,
@@ -19,12 +20,11 @@ from torchdelta.cli.arguments import (
     running,
     taking,
 )
-from torchdelta.cli.exits import EXIT_OF
 from torchdelta.errors import UsageError
 from torchdelta.records.codec import write_report
 from torchdelta.records.recording import completed
-from torchdelta.report.location import print_location
-from torchdelta.report.sensitivity import print_sensitivity
+from torchdelta.report.terminal.location import print_location
+from torchdelta.report.terminal.sensitivity import print_sensitivity
 
 
 @taking(case=read_words)
@@ -59,8 +59,8 @@ def command(
     with running(words["transform"], json_file, verbose=verbose) as progress:
         # torch takes seconds to import: `--help` and `show` are not to wait for it
         with needing_torch("locating"):
-            from torchdelta.engine.api import locate
-            from torchdelta.engine.api import sensitivity as ask_one_by_one
+            from torchdelta.api import locate
+            from torchdelta.api import sensitivity as ask_one_by_one
         if sensitivity:
             alone = ask_one_by_one(program, progress=progress, **words)
             print_sensitivity(alone)

@@ -7,31 +7,29 @@ from typing import Any
 
 import typer
 
-from torchdelta._torch.ahead import steps_behind
-from torchdelta.cli.arguments import (
+from torchdelta._torch.process.warmup import steps_behind
+from torchdelta.cli.options import (
+    EXIT_OF,
     Debug,
+    NoData,
+    OutDirectory,
     Program,
+    Resume,
     TransformIfAny,
+    WithIssue,
+    read_limits,
     read_words,
+    require_directory,
     require_torch,
     running,
     taking,
-)
-from torchdelta.cli.exits import EXIT_OF
-from torchdelta.cli.reduction import (
-    NoData,
-    OutDirectory,
-    Resume,
-    WithIssue,
-    read_limits,
-    require_directory,
     workers_for,
 )
 from torchdelta.isolate.pool import CAN_FORK
 from torchdelta.records.codec import write_report
 from torchdelta.records.recording import completed
-from torchdelta.report.terminal import print_report
-from torchdelta.repro.confirm import Clean
+from torchdelta.report.terminal.check import print_report
+from torchdelta.repro.confirm import CleanProcess
 
 
 @taking(case=read_words, limits=read_limits)
@@ -52,12 +50,12 @@ def command(
     require_directory(out)
     require_torch("minifying")
     # who will run the script imports torch beside this process, which does so for everybody else
-    clean = Clean(steps_behind(words["transform"], forks=CAN_FORK))
+    clean = CleanProcess(steps_behind(words["transform"], forks=CAN_FORK))
     with (
         workers_for(words["transform"], what="minifying") as workers,
         running(words["transform"], None, verbose=False) as progress,
     ):
-        from torchdelta.engine.api import minify
+        from torchdelta.api import minify
 
         small = minify(
             program,

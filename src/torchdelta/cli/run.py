@@ -13,16 +13,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from torchdelta.cli.arguments import Debug, Policy, require_torch, taking
-from torchdelta.cli.exits import EXIT_OF
-from torchdelta.cli.reduction import require_directory
-from torchdelta.engine.run import ALL, Compiles
-from torchdelta.engine.scripts import CODE, FILE, MODULE, Ending, Script, run_script
+from torchdelta.cli.options import EXIT_OF, Debug, Policy, require_directory, require_torch, taking
 from torchdelta.errors import UsageError
-from torchdelta.records.guarded import CHOICES, Summary
+from torchdelta.guard.compiles import ALL, GuardedCompiles
+from torchdelta.guard.script import CODE, FILE, MODULE, Script, ScriptEnding, run_script
+from torchdelta.records.guard import CHOICES, GuardSummary
+from torchdelta.records.passes import PassSummary
 from torchdelta.records.verdict import Verdict
-from torchdelta.records.watched import Watched
-from torchdelta.report.guarded import print_guarded
+from torchdelta.report.terminal.guard import print_guarded
 
 SETTINGS = {"allow_interspersed_args": False}
 """How the command line is read: what follows the script is the script's."""
@@ -100,7 +98,7 @@ def command(
         require_directory(out)
         # the script may go elsewhere
         out = out.absolute()
-    compiles = Compiles(
+    compiles = GuardedCompiles(
         out=out,
         words=vigilance,
         wanted=guard or (None if watch_passes else ALL),
@@ -120,7 +118,7 @@ def command(
     sys.exit(ending.status)
 
 
-def _summed_up(compiles: Compiles, ending: Ending, *, strict: bool) -> Ending:
+def _summed_up(compiles: GuardedCompiles, ending: ScriptEnding, *, strict: bool) -> ScriptEnding:
     """Name culprits and print the summary; what comes back is how this process is to end."""
     with contextlib.suppress(OSError, ValueError):  # of a pipe that nobody reads any more Python tells by itself
         if sys.stdout is not None:
@@ -133,11 +131,11 @@ def _summed_up(compiles: Compiles, ending: Ending, *, strict: bool) -> Ending:
     if sys.__stderr__ is not None and not sys.__stderr__.closed:
         print_guarded(summary, watched)
     if strict and ending.status == 0 and _is_wrong(summary, watched):
-        return Ending(status=EXIT_OF[Verdict.DIVERGED])
+        return ScriptEnding(status=EXIT_OF[Verdict.DIVERGED])
     return ending
 
 
-def _is_wrong(summary: Summary, watched: Watched | None) -> bool:
+def _is_wrong(summary: GuardSummary, watched: PassSummary | None) -> bool:
     failed = any(Verdict(name).is_failure for name, many in summary.verdicts.items() if many)
     return failed or bool(watched is not None and watched.findings)
 

@@ -7,19 +7,18 @@ from typing import Annotated
 
 import typer
 
-from torchdelta.cli.arguments import Debug
-from torchdelta.cli.exits import EXIT_OF
+from torchdelta.cli.options import EXIT_OF, Debug
 from torchdelta.records.audit import Audit
 from torchdelta.records.codec import read_report
 from torchdelta.records.location import Location
 from torchdelta.records.operators import OpReport, Sweep
 from torchdelta.records.passes import Pipeline
 from torchdelta.records.sensitivity import Sensitivity
-from torchdelta.report.audit import print_audit
-from torchdelta.report.location import print_location
-from torchdelta.report.operators import print_operator, print_sweep
-from torchdelta.report.sensitivity import print_sensitivity
-from torchdelta.report.terminal import print_report
+from torchdelta.report.terminal.audit import print_audit
+from torchdelta.report.terminal.check import print_report
+from torchdelta.report.terminal.location import print_location
+from torchdelta.report.terminal.operators import print_operator, print_sweep
+from torchdelta.report.terminal.sensitivity import print_sensitivity
 
 
 def command(

@@ -1,4 +1,6 @@
-"""Every number of a `Measurement` from one pass over two tensors, on all cores and with next to no memory.
+"""When the compiled loops are loaded: numba takes half a second, in which torch measures a thousand small tensors.
+
+Every number of a `Measurement` from one pass over two tensors, on all cores and with next to no memory.
 
 Large tensors are cut into spans that threads measure one by one; a span goes to the compiled loops of `fused` or,
 without numba, away from the CPU and where the tensor is small, to the torch operators of `chunked`.
@@ -8,13 +10,40 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 
 import torch
 
-from torchdelta.compare import chunked, loops
+from torchdelta.compare import torch_kernels
+from torchdelta.compare.torch_kernels import CPU_PIECE
 from torchdelta.records.comparison import Measurement
+
+_MANY = 1000
+"""So many small tensors, measured without numba, have taken as long as it takes to load."""
+
+
+class _Small:
+    """How many small tensors were measured without numba."""
+
+    measured = 0
+
+
+def compiled(name: str, elements: int) -> ModuleType | None:
+    """Return a module of compiled loops for that many elements; None where torch is as good, or numba is missing."""
+    module = f"{__package__}.{name}"
+    if module not in sys.modules and elements <= CPU_PIECE:
+        _Small.measured += 1
+        if _Small.measured <= _MANY:
+            return None
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        return None
+
 
 SpanMeasure = Callable[[torch.Tensor, torch.Tensor, float, float], Measurement]
 
@@ -71,7 +100,7 @@ def measure(reference: torch.Tensor, candidate: torch.Tensor, *, rtol: float = 0
 
 def _measure_spans(reference: torch.Tensor, candidate: torch.Tensor, rtol: float, atol: float) -> Measurement:
     on_cpu = reference.is_cpu and candidate.is_cpu
-    measure_span = _cpu_measure(reference.numel()) if on_cpu else chunked.measure_span
+    measure_span = _cpu_measure(reference.numel()) if on_cpu else torch_kernels.measure_span
     if reference.numel() <= _SPAN or not on_cpu:
         return measure_span(reference, candidate, rtol, atol)
     if reference.is_contiguous() and candidate.is_contiguous():
@@ -80,14 +109,14 @@ def _measure_spans(reference: torch.Tensor, candidate: torch.Tensor, rtol: float
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         spans = pool.map(
             lambda index: measure_span(reference[index], candidate[index], rtol, atol),
-            chunked.pieces(reference.shape, _SPAN),
+            torch_kernels.pieces(reference.shape, _SPAN),
         )
-        return functools.reduce(chunked.join, spans)
+        return functools.reduce(torch_kernels.join, spans)
 
 
 def _cpu_measure(elements: int) -> SpanMeasure:
-    fused = loops.compiled("fused", elements)
-    return chunked.measure_span if fused is None else fused.measure_span
+    fused = compiled("numba_measure", elements)
+    return torch_kernels.measure_span if fused is None else fused.measure_span
 
 
 def _of_nothing(reference: torch.Tensor, candidate: torch.Tensor) -> Measurement:
@@ -106,7 +135,7 @@ def _of_nothing(reference: torch.Tensor, candidate: torch.Tensor) -> Measurement
         square_reference=0.0,
         square_candidate=0.0,
         dot=0.0,
-        max_ulp=0 if chunked.has_ulps(reference, candidate) else None,
+        max_ulp=0 if torch_kernels.has_ulps(reference, candidate) else None,
         beyond=0,
         worst=-1,
     )

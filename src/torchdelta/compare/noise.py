@@ -65,7 +65,7 @@ class Noise:
             return _judge_without_truth(seen)
         if not seen.mismatches:
             return _identical(sample)
-        around = _Around.of(sample)
+        around = _ErrorScale.of(sample)
         judged = max(around.judgements(), key=_excess)
         roundoff = _coarsest_roundoff(sample)
         if judged.verdict is Verdict.EQUIVALENT and around.limit * around.floor > COARSEST * around.scale:
@@ -87,7 +87,7 @@ class Noise:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Around:
+class _ErrorScale:
     """Every run of a sample as it lies around the truth."""
 
     candidate: Spread
@@ -101,7 +101,7 @@ class _Around:
     largest_rounding: float
 
     @classmethod
-    def of(cls, sample: Sample) -> _Around:
+    def of(cls, sample: Sample) -> _ErrorScale:
         truth = sample.truth
         assert truth is not None
         mask = MASK if are_masks(truth) else math.inf
@@ -251,7 +251,7 @@ def _judge_without_truth(seen: Measurement) -> Judgement:
     )
 
 
-def _judge_non_finite(judged: Judgement, sample: Sample, around: _Around) -> Judgement:
+def _judge_non_finite(judged: Judgement, sample: Sample, around: _ErrorScale) -> Judgement:
     """Judge the NaNs and infinities too: they must be where reference and truth agree that they are."""
     seen = sample.measurement
     assert sample.truth is not None

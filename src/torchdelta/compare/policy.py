@@ -1,4 +1,7 @@
-"""When is a difference a divergence? What a policy is, and those that ask for no truth."""
+"""Named numbers of a measurement that a policy can put a bound on.
+
+When is a difference a divergence? What a policy is, and those that ask for no truth.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,25 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from torchdelta.compare import chunked
-from torchdelta.compare.metrics import METRICS
+from torchdelta.compare import torch_kernels
 from torchdelta.errors import UsageError
 from torchdelta.records.comparison import Breach, Measurement, Scalar, Worst
 from torchdelta.records.verdict import Verdict
+from torchdelta.registry import Registry
+
+Metric = Callable[[Measurement], float]
+
+METRICS: Registry[Metric] = Registry("metric")
+METRICS.add("sqnr", attrgetter("sqnr_db"))
+METRICS.add("cosine", lambda seen: seen.cosine if seen.square_error else 1.0)  # the square roots would round below 1
+METRICS.add("max_abs", attrgetter("max_abs"))
+METRICS.add("max_rel", attrgetter("max_rel"))
+METRICS.add("rms", attrgetter("rms_error"))
 
 
 # tuples and no dataclasses: one of each is made for every leaf, and a frozen dataclass takes three times as long
@@ -179,7 +192,7 @@ def _said(rtol: float, atol: float) -> str:
 def _beyond_by_modulus(sample: Sample) -> int:
     # torch holds the modulus of a complex difference against that of the reference; the pass went by components
     beyond = 0
-    for index in chunked.pieces(sample.reference.shape, 2**14):
+    for index in torch_kernels.pieces(sample.reference.shape, 2**14):
         reference, candidate = (side[index].to(torch.complex128) for side in (sample.reference, sample.candidate))
         near = torch.isclose(candidate, reference, rtol=sample.rtol, atol=sample.atol, equal_nan=True)
         beyond += near.numel() - int(near.sum())

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchdelta.compare import chunked, loops
+from torchdelta.compare import kernels, torch_kernels
 
 Array = npt.NDArray[np.float64]
 
@@ -95,7 +95,7 @@ def sizes(truth: torch.Tensor, mask: float = MASK) -> Spread:
 def are_masks(truth: torch.Tensor) -> bool:
     """Tell whether values beyond `MASK` are the exception: where they are the rule, they are data."""
     masks = values = 0
-    for index in chunked.pieces(truth.shape, _SPAN):
+    for index in torch_kernels.pieces(truth.shape, _SPAN):
         piece = truth[index].detach()
         piece = torch.view_as_real(piece) if piece.is_complex() else piece
         masks += int(torch.count_nonzero(piece > MASK)) + int(torch.count_nonzero(piece < -MASK))
@@ -136,7 +136,7 @@ Scan = Callable[[torch.Tensor, torch.Tensor, int, float, Array], tuple[float, in
 
 
 def _scan(elements: int) -> Scan:
-    fused = loops.compiled("fused_spread", elements)
+    fused = kernels.compiled("numba_spread", elements)
     return scan_with_torch if fused is None else fused.scan
 
 

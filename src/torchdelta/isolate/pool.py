@@ -1,33 +1,64 @@
-"""A pool of workers: queries go in, typed outcomes come out, whatever the tasks do to their processes."""
+"""Ctrl-C that comes twice at once, from a terminal and from whoever passes it on, is one Ctrl-C.
+
+Python's locks do not survive a second one within the first: a lock that is to be taken back while a wait ends is lost
+to everybody, and whoever needs it next waits for ever.
+
+A pool of workers: queries go in, typed outcomes come out, whatever the tasks do to their processes.
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
 import shutil
+import signal
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from torchdelta.errors import UsageError
-from torchdelta.isolate import interrupts
-from torchdelta.isolate.directories import PoolDirectory
-from torchdelta.isolate.forked import ForkingStarter
-from torchdelta.isolate.groups import most_bytes
-from torchdelta.isolate.outcome import Outcome
-from torchdelta.isolate.overseer import Limits, oversee
-from torchdelta.isolate.place import Place
+from torchdelta.isolate.directories import PoolDirectory, QueryDirectory
+from torchdelta.isolate.process_groups import most_bytes
 from torchdelta.isolate.protocol import Message, line_of
-from torchdelta.isolate.spawned import SpawningStarter
-from torchdelta.isolate.starters import Readiness, Starter
+from torchdelta.isolate.starters import ForkingStarter, Readiness, SpawningStarter, Starter
+from torchdelta.isolate.supervisor import Limits, Outcome, oversee
 from torchdelta.isolate.worker import Order
 from torchdelta.records.failure import Failure
 
-_NEEDED = "torchdelta._torch.forking"
+TOGETHER_S = 1.0
+"""Those that come within so long are one; who waits for longer, and is still there, may be interrupted once more."""
+
+
+@contextmanager
+def merged() -> Iterator[None]:
+    """Interrupt this thread once however many interruptions come together, where Python itself would each time."""
+    is_ours = threading.current_thread() is threading.main_thread()
+    if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    last = float("-inf")
+
+    def interrupt(_: int, __: FrameType | None) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last > TOGETHER_S:
+            last = now
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+_NEEDED = "torchdelta._torch.process.forking"
 # a process that loaded Apple's frameworks must not fork either
 CAN_FORK = hasattr(os, "fork") and sys.platform != "darwin"
 
@@ -35,7 +66,7 @@ CAN_FORK = hasattr(os, "fork") and sys.platform != "darwin"
 class Query:
     """A task under way."""
 
-    def __init__(self, *, place: Place, future: Future[Outcome], is_cancelled: threading.Event) -> None:
+    def __init__(self, *, place: QueryDirectory, future: Future[Outcome], is_cancelled: threading.Event) -> None:
         self._place, self._future, self._is_cancelled = place, future, is_cancelled
 
     @property
@@ -96,7 +127,7 @@ class Pool:
 
     def __enter__(self) -> Pool:
         with ExitStack() as stack:
-            stack.enter_context(interrupts.merged())
+            stack.enter_context(merged())
             directory = stack.enter_context(self._directory).path
             if self._forks:
                 self._starter = ForkingStarter(directory, self._readiness, from_here=self._from_here)
@@ -128,7 +159,7 @@ class Pool:
             raise UsageError(f"{task!r} is no task that another process can import: name it package.module:function")
         asked = line_of({"task": task, "request": request})
         limits = Limits(deadline_s=deadline_s, memory_bytes=memory_bytes or most_bytes())
-        place = Place(directory=self._directory.path / f"query-{next(self._numbers)}")
+        place = QueryDirectory(directory=self._directory.path / f"query-{next(self._numbers)}")
         is_cancelled = threading.Event()
         future = self._overseers.submit(self._run, place, asked, limits, is_cancelled)
         query = Query(place=place, future=future, is_cancelled=is_cancelled)
@@ -145,7 +176,7 @@ class Pool:
             query.cancel()
             raise
 
-    def _run(self, place: Place, asked: bytes, limits: Limits, is_cancelled: threading.Event) -> Outcome:
+    def _run(self, place: QueryDirectory, asked: bytes, limits: Limits, is_cancelled: threading.Event) -> Outcome:
         outcome, is_lost = self._try(place, asked, limits, is_cancelled)
         if is_lost and not is_cancelled.is_set():
             # whose fault the zygote's death was is not known; if it happens again, it is this query's
@@ -155,7 +186,9 @@ class Pool:
         self._sweeper.submit(shutil.rmtree, place.directory, ignore_errors=True)
         return outcome
 
-    def _try(self, place: Place, asked: bytes, limits: Limits, is_cancelled: threading.Event) -> tuple[Outcome, bool]:
+    def _try(
+        self, place: QueryDirectory, asked: bytes, limits: Limits, is_cancelled: threading.Event
+    ) -> tuple[Outcome, bool]:
         place.lay_out()
         place.request.write_bytes(asked)
         worker = self._starter.start(Order(directory=str(place.directory), memory_bytes=limits.memory_bytes))

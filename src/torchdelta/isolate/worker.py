@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchdelta import errors, foreign
-from torchdelta.isolate import lifeline
-from torchdelta.isolate.place import Place
+from torchdelta import errors
+from torchdelta.isolate import process_groups
+from torchdelta.isolate.directories import QueryDirectory
 from torchdelta.isolate.protocol import Lines, Message, line_of, message_in, write_message
 
 _PAGE_FIELDS = Path("/proc/self/statm")
@@ -33,8 +33,8 @@ class Order:
 
 def work(order: Order) -> NoReturn:
     """Run the query of a place, and leave without the interpreter's farewell: what a task broke must not break that."""
-    place = Place(directory=Path(order.directory))
-    foreign.catch_everything()
+    place = QueryDirectory(directory=Path(order.directory))
+    errors.catch_everything()
     try:
         _redirect(place.output)
         _limit(order)
@@ -63,7 +63,7 @@ def import_all(names: list[str]) -> None:
         gc.enable()
 
 
-def _answer(asked: Message, place: Place, order: Order) -> Message:
+def _answer(asked: Message, place: QueryDirectory, order: Order) -> Message:
     try:
         answer = {"answer": _function(asked["task"])(asked["request"], place)}
         if not isinstance(answer["answer"], dict):
@@ -130,15 +130,15 @@ def _limit(order: Order) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (mapped + 2 * order.memory_bytes, hard))
 
 
-def _set_up_compiler(place: Place) -> None:
-    from torchdelta._torch import forking
+def _set_up_compiler(place: QueryDirectory) -> None:
+    from torchdelta._torch.process import forking
 
     forking.compile_in_threads()
     forking.use_private_cache(place.cache, scratch=place.scratch)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    from torchdelta._torch.frames import is_out_of_memory
+    from torchdelta._torch.process.exceptions import is_out_of_memory
 
     return is_out_of_memory(error)
 
@@ -160,7 +160,7 @@ def _leave(status: int) -> NoReturn:
 
 def _main() -> NoReturn:
     """Be a spawned worker: get ready, wait for an order, carry it out."""
-    lifeline.die_with_parent(os.getppid())
+    process_groups.die_with_parent(os.getppid())
     orders, reports = os.dup(0), os.dup(1)
     os.dup2(2, 1)
     lines = Lines(orders)
@@ -175,7 +175,7 @@ def _main() -> NoReturn:
             os.write(reports, line_of({"ready": os.getpid()}))
             os.close(reports)
         received += more
-    lifeline.end_when_closed(orders)
+    process_groups.end_when_closed(orders)
     work(Order(**received[1]))
 
 

@@ -17,7 +17,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
-from torchdelta.isolate import groups, lifeline, worker
+from torchdelta.isolate import process_groups, worker
 from torchdelta.isolate.protocol import Lines, Message, line_of
 
 _SOON_S = 0.005
@@ -62,7 +62,7 @@ class _Zygote:
         sys.path[:] = greeting["path"]
         worker.import_all(greeting["preload"])
         if greeting["warm"]:
-            from torchdelta._torch import forking
+            from torchdelta._torch.process import forking
 
             forking.warm_up(greeting["warm"])
         # collected now and never looked at again: pages that nobody writes to stay shared after a fork
@@ -110,7 +110,7 @@ class _Zygote:
                 self._end(ward)
             elif ward.number == order.get("dismiss") and ward.killed_at is None:
                 # it is leaving by itself; no signal, which it would comment on in its output
-                ward.killed_at = time.monotonic() + groups.GRACE_S
+                ward.killed_at = time.monotonic() + process_groups.GRACE_S
 
     def _start(self, number: int, order: Message) -> None:
         line = line_of(order)
@@ -146,7 +146,7 @@ class _Zygote:
     def _be_worker(self, zygote: int, pipe: int) -> None:
         # a Ctrl-C at the terminal is not for this process, and its group can be ended as one
         os.setsid()
-        lifeline.die_with_parent(zygote)
+        process_groups.die_with_parent(zygote)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -176,8 +176,8 @@ class _Zygote:
         now = time.monotonic()
         for ward in list(self._wards.values()):
             if ward.killed_at is not None and now >= ward.killed_at:
-                groups.end_for_good(ward.process)
-            if ward.status is not None and groups.is_gone(ward.process):
+                process_groups.end_for_good(ward.process)
+            if ward.status is not None and process_groups.is_gone(ward.process):
                 del self._wards[ward.process]
                 self._report({"ended": ward.number, "status": ward.status})
                 self._has_buried = True
@@ -185,13 +185,13 @@ class _Zygote:
     def _end(self, ward: _Ward) -> None:
         if not ward.was_asked:
             ward.was_asked = True
-            groups.ask_to_end(ward.process)
-            ward.killed_at = time.monotonic() + groups.GRACE_S
+            process_groups.ask_to_end(ward.process)
+            ward.killed_at = time.monotonic() + process_groups.GRACE_S
 
     def _end_strays(self) -> None:
         """Kill who left a worker's group and lost its parent: no query has a right to daemons."""
         kept = {*self._wards, *(() if self._reserve is None else (self._reserve[0],))}
-        while strays := [child for child in groups.children_of(os.getpid()) if child not in kept]:
+        while strays := [child for child in process_groups.children_of(os.getpid()) if child not in kept]:
             for stray in strays:
                 os.kill(stray, signal.SIGKILL)
             # their children are adopted in turn, and found in the next round
@@ -199,14 +199,14 @@ class _Zygote:
                 os.waitpid(stray, 0)
 
     def _end_everybody(self) -> None:
-        deadline = time.monotonic() + groups.GRACE_S
+        deadline = time.monotonic() + process_groups.GRACE_S
         for ward in self._wards.values():
-            groups.ask_to_end(ward.process)
-        while time.monotonic() < deadline and not all(map(groups.is_gone, self._wards)):
+            process_groups.ask_to_end(ward.process)
+        while time.monotonic() < deadline and not all(map(process_groups.is_gone, self._wards)):
             time.sleep(_SOON_S)
             self._reap()
         for process in self._wards:
-            groups.end_for_good(process)
+            process_groups.end_for_good(process)
         self._reserve = None
         self._wards = {}
         self._end_strays()
@@ -245,7 +245,7 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    lifeline.adopt_orphans()
+    process_groups.adopt_orphans()
     orders, reports = os.dup(0), os.dup(1)
     # whatever prints while it is imported prints to the log, and not between reports
     os.dup2(2, 1)

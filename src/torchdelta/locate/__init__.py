@@ -1,1 +1,1 @@
-"""Where a difference comes from: nodes are matched across two graphs, and each is judged by itself."""
+"""Which operation goes wrong first: rungs of a compiler, causes by setting, and the walk over nodes."""

@@ -10,11 +10,12 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
-from torchdelta._torch import graphs, runtime
-from torchdelta._torch.seams import Handed
-from torchdelta.locate.local import LocalJudge
-from torchdelta.locate.regions import Region, copied, run_node
-from torchdelta.locate.taps import Tapped
+from torchdelta._torch.compile.seams import HandedGraph
+from torchdelta._torch.graphs import graphs
+from torchdelta._torch.process import runtime
+from torchdelta.nodewise.local import LocalJudge
+from torchdelta.nodewise.regions import Region, copied, run_node
+from torchdelta.nodewise.taps import TappedNode
 
 
 @dataclass(kw_only=True)
@@ -23,11 +24,11 @@ class Decompositions:
 
     judge: LocalJudge
     table: Callable[[], Mapping[Any, Callable[..., Any]]]
-    seen: list[Tapped] = field(default_factory=list)
+    seen: list[TappedNode] = field(default_factory=list)
     total: int = 0
     notes: list[str] = field(default_factory=list)
 
-    def __call__(self, handed: Handed) -> Callable[..., Any]:
+    def __call__(self, handed: HandedGraph) -> Callable[..., Any]:
         """Hand the graph on, and compare on its first call."""
         graph = graphs.copied_graph(handed.graph)
         made = handed.on()
@@ -43,7 +44,7 @@ class Decompositions:
 
         return call
 
-    def _judged(self, graph: GraphModule, inputs: Sequence[Any], level: str) -> Iterator[Tapped]:
+    def _judged(self, graph: GraphModule, inputs: Sequence[Any], level: str) -> Iterator[TappedNode]:
         interpreter = Interpreter(graph, garbage_collect_values=False)
         feed = iter(inputs)
         values: dict[Node, Any] = {}
@@ -61,7 +62,7 @@ class Decompositions:
 
     def _judged_node(
         self, region: Region, decomposition: Callable[..., Any], values: Mapping[Node, Any], level: str
-    ) -> Tapped:
+    ) -> TappedNode:
         node = region.result
         args, kwargs = copied(map_arg((node.args, node.kwargs), values.__getitem__))
         given = {source: values[source] for source in region.reads}
@@ -71,8 +72,8 @@ class Decompositions:
             self.notes.append(
                 f"{node.name} cannot be decomposed by itself: {type(error).__name__}: {error}".splitlines()[0]
             )
-            return Tapped(node=node, level=level, local=(), region=(node,), is_judged=False)
+            return TappedNode(node=node, level=level, local=(), region=(node,), is_judged=False)
         if decomposed is NotImplemented:
-            return Tapped(node=node, level=level, local=(), region=(node,), is_judged=False)
+            return TappedNode(node=node, level=level, local=(), region=(node,), is_judged=False)
         found = self.judge.judge(node.name, values[node], decomposed, region.run, given)
-        return Tapped(node=node, level=level, local=found, region=(node,))
+        return TappedNode(node=node, level=level, local=found, region=(node,))

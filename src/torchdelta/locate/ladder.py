@@ -1,17 +1,22 @@
-"""The ladder of a compiler: from eager to what its backend made, each rung held against the original eager program."""
+"""The ladder of a compiler: from eager to what its backend made, each rung held against the original eager program.
+
+Causes by settings: one of the backend's liberties is taken away, and the difference is gone with it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from torchdelta._torch.compile.aot import SaveEverything
 from torchdelta.records.location import Rung
 from torchdelta.records.verdict import Verdict
 from torchdelta.transforms.base import Transform
 from torchdelta.transforms.compiler import Compiler
 from torchdelta.transforms.decompose import Decompose
 from torchdelta.transforms.export import Export
-from torchdelta.transforms.watched import WatchedAfterAot
+from torchdelta.transforms.wrappers import ObservedAfterAot
 
 BACKEND = "backend"
 DECOMPOSED = "decomposed"
@@ -24,23 +29,23 @@ Ask = Callable[[Transform], tuple[Verdict, str]]
 
 
 @dataclass(frozen=True)
-class Step:
+class LadderStep:
     """A transform that goes part of the way."""
 
     name: str
     transform: Transform
 
 
-def steps_of(transform: Transform) -> Iterator[Step]:
+def steps_of(transform: Transform) -> Iterator[LadderStep]:
     """Yield what a transform goes through, up to itself; nothing of one that is a single step."""
     if isinstance(transform, Compiler):
-        yield Step("dynamo", transform.with_backend("eager"))
-        yield Step("aot", WatchedAfterAot(transform, decompose=False, compile_graphs=False))
-        yield Step(DECOMPOSED, WatchedAfterAot(transform, compile_graphs=False))
-        yield Step(BACKEND, transform)
+        yield LadderStep("dynamo", transform.with_backend("eager"))
+        yield LadderStep("aot", ObservedAfterAot(transform, decompose=False, compile_graphs=False))
+        yield LadderStep(DECOMPOSED, ObservedAfterAot(transform, compile_graphs=False))
+        yield LadderStep(BACKEND, transform)
     elif isinstance(transform, Decompose):
-        yield Step("export", Export({"strict": transform.strict}))
-        yield Step(DECOMPOSE, transform)
+        yield LadderStep("export", Export({"strict": transform.strict}))
+        yield LadderStep(DECOMPOSE, transform)
 
 
 def climb(transform: Transform, known: tuple[Verdict, str], ask: Ask) -> tuple[Rung, ...]:
@@ -48,9 +53,46 @@ def climb(transform: Transform, known: tuple[Verdict, str], ask: Ask) -> tuple[R
     rungs = []
     for step in steps_of(transform):
         verdict, reason = known if step.transform is transform else ask(step.transform)
-        if isinstance(step.transform, WatchedAfterAot) and not step.transform.seen.programs:
+        if isinstance(step.transform, ObservedAfterAot) and not step.transform.seen.programs:
             continue  # the backend is not built on AOTAutograd, and was not stopped on its way
         rungs.append(Rung(name=step.name, verdict=verdict, reason=reason))
         if verdict in (Verdict.DIVERGED, Verdict.CRASHED, Verdict.TIMED_OUT):
             break
     return tuple(rungs)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A liberty, and the setting of inductor that takes it away."""
+
+    what: str
+    setting: str
+    value: Any
+
+    def __str__(self) -> str:
+        written = self.value if isinstance(self.value, (bool, int, str)) else "…"
+        return f"{self.what}: it vanishes with {self.setting}={written}"
+
+
+# cheap explanations before broad ones: fusion off changes nearly everything that is generated
+CAUSES = (
+    Cause("narrowing casts are elided", "emulate_precision_casts", True),
+    Cause("random numbers are drawn in another order", "fallback_random", True),
+    Cause("another memory layout is chosen", "layout_optimization", False),
+    Cause("values are recomputed in the backward", "custom_partitioner_fn", SaveEverything()),
+    Cause("a pattern is replaced", "pattern_matcher", False),
+    Cause("code is vectorised", "cpp.simdlen", 1),
+    Cause("operations are fused", "max_fusion_size", 1),
+)
+
+
+def find_cause(transform: Transform, ask: Callable[[Transform], tuple[Verdict, str]]) -> tuple[Cause | None, int]:
+    """Return the first liberty without which there is no difference, and how many were tried."""
+    if not isinstance(transform, Compiler) or not transform.is_inductor:
+        return None, 0
+    for tried, cause in enumerate(CAUSES, start=1):
+        if transform.config.get(cause.setting) == cause.value:
+            continue
+        if ask(transform.with_config({cause.setting: cause.value}))[0] is Verdict.EQUIVALENT:
+            return cause, tried
+    return None, len(CAUSES)

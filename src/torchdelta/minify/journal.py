@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchdelta.errors import ReportUnreadable
-from torchdelta.minify.draws import Draw
-from torchdelta.minify.subject import Subject
+from torchdelta.minify.subject import Draw, Subject
 from torchdelta.records.codec import decode, encode
 from torchdelta.records.failure import Signature
 

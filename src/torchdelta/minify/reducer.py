@@ -12,10 +12,20 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
-from torchdelta.minify.edit import Edit
-from torchdelta.minify.foresight import Foresight
-from torchdelta.minify.oracle import Answer, Asked, Crew, Foresee, Oracle
-from torchdelta.minify.search import Pass, Search, applied, measure, next_of
+from torchdelta.minify.edits import Edit
+from torchdelta.minify.search import (
+    Answer,
+    Foresee,
+    Oracle,
+    Pass,
+    QueryHandle,
+    QueryPool,
+    Search,
+    applied,
+    measure,
+    next_of,
+)
+from torchdelta.minify.speculation import Speculation
 from torchdelta.minify.subject import Subject
 from torchdelta.records.failure import Signature
 
@@ -57,11 +67,11 @@ class Progress:
         )
 
 
-class Spent(Exception):
+class BudgetExhausted(Exception):
     """The budget is used up."""
 
 
-class Wavering(Exception):
+class FlakyFailure(Exception):
     """A subject that showed the failure once does not show it again."""
 
     def __init__(self, subject: Subject) -> None:
@@ -75,9 +85,9 @@ class Reducer:
     ask: Oracle
     wanted: Signature
     budget: Budget = field(default_factory=Budget)
-    crew: Crew | None = None
+    crew: QueryPool | None = None
     """Who can be asked several things at once; None where nobody can."""
-    again: list[tuple[Subject, Asked]] = field(default_factory=list)
+    again: list[tuple[Subject, QueryHandle]] = field(default_factory=list)
     """Whom it is waited for, whether the failure comes again."""
     leaps: int = 0
     """How many showed the failure."""
@@ -137,7 +147,7 @@ class Reducer:
         """Work; False where the budget was spent first."""
         try:
             work()
-        except Spent:
+        except BudgetExhausted:
             return False
         return True
 
@@ -151,7 +161,7 @@ class Reducer:
         if self.crew is None:
             return None
         crew = self.crew
-        foresight = Foresight(
+        foresight = Speculation(
             find=crew.find,
             search=replace(self.search),
             strategies=strategies,
@@ -186,7 +196,7 @@ class Reducer:
             if begun is not None:
                 self.again.append((subject, begun))
 
-    def _begin(self, subject: Subject) -> Asked:
+    def _begin(self, subject: Subject) -> QueryHandle:
         return self.crew.begin(subject) if self.crew is not None else _Later(partial(self.ask, subject))
 
     def _settle(self, *, is_over: bool = False) -> None:
@@ -195,7 +205,7 @@ class Reducer:
             self.again.remove((subject, asked))
             answer = self._tried(asked)
             if answer is not None and not answer.shows(self.wanted):
-                raise Wavering(subject)
+                raise FlakyFailure(subject)
 
     def _leap(self, strategy: Pass, foresee: Foresee | None) -> None:
         """Follow a strategy, which may make a subject larger on its way, and come back when it did not end smaller."""
@@ -228,7 +238,7 @@ class Reducer:
         if answer is None:
             self.gap = self.broken[-1]
             if len(self.broken) >= PATIENCE:
-                raise Spent
+                raise BudgetExhausted
             return False
         self._settle()
         shows = self.known[made.key] = answer.shows(self.wanted)
@@ -263,9 +273,9 @@ class Reducer:
     def _require_budget(self) -> None:
         spent = time.monotonic() - self.started
         if self.budget.queries is not None and self.queries >= self.budget.queries:
-            raise Spent
+            raise BudgetExhausted
         if self.budget.seconds is not None and spent >= self.budget.seconds:
-            raise Spent
+            raise BudgetExhausted
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""A subject: a graph with its inputs while it is being minified.
+"""Numbers that stand for the user's: an expression makes them again, for each shape others.
+
+A subject: a graph with its inputs while it is being minified.
 
 It has a normal form: one placeholder for each input, constants of the graph among them, and one flat tuple of outputs.
 """
@@ -15,12 +17,43 @@ import torch
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
-from torchdelta._torch import graphs, runtime, stances, tensors
-from torchdelta._torch.nodes import has_effect
-from torchdelta.execute.copies import copy_together
-from torchdelta.execute.graph_files import modules_named, read_graph, write_graph
-from torchdelta.execute.graph_inputs import read_values, write_values
-from torchdelta.minify.draws import Draw
+from torchdelta._torch import tensors
+from torchdelta._torch.compile import stances
+from torchdelta._torch.graphs import graphs
+from torchdelta._torch.graphs.nodes import has_effect
+from torchdelta._torch.process import runtime
+from torchdelta.program.copies import copy_together
+from torchdelta.storage.graphs import modules_named, read_graph, read_values, write_graph, write_values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """How an input is made instead of kept."""
+
+    by: str
+    """`randn`, `zeros` or `ones`."""
+    seed: int = 0
+    """What random numbers are drawn from."""
+
+    def like(self, value: torch.Tensor) -> torch.Tensor:
+        """Return numbers in the place of a tensor's own."""
+        if self.by == "randn":
+            dtype = torch.complex64 if value.is_complex() else torch.float32
+            generator = torch.Generator().manual_seed(self.seed)
+            made = torch.randn(value.shape, dtype=dtype, generator=generator).to(value.dtype)
+        else:
+            made = getattr(torch, self.by)(value.shape, dtype=value.dtype)
+        return made.to(value.device).requires_grad_(value.requires_grad)
+
+    def text(self, value: torch.Tensor) -> str:
+        """Return the expression that makes them on the CPU."""
+        shape = tuple(value.shape)
+        if self.by != "randn":
+            return f"torch.{self.by}({shape}, dtype={value.dtype})"
+        sizes = ", ".join(map(str, shape)) or "()"
+        generator = f"generator=torch.Generator().manual_seed({self.seed})"
+        drawn = f"torch.randn({sizes}, {'dtype=torch.complex64, ' if value.is_complex() else ''}{generator})"
+        return drawn if value.dtype in (torch.float32, torch.complex64) else f"{drawn}.to({value.dtype})"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -31,7 +31,7 @@ class Place:
         return f"{self.kind} at {self.node} ({self.op}){module}{source}"
 
 
-class Outcome(enum.Enum):
+class TrialOutcome(enum.Enum):
     """What came of one planted fault."""
 
     CAUGHT = "caught"
@@ -44,11 +44,11 @@ class Outcome(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class FaultTrial:
     """One planted fault, and what came of it."""
 
     place: Place
-    outcome: Outcome
+    outcome: TrialOutcome
     reason: str = ""
     """The evidence of the worst leaf or stage."""
 
@@ -62,7 +62,7 @@ class Audit:
     """The verdict without a fault: where it is not equivalent, a catch means nothing."""
     control_reason: str
     """Why it is not; empty where it is."""
-    trials: tuple[Trial, ...]
+    trials: tuple[FaultTrial, ...]
     inapplicable: tuple[str, ...]
     """The kinds of fault that the program has no place for."""
     schema_version: int = SCHEMA_VERSION
@@ -72,17 +72,17 @@ class Audit:
         """The kinds of fault that were planted."""
         return tuple(dict.fromkeys(trial.place.kind for trial in self.trials))
 
-    def of_kind(self, kind: str) -> tuple[Trial, ...]:
+    def of_kind(self, kind: str) -> tuple[FaultTrial, ...]:
         """Return the trials of one kind of fault."""
         return tuple(trial for trial in self.trials if trial.place.kind == kind)
 
     @property
     def catch_rate(self) -> float | None:
         """The share of the faults with an effect that were caught; None where none had any."""
-        effective = len(self.trials) - count(self.trials, Outcome.NO_EFFECT)
-        return count(self.trials, Outcome.CAUGHT) / effective if effective else None
+        effective = len(self.trials) - count(self.trials, TrialOutcome.NO_EFFECT)
+        return count(self.trials, TrialOutcome.CAUGHT) / effective if effective else None
 
 
-def count(trials: Iterable[Trial], outcome: Outcome) -> int:
+def count(trials: Iterable[FaultTrial], outcome: TrialOutcome) -> int:
     """Return how many trials ended so."""
     return sum(trial.outcome is outcome for trial in trials)

@@ -75,7 +75,7 @@ class OpReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Swept:
+class SweepRow:
     """One operator of the database in one dtype."""
 
     op: str
@@ -102,7 +102,7 @@ class Swept:
 class Sweep:
     """Many operators, each with the worst that was seen of it."""
 
-    swept: tuple[Swept, ...]
+    swept: tuple[SweepRow, ...]
     total: int
     """How many there would have been: more than were swept where somebody interrupted it."""
     environment: Environment

@@ -25,7 +25,7 @@ _DEFAULT_POLICY = "noise"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Autocast:
+class AutocastSetting:
     """The autocast that a graph ran under."""
 
     device: str
@@ -54,7 +54,7 @@ class Recording:
     path: tuple[str, ...] = ()
     """Where modules lie that are not installed: another process searches there too."""
     is_grad_enabled: bool = True
-    autocast: Autocast | None = None
+    autocast: AutocastSetting | None = None
     lacks: tuple[str, ...] = ()
     """What a repro lacks, in sentences."""
 

@@ -29,7 +29,7 @@ class Effect:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alone:
+class LayerEffect:
     """One module, quantized while everything else is left as it is."""
 
     module_path: str
@@ -52,7 +52,7 @@ class Sensitivity:
 
     case: Case
     environment: Environment
-    modules: tuple[Alone, ...]
+    modules: tuple[LayerEffect, ...]
     """The one that loses most first; those that could not be quantized alone last."""
     together: tuple[Effect, ...] = ()
     """All of them quantized at once."""

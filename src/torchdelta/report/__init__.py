@@ -1,1 +1,1 @@
-"""Renderings of a Report: each takes the record and nothing else."""
+"""Renderers of records: records in, text out, no torch."""

@@ -1,23 +1,210 @@
-"""A graph as code to read: a function of its inputs, or a module where the graph has parameters of its own."""
+"""Names that a person would have given: `x` and `weight`, where a tracer wrote arg0_1 and L_self_modules_…_weight_.
+
+Modules of torch.nn as the calls that build them.
+
+One node of a graph as the expression that a person would write for it.
+
+A graph as code to read: a function of its inputs, or a module where the graph has parameters of its own.
+"""
 
 from __future__ import annotations
 
+import builtins
+import keyword
+import operator
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.fx import GraphModule, Node
 
-from torchdelta._torch import nodes
-from torchdelta._torch.graphs import attribute
+from torchdelta._torch.graphs import nodes
+from torchdelta._torch.graphs.graphs import attribute
+from torchdelta._torch.operators.lookup import is_operator, registered_by
+from torchdelta._torch.process import runtime
 from torchdelta.errors import ReproUnwritable
-from torchdelta.repro.expressions import is_statement, write_call
-from torchdelta.repro.literals import attribute_path, write_value
-from torchdelta.repro.modules import write_module
-from torchdelta.repro.naming import Names, wishes_for_input, wishes_for_path
+from torchdelta.repro.values import Refer, attribute_path, write_callable, write_index, write_value
+
+RESERVED = frozenset(
+    {
+        *("torch", "sys", "math", "operator", "subprocess", "signal", "resource", "importlib", "pathlib", "program"),
+        *("Program", "inputs", "run", "main", "self", "transformed", "saved", "memory", "cotangent", "structure"),
+        *("args", "autocast", "call", "cast", "decomposed", "exported", "given", "outputs", "transform"),
+    }
+)
+"""What a script calls its own."""
+_ANONYMOUS = re.compile(r"^(arg|primals_|tangents_|args_|input_|inputs_)\d+(_\d+)?$")
+_LOCAL = re.compile(r"^(?:[LG]_+)+")
+_HELD = re.compile(r"_(?:parameters|buffers|modules)_")
+_ROLES = {"self": "x", "input": "x", "other": "y", "mat1": "x", "mat2": "weight", "tensor": "x", "grad_output": "grad"}
+_PLAIN = ("x", "y", "z", "u", "v", "w")
+
+
+class Names:
+    """Gives each thing a name that nothing else has."""
+
+    def __init__(self) -> None:
+        self._taken: set[str] = set(RESERVED)
+
+    def give(self, wishes: Iterable[str]) -> str:
+        """Return the first wish that is free; if none is, the last one with a number."""
+        wish = "value"
+        for raw in wishes:
+            wish = _identifier(raw)
+            if self._is_free(wish):
+                self._taken.add(wish)
+                return wish
+        number = 1
+        while not self._is_free(f"{wish}_{number}"):
+            number += 1
+        self._taken.add(f"{wish}_{number}")
+        return f"{wish}_{number}"
+
+    def _is_free(self, name: str) -> bool:
+        # no program reads from the terminal
+        is_built_in = hasattr(builtins, name) and name != "input"
+        return name not in self._taken and not keyword.iskeyword(name) and not is_built_in
+
+
+def wishes_for_input(node: Node, value: Any) -> Iterator[str]:
+    """Yield names for a placeholder, the shortest first."""
+    # a reduction calls so what it gives instead of computing it
+    target = str(node.target).removesuffix("_given")
+    if not isinstance(value, torch.Tensor):
+        yield from ("size",) if type(value) is int and re.fullmatch(r"(s|u)\d+", target) else ()
+    elif _ANONYMOUS.match(target):
+        yield from _roles(node)
+        yield from _PLAIN
+    yield from wishes_for_path(target)
+
+
+def wishes_for_path(path: str) -> Iterator[str]:
+    """Yield names for what is `h.0.mlp.weight` in a model, or L_self_modules_h_… in a trace: its last part first."""
+    held = _HELD.split(_LOCAL.sub("", path).removeprefix("l_"))
+    parts = [part for part in ".".join(held[1:] or held).strip("_").split(".") if part.strip("_")]
+    for count in range(1, len(parts) + 1):
+        name = "_".join(part.strip("_") for part in parts[-count:])
+        if not name[:1].isdigit():
+            yield name
+    yield "_".join(parts) or "value"
+
+
+def _roles(node: Node) -> Iterator[str]:
+    """Yield what the operators that read a placeholder call it."""
+    for user in node.users:
+        if is_operator(user.target):
+            for name, value in nodes.arguments(user).items():
+                if value is node:
+                    yield _ROLES.get(name, name)
+
+
+def _identifier(raw: str) -> str:
+    name = re.sub(r"\W+", "_", raw).strip("_") or "value"
+    return f"_{name}" if name[0].isdigit() else name
+
+
+def write_module(module: nn.Module, name: str) -> str:
+    """Return an expression that builds such a module, whose parameters and buffers are anybody's."""
+    kind = type(module)
+    if getattr(nn, kind.__name__, None) is not kind:
+        raise ReproUnwritable(
+            f"the graph calls {name}, a {kind.__module__}.{kind.__qualname__}, which no script of torch alone can "
+            "build: trace through it"
+        )
+    if kind is nn.Sequential:
+        parts = ", ".join(write_module(part, f"{name}.{step}") for step, part in module.named_children())
+        written = f"torch.nn.Sequential({parts})"
+    else:
+        written = f"torch.nn.{module!r}"
+        if not _is_rebuilt(module, written):
+            raise ReproUnwritable(f"the graph calls {name}, and {module!r} does not say all that it was built with")
+    return written if module.training else f"{written}.eval()"
+
+
+def _is_rebuilt(module: nn.Module, written: str) -> bool:
+    try:
+        with runtime.drawing_from():
+            made = eval(written, {"torch": torch})
+    except Exception:
+        return False
+    return type(made) is type(module) and repr(made) == repr(module) and _traits(made) == _traits(module)
+
+
+def _traits(module: nn.Module) -> tuple[Any, ...]:
+    state = {name: tuple(tensor.shape) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    plain = (bool, int, float, str, tuple, type(None))
+    settings = {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, plain) and not name.startswith("_") and name != "training"
+    }
+    return state, settings
+
+
+_INFIX: dict[Any, str] = {
+    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//",
+    operator.mod: "%", operator.pow: "**", operator.matmul: "@", operator.and_: "&", operator.or_: "|",
+    operator.xor: "^", operator.lshift: "<<", operator.rshift: ">>", operator.eq: "==", operator.ne: "!=",
+    operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=",
+}  # fmt: skip
+_PREFIX: dict[Any, str] = {operator.neg: "-", operator.pos: "+", operator.invert: "~", operator.not_: "not "}
+_PUBLIC: dict[Any, str] = {torch.ops.higher_order.cond: "torch.cond"}
+_GETATTR: tuple[Callable[..., Any], ...] = (getattr,)
+
+
+def write_call(node: Node, refer: Refer, imports: set[str]) -> str:
+    """Return what a call of a function or method computes; modules to import are added to `imports`."""
+
+    def referring(value: Any) -> str | None:
+        if (known := refer(value)) is not None:
+            return known
+        is_function = callable(value) and not isinstance(value, (torch.device, torch.Tensor, torch.nn.Module, type))
+        return write_callable(value, imports) if is_function else None
+
+    args = [write_value(argument, referring) for argument in node.args]
+    keywords = [f"{name}={write_value(argument, referring)}" for name, argument in node.kwargs.items()]
+    if node.op == "call_method":
+        return f"{_operand(args[0])}.{node.target}({', '.join((*args[1:], *keywords))})"
+    target = node.target
+    if not keywords:
+        if target in _INFIX and len(args) == 2:
+            return f"{_operand(args[0])} {_INFIX[target]} {_operand(args[1])}"
+        if target in _PREFIX and len(args) == 1:
+            return f"{_PREFIX[target]}{_operand(args[0])}"
+        if target is operator.getitem:
+            return f"{_operand(args[0])}[{write_index(node.args[1], referring)}]"
+        if target is operator.setitem:
+            return f"{_operand(args[0])}[{write_index(node.args[1], referring)}] = {args[2]}"
+        if target in _GETATTR and len(args) == 2 and isinstance(node.args[1], str) and node.args[1].isidentifier():
+            return f"{_operand(args[0])}.{node.args[1]}"
+    _import_registration(target, imports)
+    name = _PUBLIC[target] if target in _PUBLIC else write_callable(target, imports)
+    return f"{name}({', '.join((*args, *keywords))})"
+
+
+def is_statement(node: Node) -> bool:
+    """Tell whether what is written for a node is no expression."""
+    return node.target is operator.setitem
+
+
+def _import_registration(target: Any, imports: set[str]) -> None:
+    try:
+        module = registered_by(target)
+    except LookupError as error:
+        if not imports:
+            raise ReproUnwritable(f"{error}: name its module in the finding's imports") from error
+        return
+    if module is not None:
+        imports.add(module)
+
+
+def _operand(text: str) -> str:
+    return f"({text})" if text.startswith("-") or " " in text.split("(")[0] else text
+
 
 INDENT = "    "
 _GUARDS = "_guards_fn"

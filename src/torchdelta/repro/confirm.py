@@ -48,7 +48,7 @@ THERE = "the bug is there"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Confirmed:
+class ScriptOutcome:
     """How a script ended."""
 
     status: int | None
@@ -62,7 +62,7 @@ class Confirmed:
         return self.status == 1 and THERE in self.output
 
 
-class Clean:
+class CleanProcess:
     """A clean process that has imported torch, which takes longer than most scripts, and waits for one.
 
     `steps` are modules that it imports, and functions of modules or files (`module:function`, `file.py:function`) that
@@ -100,7 +100,7 @@ class Clean:
             self._process.stdin.write(f"{Path(path).resolve()}\n".encode())
             self._process.stdin.flush()
 
-    def wait(self, *, deadline_s: float) -> Confirmed:
+    def wait(self, *, deadline_s: float) -> ScriptOutcome:
         """Wait for its end; one that takes longer is ended, with everything that it started."""
         assert self._begun is not None
         status: int | None = None
@@ -114,21 +114,21 @@ class Clean:
         self._printed.seek(max(0, self._printed.seek(0, os.SEEK_END) - KEPT))
         output = self._printed.read().decode(errors="replace")
         self._end()
-        return Confirmed(status=status, output=output, seconds=seconds)
+        return ScriptOutcome(status=status, output=output, seconds=seconds)
 
     def end(self) -> None:
         """End it, and what it runs."""
         self._end()
 
 
-def begin(path: Path, clean: Clean | None = None) -> Clean:
+def begin(path: Path, clean: CleanProcess | None = None) -> CleanProcess:
     """Begin to run the script in a clean process, the one that waits for it if there is one."""
-    runner = clean if clean is not None and clean.is_waiting else Clean()
+    runner = clean if clean is not None and clean.is_waiting else CleanProcess()
     runner.begin(path)
     return runner
 
 
-def confirm(path: Path, *, deadline_s: float, clean: Clean | None = None) -> Confirmed:
+def confirm(path: Path, *, deadline_s: float, clean: CleanProcess | None = None) -> ScriptOutcome:
     """Run the script in a clean process."""
     return begin(path, clean).wait(deadline_s=deadline_s)
 

@@ -10,14 +10,12 @@ from typing import Any
 
 import torch
 
-from torchdelta.repro.asked import Asked
 from torchdelta.repro.code import INDENT
 from torchdelta.repro.finding import Finding
-from torchdelta.repro.literals import write_value
-from torchdelta.repro.places import import_module
-from torchdelta.repro.running import CAST, COMPLEX_COTANGENT, COTANGENT, write_run
-from torchdelta.repro.summary import header_of
-from torchdelta.repro.tensors import TensorSource
+from torchdelta.repro.imports import import_module
+from torchdelta.repro.issue import header_of
+from torchdelta.repro.question import CAST, COMPLEX_COTANGENT, COTANGENT, Question, write_run
+from torchdelta.repro.values import TensorSource, write_value
 from torchdelta.transforms.compiler import SAME_RANDOM
 
 WIDTH = 116
@@ -29,7 +27,7 @@ _LOADED = 'saved = torch.load(pathlib.Path(__file__).with_suffix(".pt"), weights
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
+class WrittenScript:
     """The files of a script."""
 
     path: Path
@@ -39,14 +37,14 @@ class Written:
     """Whether values of the user's tensors are in them."""
 
 
-def write(finding: Finding, path: Path, *, data: bool = True, under: str | None = None) -> Written:
+def write(finding: Finding, path: Path, *, data: bool = True, under: str | None = None) -> WrittenScript:
     """Write a script and what it needs beside it; without `data`, random numbers stand for the user's.
 
     With `under` it has that name, in the same directory, until somebody moves it to `path`. ReproUnwritable says why no
     script of torch alone could show the finding.
     """
     path = Path(path)
-    script = _Script(Asked(finding, path, data=data), path)
+    script = _Script(Question(finding, path, data=data), path)
     text = script.text()
     path.parent.mkdir(parents=True, exist_ok=True)
     path = path.with_name(under or path.name)
@@ -54,13 +52,13 @@ def write(finding: Finding, path: Path, *, data: bool = True, under: str | None 
     if tensors_path is not None:
         torch.save(script.saved, tensors_path)
     path.write_text(text, encoding="utf-8")
-    return Written(path=path, tensors_path=tensors_path, embeds_data=script.embeds_data)
+    return WrittenScript(path=path, tensors_path=tensors_path, embeds_data=script.embeds_data)
 
 
 class _Script:
     """Puts the parts of a script together."""
 
-    def __init__(self, asked: Asked, path: Path) -> None:
+    def __init__(self, asked: Question, path: Path) -> None:
         self.asked = asked
         self.finding = asked.finding
         self.path = path

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torchdelta._torch import dynamo
+from torchdelta._torch.compile import dynamo
 from torchdelta.errors import UsageError
-from torchdelta.execute.programs import load_callable
+from torchdelta.program.programs import load_callable
 from torchdelta.registry import Registry, nearest
 from torchdelta.transforms.aot import Aot
 from torchdelta.transforms.autocast import Autocast
@@ -23,7 +23,7 @@ from torchdelta.transforms.replacement import OtherModule
 
 
 @dataclass(frozen=True)
-class Named:
+class TransformFactory:
     """How a transform is built from its options and from what stands behind the colon of its name, if anything does."""
 
     build: Callable[[str, Options], Transform]
@@ -31,19 +31,21 @@ class Named:
     """What to write behind the colon; empty when there is none."""
 
 
-TRANSFORMS: Registry[Named] = Registry("transform")
-TRANSFORMS.add("inductor", Named(lambda _, options: Compiler("inductor", options)))
-TRANSFORMS.add("aot_eager", Named(lambda _, options: Compiler("aot_eager", options)))
-TRANSFORMS.add("aot_eager_decomp_partition", Named(lambda _, options: Compiler("aot_eager_decomp_partition", options)))
-TRANSFORMS.add("eager", Named(lambda _, options: Compiler("eager", options)))
-TRANSFORMS.add("aot", Named(lambda _, options: Aot(options)))
-TRANSFORMS.add("backend", Named(Compiler, "NAME"))
-TRANSFORMS.add("export", Named(lambda _, options: Export(options)))
-TRANSFORMS.add("decompose", Named(lambda _, options: Decompose(options)))
-TRANSFORMS.add("cast", Named(Cast, "DTYPE"))
-TRANSFORMS.add("autocast", Named(Autocast, "DTYPE"))
-TRANSFORMS.add("quantize", Named(Quantize, "QUANTIZER"))
-TRANSFORMS.add("module", Named(OtherModule, "FACTORY"))
+TRANSFORMS: Registry[TransformFactory] = Registry("transform")
+TRANSFORMS.add("inductor", TransformFactory(lambda _, options: Compiler("inductor", options)))
+TRANSFORMS.add("aot_eager", TransformFactory(lambda _, options: Compiler("aot_eager", options)))
+TRANSFORMS.add(
+    "aot_eager_decomp_partition", TransformFactory(lambda _, options: Compiler("aot_eager_decomp_partition", options))
+)
+TRANSFORMS.add("eager", TransformFactory(lambda _, options: Compiler("eager", options)))
+TRANSFORMS.add("aot", TransformFactory(lambda _, options: Aot(options)))
+TRANSFORMS.add("backend", TransformFactory(Compiler, "NAME"))
+TRANSFORMS.add("export", TransformFactory(lambda _, options: Export(options)))
+TRANSFORMS.add("decompose", TransformFactory(lambda _, options: Decompose(options)))
+TRANSFORMS.add("cast", TransformFactory(Cast, "DTYPE"))
+TRANSFORMS.add("autocast", TransformFactory(Autocast, "DTYPE"))
+TRANSFORMS.add("quantize", TransformFactory(Quantize, "QUANTIZER"))
+TRANSFORMS.add("module", TransformFactory(OtherModule, "FACTORY"))
 
 
 def build(spec: str | Transform | Callable[..., Any], options: Options) -> Transform:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from torchdelta._torch.dispatch import PARTITIONERS, Dispatched
-from torchdelta._torch.dynamo import Witness
-from torchdelta._torch.seams import Seam, hand_on
+from torchdelta._torch.compile.aot_dispatch import PARTITIONERS, AotTrace
+from torchdelta._torch.compile.dynamo import Witness
+from torchdelta._torch.compile.seams import Seam, hand_on
 from torchdelta.errors import UsageError
-from torchdelta.execute.sides import Side
+from torchdelta.program.sides import Side
 from torchdelta.transforms.base import Options, Transform, Transformed, require_known
 from torchdelta.transforms.compiler import flag
 
@@ -38,7 +38,7 @@ class Aot(Transform):
         if lifted:
             raise UsageError("a trace by AOTAutograd alone has the operations of the program, and rounds as it does")
         witness = Witness()
-        call = Dispatched(
+        call = AotTrace(
             side.call,
             dynamic=self.dynamic,
             functionalised=self.functionalised,

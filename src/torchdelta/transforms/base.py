@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from torchdelta._torch.dynamo import Witness, counted
-from torchdelta._torch.seams import Seam, hand_on
+from torchdelta._torch.compile.dynamo import Witness, counted
+from torchdelta._torch.compile.seams import Seam, hand_on
 from torchdelta.errors import UsageError
-from torchdelta.execute.sides import Side
+from torchdelta.program.sides import Side
 from torchdelta.records.comparison import Scalar
 
 Options = Mapping[str, Scalar]

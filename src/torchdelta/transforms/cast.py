@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 import torch
 
-from torchdelta._torch.dynamo import Witness
-from torchdelta._torch.seams import Seam, hand_on
-from torchdelta.execute.copies import copy_together
-from torchdelta.execute.sides import Side, started_from
+from torchdelta._torch.compile.dynamo import Witness
+from torchdelta._torch.compile.seams import Seam, hand_on
+from torchdelta.program.copies import copy_together
+from torchdelta.program.sides import Side, started_from
 from torchdelta.transforms.base import Options, Transform, Transformed, dtype_named, require_known
 
 

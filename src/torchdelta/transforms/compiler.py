@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from torchdelta._torch import dynamo
-from torchdelta._torch.seams import Seam, hand_on
+from torchdelta._torch.compile import dynamo
+from torchdelta._torch.compile.seams import Seam, hand_on
 from torchdelta.errors import UsageError
-from torchdelta.execute.sides import Side
+from torchdelta.program.sides import Side
 from torchdelta.transforms.base import Options, Transform, Transformed, require_known
 
 SAME_RANDOM = (

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from torchdelta._torch import graphs
-from torchdelta._torch.seams import Handed, Seam, hand_on
+from torchdelta._torch.compile.seams import HandedGraph, Seam, hand_on
+from torchdelta._torch.graphs import graphs
 from torchdelta.errors import UsageError
-from torchdelta.execute.programs import load_object
-from torchdelta.execute.sides import Side
+from torchdelta.program.programs import load_object
+from torchdelta.program.sides import Side
 from torchdelta.transforms.base import Options, Transform, Transformed, require_known
 from torchdelta.transforms.compiler import flag
 from torchdelta.transforms.export import exported
@@ -43,7 +43,7 @@ class Decompose(Transform):
             # what the one at the seam wrote on the nodes is kept by exporting them once more
             return self._decomposed(replace(made, call=graph, owner=graph)).call  # type: ignore[return-value]
 
-        call = seam(Handed(graph=module, example_inputs=side.args, make=make, level="export"))
+        call = seam(HandedGraph(graph=module, example_inputs=side.args, make=make, level="export"))
         yield Transformed.whole(replace(made, call=call), captured=1)
 
     def _decomposed(self, side: Side) -> Side:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from torchdelta._torch.seams import Seam, hand_on
-from torchdelta.execute.sides import Side, state_holders
+from torchdelta._torch.compile.seams import Seam, hand_on
+from torchdelta.program.sides import Side, state_holders
 from torchdelta.transforms.base import Options, Transform, Transformed, require_known
 from torchdelta.transforms.compiler import flag
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from torchdelta._torch import graphs
-from torchdelta._torch.seams import Handed, Seam, graph_behind, hand_on
+from torchdelta._torch.compile.seams import HandedGraph, Seam, graph_behind, hand_on
+from torchdelta._torch.graphs import graphs
 from torchdelta.errors import UsageError
-from torchdelta.execute.sides import Side, state_of
+from torchdelta.program.sides import Side, state_of
 from torchdelta.transforms.base import Options, Transform, Transformed
 from torchdelta.transforms.compiler import Compiler
 from torchdelta.transforms.export import exported
@@ -64,7 +64,7 @@ class FxPass(Transform):
         def make(graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             return graphs.runnable(self.function(graph, example_inputs), graph)
 
-        return seam(Handed(graph=module, example_inputs=inputs, make=make, level=level))
+        return seam(HandedGraph(graph=module, example_inputs=inputs, make=make, level=level))
 
 
 def _owner(call: Callable[..., Any], given: Side) -> Callable[..., Any]:

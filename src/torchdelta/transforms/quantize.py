@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from torchdelta import foreign
-from torchdelta._torch import provenance
-from torchdelta._torch.dynamo import Witness, counted
-from torchdelta._torch.nodes import module_path
-from torchdelta._torch.seams import Handed, Seam, hand_on
+from torchdelta import errors
+from torchdelta._torch.compile.dynamo import Witness, counted
+from torchdelta._torch.compile.seams import HandedGraph, Seam, hand_on
+from torchdelta._torch.graphs import handles
+from torchdelta._torch.graphs.nodes import module_path
 from torchdelta.errors import EnvironmentUnfit, ProgramError, UsageError
-from torchdelta.execute.copies import copy_together
-from torchdelta.execute.programs import load_callable
-from torchdelta.execute.sides import Side
+from torchdelta.program.copies import copy_together
+from torchdelta.program.programs import load_callable
+from torchdelta.program.sides import Side
 from torchdelta.registry import nearest
 from torchdelta.transforms.base import Options, Transform, Transformed, require_known
 from torchdelta.transforms.export import exported
@@ -73,7 +73,7 @@ class Quantize(Transform):
             witness.captured = int(has_levels(last))
             return last
 
-        call = for_inference(seam(Handed(graph=graph, example_inputs=side.args, make=make, level="export")))
+        call = for_inference(seam(HandedGraph(graph=graph, example_inputs=side.args, make=make, level="export")))
         if witness.captured:
             call = counted(call, witness)
         yield Transformed(side=_with_buffers(side, call, last, names), witness=witness, notes=[OWN_WEIGHTS])
@@ -92,13 +92,13 @@ def quantized(
 def exported_with_handles(side: Side) -> tuple[GraphModule, Mapping[str, str]]:
     """Export a side, and give every node a handle; return the names of its state in the program too."""
     graph, made = exported(side, strict=False)
-    provenance.assign_handles(graph)
+    handles.assign_handles(graph)
     return graph, made.names or {}
 
 
 def has_levels(graph: GraphModule) -> bool:
     """Tell whether anything in a graph is quantized."""
-    return any(provenance.is_quantizing(node) for node in provenance.handled_nodes(graph))
+    return any(handles.is_quantizing(node) for node in handles.handled_nodes(graph))
 
 
 def quantizer_named(name: str) -> Callable[[], Quantizer]:
@@ -129,21 +129,21 @@ def quantize(
     quantizer = _built(factory)
     if only is not None:
         _require_module(graph, only)
-        quantizer = Within(quantizer, only, is_inside)
+        quantizer = QuantizedSubset(quantizer, only, is_inside)
     prepared = pt2e.prepare_pt2e(copy.deepcopy(graph), quantizer)
-    provenance.share_folded(graph, prepared)
+    handles.share_folded(graph, prepared)
     args, kwargs = copy_together((side.args, side.kwargs), name="the inputs to calibrate on")
     with torch.no_grad():
         prepared(*args, **kwargs)
     _forget_calibration(prepared, graph)
-    observed = provenance.observed_handles(prepared)
+    observed = handles.observed_handles(prepared)
     converted: GraphModule = pt2e.convert_pt2e(prepared)
-    provenance.restore_handles(converted, observed)
+    handles.restore_handles(converted, observed)
     _share_with_what_is_new(converted)
     return converted
 
 
-class Within:
+class QuantizedSubset:
     """A quantizer that quantizes the nodes of one module, and leaves the others as they are."""
 
     def __init__(self, quantizer: Quantizer, path: str, is_inside: IsInside) -> None:
@@ -208,7 +208,7 @@ def _built(factory: Callable[[], Quantizer]) -> Quantizer:
     name = getattr(factory, "__qualname__", repr(factory))
     try:
         quantizer = factory()
-    except foreign.raised() as error:
+    except errors.caught_from_user_code() as error:
         raise ProgramError(f"the quantizer {name} could not be built: {type(error).__name__}: {error}") from error
     if not callable(getattr(quantizer, "annotate", None)):
         raise UsageError(
@@ -248,14 +248,14 @@ def _share_with_what_is_new(converted: GraphModule) -> None:
 
     Scales and zero points belong to what they quantize, and an input that is quantized for one reader alone to that.
     """
-    quantizing = [node for node in provenance.handled_nodes(converted) if provenance.is_quantizing(node)]
+    quantizing = [node for node in handles.handled_nodes(converted) if handles.is_quantizing(node)]
     for node in reversed(quantizing):
         readers = [user for user in node.users if user.op != "output"]
-        if not provenance.handles_of(node) and len(readers) == len(node.users) == 1:
-            provenance.write_handles(node, provenance.handles_of(readers[0]))
+        if not handles.handles_of(node) and len(readers) == len(node.users) == 1:
+            handles.write_handles(node, handles.handles_of(readers[0]))
         for source in node.all_input_nodes:
-            if source.op != "placeholder" and not provenance.handles_of(source):
-                provenance.write_handles(source, provenance.handles_of(node))
+            if source.op != "placeholder" and not handles.handles_of(source):
+                handles.write_handles(source, handles.handles_of(node))
 
 
 def _with_buffers(side: Side, call: Callable[..., Any], graph: GraphModule, names: Mapping[str, str]) -> Side:

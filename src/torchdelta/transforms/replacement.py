@@ -8,14 +8,14 @@ from typing import Any, cast
 
 import torch
 
-from torchdelta import foreign
-from torchdelta._torch.dynamo import compiles_itself
-from torchdelta._torch.lift import widened
-from torchdelta._torch.seams import Seam, hand_on
+from torchdelta import errors
+from torchdelta._torch.compile.dynamo import compiles_itself
+from torchdelta._torch.compile.seams import Seam, hand_on
+from torchdelta._torch.modes.lift import widened
 from torchdelta.errors import ProgramError, UsageError
-from torchdelta.execute.copies import copy_together
-from torchdelta.execute.programs import load_callable
-from torchdelta.execute.sides import Side
+from torchdelta.program.copies import copy_together
+from torchdelta.program.programs import load_callable
+from torchdelta.program.sides import Side
 from torchdelta.transforms.base import Options, Transform, Transformed, require_known
 
 StateMap = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
@@ -71,7 +71,7 @@ class OtherModule(Transform):
         """Build the module and give it the reference's state."""
         try:
             built = self.factory()
-        except foreign.raised() as error:
+        except errors.caught_from_user_code() as error:
             raise ProgramError(f"{self.factory_name}: the factory raised {type(error).__name__}: {error}") from error
         module = built[0] if isinstance(built, tuple) else built
         if self.state_map is not None and isinstance(module, torch.nn.Module):

@@ -1,37 +1,21 @@
 """Reduction passes: each proposes edits and tests nothing. A new one is one file and one line here."""
 
-from torchdelta.minify.passes import (
-    bisect,
-    constants,
-    dtypes,
-    edges,
-    effects,
-    gradients,
-    numbers,
-    operands,
-    outputs,
-    plain,
-    scatter,
-    shapes,
-    sizes,
-    strides,
-    widen,
-)
+from torchdelta.minify.passes import cuts, thinning, values
 
-STRATEGIES = (widen.propose, scatter.propose, bisect.propose)
+STRATEGIES = (cuts.widen_from_culprit, cuts.isolate_operations, cuts.bisect_graph)
 """Great leaps, each made once; what does not end smaller is undone."""
 PASSES = (
-    outputs.propose,
-    edges.propose,
-    effects.propose,
-    operands.propose,
-    shapes.propose,
-    gradients.propose,
-    strides.propose,
-    dtypes.propose,
-    plain.propose,
-    numbers.propose,
-    constants.propose,
-    sizes.propose,
+    thinning.drop_outputs,
+    thinning.cut_edges,
+    thinning.drop_effects,
+    thinning.skip_operations,
+    values.fix_shapes,
+    thinning.drop_gradients,
+    values.plain_strides,
+    values.plain_dtypes,
+    values.plain_values,
+    values.random_numbers,
+    values.plain_constants,
+    values.shrink_sizes,
 )
 """Small steps, repeated until none is left."""

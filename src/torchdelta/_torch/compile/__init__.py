@@ -1,0 +1,1 @@
+"""torch.compile from inside: dynamo, AOTAutograd, inductor's passes, settings."""

@@ -1,0 +1,238 @@
+"""torch.compile seen from inside: backends by name, what was captured, what ran, and why something did not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._functorch.config
+import torch._inductor
+import torch._inductor.config
+from torch._dynamo.exc import RestartAnalysis, SkipFrame, exceptions_allowed_to_be_fallback
+from torch._dynamo.utils import counters
+from torch._inductor.exc import InvalidCxxCompiler
+
+from torchdelta._torch.compile.seams import HandedGraph, Seam, hand_on
+from torchdelta._torch.graphs.lift_graph import lift_graph
+from torchdelta.errors import UsageError
+from torchdelta.registry import nearest
+
+Backend = Callable[..., Callable[..., Any]]
+
+
+@dataclass
+class Witness:
+    """What was seen of a transform at work: graphs that were captured, and calls that ran transformed code."""
+
+    captured: int = 0
+    calls: int = 0
+    is_compiler: bool = False
+
+    def eager_reasons(self) -> list[str]:
+        """Return why parts of the program ran eagerly, in the compiler's own words."""
+        if not self.is_compiler:
+            return []
+        messages = [message for category in ("graph_break", "unimplemented") for message in counters[category]]
+        return list(dict.fromkeys(str(message).strip().splitlines()[0] for message in messages))
+
+    def has_reached_recompile_limit(self) -> bool:
+        """Tell whether the compiler gave up compiling some frame anew, and ran it eagerly from then on."""
+        return any("recompile limit" in reason for reason in self.eager_reasons())
+
+
+def uncompiled(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what a callable was before torch.compile wrapped it."""
+    while True:
+        inner = vars(call).get("_torchdynamo_orig_callable") if hasattr(call, "__dict__") else None
+        if isinstance(call, torch._dynamo.OptimizedModule):
+            inner = call._orig_mod
+        if inner is None:
+            return call
+        call = inner
+
+
+def compiles_itself(call: Callable[..., Any]) -> bool:
+    """Tell whether a callable, or a module in it, was compiled already."""
+    if uncompiled(call) is not call:
+        return True
+    parts = call.modules() if isinstance(call, torch.nn.Module) else ()
+    return any(uncompiled(part) is not part or part._compiled_call_impl is not None for part in parts)
+
+
+def backend_named(name: str) -> Backend:
+    """Return a registered torch.compile backend; UsageError names the nearest."""
+    try:
+        return torch._dynamo.lookup_backend(name)
+    except torch._dynamo.exc.InvalidBackend:
+        raise UsageError(f"torch.compile has no backend {name!r}: {nearest(name, backend_names())}") from None
+
+
+def backend_names() -> list[str]:
+    """Return every registered backend, debugging ones included."""
+    return sorted(torch._dynamo.list_backends(exclude_tags=()))
+
+
+def mode_config(mode: str, *, dynamic: bool | None) -> dict[str, Any]:
+    """Return the inductor settings that a torch.compile mode stands for."""
+    known = torch._inductor.list_mode_options()
+    if mode not in known:
+        raise UsageError(f"unknown mode {mode!r}: it is one of {', '.join(sorted(known))}")
+    return torch._inductor.list_mode_options(mode, dynamic)
+
+
+def config_of(*, mode: str | None = None, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the inductor settings that a mode and options of torch.compile stand for."""
+    settings = {name.replace("-", "_"): value for name, value in (options or {}).items()}
+    require_known_config(settings)
+    return {**(mode_config(mode, dynamic=None) if mode else {}), **settings}
+
+
+def hint_of(value: Any) -> Any:
+    """Return the number that a symbolic one was when its graph was captured; anything else as it is."""
+    is_symbolic = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return getattr(value.node, "hint", value) if is_symbolic else value
+
+
+def require_known_config(settings: Mapping[str, Any]) -> None:
+    """Raise UsageError for a name that inductor has no setting of, or a value of another kind than its present one."""
+    known = torch._inductor.config.get_config_copy()
+    for name, value in settings.items():
+        if name not in known:
+            raise UsageError(f"inductor has no setting {name!r}: {nearest(name, known)}")
+        present = known[name]
+        if isinstance(present, (bool, int, float, str)) and not isinstance(value, type(present)):
+            raise UsageError(f"inductor's setting {name} is {type(present).__name__} ({present!r}), not {value!r}")
+
+
+@contextmanager
+def compiling(
+    call: Callable[..., Any],
+    backend: Backend,
+    *,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    config: Mapping[str, Any] | None = None,
+    lifted: bool = False,
+    seam: Seam = hand_on,
+) -> Iterator[tuple[Callable[..., Any], Witness]]:
+    """Compile a callable afresh with the backend, and witness it; the settings hold while the context is open.
+
+    Compilation is lazy, of the backward too, so whatever is run must be run inside. `lifted` rewrites each captured
+    graph so that nothing in it rounds below float64; then it comes to the `seam`.
+    """
+    backend = _at_seam(backend, seam)
+    if lifted:
+        backend = _lifting(backend)
+    witness = Witness(is_compiler=True)
+    torch._dynamo.reset()
+    counters.clear()
+    # the user's own run may go on eagerly after a failure of the compiler; here that failure is the answer
+    with torch._inductor.config.patch(dict(config or {})), torch._dynamo.config.patch(suppress_errors=False):
+        compiled = torch.compile(call, backend=witnessed(backend, witness), dynamic=dynamic, fullgraph=fullgraph)
+        try:
+            yield compiled, witness
+        finally:
+            torch._dynamo.reset()
+
+
+@contextmanager
+def drawing_as_eager() -> Iterator[None]:
+    """Let inductor draw the random numbers that eager does, in what it compiles inside, the backward too."""
+    with torch._inductor.config.patch(fallback_random=True):
+        yield
+
+
+def is_for_dynamo(error: BaseException) -> bool:
+    """Tell whether a backend raised this to make dynamo capture in another way, which is no failure."""
+    return isinstance(error, (RestartAnalysis, SkipFrame, *exceptions_allowed_to_be_fallback))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphOrigin:
+    """What a backend is, seen through what torch.compile wraps it in."""
+
+    backend: Backend
+    name: str
+    """By which torch.compile knows it; of a function its own."""
+    config: dict[str, Any]
+    """Inductor's settings that it was asked for with."""
+
+    @property
+    def is_inductor(self) -> bool:
+        """Whether it is torch's own."""
+        return self.name == "inductor"
+
+
+def origin_of(backend: str | Backend) -> GraphOrigin:
+    """Return what is behind a backend that is named, or that torch.compile has wrapped."""
+    if isinstance(backend, str):
+        return GraphOrigin(backend=backend_named(backend), name=backend, config={})
+    seen: Any = backend
+    config: dict[str, Any] = {}
+    while True:
+        config = {**config, **(getattr(seen, "config", None) or {})}
+        inner = getattr(seen, "_torchdynamo_orig_backend", None) or getattr(seen, "compiler_fn", None)
+        if inner is None:
+            break
+        seen = inner
+    names = {torch._dynamo.lookup_backend(name): name for name in ("inductor",)}
+    name = getattr(seen, "compiler_name", None) or names.get(seen) or getattr(seen, "__name__", type(seen).__name__)
+    return GraphOrigin(backend=seen, name=str(name), config=config)
+
+
+def unfit_reason(error: BaseException) -> str | None:
+    """Return what this machine lacks when that is why a compiler failed; None when it is the compiler's own failure."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, InvalidCxxCompiler) or "InvalidCxxCompiler" in str(seen):
+            return "inductor needs a C++ compiler and finds none: install g++ or clang, or set CXX"
+        seen = getattr(seen, "inner_exception", None) or seen.__cause__
+    return None
+
+
+def witnessed(backend: Backend, witness: Witness) -> Backend:
+    """Wrap a backend so that the witness counts each graph it gets and each call of what it returns."""
+
+    def counting_backend(graph_module: torch.fx.GraphModule, example_inputs: list[Any], **options: Any) -> Any:
+        witness.captured += 1
+        return counted(backend(graph_module, example_inputs, **options), witness)
+
+    # the compiler names its backend in what it says when that fails
+    counting_backend.__name__ = getattr(backend, "__name__", "backend")
+    return counting_backend
+
+
+def _at_seam(backend: Backend, seam: Seam) -> Backend:
+    if seam is hand_on:
+        return backend
+
+    def backend_at_seam(graph_module: torch.fx.GraphModule, example_inputs: list[Any], **options: Any) -> Any:
+        def make(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+            return backend(graph, list(inputs), **options)
+
+        return seam(HandedGraph(graph=graph_module, example_inputs=example_inputs, make=make, level="dynamo"))
+
+    backend_at_seam.__name__ = getattr(backend, "__name__", "backend")
+    return backend_at_seam
+
+
+def _lifting(backend: Backend) -> Backend:
+    def lifting_backend(graph_module: torch.fx.GraphModule, example_inputs: list[Any], **options: Any) -> Any:
+        return backend(lift_graph(graph_module), example_inputs, **options)
+
+    lifting_backend.__name__ = getattr(backend, "__name__", "backend")
+    return lifting_backend
+
+
+def counted(function: Callable[..., Any], witness: Witness) -> Callable[..., Any]:
+    """Wrap a callable so that the witness counts its calls."""
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        witness.calls += 1
+        return function(*args, **kwargs)
+
+    return counting

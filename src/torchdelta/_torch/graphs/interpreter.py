@@ -1,0 +1,176 @@
+"""Run an FX graph node by node, and say of each what it may write to before it does."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx._pytree import tree_flatten_spec
+from torch.utils._pytree import tree_leaves
+
+from torchdelta.errors import UsageError
+
+_WRITING_OPERATORS = frozenset({operator.setitem, operator.delitem}) | {
+    getattr(operator, name) for name in dir(operator) if name.startswith("i") and hasattr(operator, f"__{name}__")
+} - {operator.index, operator.invert, operator.inv}
+# these update their running statistics, and their schemas do not say so
+_WRITING_NORMS = frozenset(
+    {"batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "instance_norm"}
+)
+_PURE_MODULES = ("torch", "_operator", "operator", "builtins", "math")
+
+
+class ObservingInterpreter(Interpreter):
+    """Interprets a graph: `writes` hears of memory before a node may write to it, `made` of each value after.
+
+    The branch that a `cond` takes and graphs that are called are interpreted too, under names behind that of their
+    graph; what other operators run inside is named in `unlogged`.
+    """
+
+    def __init__(
+        self,
+        graph_module: GraphModule,
+        *,
+        writes: Callable[[list[torch.Tensor]], None],
+        made: Callable[[str, Any], None],
+        unlogged: dict[str, str],
+        prefix: str = "",
+    ) -> None:
+        super().__init__(graph_module, garbage_collect_values=True)
+        self.writes = writes
+        self.made = made
+        self.unlogged = unlogged
+        self.prefix = prefix
+        self.at = ""
+        """The node that runs."""
+        self.extra_traceback = False
+
+    def run_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the graph as a call of its module would."""
+        flat = flat_inputs(self.module, args, kwargs)  # type: ignore[arg-type]
+        return self.graph.process_outputs(self.run(*flat, enable_io_processing=False))
+
+    def run_node(self, n: Node) -> Any:
+        """Run one node, and tell what it made."""
+        self.at = self.prefix + n.name
+        if n.op in ("placeholder", "output"):
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        self.writes(self._written(n, args, kwargs))
+        called = self.fetch_attr(str(n.target)) if n.op == "call_module" and n.target != "_guards_fn" else None
+        if isinstance(called, GraphModule):
+            value = self._run_inner(called, n.target, lambda inner: inner.run_on(args, kwargs))
+        elif n.target is torch.ops.higher_order.cond and all(isinstance(arg, GraphModule) for arg in args[1:3]):
+            value = self._run_branch(n, *args, **kwargs)
+        else:
+            if isinstance(n.target, HigherOrderOperator) and any(isinstance(arg, GraphModule) for arg in args):
+                self.unlogged[self.prefix + n.name] = str(n.target)
+            value = super().run_node(n)
+        if not isinstance(value, torch.nn.Module):
+            self.made(self.prefix + n.name, value)
+        return value
+
+    def _run_branch(
+        self, node: Node, predicate: Any, if_true: GraphModule, if_false: GraphModule, operands: Any = ()
+    ) -> Any:
+        place, branch = (1, if_true) if bool(predicate) else (2, if_false)
+        source = node.args[place]
+        assert isinstance(source, Node)
+        return self._run_inner(branch, source.target, lambda inner: inner.run(*operands, enable_io_processing=False))
+
+    def _run_inner(self, graph_module: GraphModule, target: Any, run: Callable[[ObservingInterpreter], Any]) -> Any:
+        prefix = f"{self.prefix}{target}."
+        inner = ObservingInterpreter(
+            graph_module, writes=self.writes, made=self.made, unlogged=self.unlogged, prefix=prefix
+        )
+        try:
+            return run(inner)
+        except Exception:
+            self.at = inner.at
+            raise
+
+    def _written(self, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        if node.op == "get_attr":
+            return []
+        target: Any = node.target
+        if isinstance(target, OpOverload) and target._schema.name.partition("::")[2] in _WRITING_NORMS:
+            return list(_tensors((args[1:], kwargs)))
+        if isinstance(target, OpOverload):
+            return list(_tensors(_written_by_schema(target, args, kwargs)))
+        if node.op == "call_module":
+            module = self.fetch_attr(target)
+            state = [*module.parameters(), *module.buffers()]
+            is_plain = type(module).__module__.startswith("torch.nn.") and not getattr(module, "inplace", False)
+            return state if is_plain else [*state, *_tensors((args, kwargs))]
+        name = str(target) if node.op == "call_method" else getattr(target, "__name__", "")
+        is_known = node.op == "call_method" or _is_of_torch(target)
+        says_so = name.endswith("_") and not name.endswith("__")
+        says_so |= target in _WRITING_OPERATORS or name == "__setitem__" or "out" in kwargs
+        says_so |= name in _WRITING_NORMS or _is_inplace(target, args, kwargs)
+        if is_known and not says_so and name != "cond":
+            return []
+        return list(_tensors((args, kwargs)))
+
+
+def as_graph_module(graph: Any) -> GraphModule:
+    """Return the graph to run: an exported program has one inside."""
+    if isinstance(graph, ExportedProgram):
+        made = graph.module()
+        assert isinstance(made, GraphModule)
+        return made
+    if isinstance(graph, GraphModule):
+        return graph
+    raise UsageError(
+        f"a graph is a torch.fx.GraphModule or a torch.export.ExportedProgram, and this is a {type(graph).__name__}: "
+        "trace or export it first"
+    )
+
+
+def flat_inputs(graph_module: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the value of each placeholder, in order."""
+    try:
+        bound = inspect.signature(graph_module.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise UsageError(f"the graph does not take this batch: {error}") from error
+    bound.apply_defaults()
+    spec = getattr(graph_module, "_in_spec", None)
+    if spec is None:
+        return [*bound.args, *bound.kwargs.values()]
+    values = list(bound.arguments.values())
+    positional, named = spec.child(0), spec.child(1)
+    count = positional.num_children
+    by_name = dict(zip(named.context or [], values[count:], strict=True))
+    return tree_flatten_spec((values[:count], by_name), spec)
+
+
+def _written_by_schema(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    for index, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield kwargs[argument.name] if argument.name in kwargs else args[index] if index < len(args) else None
+
+
+def _is_inplace(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    try:
+        return bool(inspect.signature(target).bind(*args, **kwargs).arguments.get("inplace", False))
+    except (TypeError, ValueError):  # the name of a method, or a builtin without a signature: those have no such flag
+        return False
+
+
+def _is_of_torch(target: Any) -> bool:
+    module = getattr(target, "__module__", None)
+    if module is None:  # torch's own builtins and operator packets do not say where they are from
+        return isinstance(target, torch._ops.OpOverloadPacket) or type(target).__name__.startswith("builtin")
+    return str(module).split(".")[0] in _PURE_MODULES and not isinstance(target, HigherOrderOperator)
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    listed = list(values) if isinstance(values, Iterator) else values
+    for leaf in tree_leaves(listed):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf

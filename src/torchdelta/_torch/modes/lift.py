@@ -1,0 +1,130 @@
+"""Run a program in double precision although it names lower dtypes itself.
+
+The tensors of the lifted program are float64 already; this mode answers for what the code asks of them. A cast to a
+lower float and a tensor made with one become float64, because a correct program need not round there. Random numbers
+are drawn in the dtype the program drew them in, so that the lifted run sees the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from torchdelta._torch.modes.base import OperationMode
+
+_WIDE = {
+    torch.float32: torch.float64,
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.complex32: torch.complex128,
+    torch.complex64: torch.complex128,
+}
+
+
+# what these return is drawn, and depends on the dtype it is drawn in; other operations may draw and compute too
+_DRAWS = frozenset(
+    {
+        "bernoulli", "bernoulli_", "binomial", "cauchy_", "exponential_", "geometric_", "inductor_randint",
+        "inductor_random", "log_normal_", "multinomial",
+        "normal", "normal_", "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like",
+        "random_", "randperm", "uniform_",
+    }
+)  # fmt: skip
+
+
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that stands for this one in the lifted program."""
+    return _WIDE.get(dtype, dtype)
+
+
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Tell whether another dtype stands for this one in the lifted program."""
+    return dtype in _WIDE
+
+
+class Lift(OperationMode):
+    """While it is active, no operation rounds below float64; `drawn_in` is the dtype random numbers come in.
+
+    What has no float64 runs as it would natively, and is named in `unlifted`.
+    """
+
+    def __init__(self, drawn_in: torch.dtype = torch.float32, unlifted: set[str] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.drawn_in = drawn_in
+        self.unlifted = set() if unlifted is None else unlifted
+
+    def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Run one operation lifted."""
+        kwargs = dict(kwargs or {})
+        name = func._schema.name.partition("::")[2]
+        if name in _DRAWS:
+            return self._draw(func, args, kwargs)
+        if name == "native_dropout":
+            return self._drop(func, *args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not tensors and computes(name):
+            return func(*args, **{**kwargs, "dtype": widened(kwargs.get("dtype") or torch.get_default_dtype())})
+        if not tensors:
+            # a constant is made as the program made it and widened then: 0.1 in float32 is the program's 0.1
+            return tree_map(_widen, func(*args, **kwargs))
+        native = args, kwargs
+        kwargs = {key: self._dtype(value) for key, value in kwargs.items()}
+        args = tuple(self._dtype(value) for value in args)
+        if any(tensor.dtype in _WIDE for tensor in tensors) and not func._schema.is_mutable:
+            args, kwargs = tree_map(_widen, (args, kwargs))
+        try:
+            made = func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            return self._run_native(func, *native, error)
+        is_rounded = any(isinstance(leaf, torch.Tensor) and leaf.dtype in _WIDE for leaf in tree_leaves(made))
+        if is_rounded and not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
+            return func(*tree_map(_as_float64, args), **kwargs)  # an operation that makes floats of integers
+        return made
+
+    def _dtype(self, value: Any) -> Any:
+        if isinstance(value, torch.dtype) and value.is_floating_point and value.itemsize == 1:
+            self.unlifted.add(f"a cast to {str(value).removeprefix('torch.')}")
+        return widened(value) if isinstance(value, torch.dtype) else value
+
+    def _run_native(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
+        """Run what may have no float64 in the program's own dtype; what fails there too has another reason to."""
+        narrow_args, narrow_kwargs = tree_map(self._narrow, (args, kwargs))
+        try:
+            made = func(*narrow_args, **narrow_kwargs)
+        except (NotImplementedError, RuntimeError):
+            raise error from None
+        if func._schema.is_mutable:
+            raise error
+        self.unlifted.add(func._schema.name)
+        return tree_map(_widen, made)
+
+    def _narrow(self, value: Any) -> Any:
+        is_wide = isinstance(value, torch.Tensor) and value.dtype is torch.float64
+        return value.to(self.drawn_in) if is_wide else value
+
+    def _draw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        narrow_args, narrow_kwargs = tree_map(self._narrow, (args, kwargs))
+        drawn = func(*narrow_args, **narrow_kwargs)
+        if args and isinstance(args[0], torch.Tensor) and drawn is narrow_args[0]:  # drawn in place
+            return args[0].copy_(drawn)
+        return tree_map(_widen, drawn)
+
+    def _drop(self, func: Callable[..., Any], input: torch.Tensor, p: float, train: bool | None) -> Any:
+        kept, mask = func(torch.ones_like(input, dtype=self.drawn_in), p, train)
+        return input * (kept != 0) / (1.0 - p if 0.0 < p < 1.0 and train is not False else 1.0), mask
+
+
+def computes(factory: str) -> bool:
+    """Tell whether what makes a tensor of no other rounds on the way: between its ends, a line of numbers does."""
+    return factory in ("linspace", "logspace") or factory.endswith("_window")
+
+
+def _as_float64(value: Any) -> Any:
+    return value.to(torch.float64) if isinstance(value, torch.Tensor) else value
+
+
+def _widen(value: Any) -> Any:
+    return value.to(widened(value.dtype)) if isinstance(value, torch.Tensor) and value.dtype in _WIDE else value

@@ -1,0 +1,256 @@
+"""Run a program as another correct implementation of it might: every rounding lands elsewhere.
+
+Each inexact operation's result moves by one unit in the last place: up, down, or half of the time not at all. What
+merely moves or selects values is left alone, and so is what depends on constants only (a table of position buckets is
+no rounding). Fused norms and softmax round inside, so they run decomposed; a long sum rounds at each of its terms, so
+it gets what a plain running sum would.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch._decomp import get_decompositions
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from torchdelta._torch import tensors
+from torchdelta._torch.modes.base import OperationMode
+from torchdelta._torch.modes.decisions import is_choice
+from torchdelta._torch.modes.elided_casts import coarser, is_narrowing
+
+aten = torch.ops.aten
+
+# operations that move, select, compare or draw values: what they return was rounded elsewhere, if at all
+# fmt: off
+_EXACT = frozenset(
+    {
+        "_to_copy", "_unsafe_view", "abs", "alias", "amax", "amin", "arange", "argmax", "argmin",
+        "as_strided_scatter", "bernoulli", "bernoulli_", "bitwise_and", "bitwise_not", "bitwise_or", "cat",
+        "ceil", "clamp", "clamp_", "clamp_max", "clamp_min", "clone", "constant_pad_nd", "copy", "copy_",
+        "detach", "embedding", "empty", "empty_like", "empty_strided", "eq", "expand", "eye", "fill", "fill_",
+        "flip", "floor", "fmod", "full", "full_like", "gather", "ge", "gt", "hardtanh", "index", "index_copy",
+        "index_fill", "index_put", "index_put_", "index_select", "isfinite", "isinf", "isnan", "le",
+        "lift_fresh", "lift_fresh_copy", "logical_and", "logical_not", "logical_or", "lt", "masked_fill",
+        "masked_fill_", "masked_select", "max", "max_pool2d_with_indices", "max_pool2d_with_indices_backward",
+        "maximum", "min", "minimum", "nan_to_num", "native_dropout", "ne", "neg", "new_empty",
+        "new_empty_strided", "new_full", "new_ones", "new_zeros", "nonzero", "normal_", "one_hot", "ones",
+        "ones_like", "rand", "rand_like", "randint", "randn", "randn_like", "randperm", "relu", "relu_",
+        "remainder", "repeat", "repeat_interleave", "roll", "round", "scalar_tensor", "scatter",
+        "select_backward", "select_scatter", "set_", "sgn", "sign", "slice_backward", "slice_scatter", "sort",
+        "stack", "threshold", "threshold_backward", "topk", "tril", "triu", "trunc", "unfold_backward",
+        "uniform_", "unique_dim", "value_selecting_reduction_backward", "view", "where", "zero_", "zeros",
+        "zeros_like",
+    }
+)
+# fmt: on
+_ROUND_INSIDE = get_decompositions(
+    [
+        aten._log_softmax,
+        aten._log_softmax_backward_data,
+        aten._softmax,
+        aten._softmax_backward_data,
+        aten.gelu_backward,
+        aten.native_batch_norm,
+        aten.native_batch_norm_backward,
+        aten.native_group_norm,
+        aten.native_group_norm_backward,
+        aten.native_layer_norm,
+        aten.native_layer_norm_backward,
+        aten.sigmoid_backward,
+        aten.silu_backward,
+        aten.tanh_backward,
+    ]
+)
+# what each output of a reduction is of its terms
+_REDUCTIONS = {
+    "linalg_vector_norm": ("root",),
+    "mean": ("mean",),
+    "std": ("root",),
+    "std_mean": ("root", "mean"),
+    "sum": ("sum",),
+    "var": ("root",),
+    "var_mean": ("root", "mean"),
+}
+# gradients of parameters that are sums over the batch, taken inside one operation
+_SUM_INSIDE = frozenset({"convolution_backward", "embedding_dense_backward", "mkldnn_rnn_layer_backward"})
+# these accumulate in float32 whatever they return, and round to their own dtype once
+_NARROW = (torch.bfloat16, torch.float16)
+
+_POOL = 1 << 20
+# a step of a whole unit, taken half of the time, is so much more than a rounding of up to half a unit: so much more a
+# running sum gets too, and the policy takes it back from both
+EXAGGERATION = math.sqrt(6.0)
+
+
+class Noisy(OperationMode):
+    """While it is active, everything that depends on what `start_from` named is rounded anew.
+
+    The same seed rounds the same way. With a `unit`, every dtype is rounded to that relative precision instead of its
+    own.
+    """
+
+    def __init__(self, *, seed: int, unit: float | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.steps = Steps(seed, unit)
+        self.dependent: set[StorageWeakRef] = set()
+        self.has_chosen = False
+        """Whether the program chooses among floats."""
+        self.narrowed_to: torch.dtype | None = None
+        """The coarsest dtype that the program casts something finer to."""
+
+    def depend_on(self, sources: Iterable[torch.Tensor]) -> None:
+        """From now on, what is computed from the sources is rounded anew; they themselves are exact."""
+        for tensor in sources:
+            self._mark(tensor)
+
+    def start_from(self, sources: Iterable[torch.Tensor]) -> None:
+        """Round the sources anew, in place; from now on, what is computed from them is."""
+        for tensor in sources:
+            if tensors.storage_key(tensor) and tensors.storage_reference(tensor) not in self.dependent:
+                self._mark(tensor)
+                if _is_rounded(tensor):
+                    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+                    with torch.no_grad():
+                        self.steps.take(whole)
+
+    def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Run one operation, and move what it rounded."""
+        kwargs = kwargs or {}
+        self.has_chosen |= is_choice(func, args)
+        if is_narrowing(func, args, kwargs):
+            self.narrowed_to = coarser(self.narrowed_to, kwargs["dtype"])
+        if not self._is_dependent((args, kwargs)):
+            return func(*args, **kwargs)
+        if func in _ROUND_INSIDE:
+            with self:
+                return _ROUND_INSIDE[func](*args, **kwargs)
+        returned = func(*args, **kwargs)
+        for leaf in tree_leaves(returned):
+            if isinstance(leaf, torch.Tensor):
+                self._mark(leaf)
+        name = func._schema.name.partition("::")[2]
+        if name not in _EXACT and not func.is_view:
+            outputs = returned if isinstance(returned, (tuple, list)) else (returned,)
+            for index, (output, slot) in enumerate(zip(outputs, func._schema.returns, strict=False)):
+                is_new = slot.alias_info is None or slot.alias_info.is_write
+                if isinstance(output, torch.Tensor) and is_new and _is_rounded(output):
+                    self._move(name, index, args, output)
+        return returned
+
+    def _move(self, name: str, index: int, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        if output.dtype not in _NARROW:
+            if name in _REDUCTIONS:
+                self._running_sum(name, _REDUCTIONS[name][index], args, output)
+            elif name in _SUM_INSIDE:
+                self._sum_inside(args, output)
+        self.steps.take(output)
+
+    def _running_sum(self, name: str, kind: str, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        """Add the rounding of a sum that is taken term by term: Σ S_k·δ_k over its partial sums S_k.
+
+        With terms of mean μ and variance σ², E S_k² = k²μ² + kσ²; their sum over k gives the spread without running
+        the sum.
+        """
+        terms = args[0]
+        count = terms.numel() // output.numel()
+        if not terms.is_floating_point() or count < 2:
+            return
+        dims = _reduced_dims(name, args, terms.dim())
+        if kind == "root":
+            terms = terms * terms
+        variance, mean = torch.var_mean(terms, dims, correction=0)
+        spread = torch.sqrt(count**3 * mean * mean / 3 + count**2 * variance / 2)
+        error = spread * self.steps.normal(spread) * (EXAGGERATION * self.steps.unit_of(output) / 2 / math.sqrt(3))
+        if kind == "mean":
+            error = error / count
+        elif kind == "root":  # a norm or a variance is half as wrong, relatively, as the sum of squares in it
+            total = (mean * count).clamp_min(torch.finfo(mean.dtype).tiny)
+            error = 0.5 * error / total * output.reshape(error.shape)
+        output.add_(torch.nan_to_num(error, nan=0.0, posinf=0.0, neginf=0.0).reshape(output.shape))
+
+    def _sum_inside(self, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        terms = max((arg.numel() for arg in args if isinstance(arg, torch.Tensor)), default=1) / output.numel()
+        if terms < 8:
+            return
+        size = float(output.square().mean().sqrt())
+        output.add_(self.steps.normal(output) * (0.15 * self.steps.unit_of(output) * math.sqrt(terms) * size))
+
+    def _mark(self, tensor: torch.Tensor) -> None:
+        if tensors.storage_key(tensor):
+            self.dependent.add(tensors.storage_reference(tensor))
+
+    def _is_dependent(self, values: Any) -> bool:
+        return any(
+            isinstance(leaf, torch.Tensor)
+            and tensors.storage_key(leaf) is not None
+            and tensors.storage_reference(leaf) in self.dependent
+            for leaf in tree_leaves(values)
+        )
+
+
+class Steps:
+    """A seeded supply of roundings: one pool of random steps for each dtype, read from random places."""
+
+    def __init__(self, seed: int, unit: float | None) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.unit = unit
+        self.pools: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+    def take(self, tensor: torch.Tensor) -> None:
+        """Move each element by one unit in the last place, with a probability of a quarter up and a quarter down."""
+        for piece in _pieces(tensor):
+            factors = self._factors(piece)
+            # a mask constant at the end of the range must not become infinite
+            is_near_end = float(piece.abs().max()) > torch.finfo(piece.dtype).max / 2
+            if is_near_end:
+                moved = piece * factors
+                piece.copy_(torch.where(torch.isfinite(moved), moved, piece))
+            else:
+                piece.mul_(factors)
+
+    def unit_of(self, tensor: torch.Tensor) -> float:
+        """Return the relative size of one step."""
+        return self.unit if self.unit is not None else float(torch.finfo(tensor.dtype).eps)
+
+    def normal(self, like: torch.Tensor) -> torch.Tensor:
+        """Return normal random numbers of the tensor's shape and dtype."""
+        return torch.randn(like.shape, generator=self.generator, dtype=like.dtype).to(like.device)
+
+    def _factors(self, piece: torch.Tensor) -> torch.Tensor:
+        key = piece.dtype, piece.device
+        if key not in self.pools:
+            drawn = torch.randint(0, 4, (2 * _POOL,), generator=self.generator, dtype=torch.int8)
+            # in place: a pool is large beside what lockstep holds
+            step = (drawn == 0).to(piece.dtype).sub_((drawn == 1).to(torch.int8))
+            self.pools[key] = step.mul_(self.unit_of(piece)).add_(1).to(piece.device)
+        start = int(torch.randint(0, _POOL, (), generator=self.generator))
+        return self.pools[key][start : start + piece.numel()].view(piece.shape)
+
+
+def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return the tensor as views of at most a pool's size; in the order of its memory where that has no gaps."""
+    strides = tensor.stride()
+    dense = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: strides[dim], reverse=True))
+    if dense.is_contiguous():
+        flat = dense.view(-1)
+        return [flat[start : start + _POOL] for start in range(0, flat.numel(), _POOL)]
+    if tensor.numel() <= _POOL:
+        return [tensor]
+    return [piece for row in tensor.unbind() for piece in _pieces(row)]
+
+
+def _reduced_dims(name: str, args: tuple[Any, ...], rank: int) -> list[int]:
+    position = 2 if name == "linalg_vector_norm" else 1
+    dims = args[position] if len(args) > position else None
+    if isinstance(dims, int):
+        return [dims]
+    return list(dims) if dims else list(range(rank))
+
+
+def _is_rounded(tensor: torch.Tensor) -> bool:
+    # a float of a single byte has no arithmetic, and is what something wider was cast to
+    return tensor.is_floating_point() and tensor.itemsize > 1 and tensor.layout == torch.strided and tensor.numel() > 0

@@ -1,0 +1,200 @@
+"""Torch's own database of operators with sample inputs, which it keeps for its tests.
+
+It is imported when it is first asked for, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.backends
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from torchdelta._torch.process import runtime
+from torchdelta.errors import EnvironmentUnfit
+
+DEVICE = "cpu"
+WITHOUT_VALUES = frozenset(
+    {
+        "empty",
+        "empty_like",
+        "empty_permuted",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "resize_",
+        "resize_as_",
+    }
+)
+"""Operators whose results are memory as it was found: two runs need not agree about what is in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpSample:
+    """One call of an operator that its database offers."""
+
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    number: int
+    """Its place among all samples of the operator in this dtype, the same in every process."""
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Every tensor among the arguments."""
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor)]
+
+    @property
+    def has_gradient(self) -> bool:
+        """Tell whether one of its tensors asks for a gradient."""
+        return any(tensor.requires_grad for tensor in self.tensors)
+
+    @property
+    def is_telling(self) -> bool:
+        """Tell whether there are values that could be wrong: empty tensors and single numbers show next to nothing."""
+        sizes = [tensor.numel() for tensor in self.tensors]
+        return bool(sizes) and min(sizes) > 0 and max(sizes) > 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorOffer:
+    """What the database offers for an operator in one dtype."""
+
+    samples: tuple[OpSample, ...]
+    left_out: dict[str, int]
+    """How many samples nobody can check, by the reason."""
+
+
+def operators() -> dict[str, tuple[str, ...]]:
+    """Return the dtypes that each operator of the database supports, by the operator's name."""
+    return {
+        name: tuple(sorted(_name_of(dtype) for dtype in entry.supported_dtypes(DEVICE)))
+        for name, entry in _database().items()
+    }
+
+
+def offered(name: str, dtype: str, *, seed: int) -> OperatorOffer:
+    """Return every sample of an operator in a dtype, drawn anew from the seed."""
+    entry = _database()[name]
+    of_dtype = getattr(torch, dtype)
+    has_gradient = bool(entry.supports_autograd) and of_dtype in entry.supported_backward_dtypes(DEVICE)
+    with runtime.preserved_generators(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        runtime.seed_everything(seed)
+        drawn = list(entry.sample_inputs(DEVICE, of_dtype, requires_grad=has_gradient))
+    samples, left_out = [], dict[str, int]()
+    for number, each in enumerate(drawn):
+        sample = _sample_of(entry, each, number)
+        if why := _why_not(sample):
+            left_out[why] = left_out.get(why, 0) + 1
+        else:
+            samples.append(sample)
+    return OperatorOffer(samples=tuple(samples), left_out=left_out)
+
+
+def chosen(samples: Sequence[OpSample], most: int) -> tuple[OpSample, ...]:
+    """Return so many samples, spread over all of them: telling ones first, and one with a gradient if there is any.
+
+    Neighbours in the database resemble each other, and the first ones are often numbers or empty.
+    """
+    telling = [sample for sample in samples if sample.is_telling]
+    picked = list(_spread(telling, most))
+    with_gradient = [sample for sample in telling if sample.has_gradient]
+    if with_gradient and picked and not any(sample.has_gradient for sample in picked):
+        picked[0] = with_gradient[len(with_gradient) // 2]
+    rest = [sample for sample in samples if not sample.is_telling]
+    picked += _spread(rest, most - len(picked))
+    return tuple(sorted(picked, key=lambda sample: sample.number))
+
+
+def _spread(samples: Sequence[OpSample], most: int) -> Iterator[OpSample]:
+    many = min(most, len(samples))
+    for index in range(many):
+        yield samples[(2 * index + 1) * len(samples) // (2 * many)]
+
+
+@cache
+def _database() -> dict[str, Any]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from torch.testing._internal import common_methods_invocations
+    except ModuleNotFoundError as error:
+        raise EnvironmentUnfit(
+            f"torch's database of operators needs {error.name}, which is not installed: "
+            "run pip install 'torchdelta[ops]'"
+        ) from error
+    # a seed set inside of the operator would be set while it is traced, and not when the trace is run
+    vars(common_methods_invocations)["wrapper_set_seed"] = _as_it_is
+    # torch's tests forbid themselves to set flags of its backends; this process is not one of them
+    torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
+    return {_full_name(entry): entry for entry in common_methods_invocations.op_db}
+
+
+def _as_it_is(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return operator(*args, **kwargs)
+
+
+def _full_name(entry: Any) -> str:
+    variant = entry.variant_test_name
+    return f"{entry.name}.{variant}" if variant else str(entry.name)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _sample_of(entry: Any, drawn: Any, number: int) -> OpSample:
+    # the inputs of a graph are leaves: what the database computed from others counts as one
+    args, kwargs = tree_map_only(torch.Tensor, _as_leaf, ((drawn.input, *drawn.args), dict(drawn.kwargs)))
+    return OpSample(call=_call(entry, drawn), args=args, kwargs=kwargs, number=number)
+
+
+def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _call(entry: Any, drawn: Any) -> Callable[..., Any]:
+    operator: Callable[..., Any] = entry.op
+    prepared, processed = entry.gradcheck_wrapper, drawn.output_process_fn_grad
+    if _hands_on(prepared) and _is_identity(processed):
+        return operator
+
+    # some are defined for symmetric inputs only, and of some only a function of the output is: eigenvectors, for one
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return processed(prepared(operator, *args, **kwargs))
+
+    call.__name__ = call.__qualname__ = str(entry.name).rpartition(".")[2]
+    return call
+
+
+def _is_identity(function: Callable[[Any], Any]) -> bool:
+    nothing = object()
+    try:
+        return function(nothing) is nothing
+    except Exception:  # it looked into its argument
+        return False
+
+
+def _hands_on(wrapper: Callable[..., Any]) -> bool:
+    given = object()
+    try:
+        return wrapper(lambda only: only, given) is given
+    except Exception:  # it looked into the argument
+        return False
+
+
+def _why_not(sample: OpSample) -> str:
+    for tensor in sample.tensors:
+        if tensor.is_nested:
+            return "a nested tensor cannot be copied"
+        if tensor.layout is not torch.strided:
+            return f"a tensor of layout {str(tensor.layout).removeprefix('torch.')} cannot be copied"
+        if tensor.is_quantized:
+            return "a quantized tensor cannot be copied"
+    return ""

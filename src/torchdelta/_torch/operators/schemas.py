@@ -1,0 +1,214 @@
+"""What an operator does against what its schema declares: which arguments it writes to, whose memory it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._library.custom_ops import CustomOpDef
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torchdelta._torch.operators.lookup import is_built_in, overloads_of
+from torchdelta._torch.tensors import storage_key
+
+
+class DeclaredEffects(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Watches operators while they are dispatched; what they do undeclared is in `breaches`, a sentence each.
+
+    Torch's own operators are not watched unless one is asked about: some of them are known to be written so.
+    """
+
+    def __init__(self, op: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.op = op
+        self.breaches: list[str] = []
+        self.calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator between two looks at its arguments."""
+        kwargs = kwargs or {}
+        if not isinstance(func, OpOverload) or (is_built_in(func) and not self._is_asked_about(func)):
+            return func(*args, **kwargs)
+        return self._watch(func, args, kwargs)
+
+    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call the operator in question; one that is made of others is not dispatched, and is watched from here."""
+        self.calls += 1
+        return self._watch(_overload_for(self.op, args, kwargs), args, kwargs)
+
+    def _watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        given = dict(_arguments(func, args, kwargs))
+        # whoever gives memory that is written to a second time sees it written to there as well
+        declared = [value for argument, value in given.values() if _is_written(argument)]
+        written = [_Span(tensor) for tensor in _tensors_in(declared)]
+        before = {
+            name: [
+                (tensor, _Look(tensor, has_values=not any(_Span(tensor).meets(span) for span in written)))
+                for tensor in _tensors_in(value)
+            ]
+            for name, (argument, value) in given.items()
+            if not _is_written(argument)
+        }
+        returned = func(*args, **kwargs)
+        for name, looks in before.items():
+            if not all(look.holds(tensor) for tensor, look in looks):
+                self._note(f"{func} changes its argument {name}, which its schema does not declare")
+        for sentence in _undeclared_aliases(func, given, returned):
+            self._note(sentence)
+        return returned
+
+    def _is_asked_about(self, func: OpOverload) -> bool:
+        return func is self.op or func.overloadpacket is self.op
+
+    def _note(self, sentence: str) -> None:
+        if sentence not in self.breaches:
+            self.breaches.append(sentence)
+
+
+class _Look:
+    """A tensor as it is now; without its values only how it lies in its memory."""
+
+    def __init__(self, tensor: torch.Tensor, *, has_values: bool) -> None:
+        self.bits = _bits(tensor) if has_values else None
+        self.form = _form(tensor)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        if self.form != _form(tensor):
+            return False
+        if self.bits is None:
+            return True
+        now = _bits(tensor)
+        return now is None or bool(torch.equal(self.bits, now))
+
+
+class _Span:
+    """The memory between the first and the last element of a tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.storage = storage_key(tensor)
+        if self.storage:
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            self.begin = tensor.storage_offset() * tensor.element_size()
+            self.end = self.begin + (last + 1) * tensor.element_size()
+
+    def meets(self, other: _Span) -> bool:
+        return (
+            bool(self.storage) and self.storage == other.storage and self.begin < other.end and other.begin < self.end
+        )
+
+
+def as_operator(op: Any) -> Any:
+    """Return the one operator that a definition or a name stands for; anything else as it is."""
+    if isinstance(op, OpOverloadPacket) and len(overloads := overloads_of(op)) == 1:
+        return overloads[0]
+    return op._opoverload if isinstance(op, CustomOpDef) else op
+
+
+def has_autograd_kernel(op: Any, device: str) -> bool:
+    """Tell whether every overload of an operator says by itself how gradients pass it."""
+    keys = (f"Autograd{device.upper()}", "Autograd", "CompositeImplicitAutograd")
+    return all(
+        any(torch._C._dispatch_has_kernel_for_dispatch_key(overload._name, key) for key in keys)
+        for overload in overloads_of(op)
+    )
+
+
+@contextmanager
+def without_autograd_fallback() -> Iterator[None]:
+    """Let an operator that has no autograd kernel return what it does, as if nobody stood in for it."""
+    before = torch._C._get_autograd_fallback_mode()
+    torch._C._set_autograd_fallback_mode("nothing")
+    try:
+        yield
+    finally:
+        torch._C._set_autograd_fallback_mode(before)
+
+
+def written_by(op: Any) -> frozenset[str]:
+    """Return the names of the arguments that an operator declares to change; those of any overload of a packet."""
+    declared = (argument for overload in overloads_of(op) for argument in overload._schema.arguments)
+    return frozenset(each.name for each in declared if each.alias_info is not None and each.alias_info.is_write)
+
+
+def positions_of(op: Any) -> dict[str, int]:
+    """Return where each argument of an operator stands."""
+    return {each.name: place for overload in overloads_of(op) for place, each in enumerate(overload._schema.arguments)}
+
+
+def _overload_for(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OpOverload:
+    """Return the overload that the dispatcher would take."""
+    if isinstance(op, OpOverload):
+        return op
+    packet = op._opoverload.overloadpacket if isinstance(op, CustomOpDef) else op
+    return getattr(packet, torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs))  # type: ignore[no-any-return]
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)
+
+
+def _arguments(
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        yield argument.name, (argument, value)
+    for argument in func._schema.arguments:
+        if argument.name in kwargs:
+            yield argument.name, (argument, kwargs[argument.name])
+
+
+def _undeclared_aliases(func: OpOverload, given: Mapping[str, tuple[Any, Any]], returned: Any) -> Iterator[str]:
+    results = returned if isinstance(returned, tuple) else (returned,)
+    declared = func._schema.returns
+    memory: dict[int, str] = {}
+    for place, result in enumerate(results):
+        info = declared[place].alias_info if place < len(declared) else None
+        own = _storages_of(result)
+        lent: set[int] = set()
+        for argument, value in given.values():
+            lent |= _storages_of(value) if _are_one(info, argument.alias_info) else set()
+        for name, (_, value) in given.items():
+            if own & _storages_of(value) - lent:
+                yield f"{func} returns memory of its argument {name}, which its schema does not declare"
+        for at, tensor in enumerate(_tensors_in(result)):
+            here = f"output {place}[{at}]" if isinstance(result, (list, tuple)) else f"output {place}"
+            if not (key := storage_key(tensor)):
+                continue
+            if key in memory and info is None:
+                yield f"{func} returns the same memory twice, as {memory[key]} and as {here}"
+            memory.setdefault(key, here)
+
+
+def _are_one(some: Any, other: Any) -> bool:
+    if some is None or other is None:
+        return False
+    if not some.before_set or not other.before_set:
+        return True  # of a list torch only tells that something is declared of what it holds
+    return "*" in some.before_set | some.after_set or bool(some.before_set & (other.before_set | other.after_set))
+
+
+def _storages_of(value: Any) -> set[int]:
+    return {key for tensor in _tensors_in(value) if (key := storage_key(tensor))}
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if tensor.is_nested:
+        return (tensor.layout, tensor.dtype)
+    if tensor.layout is not torch.strided:
+        return (tensor.layout, tuple(tensor.shape))
+    return (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor | None:
+    if tensor.layout is not torch.strided or not storage_key(tensor):
+        return None
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)

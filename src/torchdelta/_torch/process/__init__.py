@@ -1,0 +1,1 @@
+"""The process that torch runs in: global state, forking, exceptions, versions."""

@@ -1,0 +1,1 @@
+"""Plant faults in a program, and count what a check catches."""

@@ -1,0 +1,156 @@
+"""Indexing: the right values in the wrong place, or the place next to the right one."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from torchdelta._torch.graphs.nodes import arguments, set_argument
+from torchdelta.audit.faults.base import Fault
+from torchdelta.audit.faults.nodes import aten, follow, is_arithmetic, is_call, is_floating, precede, tensor_of
+
+_ARANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+_REORDERS = (aten.transpose.int, aten.permute.default, aten.t.default)
+_KEEPS_ORDER = (
+    aten.reshape.default,
+    aten.contiguous.default,
+    aten.view.default,
+    aten.clone.default,
+    aten.flatten.using_ints,
+)
+_CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
+
+
+def slice_one_earlier(
+    x: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> torch.Tensor:
+    """Return a slice that begins and ends one element earlier; the first element is preceded by the last."""
+    sliced: torch.Tensor = aten.slice.Tensor(torch.roll(x, 1, dim), dim, start, end, step)
+    return sliced
+
+
+def with_stale_tail(x: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with its last element overwritten by the one before."""
+    flat = x.reshape(-1)
+    return torch.cat((flat[:-1], flat[-2:-1])).reshape(x.shape)
+
+
+def _takes_a_part(node: Node) -> bool:
+    if not (is_call(node, aten.slice.Tensor, aten.select.int) and is_floating(node)):
+        return False
+    whole, part, dim = tensor_of(node.args[0]), tensor_of(node), int(arguments(node)["dim"])
+    assert whole is not None
+    assert part is not None
+    return whole.shape[dim] > 1 if is_call(node, aten.select.int) else whole.shape[dim] != part.shape[dim]
+
+
+def _shift_part(node: Node) -> None:
+    if is_call(node, aten.slice.Tensor):
+        node.target = slice_one_earlier
+        return
+    given, whole = arguments(node), tensor_of(node.args[0])
+    assert whole is not None
+    size = whole.shape[given["dim"]]
+    index = given["index"] % size
+    set_argument(node, "index", index + 1 if index + 1 < size else index - 1)
+
+
+def _reorders_before_reshape(node: Node) -> bool:
+    if not (is_call(node, *_REORDERS) and is_floating(node)):
+        return False
+    before, after = tensor_of(node.args[0]), tensor_of(node)
+    assert before is not None
+    assert after is not None
+    return before.shape != after.shape and any(is_call(reader, *_KEEPS_ORDER) for reader in node.users)
+
+
+def _reshape_instead(node: Node) -> None:
+    after = tensor_of(node)
+    assert after is not None
+    node.target = aten.reshape.default
+    node.args = (node.args[0], list(after.shape))
+
+
+def _counts(node: Node) -> bool:
+    counted = tensor_of(node)
+    is_counting = is_call(node, *_ARANGES, aten.floor_divide.default, aten.cumsum.default)
+    return is_counting and counted is not None and not counted.is_floating_point() and counted.dim() <= 2
+
+
+def _miscount(node: Node) -> None:
+    if is_call(node, aten.floor_divide.default):
+        precede(node, 0, aten.add.Tensor, 1)
+    else:
+        # never below zero: the count may be an index
+        follow(node, (aten.sub.Tensor, 1), (aten.clamp_min.default, 0))
+
+
+def _mistake_padding(node: Node) -> None:
+    table = tensor_of(node.args[0])
+    assert table is not None
+    has_padding = arguments(node)["padding_idx"] >= 0
+    set_argument(node, "padding_idx", -1 if has_padding else min(3, table.shape[0] - 1))
+
+
+def _is_padded(node: Node) -> bool:
+    return is_call(node, *_CONVOLUTIONS) and any(size > 0 for size in arguments(node)["padding"])
+
+
+def _pad_at_the_end(node: Node) -> None:
+    sizes = arguments(node)["padding"]
+    # constant_pad_nd counts the dimensions from the last
+    precede(node, 0, aten.constant_pad_nd.default, [pad for size in reversed(sizes) for pad in (0, 2 * size)])
+    set_argument(node, "padding", [0] * len(sizes))
+
+
+FAULTS = (
+    Fault(
+        name="slice_off_by_one",
+        summary="a slice or an index is one off",
+        needs="a slice or an index into a floating-point tensor",
+        is_eligible=_takes_a_part,
+        plant=_shift_part,
+    ),
+    Fault(
+        name="view_order",
+        summary="a transposed tensor is reshaped as if it had not been transposed",
+        needs="a transpose or permute that a reshape, view or copy follows",
+        is_eligible=_reorders_before_reshape,
+        plant=_reshape_instead,
+    ),
+    Fault(
+        name="tail_element",
+        summary="the last element of a result has the value of the one before",
+        needs="an operation with a floating-point result",
+        is_eligible=is_arithmetic,
+        plant=lambda node: follow(node, (with_stale_tail,)),
+    ),
+    Fault(
+        name="integer_off_by_one",
+        summary="positions are one too small, or a floor division rounds too late",
+        needs="an arange, floor division or cumsum of integers",
+        is_eligible=_counts,
+        plant=_miscount,
+    ),
+    Fault(
+        name="embedding_padding",
+        summary="the padding index of an embedding is ignored, or one is made up: its gradient is wrong",
+        needs="an embedding",
+        is_eligible=lambda node: is_call(node, aten.embedding.default),
+        plant=_mistake_padding,
+    ),
+    Fault(
+        name="top_k_smallest",
+        summary="the smallest in place of the largest, or the other way round",
+        needs="a top-k",
+        is_eligible=lambda node: is_call(node, aten.topk.default),
+        plant=lambda node: set_argument(node, "largest", not arguments(node)["largest"]),
+    ),
+    Fault(
+        name="padding_asymmetric",
+        summary="a convolution's padding is all behind the values",
+        needs="a convolution with padding",
+        is_eligible=_is_padded,
+        plant=_pad_at_the_end,
+    ),
+)

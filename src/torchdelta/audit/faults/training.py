@@ -1,0 +1,82 @@
+"""Training: what a graph computes is right at first sight, and wrong for gradients, later steps or later readers."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from torchdelta._torch.graphs.nodes import arguments, set_argument
+from torchdelta.audit.faults.base import Fault
+from torchdelta.audit.faults.nodes import aten, attribute_of, follow, is_arithmetic, is_call, is_sum_of_two
+
+
+def _is_trained(node: Node) -> bool:
+    if node.op != "get_attr":
+        return False
+    parameter = attribute_of(node)
+    return isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad
+
+
+def _freeze(node: Node) -> None:
+    module = node.graph.owning_module
+    assert module is not None
+    name = f"stale_{node.name}"
+    module.register_buffer(name, attribute_of(node).detach().clone())
+    with node.graph.inserting_after(node):
+        stale = node.graph.get_attr(name)
+    node.replace_all_uses_with(stale)
+
+
+def _is_inactive(node: Node) -> bool:
+    if not is_call(node, aten.dropout.default):
+        return False
+    given = arguments(node)
+    return not (given["train"] and given["p"])
+
+
+def _activate(node: Node) -> None:
+    set_argument(node, "train", True)
+    set_argument(node, "p", arguments(node)["p"] or 0.1)
+
+
+def _later_readers(node: Node) -> list[Node]:
+    """Return those who read the first operand of a node after it."""
+    order = {each: index for index, each in enumerate(node.graph.nodes)}
+    return [reader for reader in node.all_input_nodes[0].users if order[reader] > order[node]]
+
+
+def _overwrite(node: Node) -> None:
+    for reader in _later_readers(node):
+        reader.replace_input_with(node.all_input_nodes[0], node)
+
+
+FAULTS = (
+    Fault(
+        name="gradient_detached",
+        summary="no gradient flows back through a result",
+        needs="an operation with a floating-point result",
+        is_eligible=is_arithmetic,
+        plant=lambda node: follow(node, (aten.detach.default,)),
+    ),
+    Fault(
+        name="parameter_stale",
+        summary="a parameter is read once and for all: it has no gradient, and its changes are not seen",
+        needs="a trained parameter",
+        is_eligible=_is_trained,
+        plant=_freeze,
+    ),
+    Fault(
+        name="dropout_active",
+        summary="a dropout that is off is on",
+        needs="a dropout that does nothing",
+        is_eligible=_is_inactive,
+        plant=_activate,
+    ),
+    Fault(
+        name="operand_overwritten",
+        summary="a sum overwrites its first operand, which others read later",
+        needs="an addition of two tensors of one shape, the first of which is read again",
+        is_eligible=lambda node: is_sum_of_two(node) and bool(_later_readers(node)),
+        plant=_overwrite,
+    ),
+)

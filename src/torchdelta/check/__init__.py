@@ -1,0 +1,1 @@
+"""One check: the baseline, the candidate, the questions asked of both, and the report."""

@@ -1,0 +1,130 @@
+"""The local question, asked with a check: each node by itself, so that nothing hides in what accumulates around it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torchdelta._torch.process import runtime
+from torchdelta.check import semantic
+from torchdelta.check.candidate import CandidateRun, run_candidate
+from torchdelta.check.check import Check
+from torchdelta.nodewise.findings import NodeFindings
+from torchdelta.nodewise.walk import NodeWalk
+from torchdelta.program.sides import Side
+from torchdelta.records.report import ASKED, Report, Stage, reason_of
+from torchdelta.records.verdict import Verdict, worst_of
+from torchdelta.transforms.base import Transform
+
+LOCAL = "local"
+"""The stage of what nodes do by themselves."""
+
+
+def run_check(check: Check) -> Report:
+    """Run a check, and ask the local question too if its case says so."""
+    report = check.run()
+    return ask_locally(check, report) if check.case.thorough else report
+
+
+def node_walk(
+    check: Check,
+    *,
+    is_lifted: bool = False,
+    mapping: Mapping[str, str] | None = None,
+    limit_bytes: int | None = None,
+    notes: list[str] | None = None,
+) -> NodeWalk:
+    """Return a walk over the nodes of a check's two sides, in float64 or as they are; its notes go to `notes`."""
+    notes = notes if notes is not None else []
+
+    def run(transform: Transform) -> None:
+        if note := _run_candidate(check, transform, is_lifted=is_lifted):
+            notes.append(note)
+
+    return NodeWalk(
+        case=check.case,
+        program=check.baseline.program,
+        transform=check.transform,
+        policy=check.policy,
+        draws_random=check.baseline.reference.draws_random,
+        is_lifted=is_lifted,
+        run=run,
+        ask=lambda transform: _ask(check, transform, is_lifted=is_lifted),
+        mapping=mapping,
+        limit_bytes=limit_bytes,
+        notes=notes,
+    )
+
+
+def _ask(check: Check, transform: Transform, *, is_lifted: bool) -> tuple[Verdict, str]:
+    """Return verdict and reason of another transform against the same baseline, natively or in float64 alone."""
+    baseline = check.baseline
+    if is_lifted:
+        lifted = semantic.run_lifted(baseline, transform)
+        question, answers = semantic.judge_lifted(lifted, baseline, keeps_names=transform.keeps_names)
+        comparisons = [comparison for stage in answers.values() for comparison in stage.values()]
+        if not comparisons:
+            return Verdict.INCONCLUSIVE, question
+        worst = max(comparisons, key=lambda comparison: comparison.rank)
+        return worst_of(comparison.verdict for comparison in comparisons), worst.reason
+    case = replace(check.case, semantic=False)
+    report = replace(check, case=case, transform=transform, notes=[], candidate=CandidateRun()).run()
+    return report.verdict, reason_of(report)
+
+
+def _run_candidate(check: Check, transform: Transform, *, is_lifted: bool) -> str:
+    """Run a candidate for the sake of the observer at its seam; return a note if it failed."""
+    baseline = check.baseline
+    if is_lifted:
+        semantic.run_lifted(baseline, transform)
+        return ""
+    run = run_candidate(
+        transform,
+        Side.copied_from(baseline.program, with_callable=transform.reads_program),
+        baseline.plan,
+        original=baseline.original,
+        scope=baseline.scope,
+        draws_random=baseline.reference.draws_random,
+    )
+    if run.failure is None:
+        return ""
+    words = f"{run.failure.type}: {run.failure.message}".splitlines()[0]
+    return f"the candidate failed while its nodes were looked at: {words}"
+
+
+def ask_locally(check: Check, report: Report) -> Report:
+    """Return the report of a check with what its nodes say; one that is wrong by itself makes it diverge."""
+    if report.failure is not None:
+        return replace(report, questions=replace(report.questions, local="not asked: the candidate failed"))
+    with runtime.preserved():
+        walk = node_walk(check)
+        found = walk.look_at_nodes(report)
+    found = replace(found, notes=(*walk.notes, *found.notes))
+    coverage = found.coverage
+    if coverage is None or not coverage.matched:
+        why = "; ".join(found.notes) or "there is no graph whose nodes could be looked at"
+        return replace(report, questions=replace(report.questions, local=f"not asked: {why}"))
+    comparisons = tuple(
+        seen
+        for row in found.rows
+        for seen in (*row.local, *row.local_gradients)
+        # what differs and is nobody's fault was excused by who looked at it
+        if found.culprits or seen.verdict is not Verdict.DIVERGED
+    )
+    stages = report.stages
+    if comparisons:
+        stages = (*stages, Stage.of(LOCAL, comparisons))
+    return replace(
+        report,
+        verdict=worst_of(stage.verdict for stage in stages),
+        stages=stages,
+        questions=replace(report.questions, local=ASKED),
+        culprits=found.culprits,
+        coverage=coverage,
+        notes=tuple(dict.fromkeys((*report.notes, *found.notes, _said(found)))),
+    )
+
+
+def _said(found: NodeFindings) -> str:
+    differing = sum(any(seen.error for seen in (*row.local, *row.local_gradients)) for row in found.rows)
+    return f"local: {len(found.rows)} nodes were looked at by themselves, and {differing} are not the same to the bit"

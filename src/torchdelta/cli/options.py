@@ -1,0 +1,329 @@
+"""What the commands have in common: options as they are typed, and the work around a run of the engine.
+
+Exit codes, the same for every command that ends in a verdict.
+
+What the commands that make a failure small have in common.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import importlib.util
+import inspect
+import json
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from torchdelta.errors import EnvironmentUnfit, UsageError
+from torchdelta.isolate.pool import Pool
+from torchdelta.isolate.worker import import_all
+from torchdelta.isolate.zygote_start import is_alone
+from torchdelta.minify.workers import pool_for
+from torchdelta.records.case import DYNAMO, require_level
+from torchdelta.records.comparison import Scalar
+from torchdelta.records.verdict import Verdict
+
+Program = Annotated[
+    str, typer.Argument(help="path/file.py:factory, package.module:factory, or a directory that a guard recorded.")
+]
+Transform = Annotated[str, typer.Option("--transform", "-t", help="inductor, export, cast:bfloat16, file.py:fn, …")]
+TransformIfAny = Annotated[
+    str | None,
+    typer.Option(
+        "--transform", "-t", help="inductor, export, cast:bfloat16, file.py:fn, …; a recorded directory has its own."
+    ),
+]
+Options = Annotated[list[str] | None, typer.Option("--option", "-O", help="An option of the transform, key=value.")]
+Stages = Annotated[str | None, typer.Option(help="Of forward,gradients,steps; default forward,gradients.")]
+_POLICIES = "noise, bitwise, close, rtol=R,atol=A, sqnr>=X, cosine>=X."
+Policy = Annotated[str, typer.Option(help=_POLICIES)]
+PolicyIfAny = Annotated[str | None, typer.Option(help=f"{_POLICIES[:-1]}; default noise.")]
+Seed = Annotated[int, typer.Option(help="Of every random number.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write what was found there.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{unit}": base ** (power + 1)
+    for power, prefix in enumerate("kmgt")
+    for unit, base in (("b", 1000), ("ib", 1024))
+}
+
+
+def read_words(
+    option: Options = None,
+    stages: Stages = None,
+    policy: PolicyIfAny = None,
+    ignore: Annotated[str, typer.Option(help="Clauses that don't count: dtype,stride,integers,aliasing,…")] = "",
+    strict: Annotated[str, typer.Option(help="Clauses that count although by default they don't: casts,stride.")] = "",
+    strict_casts: Annotated[
+        bool, typer.Option("--strict-casts", help="A narrowing cast that the candidate elides is a divergence.")
+    ] = False,
+    semantic: Annotated[
+        bool,
+        typer.Option("--semantic/--no-semantic", help="Ask in float64 too: one more application, compile included."),
+    ] = True,
+    seed: Seed = 0,
+    iterations: Annotated[int, typer.Option(help="Runs, all but the first on fresh random inputs.")] = 1,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of the stage steps.")] = 3,
+    optimizer: Annotated[str, typer.Option(help="adamw, sgd, or file.py:factory of one from parameters.")] = "adamw",
+    loss: Annotated[str | None, typer.Option(help="file.py:fn of the outputs, instead of random cotangents.")] = None,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="With deterministic algorithms.")] = False,
+    anomaly: Annotated[bool, typer.Option("--anomaly", help="With autograd's anomaly mode.")] = False,
+) -> dict[str, Any]:
+    """Return what `check` and `locate` of the engine are told about a case besides program and transform."""
+    return {
+        "options": read_options(option),
+        "stages": stages,
+        "policy": policy,
+        "ignore": ignore,
+        "strict": f"{strict},casts" if strict_casts else strict,
+        "semantic": semantic,
+        "seed": seed,
+        "iterations": iterations,
+        "steps": steps,
+        "optimizer": optimizer,
+        "loss": loss,
+        "deterministic": deterministic,
+        "anomaly": anomaly,
+    }
+
+
+Command = Callable[..., None]
+
+
+def taking(**readers: Callable[..., dict[str, Any]]) -> Callable[[Command], Command]:
+    """Give a command the options of each reader, whose answer becomes its argument of that name."""
+    shared = {name: inspect.signature(read, eval_str=True).parameters for name, read in readers.items()}
+
+    def decorate(command: Command) -> Command:
+        own = inspect.signature(command, eval_str=True).parameters
+
+        @functools.wraps(command)
+        def run(**typed: Any) -> None:
+            read = {name: readers[name](**{each: typed.pop(each) for each in shared[name]}) for name in readers}
+            command(**typed, **read)
+
+        # the options stand where the argument stood, so that they do in --help too
+        parameters = [each for name in own for each in (shared[name].values() if name in shared else (own[name],))]
+        signature = inspect.Signature([each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters])
+        run.__signature__ = signature  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+@contextmanager
+def running(transform: str, json_file: Path | None, *, verbose: bool) -> Iterator[Callable[[str], None]]:
+    """See to what surrounds a run: a place for its result, warnings, and the part that is being done on stderr."""
+    if json_file is not None:
+        require_writable(json_file)
+    console = Console(stderr=True)
+    with (
+        nullcontext() if verbose else counting_warnings(console),
+        console.status("loading torch", spinner="dots") as status,
+    ):
+        yield lambda part: status.update(Text(f"{transform}: {part}"))
+
+
+def require_torch(what: str) -> None:
+    """Say what lacks torch, without the seconds that importing it takes."""
+    with needing_torch(what):
+        if importlib.util.find_spec("torch") is None:
+            raise ModuleNotFoundError(name="torch")
+
+
+@contextmanager
+def needing_torch(what: str) -> Iterator[None]:
+    """Say what lacks a package that the engine is imported with."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise EnvironmentUnfit(f"{what} needs {error.name}, which is not installed: install it first") from error
+
+
+def read_options(texts: list[str] | None) -> dict[str, Scalar]:
+    """Read every `key=value`."""
+    return dict(read_option(text) for text in texts or ())
+
+
+def read_option(text: str) -> tuple[str, Scalar]:
+    """Read `key=value`, the value as the number or truth value that it looks like."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise UsageError(f"malformed option {text!r}: write -O key=value")
+    return name, _scalar(value)
+
+
+def _scalar(text: str) -> Scalar:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def read_bytes(text: str) -> int:
+    """Read an amount of memory: `2GB`, `1.5 GiB`, or a number of bytes."""
+    written = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.strip().lower())
+    unit = _UNITS.get(written[2]) if written else None
+    amount = int(float(written[1]) * unit) if written and unit else 0
+    if amount < 1:
+        raise UsageError(f"malformed amount of memory {text!r}: write it as 2GB, 512MiB or a number of bytes")
+    return amount
+
+
+def read_mapping(path: Path) -> dict[str, str]:
+    """Read which node of the candidate stands for which of the reference, from a JSON object of names."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=lambda pairs: _once(pairs, path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"cannot read the mapping {path}: {getattr(error, 'strerror', None) or 'it is not text'}"
+        ) from error
+    except json.JSONDecodeError as error:
+        raise UsageError(f"the mapping {path} is not JSON (line {error.lineno}: {error.msg})") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"the mapping {path} is not JSON that can be read: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise UsageError(
+            f"the mapping {path} is no object of names: "
+            'write {"node of the reference": "node of the candidate"}, with both names as text'
+        )
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
+    made = dict(pairs)
+    for name in made:
+        if (times := sum(name == other for other, _ in pairs)) > 1:
+            raise UsageError(f"the mapping {path} names {name!r} {times} times: a node has one partner")
+    return made
+
+
+@contextmanager
+def counting_warnings(console: Console) -> Iterator[None]:
+    """Keep warnings from the terminal, and say how many there were."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        yield
+    tell_of_warnings(len(caught), console)
+
+
+def tell_of_warnings(count: int, console: Console) -> None:
+    """Say how many warnings nobody was shown."""
+    if count:
+        said = "1 warning; --verbose shows it" if count == 1 else f"{count} warnings; --verbose shows them"
+        console.print(said, style="dim", highlight=False)
+
+
+def pass_on(output: str, texts: Sequence[str], *, verbose: bool) -> None:
+    """Print what a worker printed, which is part of running a program, and its warnings or how many there were."""
+    sys.stdout.write(output)
+    for text in texts if verbose else ():
+        sys.stderr.write(text)
+    if not verbose:
+        tell_of_warnings(len(texts), Console(stderr=True))
+
+
+def require_writable(path: Path) -> None:
+    """Raise UsageError where a file cannot be written."""
+    # minutes of compiling are not to be lost to a path that could never be written
+    if path.is_dir():
+        raise UsageError(f"cannot write {path}: it is a directory; name a file in it")
+    if path.exists() and not path.is_file():  # a pipe or a device needs no room beside it
+        return
+    if not path.parent.is_dir():
+        raise UsageError(f"cannot write {path}: there is no directory {path.parent}; make it first")
+    if not os.access(path.parent, os.W_OK):
+        raise UsageError(f"cannot write {path}: {path.parent} is not writable; name another place")
+
+
+USAGE = 2
+INTERNAL = 70
+"""A mistake of torchdelta's own: sysexits' EX_SOFTWARE, because Python's own 1 would say that the program diverged."""
+
+EXIT_OF = {
+    Verdict.EQUIVALENT: 0,
+    Verdict.DIVERGED: 1,
+    Verdict.INCONCLUSIVE: 3,
+    Verdict.CRASHED: 4,
+    Verdict.TIMED_OUT: 4,
+}
+
+
+OutDirectory = Annotated[Path, typer.Option("--out", "-o", help="The directory for everything that is found.")]
+Memory = Annotated[str | None, typer.Option(help="What a worker may hold: 2GB, 512MiB, …")]
+NoData = Annotated[bool, typer.Option("--no-data", help="Random numbers stand for weights and data in the script.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with what is in the directory.")]
+WithIssue = Annotated[bool, typer.Option("--issue", help="Write the text of an issue beside the script.")]
+
+
+def read_limits(
+    match: Annotated[
+        str | None, typer.Option(help="A regular expression: of several failures, the one that is meant.")
+    ] = None,
+    level: Annotated[str, typer.Option(help="Whose graphs are made smaller: dynamo, or aot.")] = DYNAMO,
+    timeout: Annotated[float, typer.Option(help="Seconds that the first query may take.")] = 600.0,
+    queries: Annotated[int | None, typer.Option(help="At most so many queries.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="At most so long.")] = None,
+    memory: Memory = None,
+) -> dict[str, Any]:
+    """Return what `minify` and `diagnose` of the engine are told about which failure, and at what cost."""
+    for name, value in (("timeout", timeout), ("queries", queries), ("seconds", seconds)):
+        if value is not None and value <= 0:
+            raise UsageError(f"--{name} is a number above 0, not {value:g}")
+    require_level(level)
+    try:
+        re.compile(match or "")
+    except re.error as error:
+        raise UsageError(f"--match {match!r} is no regular expression: {error}") from error
+    return {
+        "match": match,
+        "level": level,
+        "timeout_s": timeout,
+        "queries": queries,
+        "seconds": seconds,
+        "memory_bytes": read_bytes(memory) if memory is not None else None,
+    }
+
+
+@contextmanager
+def workers_for(transform: str, *, what: str, preload: Sequence[str] = ()) -> Iterator[Pool]:
+    """Import torch once for this process and all workers, who get ready while it loads the program."""
+    was_alone = is_alone()
+    # read when torch is imported: threads that have nothing to do sleep, and leave the machine to the other workers
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # what is still there at the end goes with the process: to look for garbage in it first takes a second
+    atexit.register(gc.freeze)
+    # a spinner would have a thread, and nobody forks beside one
+    with needing_torch(what), Live("loading torch", console=Console(stderr=True), auto_refresh=False, transient=True):
+        import_all(["torchdelta.api"])
+    with pool_for(transform, preload=preload, from_here=was_alone) as pool:
+        yield pool
+
+
+def require_directory(path: Path) -> None:
+    """Raise UsageError where a directory cannot be made or written to."""
+    # minutes of compiling are not to be lost to a place that could never be written
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot make the directory {path}: {error.strerror or error}; name another place") from error
+    if not os.access(path, os.W_OK):
+        raise UsageError(f"cannot write into {path}: name another place")

@@ -1,0 +1,290 @@
+"""One pass over two CPU buffers, in blocks small enough that every later look at a block hits the cache.
+
+The common block is finite and beats no record, and costs two or three branch-free loops that vectorise. What is rare is
+found by looking again: a block whose squares are not finite is cleaned and read again, one with a larger difference or
+ratio than all before is searched for it.
+
+Numba compiles this for float32, float64 and bfloat16; every other dtype is widened, a piece at a time, to one of the
+first two, which hold its values exactly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numba
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchdelta.compare import torch_kernels
+from torchdelta.records.comparison import Measurement
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+Array = npt.NDArray[Any]
+Pair = tuple[Array, Array]
+"""Of the reference and of the candidate."""
+
+_FIELDS = [field.name for field in dataclasses.fields(Measurement)]
+_KINDS = {"int": np.int64, "float": np.float64, "int | None": np.uint64}
+_TALLY = np.dtype([(field.name, _KINDS[str(field.type)]) for field in dataclasses.fields(Measurement)])
+"""A `Measurement` under way."""
+
+_BLOCK = 4096
+"""Elements per block: few enough for the L2 cache, enough that what a block costs by itself does not show."""
+
+_NATIVE = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128})
+"""Read where they lie; the components of a complex tensor are a float tensor."""
+
+_WIDE = frozenset({torch.float64, torch.int32, torch.uint32, torch.int64, torch.uint64})
+"""Not every value is a float32."""
+
+_compile = cast(Callable[[Function], Function], numba.njit(nogil=True, cache=True))
+# only what Python calls needs a wrapper and a cache file of its own
+_INNER: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+_compile_inner = cast(Callable[[Function], Function], numba.njit(**_INNER))
+# reassoc lets sums run in lanes; nnan and ninf would let the compiler drop the tests for what is not finite
+_compile_lanes = cast(Callable[[Function], Function], numba.njit(**_INNER, fastmath={"reassoc", "contract", "nsz"}))
+
+
+def measure_span(reference: torch.Tensor, candidate: torch.Tensor, rtol: float, atol: float) -> Measurement:
+    """Measure two CPU tensors of the same shape on this thread."""
+    if _has_huge_integers(reference) or _has_huge_integers(candidate):
+        return torch_kernels.measure_span(reference, candidate, rtol, atol)
+    tally = np.zeros(1, _TALLY)
+    by_value = not torch_kernels.has_ulps(reference, candidate)
+    if _is_read_in_place(reference, candidate):
+        if reference.is_complex():
+            reference, candidate = torch.view_as_real(reference), torch.view_as_real(candidate)
+        ulp_shift = _scan_contiguous(reference, candidate, by_value, rtol, atol, tally)
+    else:
+        for piece in torch_kernels.paired_pieces(reference, candidate):
+            ulp_shift = _scan_contiguous(*piece, by_value, rtol, atol, tally)
+    numbers = dict(zip(_FIELDS, tally.tolist()[0], strict=True))
+    numbers["max_ulp"] = None if by_value else numbers["max_ulp"] >> ulp_shift
+    return Measurement.of(numbers)
+
+
+def _is_read_in_place(reference: torch.Tensor, candidate: torch.Tensor) -> bool:
+    for side in (reference, candidate):
+        if not side.is_contiguous() or side.is_conj() or side.is_neg():
+            return False
+    if reference.dtype == candidate.dtype and reference.dtype in _NATIVE:
+        return True
+    return reference.numel() <= torch_kernels.CPU_PIECE and not (reference.is_complex() or candidate.is_complex())
+
+
+def _has_huge_integers(tensor: torch.Tensor) -> bool:
+    """Whether float64 would round some integer of this tensor."""
+    if tensor.dtype not in (torch.int64, torch.uint64):
+        return False
+    values = tensor.numpy()
+    return bool(values.max() > 2**53 or values.min() < -(2**53))
+
+
+def _scan_contiguous(
+    reference: torch.Tensor, candidate: torch.Tensor, by_value: bool, rtol: float, atol: float, tally: Array
+) -> int:
+    """Add contiguous real tensors to the tally, and return by how many bits its ULPs are shifted."""
+    dtype = reference.dtype
+    if dtype == torch.bfloat16 and not by_value:
+        _scan_bfloat16(_flat(reference.view(torch.int16)), _flat(candidate.view(torch.int16)), rtol, atol, tally)
+        return 16
+    lane = torch.float64 if dtype in _WIDE or candidate.dtype in _WIDE else torch.float32
+    r = _flat(reference if dtype == lane else reference.to(lane))
+    c = _flat(candidate if candidate.dtype == lane else candidate.to(lane))
+    if by_value or dtype == lane:
+        integer = np.int64 if lane == torch.float64 else np.int32
+        ulp_shift, bits = 0, (r.view(integer), c.view(integer))
+    else:
+        # the sign of float8_e8m0fnu, which has none, is that of int32
+        ulp_shift = 32 - 8 * dtype.itemsize - (dtype == torch.float8_e8m0fnu)
+        bits = _shifted_bits(reference, ulp_shift), _shifted_bits(candidate, ulp_shift)
+    _scan((r, c), bits, by_value, rtol, atol, tally)
+    return ulp_shift
+
+
+def _flat(tensor: torch.Tensor) -> Array:
+    return tensor.numpy().reshape(-1)
+
+
+def _shifted_bits(tensor: torch.Tensor, shift: int) -> Array:
+    """The bits of a narrow float with its sign where int32 has its own."""
+    raw = tensor.view(torch.uint8 if tensor.itemsize == 1 else torch.uint16)
+    return (_flat(raw).astype(np.uint32) << shift).view(np.int32)
+
+
+@_compile
+def _scan(values: Pair, bits: Pair, by_value: bool, rtol: float, atol: float, tally: Any) -> None:
+    for start in range(0, values[0].size, _BLOCK):
+        block = slice(start, start + _BLOCK)
+        block_values = values[0][block], values[1][block]
+        _scan_block(block_values, (bits[0][block], bits[1][block]), by_value, rtol, atol, tally[0])
+
+
+@_compile
+def _scan_bfloat16(reference: Array, candidate: Array, rtol: float, atol: float, tally: Any) -> None:
+    """As `_scan`: a bfloat16 is the upper half of the float32 of the same value."""
+    wide_reference = np.empty(_BLOCK, np.int32)
+    wide_candidate = np.empty(_BLOCK, np.int32)
+    for start in range(0, reference.size, _BLOCK):
+        r_bits = _shift(reference[start : start + _BLOCK], wide_reference)
+        c_bits = _shift(candidate[start : start + _BLOCK], wide_candidate)
+        values = r_bits.view(np.float32), c_bits.view(np.float32)
+        _scan_block(values, (r_bits, c_bits), False, rtol, atol, tally[0])
+
+
+@_compile_inner
+def _shift(narrow: Array, wide: Array) -> Array:
+    for i in range(narrow.size):
+        wide[i] = np.int32(narrow[i]) << 16
+    return wide[: narrow.size]
+
+
+@_compile_inner
+def _scan_block(values: Pair, bits: Pair, by_value: bool, rtol: float, atol: float, tally: Any) -> None:
+    tally.finite += values[0].size
+    sums = _sums(values[0], values[1], tally.max_abs, tally.max_rel)
+    # of finite float32 the squares never overflow in float64; of float64 they may, which only costs a second look
+    if not np.isfinite(sums[1] + sums[2]):
+        values, bits = _set_aside_non_finite(values, bits, tally)
+        sums = _sums(values[0], values[1], tally.max_abs, tally.max_rel)
+    reference, candidate = values
+    square_error, square_reference, square_candidate, dot, records = sums
+    tally.square_error += square_error
+    tally.square_reference += square_reference
+    tally.square_candidate += square_candidate
+    tally.dot += dot
+    if records > 0:
+        _find_records(reference, candidate, tally)
+    if by_value:
+        unequal = mismatches = _beyond(reference, candidate, 0.0, 0.0)
+    else:
+        mismatches, crosses_zero, is_farther = _compare_bits(bits[0], bits[1], tally.max_ulp)
+        if crosses_zero or is_farther:
+            tally.max_ulp = max(tally.max_ulp, _max_ulp(bits[0], bits[1]))
+        # 0.0 equals -0.0, and that alone makes a difference between bits and values
+        unequal = _beyond(reference, candidate, 0.0, 0.0) if crosses_zero else mismatches
+    tally.mismatches += mismatches
+    if rtol == 0.0 and atol == 0.0:
+        tally.beyond += unequal
+    elif tally.max_abs > atol:
+        tally.beyond += _beyond(reference, candidate, rtol, atol)
+    tally.numel += reference.size
+
+
+@_compile_lanes
+def _sums(reference: Array, candidate: Array, max_abs: float, max_rel: float) -> tuple[float, float, float, float, int]:
+    """All sums over a block, and how many of its elements beat `max_abs`, or `max_rel` by more than an ulp."""
+    square_error = 0.0
+    square_reference = 0.0
+    square_candidate = 0.0
+    dot = 0.0
+    records = 0
+    for i in range(reference.size):
+        r = np.float64(reference[i])
+        c = np.float64(candidate[i])
+        error = c - r
+        square_error += error * error
+        square_reference += r * r
+        square_candidate += c * c
+        dot += r * c
+        # a subnormal product may have been rounded up to the difference: lowered by its last bit it is below
+        bar = max_rel * abs(r) - 5e-324
+        bar = np.float64(0.0) if bar < 0.0 else bar
+        records += int(abs(error) > (bar if bar < max_abs else max_abs))
+    return square_error, square_reference, square_candidate, dot, records
+
+
+@_compile_inner
+def _find_records(reference: Array, candidate: Array, tally: Any) -> None:
+    max_abs = tally.max_abs
+    max_rel = tally.max_rel
+    for i in range(reference.size):
+        r = np.float64(reference[i])
+        distance = abs(np.float64(candidate[i]) - r)
+        # the same bar as in `_sums` spares most divisions
+        if distance > max(0.0, max_rel * abs(r) - 5e-324):
+            max_rel = max(max_rel, distance / abs(r))
+        if distance > max_abs:
+            max_abs = distance
+            if tally.misplaced == 0:
+                tally.worst = tally.numel + i
+    tally.max_abs = max_abs
+    tally.max_rel = max_rel
+
+
+@_compile_inner
+def _beyond(reference: Array, candidate: Array, rtol: float, atol: float) -> int:
+    beyond = 0
+    for i in range(reference.size):
+        r = np.float64(reference[i])
+        beyond += not (abs(np.float64(candidate[i]) - r) <= atol + rtol * abs(r))
+    return beyond
+
+
+@_compile_inner
+def _compare_bits(reference: Array, candidate: Array, max_ulp: Any) -> tuple[int, bool, bool]:
+    """How many differ, whether some differ in sign, and whether some of the same sign are farther than `max_ulp`."""
+    integer = reference.dtype.type
+    lowest = np.iinfo(reference.dtype).min
+    # d + limit > 2 * limit, unsigned, exactly if |d| > limit; all is lowered to fit in a signed integer
+    limit = np.int64(min(max_ulp, np.uint64(np.iinfo(reference.dtype).max)))
+    mismatches = integer(0)
+    signs = integer(0)
+    farthest = integer(lowest)
+    for i in range(reference.size):
+        r = reference[i]
+        c = candidate[i]
+        mismatches = integer(mismatches + (r != c))
+        signs = integer(signs | (r ^ c))
+        farthest = max(farthest, integer(r - c + integer(limit + lowest)))
+    return int(mismatches), signs < 0, farthest > integer(2 * limit + lowest)
+
+
+@_compile_inner
+def _max_ulp(reference: Array, candidate: Array) -> np.uint64:
+    """The largest distance between the numbers that the bits stand for."""
+    integer = reference.dtype.type
+    # distances fill an unsigned integer: lowered by this they fill a signed one in the same order
+    lowest = np.iinfo(reference.dtype).min
+    largest = integer(lowest)
+    for i in range(reference.size):
+        # sign and magnitude to two's complement, where both zeros are 0
+        r = integer(lowest - reference[i] if reference[i] < 0 else reference[i])
+        c = integer(lowest - candidate[i] if candidate[i] < 0 else candidate[i])
+        largest = max(largest, integer(max(r, c) - min(r, c) + lowest))
+    return np.uint64(np.int64(largest) - lowest)
+
+
+@_compile_inner
+def _set_aside_non_finite(values: Pair, bits: Pair, tally: Any) -> tuple[Pair, Pair]:
+    """Count what is not finite, and return the block with zeros in its place."""
+    finite_values = np.zeros_like(values[0]), np.zeros_like(values[1])
+    finite_bits = np.zeros_like(bits[0]), np.zeros_like(bits[1])
+    for i in range(values[0].size):
+        r = values[0][i]
+        c = values[1][i]
+        if np.isfinite(r) and np.isfinite(c):
+            finite_values[0][i] = r
+            finite_values[1][i] = c
+            finite_bits[0][i] = bits[0][i]
+            finite_bits[1][i] = bits[1][i]
+            continue
+        tally.finite -= 1
+        tally.nan_reference += np.isnan(r)
+        tally.nan_candidate += np.isnan(c)
+        tally.inf_reference += np.isinf(r)
+        tally.inf_candidate += np.isinf(c)
+        if r == c or (np.isnan(r) and np.isnan(c)):
+            continue
+        if tally.misplaced == 0:
+            tally.worst = tally.numel + i
+        tally.misplaced += 1
+        tally.mismatches += 1
+        tally.beyond += 1
+        if not (np.isnan(r) or np.isnan(c)):
+            tally.max_ulp = max(tally.max_ulp, _max_ulp(bits[0][i : i + 1], bits[1][i : i + 1]))
+    return finite_values, finite_bits

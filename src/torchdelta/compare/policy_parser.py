@@ -1,0 +1,53 @@
+"""The words that name a policy."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from torchdelta.compare.noise import Noise
+from torchdelta.compare.policy import METRICS, Bitwise, Policy, Threshold, Tolerance
+from torchdelta.errors import UsageError
+
+_THRESHOLD = re.compile(r"(?P<metric>\w+)\s*(?P<sign>>=|<=)\s*(?P<bound>[^<>=]*)")
+FORMS = (
+    "noise, bitwise, close (torch.testing's tolerances), rtol=R,atol=A, or METRIC>=X such as sqnr>=35 or cosine>=0.999"
+)
+
+
+def parse(text: str) -> Policy:
+    """Return the policy that the words name; UsageError shows the forms there are."""
+    words = text.strip()
+    fixed: dict[str, Policy] = {"noise": Noise(), "bitwise": Bitwise(), "close": Tolerance()}
+    if words in fixed:
+        return fixed[words]
+    if match := _THRESHOLD.fullmatch(words):
+        METRICS.get(match["metric"])
+        return Threshold(match["metric"], match["sign"] == ">=", _number(match["bound"], text))
+    if "=" in words and "<" not in words and ">" not in words:
+        return _tolerance(text)
+    raise UsageError(f"unknown policy {text!r}: it is {FORMS}")
+
+
+def _tolerance(text: str) -> Tolerance:
+    # a tolerance that is not named is zero: a default nobody asked for could hide the difference
+    given = {"rtol": 0.0, "atol": 0.0}
+    named = [part.partition("=") for part in text.split(",")]
+    names = [name.strip() for name, _, _ in named]
+    if not set(names) <= given.keys() or len(set(names)) < len(names):
+        raise UsageError(f"malformed policy {text!r}: it is {FORMS}")
+    for name, (_, _, number) in zip(names, named, strict=True):
+        given[name] = _number(number, text)
+        if given[name] < 0.0:
+            raise UsageError(f"malformed policy {text!r}: a tolerance is zero or more")
+    return Tolerance(given["rtol"], given["atol"])
+
+
+def _number(text: str, policy: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise UsageError(f"malformed policy {policy!r}: put a number in place of {text.strip()!r}")
+    return number

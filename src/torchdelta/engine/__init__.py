@@ -1,1 +1,0 @@
-"""What every face calls: it composes the layers below and returns a Report."""

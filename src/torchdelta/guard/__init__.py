@@ -1,0 +1,1 @@
+"""A torch.compile backend around another, in the user's own run."""

@@ -1,0 +1,182 @@
+"""A user's script, run in this process as `python` would run it: arguments, paths, `__main__`, and how it ends."""
+
+from __future__ import annotations
+
+import builtins
+import importlib.machinery
+import importlib.util
+import io
+import os
+import sys
+import threading
+import traceback
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import CodeType, ModuleType, TracebackType
+
+from torchdelta.errors import Refused, UsageError
+
+FILE, MODULE, CODE = KINDS = ("file", "module", "code")
+_RUNS_AS = "__main__"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """What `python` would be told to run: a file, `-m` a module or `-c` code."""
+
+    kind: str
+    text: str
+    """The path, the module's name, or the code itself."""
+    arguments: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UsageError(f"a script is one of {', '.join(KINDS)}, not {self.kind!r}")
+        if self.kind == FILE and not os.path.exists(self.text):
+            raise UsageError(f"there is no script {self.text!r}: name a file, or -m a module or -c code")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptEnding:
+    """How a script ended."""
+
+    status: int
+    """What Python would exit with."""
+    is_interrupted: bool = False
+    """Whether by Ctrl-C, which Python dies of."""
+
+
+def run_script(script: Script) -> ScriptEnding:
+    """Run a script, whose process this is from then on; Refused where it cannot be.
+
+    What it raises is shown as Python shows it, and its threads have ended too when this returns.
+    """
+    try:
+        module, code = _loaded(script)
+        sys.modules[_RUNS_AS] = module
+        exec(code, vars(module))
+        ending = ScriptEnding(status=0)
+    except Refused:
+        raise
+    except SystemExit as exited:
+        ending = _exited(exited)
+    except BaseException as error:  # whatever a script raises, its process ends by it
+        ending = _failed(error)
+    _await_threads()
+    return ending
+
+
+def _loaded(script: Script) -> tuple[ModuleType, CodeType]:
+    if script.kind == CODE:
+        _begin("", ("-c", *script.arguments))
+        return _as_main(None, importlib.machinery.BuiltinImporter), _compiled(script.text, "<string>")
+    if script.kind == MODULE:
+        _begin(os.getcwd(), ("-m", *script.arguments))
+        return _from_spec(_module_spec(script.text), sys.argv)
+    path = os.path.abspath(script.text)
+    if os.path.isdir(path) or zipfile.is_zipfile(path):
+        _begin(path, (script.text, *script.arguments))
+        spec = importlib.machinery.PathFinder.find_spec(_RUNS_AS, [path])
+        if spec is None:
+            raise Refused(f"there is no __main__.py in {script.text}, so it cannot be run")
+        return _from_spec(spec, [])
+    _begin(os.path.dirname(os.path.realpath(path)), (script.text, *script.arguments))
+    try:
+        with io.open_code(path) as file:
+            source = file.read()
+    except OSError as error:
+        raise Refused(f"cannot read the script {script.text}: {error.strerror or error}") from error
+    return _as_main(path, importlib.machinery.SourceFileLoader(_RUNS_AS, path)), _compiled(source, path)
+
+
+def _begin(first_place: str, argv: tuple[str, ...]) -> None:
+    """Put arguments and the first place to import from where Python would; ours are there until then."""
+    sys.argv[:] = argv
+    # with -P Python puts nobody's directory there, ours neither
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = first_place
+
+
+def _compiled(source: str | bytes, path: str) -> CodeType:
+    return compile(source, path, "exec", dont_inherit=True)
+
+
+def _as_main(path: str | None, loader: object) -> ModuleType:
+    module = ModuleType(_RUNS_AS)
+    vars(module).update(__builtins__=builtins, __loader__=loader)
+    if path is not None:
+        vars(module).update(__file__=path, __cached__=None)
+    return module
+
+
+def _module_spec(name: str) -> importlib.machinery.ModuleSpec:
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        # of a package on the way that does not exist; one that cannot import another fails by itself
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        spec = None
+    except ValueError as error:
+        raise Refused(f"-m {name} cannot be run: {error}") from error
+    if spec is not None and spec.submodule_search_locations is not None:
+        within = f"{name}.{_RUNS_AS}"
+        if (spec := importlib.util.find_spec(within)) is None:
+            raise Refused(f"-m {name} is a package without {_RUNS_AS}, and cannot be run")
+    if spec is None:
+        raise Refused(f"there is no module {name!r}: name one that can be imported from here")
+    return spec
+
+
+def _from_spec(spec: importlib.machinery.ModuleSpec, argv: list[str]) -> tuple[ModuleType, CodeType]:
+    get_code = getattr(spec.loader, "get_code", None)
+    code = get_code(spec.name) if get_code is not None else None
+    if code is None:
+        raise Refused(f"{spec.name} is not written in Python, and cannot be run")
+    if argv:
+        argv[0] = spec.origin or argv[0]
+    module = _as_main(spec.origin, spec.loader)
+    vars(module).update(__spec__=spec, __package__=spec.parent, __cached__=spec.cached)
+    return module, code
+
+
+def _exited(exited: SystemExit) -> ScriptEnding:
+    if exited.code is None or isinstance(exited.code, int):
+        return ScriptEnding(status=int(exited.code or 0))
+    print(exited.code, file=sys.stderr)
+    return ScriptEnding(status=1)
+
+
+def _failed(error: BaseException) -> ScriptEnding:
+    if error.__traceback__ is not None:
+        error.with_traceback(_first_of_script(error.__traceback__))
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except Exception:  # as Python says it of a script's own hook
+        print("Error in sys.excepthook:", file=sys.stderr)
+        traceback.print_exc()
+        print("\nOriginal exception was:", file=sys.stderr)
+        sys.__excepthook__(type(error), error, error.__traceback__)
+    return ScriptEnding(status=1, is_interrupted=isinstance(error, KeyboardInterrupt))
+
+
+def _first_of_script(trace: TracebackType) -> TracebackType | None:
+    """Return the traceback from the first frame on that is not ours; None where all are."""
+    return next((each for each in _frames(trace) if each.tb_frame.f_code.co_filename != __file__), None)
+
+
+def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _await_threads() -> None:
+    """Wait for the script's threads, as Python does before it ends."""
+    pools = sys.modules.get("concurrent.futures.thread")
+    # Python itself tells the workers of a pool that nothing more will come: nobody else may wait for them
+    workers = set(getattr(pools, "_threads_queues", ()))
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon and thread not in workers:
+            thread.join()

@@ -1,0 +1,149 @@
+"""Which layer should not be quantized? Each is quantized alone, and what that costs the outputs is measured."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from torchdelta._torch.graphs.handles import handled_nodes, is_dequantizing
+from torchdelta._torch.graphs.nodes import module_path, op_name
+from torchdelta._torch.process import runtime, versions
+from torchdelta.check.check import Check
+from torchdelta.check.prepare import prepare
+from torchdelta.compare.judge import is_inexact
+from torchdelta.compare.kernels import measure
+from torchdelta.errors import ProgramError, TorchDeltaError, UsageError
+from torchdelta.program.sides import Side
+from torchdelta.program.stages import SideFailed, observe
+from torchdelta.records.sensitivity import Effect, LayerEffect, Sensitivity
+from torchdelta.transforms.quantize import Quantize, exported_with_handles, for_inference, has_levels, quantize
+
+_RETURNED = re.compile(r"(?:iterations\[\d+\]\.)?outputs")
+NOTHING_ALONE = "nothing in it is quantized by itself: its scales are those of something outside of it"
+
+
+def sensitivity(
+    program: Callable[..., Any] | str,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    transform: str | Quantize = "quantize:x86",
+    **options: Any,
+) -> Sensitivity:
+    """Quantize each module alone that the quantizer would quantize, and tell what that does to every output.
+
+    Takes what `check` takes, of which stages and policy mean nothing here. The module that loses most is first.
+    """
+    check = prepare(program, args, kwargs, transform=transform, **{**options, "stages": "forward"})
+    if not isinstance(check.transform, Quantize):
+        raise UsageError(
+            f"{check.case.transform} quantizes nothing, so there is no layer to be sensitive to it: name a quantizer, "
+            "such as quantize:x86"
+        )
+    versions.require_supported()
+    with runtime.preserved():
+        return _OneByOne(check=check, transform=check.transform).run()
+
+
+@dataclass(kw_only=True)
+class _OneByOne:
+    check: Check
+    transform: Quantize
+    notes: dict[str, None] = field(default_factory=dict)
+
+    def run(self) -> Sensitivity:
+        start = time.perf_counter()
+        baseline = self.check.baseline
+        _ = baseline.reference  # what fails without any quantizer is told before one is blamed
+        side = Side.copied_from(baseline.program)
+        graph, _ = exported_with_handles(side)
+        baseline.progress("everything quantized")
+        together = self._together(graph, side)
+        readers = _readers(together)
+        if not readers:
+            self.notes["the quantizer quantizes nothing in this program"] = None
+        alone = []
+        for number, (path, ops) in enumerate(readers.items(), 1):
+            baseline.progress(f"{path or 'the outermost module'} alone ({number} of {len(readers)})")
+            alone.append(self._alone(graph, side, path, ops))
+        return Sensitivity(
+            case=self.check.case,
+            environment=versions.environment(),
+            modules=tuple(sorted(alone, key=_by_loss)),
+            together=self._effects(together),
+            notes=tuple(self.notes),
+            seconds=time.perf_counter() - start,
+        )
+
+    def _together(self, graph: GraphModule, side: Side) -> GraphModule:
+        try:
+            return quantize(graph, side, self.transform.quantizer, only=self.transform.only)
+        except TorchDeltaError:
+            raise
+        except Exception as error:
+            name = self.check.case.transform
+            raise ProgramError(f"{name} fails on {self.check.case.program} as a whole: {_words(error)}") from error
+
+    def _alone(self, graph: GraphModule, side: Side, path: str, ops: tuple[str, ...]) -> LayerEffect:
+        try:
+            made = quantize(graph, side, self.transform.quantizer, only=path, is_inside=_is_directly_in)
+            if not has_levels(made):
+                return LayerEffect(module_path=path, ops=ops, reason=NOTHING_ALONE)
+            return LayerEffect(module_path=path, ops=ops, effects=self._effects(made))
+        except SideFailed as failed:
+            return LayerEffect(module_path=path, ops=ops, reason=_words(failed.error))
+        except Exception as error:  # the quantizer is somebody else's
+            return LayerEffect(module_path=path, ops=ops, reason=_words(error))
+
+    def _effects(self, graph: GraphModule) -> tuple[Effect, ...]:
+        baseline = self.check.baseline
+        fresh = Side.copied_from(baseline.program, with_callable=False)
+        side = replace(fresh, call=for_inference(graph), owner=graph, names={})
+        reference = baseline.reference.stages["forward"]
+        candidate = observe(side, baseline.plan, baseline.original, baseline.scope).stages["forward"]
+        effects = []
+        for path, ours in reference.items():
+            theirs = candidate.get(path)
+            if not _RETURNED.match(path) or not isinstance(ours, torch.Tensor):
+                continue
+            if not isinstance(theirs, torch.Tensor) or theirs.shape != ours.shape or not is_inexact(ours.dtype):
+                self.notes[f"{path} has no SQNR: {_described(ours)} became {_described(theirs)}"] = None
+                continue
+            effects.append(Effect(path=path, measurement=measure(ours, theirs)))
+        return tuple(effects)
+
+
+def _readers(graph: GraphModule) -> dict[str, tuple[str, ...]]:
+    """Return the operations that read what was quantized, by the module that they are in."""
+    found: dict[str, dict[str, None]] = {}
+    for node in handled_nodes(graph):
+        if is_dequantizing(node):
+            for reader in node.users:
+                if reader.op != "output":
+                    found.setdefault(module_path(reader), {})[op_name(reader)] = None
+    return {path: tuple(ops) for path, ops in found.items()}
+
+
+def _is_directly_in(node: torch.fx.Node, path: str) -> bool:
+    """Tell whether a node was traced in the module itself: its parts have a turn of their own."""
+    return module_path(node) == path
+
+
+def _by_loss(alone: LayerEffect) -> tuple[bool, float]:
+    return alone.sqnr_db is None, alone.sqnr_db or 0.0
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"

@@ -1,0 +1,295 @@
+"""From a program that fails to the smallest graph that fails in the same way."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torchdelta._torch.compile import settings
+from torchdelta._torch.graphs.nodes import op_name, short_name
+from torchdelta._torch.process import runtime
+from torchdelta._torch.process.warmup import steps_behind
+from torchdelta.check.check import Check
+from torchdelta.errors import NothingToMinify, ProgramError, ReproUnwritable, UsageError
+from torchdelta.isolate.pool import CAN_FORK, Pool
+from torchdelta.minify.capture import nodes_of, subjects_of
+from torchdelta.minify.journal import Entry, Journal
+from torchdelta.minify.passes import PASSES, STRATEGIES
+from torchdelta.minify.preflight import FORWARD, FailingGraph, Preflight, stages_of
+from torchdelta.minify.queries import InProcessOracle, WorkerOracle, plain_settings, spec_of
+from torchdelta.minify.reducer import Budget, FlakyFailure, Progress, Reducer
+from torchdelta.minify.result import Draft, MinifiedGraph
+from torchdelta.minify.search import Answer, Foresee, Oracle, Search
+from torchdelta.minify.speculation import Speculation
+from torchdelta.minify.subject import Subject
+from torchdelta.minify.workers import pool_for
+from torchdelta.records.case import DYNAMO
+from torchdelta.records.failure import Signature
+from torchdelta.records.report import Culprit, Reduction, Report
+from torchdelta.repro.confirm import CleanProcess
+
+TIMEOUT_S = 600.0
+"""How long the first query may take."""
+LIKELY = Signature(kind="divergence", stage="forward", type="values", message="")
+"""Where most programs fail."""
+
+
+@dataclass(kw_only=True)
+class Minifier:
+    """One reduction of what a check finds; `run` answers it."""
+
+    check: Check
+    transform: Any
+    """As the user named it: workers build it again from its name."""
+    timeout_s: float = TIMEOUT_S
+    memory_bytes: int | None = None
+    budget: Budget = field(default_factory=Budget)
+    match: str | None = None
+    """Which of several failures to follow: a regular expression for its signature."""
+    out: Path | None = None
+    """Where the best so far is kept."""
+    is_resumed: bool = False
+    is_isolated: bool = True
+    expected: Sequence[Signature] = ()
+    """The failures of the program as a whole."""
+    culprit: Culprit | None = None
+    """Where the failure is said to be."""
+    level: str = DYNAMO
+    """Whose graphs are made smaller: those that dynamo captures, or what AOTAutograd makes of them."""
+    imports: Sequence[str] = ()
+    pool: Pool | None = None
+    """Workers that are there already."""
+    tell: Callable[[Progress], None] = lambda _: None
+    notes: list[str] = field(default_factory=list)
+    rate: float = 1.0
+    clean: CleanProcess | None = None
+    """Waits for the script that will be written."""
+    script: Path | None = None
+    """Where that will be, if it is known: then it is begun as soon as it can be."""
+    with_data: bool = True
+    """Whether the user's data may be in it."""
+    draft: Draft | None = None
+
+    def run(self) -> MinifiedGraph:
+        """Minify; NothingToMinify where no graph of the program shows a failure."""
+        self.started = time.monotonic()
+        entry: Entry | None = None
+        # workers get ready while the graphs are captured
+        with self._asking() as self.ask:
+            with runtime.preserved():
+                subjects = subjects_of(self.check, self.level)
+            if self.is_resumed:
+                best, entry = self._resumed(subjects)
+                subjects = [best]
+            preflight = Preflight(
+                ask=self.ask,
+                program=f"{self.check.case.program} under {self.check.case.transform}",
+                match=self.match,
+                expected=self._expected if entry is None else (entry.wanted,),
+                culprit=self.culprit,
+                tell=self._told,
+                notes=self.notes,
+            )
+            is_plain = len(subjects) == 1 and self.culprit is None and entry is None
+            if is_plain and self.budget.queries is None:
+                preflight.guess = self._guess
+            chosen = preflight.choose(subjects)
+            if entry is not None and not entry.wanted.is_same_as(chosen.wanted):
+                raise NothingToMinify(f"what was reduced so far does not show {entry.wanted} any more")
+            try:
+                return self._reduced(chosen, self.ask, entry)
+            except FlakyFailure as wavering:
+                oracle = preflight.patient(wavering.subject, chosen.wanted)
+                self.rate = preflight.rate
+                return self._reduced(chosen, oracle, entry)
+
+    def _resumed(self, subjects: Sequence[Subject]) -> tuple[Subject, Entry]:
+        """Return where an earlier reduction of these subjects stood."""
+        best, entry = self._journal.read(allow=[name for subject in subjects for name in subject.modules])
+        if entry.level != self.level:
+            raise UsageError(f"{self.out} has a graph of the level {entry.level}: resume with that, not {self.level}")
+        return best, entry
+
+    def _told(self, progress: Progress) -> None:
+        self.tell(replace(progress, workers=len(self.ask.at_work) if isinstance(self.ask, WorkerOracle) else 0))
+
+    @property
+    def _expected(self) -> Sequence[Signature]:
+        # what is wrong in the backward of a program is wrong in the forward of its backward graph
+        return self.expected if self.level == DYNAMO else ()
+
+    def _guess(self, subject: Subject) -> Foresee:
+        """Say what the reduction will most likely ask, while nobody knows yet how the subject fails."""
+        assert isinstance(self.ask, WorkerOracle)
+        find = partial(self.ask.find, case=replace(self.ask.case, stages=FORWARD))
+        search = Search(subject=subject, answer=Answer(), wanted=LIKELY)
+        foresight = Speculation(find=find, search=search, strategies=STRATEGIES, passes=PASSES)
+        first: Subject | None = None
+
+        def foresee() -> Subject | None:
+            nonlocal first
+            first = first or foresight()
+            begun = find(first) if first is not None else None
+            if begun is None or not begun.is_done():
+                return foresight()
+            # how the first part fails is most likely how the whole does
+            search.wanted = next(iter(begun().signatures), LIKELY)
+            is_guess = search.wanted is not LIKELY and stages_of(search.wanted, subject) == FORWARD
+            return foresight() if is_guess else None
+
+        return foresee
+
+    def died(self) -> Report | None:
+        """Return the report of a graph whose candidate ends its process, before anybody runs it in this one."""
+        try:
+            with runtime.preserved():
+                subjects = subjects_of(self.check, self.level)
+        except (ProgramError, UsageError):  # there is no graph to ask about, and the check will say more
+            return None
+        with self._asking() as ask:
+            for subject in subjects:
+                report = ask(subject).report
+                if report is not None and report.failure is not None and report.failure.kind != "exception":
+                    return replace(report, case=self.check.case)
+        return None
+
+    @contextmanager
+    def _asking(self) -> Iterator[WorkerOracle | InProcessOracle]:
+        spec = spec_of(self.transform)
+        if spec is None or not self.is_isolated:
+            why = "on request" if spec is not None else "no other process could import the transform"
+            self.notes.append(f"every query ran in this process, where a crash ends everything: {why}")
+            yield InProcessOracle(case=self.check.case, transform=self.transform)
+            return
+        place = spec.rpartition(":")[0]
+        # what a graph calls of the user's own is defined where its program or its transform is
+        imports = [*self.imports, *([place] if place.endswith(".py") else [])]
+        with nullcontext(self.pool) if self.pool is not None else pool_for(spec) as pool:
+            workers = WorkerOracle(
+                pool=pool,
+                case=replace(self.check.case, transform=spec, program="subject"),
+                timeout_s=self.timeout_s,
+                memory_bytes=self.memory_bytes,
+                settings=plain_settings(settings.changed_settings()),
+                imports=imports,
+            )
+            try:
+                yield workers
+            finally:
+                workers.end()
+
+    def _reduced(self, chosen: FailingGraph, ask: Oracle, entry: Entry | None) -> MinifiedGraph:
+        subject = chosen.subject
+        reducer = Reducer(
+            ask=ask, wanted=chosen.wanted, budget=self.budget, tell=self._told, is_patient=self.rate < 1.0
+        )
+        if isinstance(self.ask, WorkerOracle):
+            if ask is self.ask:  # what is asked several times is asked for anew each time
+                reducer.crew = self.ask
+            # who will run the script gets ready while the whole is cut down, which takes one worker
+            self.clean = self.clean or CleanProcess(steps_behind(self.transform, forks=CAN_FORK))
+        if entry is not None:
+            reducer.known.update(entry.known)
+        if self.out is not None:
+            reducer.keep = self._keeping(reducer, self._nodes_before(chosen, entry), entry)
+            reducer.keep(subject, chosen.answer)
+        reducer.expect = lambda _, __: self._begin_script(self._minified(reducer, chosen, entry))
+        culprits = nodes_of(self.culprit, subject) if self.culprit is not None else ()
+        try:
+            reducer.run(subject, chosen.answer, strategies=STRATEGIES, passes=PASSES, culprits=culprits)
+        except BaseException:
+            self._drop_script()
+            raise
+        if not reducer.is_minimal:
+            why = f"queries broke ({reducer.gap})" if reducer.gap else "the budget was spent"
+            self.notes.append(f"it may not be the smallest: {why}")
+        if reducer.twin is not None and self.out is not None:
+            self._journal.write_twin(reducer.twin)
+            self.notes.append(f"a neighbour that passes is in {self.out / 'twin'}: {_calls(reducer.twin)}")
+        return self._minified(reducer, chosen, entry)
+
+    def _minified(self, reducer: Reducer, chosen: FailingGraph, entry: Entry | None) -> MinifiedGraph:
+        small, found = reducer.search.subject, reducer.search.answer.report
+        assert found is not None
+        # the graph has no name of its own: it is what is left of the user's program
+        found = replace(found, case=replace(found.case, program=self.check.case.program))
+        places = {name: index for index, name in enumerate(small.named_inputs)}
+        return MinifiedGraph(
+            graph=small.graph,
+            inputs=small.inputs,
+            case=found.case,
+            report=found,
+            signature=chosen.wanted,
+            reduction=Reduction(
+                nodes_before=self._nodes_before(chosen, entry),
+                nodes_after=small.size,
+                queries=self._queries(entry),
+                seconds=self._seconds(entry),
+                is_minimal=reducer.is_minimal,
+                rate=self.rate,
+            ),
+            drawn={places[name]: draw.text(small.named_inputs[name]) for name, draw in small.drawn.items()},
+            settings=plain_settings(settings.changed_settings()),
+            also_seen=tuple(reducer.also_seen),
+            twin=reducer.twin.graph if reducer.twin is not None else None,
+            clean=self.clean,
+            draft=self.draft,
+            memory_bytes=self.memory_bytes,
+            notes=tuple(self.notes),
+        )
+
+    def _begin_script(self, small: MinifiedGraph) -> None:
+        """Begin to run the script while it is asked whether the failure comes again: most often it does."""
+        if self.script is not None:
+            # whoever asks for the script will be told why there is none
+            with suppress(ReproUnwritable, OSError):
+                self.draft = small.begin(self.script, data=self.with_data)
+
+    def _drop_script(self) -> None:
+        if self.draft is not None:
+            self.draft.drop()
+            self.draft = None
+
+    def _nodes_before(self, chosen: FailingGraph, entry: Entry | None) -> int:
+        return entry.nodes_before if entry is not None else chosen.subject.size
+
+    def _seconds(self, entry: Entry | None) -> float:
+        return (entry.seconds if entry is not None else 0.0) + time.monotonic() - self.started
+
+    def _queries(self, entry: Entry | None) -> int:
+        return self.ask.asked + (entry.queries if entry is not None else 0)
+
+    def _keeping(self, reducer: Reducer, before: int, resumed: Entry | None) -> Callable[[Subject, Answer], None]:
+        """Return what keeps the best so far on disk."""
+
+        def keep(best: Subject, _: Answer) -> None:
+            entry = Entry(
+                wanted=reducer.wanted,
+                level=self.level,
+                nodes_before=before,
+                queries=self._queries(resumed),
+                seconds=self._seconds(resumed),
+                # a name of its own: what the journal points to stays until it points elsewhere
+                best=f"best-{os.urandom(4).hex()}",
+                drawn=dict(best.drawn),
+                known=dict(reducer.known),
+            )
+            self._journal.write(best, entry)
+
+        return keep
+
+    @property
+    def _journal(self) -> Journal:
+        if self.out is None:
+            raise UsageError("name the directory of the reduction that is to be gone on with")
+        return Journal(directory=self.out)
+
+
+def _calls(subject: Subject) -> str:
+    return ", ".join(short_name(op_name(node)) for node in subject.nodes)

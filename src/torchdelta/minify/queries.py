@@ -1,0 +1,307 @@
+"""Queries put to workers: a subject goes out as files, and what comes back, or does not, becomes an answer."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchdelta.check.check import Check
+from torchdelta.check.isolated import OF_THE_CANDIDATE, dead
+from torchdelta.check.prepare import prepare
+from torchdelta.errors import ProgramError
+from torchdelta.isolate.pool import Pool, Query, wait_for_any
+from torchdelta.isolate.supervisor import Outcome
+from torchdelta.minify.search import Answer, Foresee
+from torchdelta.minify.subject import Subject
+from torchdelta.minify.workers import WORKER
+from torchdelta.program.programs import load_object
+from torchdelta.records.case import Case
+from torchdelta.records.codec import decode, encode
+from torchdelta.records.report import Report
+from torchdelta.records.signatures import guilty_of, signatures_of
+from torchdelta.records.verdict import Verdict
+from torchdelta.transforms.base import Transform
+
+PATIENCE = 10.0
+"""A query may take so many times what the slowest one took that ended by itself,"""
+LEAST_S = 5.0
+"""and at least this long."""
+
+
+class PendingQuery:
+    """A question about a subject that was put to a worker."""
+
+    def __init__(self, query: Query, case: Case, answered: Callable[[Outcome], Answer]) -> None:
+        self.query, self.case = query, case
+        self._answered = answered
+        self._answer: Answer | None = None
+        self._broke: Exception | None = None
+
+    def is_done(self) -> bool:
+        """Tell whether the worker has answered, or never will."""
+        return self.query.is_done()
+
+    def __call__(self) -> Answer:
+        """Wait for the answer, or raise what the query broke by."""
+        if self._broke is not None:
+            raise self._broke
+        if self._answer is None:
+            try:
+                outcome = self.query.result()
+            except BaseException:  # a Ctrl-C ends the query, not only the waiting
+                self.query.cancel()
+                raise
+            try:
+                self._answer = self._answered(outcome)
+            except Exception as error:
+                self._broke = error
+                raise
+        return self._answer
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerCache:
+    """A question whose answer is there already."""
+
+    case: Case
+    answer: Answer
+
+    def is_done(self) -> bool:
+        """Tell that nobody has to wait."""
+        return True
+
+    def __call__(self) -> Answer:
+        """Return the answer."""
+        return self.answer
+
+
+@dataclass(kw_only=True)
+class WorkerOracle:
+    """Asks workers about subjects, and what will most likely be asked next where one has nothing else to do."""
+
+    pool: Pool
+    case: Case
+    timeout_s: float
+    memory_bytes: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    imports: Sequence[str] = ()
+    slowest_s: float | None = None
+    """Of those that ended by themselves; the first compiles what all others share, and does not count."""
+    asked: int = 0
+    """How many queries were begun."""
+    answered: int = 0
+    ahead: dict[str, PendingQuery | AnswerCache] = field(default_factory=dict)
+    """What was asked before anybody needed it, by the keys of the subjects."""
+    now: tuple[str, PendingQuery | AnswerCache] | None = None
+    """What is needed now, and the key of its subject."""
+    under_way: dict[Query, tempfile.TemporaryDirectory[str]] = field(default_factory=dict)
+    given_up: set[Query] = field(default_factory=set)
+    """Those under way that nobody will need."""
+
+    @property
+    def at_work(self) -> list[Query]:
+        """The queries that have no outcome yet."""
+        return [query for query in self.under_way if not query.is_done()]
+
+    @property
+    def deadline_s(self) -> float:
+        """How long the next query may take."""
+        return self.timeout_s if self.slowest_s is None else max(LEAST_S, PATIENCE * self.slowest_s)
+
+    @property
+    def waiting(self) -> int:
+        """How many answers there are or will be that nobody has needed yet."""
+        return len(self.ahead)
+
+    def __call__(self, subject: Subject) -> Answer:
+        """Ask about one subject, unless that was asked ahead."""
+        return self._needed(subject)()
+
+    def ask(self, subject: Subject, foresee: Foresee, case: Case | None = None) -> Answer:
+        """Ask about one subject, and as long as that takes about what is foreseen, by another case if need be."""
+        needed = self._needed(subject)
+        while not needed.is_done():
+            at_work = self.at_work  # whoever ends while something is foreseen has ended, and is not waited for
+            if len(at_work) >= self.pool.workers or not self._has_begun(foresee, case):
+                wait_for_any(at_work)
+        return needed()
+
+    def _has_begun(self, foresee: Foresee, case: Case | None) -> bool:
+        """Begin to ask what is foreseen, if anything."""
+        try:
+            foreseen = foresee()
+            if foreseen is not None:
+                self.ahead[foreseen.key] = self.begin(foreseen, case)
+        except Exception:  # a guess that cannot be made or asked says nothing about what is needed
+            return False
+        return foreseen is not None
+
+    def find(self, subject: Subject, case: Case | None = None) -> PendingQuery | AnswerCache | None:
+        """Return what is asked about a subject, or was ahead."""
+        of_subject = [self.now[1]] if self.now is not None and self.now[0] == subject.key else []
+        if subject.key in self.ahead:
+            of_subject.append(self.ahead[subject.key])
+        return next((asked for asked in of_subject if asked.case == (case or self.case)), None)
+
+    def remember(self, subject: Subject, answer: Answer) -> None:
+        """Give an answer once more to whoever asks next."""
+        self.ahead[subject.key] = AnswerCache(case=self.case, answer=answer)
+
+    def begin(self, subject: Subject, case: Case | None = None) -> PendingQuery:
+        """Ask about one subject while something else is done."""
+        self._sweep()
+        # in the pool's own directory, which is swept if this process is killed
+        place = tempfile.TemporaryDirectory(prefix="subject-", dir=self.pool.directory)
+        subject.write(Path(place.name))
+        case = case or self.case
+        request = {
+            "case": encode(case),
+            "settings": dict(self.settings),
+            "imports": list(self.imports),
+            "threads": torch.get_num_threads(),
+            "allow": subject.modules,
+            "subject": place.name,
+        }
+        query = self.pool.submit(
+            f"{WORKER}:check_subject", request, deadline_s=self.deadline_s, memory_bytes=self.memory_bytes
+        )
+        self.asked += 1
+        self.under_way[query] = place
+
+        def answered(outcome: Outcome) -> Answer:
+            self.under_way.pop(query).cleanup()
+            self.answered += 1
+            if outcome.answer is not None and self.answered > 1:
+                self.slowest_s = max(self.slowest_s or 0.0, outcome.seconds)
+            return answer_of(outcome, case)
+
+        return PendingQuery(query, case, answered)
+
+    def end(self) -> None:
+        """End what nobody waits for any more."""
+        for query in self.under_way:
+            query.cancel()
+        for query, place in self.under_way.items():
+            query.result()
+            place.cleanup()
+        self.under_way.clear()
+
+    def _sweep(self) -> None:
+        """Remove the files of what was given up, once nobody reads them any more."""
+        for query in [query for query in self.given_up if query.is_done()]:
+            self.given_up.remove(query)
+            self.under_way.pop(query).cleanup()
+
+    def _needed(self, subject: Subject) -> PendingQuery | AnswerCache:
+        self.now = None
+        found = self.find(subject)
+        if found is not None:
+            del self.ahead[subject.key]
+        else:
+            # it was not foreseen, so what else was will hardly be needed: nobody waits behind that
+            for key, pending in list(self.ahead.items()):
+                if isinstance(pending, PendingQuery) and not pending.is_done():
+                    pending.query.cancel()
+                    self.given_up.add(pending.query)
+                    del self.ahead[key]
+            found = self.begin(subject)
+        self.now = subject.key, found
+        return found
+
+
+@dataclass(kw_only=True)
+class InProcessOracle:
+    """Asks in this process: for a transform that no other process could import."""
+
+    case: Case
+    transform: Transform | Callable[..., Any]
+    asked: int = 0
+
+    def __call__(self, subject: Subject) -> Answer:
+        """Ask about one subject."""
+        self.asked += 1
+        try:
+            return answer_from(prepare_subject(subject, self.case, self.transform).run())
+        except ProgramError:  # a subject that does not run eagerly tells nothing
+            return Answer()
+
+
+def prepare_subject(
+    subject: Subject,
+    case: Case,
+    transform: str | Transform | Callable[..., Any],
+    progress: Callable[[str], None] = lambda _: None,
+) -> Check:
+    """Return the check of a subject by everything else that a case says."""
+    return prepare(subject.graph, subject.inputs, transform=transform, progress=progress, **_words(case, transform))
+
+
+def answer_of(outcome: Outcome, case: Case) -> Answer:
+    """Return what an outcome says about a subject; one that fails eagerly says nothing."""
+    if outcome.answer is not None:
+        return answer_from(decode(Report, outcome.answer["report"], "report"))
+    try:
+        outcome.raise_own_error()
+    except ProgramError:
+        return Answer()
+    assert outcome.failure is not None
+    if outcome.failure.kind == "exception":
+        raise RuntimeError(f"a query failed: {outcome.failure.message}\n{outcome.failure.traceback}")
+    if outcome.part not in OF_THE_CANDIDATE:
+        return Answer()
+    return answer_from(dead(replace(outcome.failure, traceback=outcome.output), case))
+
+
+def answer_from(report: Report) -> Answer:
+    """Return what a report says about a subject."""
+    return Answer(
+        signatures=signatures_of(report),
+        guilty=guilty_of(report),
+        has_passed=report.verdict is Verdict.EQUIVALENT,
+        message=report.failure.message if report.failure is not None else "",
+        report=report,
+    )
+
+
+def spec_of(transform: object) -> str | None:
+    """Return the name by which another process finds a transform; None where there is none."""
+    if isinstance(transform, str):
+        return transform
+    name, module = getattr(transform, "__qualname__", ""), getattr(transform, "__module__", "")
+    if not inspect.isroutine(transform) or not name or "<" in name or module in ("", "__main__"):
+        return None
+    spec = f"{module}:{name}"
+    try:
+        return spec if load_object(spec, what="transform") is transform else None
+    except ProgramError:
+        return None
+
+
+def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that another process can be told."""
+
+    def is_plain(value: Any) -> bool:
+        try:
+            return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
+        except (TypeError, ValueError):
+            return False
+
+    return {name: value for name, value in settings.items() if is_plain(value)}
+
+
+def _words(case: Case, transform: object) -> dict[str, Any]:
+    words = asdict(case)
+    # a subject has flat outputs and no parameters of its own: nothing to train, and nothing for a user's loss
+    left_out = {"program", "transform", "thorough", "loss", "optimizer", "steps", "iterations"}
+    known = {each.name for each in fields(Case)} - left_out
+    kept = {name: value for name, value in words.items() if name in known}
+    if isinstance(transform, Transform):
+        kept.pop("options")
+    return kept

@@ -1,0 +1,122 @@
+"""What minifying found: a small graph, what a check of it says, and the script that shows it."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.fx import GraphModule
+
+from torchdelta.records.case import Case
+from torchdelta.records.failure import Signature
+from torchdelta.records.report import Reduction, Report, Repro
+from torchdelta.records.signatures import showing_only
+from torchdelta.repro import script
+from torchdelta.repro.confirm import CleanProcess, begin
+from torchdelta.repro.finding import Finding
+from torchdelta.repro.issue import issue_text
+
+LOST = 0.02
+"""The chance that is taken of not seeing a failure which comes only now and then."""
+HUNG_S = 30.0
+"""How long a script waits for a candidate that hangs."""
+CONFIRMED_S = 300.0
+"""How long a script may take that is run to see whether it shows the failure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A script that was written and is being run, under another name until it is known what it shows."""
+
+    path: Path
+    """Where it will be."""
+    data: bool
+    """Whether the user's is in it."""
+    written: script.WrittenScript
+    runner: CleanProcess
+
+    def finish(self, *, deadline_s: float) -> Repro:
+        """Wait for what it shows, and put it where it belongs."""
+        seen = self.runner.wait(deadline_s=deadline_s)
+        if self.written.tensors_path is not None:
+            self.written.tensors_path.replace(self.path.with_suffix(".pt"))
+        self.written.path.replace(self.path)
+        return Repro(path=str(self.path), confirmed=seen.is_there)
+
+    def drop(self) -> None:
+        """End it, and remove its files."""
+        self.runner.end()
+        for path in (self.written.path, self.written.tensors_path):
+            if path is not None:
+                path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MinifiedGraph:
+    """The smallest graph that was found, and what a check of it says."""
+
+    graph: GraphModule
+    inputs: tuple[Any, ...]
+    case: Case
+    report: Report
+    signature: Signature
+    reduction: Reduction
+    drawn: dict[int, str] = field(default_factory=dict)
+    """Inputs that are random numbers and not the user's, by place, and the expression that draws them."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Settings of the compiler that were not as torch ships them."""
+    also_seen: tuple[Signature, ...] = ()
+    """Other failures that were met on the way, and not followed."""
+    twin: GraphModule | None = None
+    """A neighbour of the graph that passes."""
+    notes: tuple[str, ...] = ()
+    memory_bytes: int | None = None
+    """What a candidate was allowed to hold."""
+    clean: CleanProcess | None = field(default=None, repr=False)
+    """A process that waits for the script, as long as this is there."""
+    draft: Draft | None = field(default=None, repr=False)
+    """The script, where it was begun before all this was known for sure."""
+
+    def begin(self, path: str | os.PathLike[str], *, data: bool = True) -> Draft:
+        """Begin with what `write` does: the script is run, and may still be dropped."""
+        path = Path(path)
+        written = script.write(self.finding, path, data=data, under=f".{path.name}")
+        return Draft(path=path, data=data, written=written, runner=begin(written.path, self.clean))
+
+    def write(self, path: str | os.PathLike[str], *, data: bool = True, deadline_s: float = CONFIRMED_S) -> Repro:
+        """Write a script that shows the failure with torch alone, and run it in a clean process.
+
+        Without `data`, random numbers stand for the user's. ReproUnwritable says why there can be no such script.
+        """
+        draft = self.draft
+        if draft is not None and (draft.path, draft.data) != (Path(path), data):
+            draft.drop()
+        if draft is None or draft.runner.is_over:
+            draft = self.begin(path, data=data)
+        return draft.finish(deadline_s=deadline_s)
+
+    def issue(self, path: str | os.PathLike[str], *, data: bool = True) -> str:
+        """Return the text of an issue that has the script of that path in it; `data` as it was written with."""
+        return issue_text(self.finding, Path(path), data=data)
+
+    @property
+    def finding(self) -> Finding:
+        """What a script has to show."""
+        rate = self.reduction.rate
+        failure = self.report.failure
+        limits: dict[str, Any] = {"deadline_s": HUNG_S} if failure is not None and failure.kind == "timeout" else {}
+        if self.memory_bytes is not None:
+            limits["memory_bytes"] = self.memory_bytes
+        return Finding(
+            graph=self.graph,
+            inputs=self.inputs,
+            case=self.case,
+            report=showing_only(self.report, self.signature),
+            tries=1 if rate == 1.0 else math.ceil(math.log(LOST) / math.log(1.0 - rate)),
+            config=self.settings,
+            **limits,
+            inputs_from=self.drawn,
+        )

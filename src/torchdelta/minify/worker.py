@@ -1,0 +1,30 @@
+"""What a worker runs for `minify`: a check of a subject that lies in files."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchdelta._torch.compile import settings
+from torchdelta.isolate.directories import QueryDirectory
+from torchdelta.minify.queries import prepare_subject
+from torchdelta.minify.subject import Subject
+from torchdelta.program.loading import import_place
+from torchdelta.records.case import Case
+from torchdelta.records.codec import decode, encode
+
+
+def check_subject(request: Mapping[str, Any], place: QueryDirectory) -> dict[str, Any]:
+    """Check a subject that lies in files; return its report."""
+    case = decode(Case, request["case"], "case")
+    torch.set_num_threads(request["threads"])
+    with settings.applied(request["settings"]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for module in request["imports"]:
+            import_place(module)
+        subject = Subject.read(Path(request["subject"]), allow=request["allow"])
+        return {"report": encode(prepare_subject(subject, case, case.transform, place.tell).run())}

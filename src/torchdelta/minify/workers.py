@@ -1,0 +1,20 @@
+"""Workers that are warm before the first query: everything is imported in them, and a backend has compiled once.
+
+This module needs no torch, so that a command can start its workers before it imports torch itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchdelta.check.isolated import WORKER as CHECK_WORKER
+from torchdelta.isolate.pool import Pool
+
+WORKER = "torchdelta.minify.worker"
+
+
+def pool_for(transform: str | None, *, preload: Sequence[str] = (), from_here: bool = False) -> Pool:
+    """Return workers that have everything imported, `preload` too, and have compiled once."""
+    is_inductor = (transform or "").removeprefix("backend:") == "inductor"
+    warm = "inductor" if is_inductor else "eager"
+    return Pool(workers=2, preload=(f"{CHECK_WORKER}:get_ready", WORKER, *preload), warm=warm, from_here=from_here)

@@ -1,0 +1,186 @@
+"""The walk over nodes: every node of a transformed program that can be reached is judged by itself.
+
+How nodes are reached depends on the transform. Two graphs run in lockstep; a compiler is a black box and gets taps and
+gates; without any graph, modules are compared call by call. `NodeWalk.look_at_nodes` chooses. Both `locate` and
+`check --thorough` use it, and hand in how a transform is run and asked in the precision that they look at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from torch.fx import GraphModule, Node
+
+from torchdelta._torch.compile.seams import Seam
+from torchdelta._torch.graphs import graphs
+from torchdelta.compare.policy import Policy
+from torchdelta.nodewise.findings import (
+    NodeFindings,
+    found_behind_taps,
+    found_in_lockstep,
+    found_in_modules,
+    joined,
+)
+from torchdelta.nodewise.gradient_gates import Gates
+from torchdelta.nodewise.local import LocalJudge
+from torchdelta.nodewise.lockstep_seam import LockstepSeam, compare_graphs
+from torchdelta.nodewise.modules import locate_modules
+from torchdelta.nodewise.quantized import QuantizedJudge
+from torchdelta.nodewise.taps import Taps
+from torchdelta.program.programs import Program
+from torchdelta.program.sides import Side
+from torchdelta.records.case import Case
+from torchdelta.records.report import Report
+from torchdelta.records.verdict import Verdict
+from torchdelta.transforms.base import Transform
+from torchdelta.transforms.cast import Cast
+from torchdelta.transforms.compiler import Compiler
+from torchdelta.transforms.export import exported
+from torchdelta.transforms.wrappers import ObservedAfterAot, ObservedTransform
+
+THINNINGS = (1, 2, 4)
+"""Every node has a tap; if the failure vanishes with the taps, every second node, then every fourth."""
+
+
+@dataclass(kw_only=True)
+class NodeWalk:
+    """One walk over the nodes of a program and its candidate."""
+
+    case: Case
+    program: Program
+    transform: Transform
+    policy: Policy
+    draws_random: bool
+    """Whether the reference draws random numbers."""
+    is_lifted: bool
+    """Whether both sides run in float64."""
+    run: Callable[[Transform], None]
+    """Runs a candidate for the sake of the observer at its seam; a failure becomes a note of the caller's."""
+    ask: Callable[[Transform], tuple[Verdict, str]]
+    """Checks another transform of the same program, and returns its verdict and reason."""
+    mapping: Mapping[str, str] | None = None
+    """The user's word on which nodes match."""
+    limit_bytes: int | None = None
+    """The memory that taps may hold."""
+    is_disturbed: bool = False
+    """Whether taps made the failure vanish."""
+    compiles: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def look_at_nodes(self, report: Report) -> NodeFindings:
+        """Judge every node that can be got at, in whatever way this transform allows."""
+        transform = self.transform
+        if not transform.has_seam:
+            return self._without_seam(transform)
+        if not isinstance(transform, Compiler):
+            return self.between_graphs(transform, report)
+        watched: list[ObservedAfterAot] = []
+
+        def after_aot(seam: Seam) -> Transform:
+            watched.append(ObservedAfterAot(transform, seam))
+            return watched[-1]
+
+        found = self._by_taps(after_aot, report)
+        return found if watched[-1].seen.programs else self._in_black_box(transform, report)
+
+    def between_graphs(self, transform: Transform, report: Report) -> NodeFindings:
+        """Run the graph before and after the transform in lockstep."""
+        has_gradients = transform.has_backward and any(stage.name != "forward" for stage in report.stages)
+        seam = LockstepSeam(judge=self.judge(), given=self.mapping, with_gradients=has_gradients)
+        self.run(ObservedTransform(transform, seam))
+        seam.require_used()
+        if seam.black_boxes:
+            return self._in_black_box(transform, report)
+        return found_in_lockstep(seam.seen, sorted(seam.judge.notes))
+
+    def _in_black_box(self, transform: Transform, report: Report) -> NodeFindings:
+        """Tap the graph as it is handed over; what only gradients show takes gates on its edges too."""
+        found = self._by_taps(lambda seam: ObservedTransform(transform, seam), report)
+        if found.culprits or not any(stage.name != "forward" and stage.comparisons for stage in report.stages):
+            return found
+        gates = Gates(judge=self.judge())
+        self.run(ObservedTransform(transform, gates))
+        self.compiles += transform.is_compiler
+        judged = gates.judged()
+        slopes = found_behind_taps(judged, gates.total, (*gates.notes, *sorted(gates.judge.notes)))
+        return joined(found, slopes)
+
+    def _by_taps(self, watched: Callable[[Seam], Transform], report: Report) -> NodeFindings:
+        """Tap, and see to it that the failure is still there; nothing that was seen without it counts."""
+        found = NodeFindings()
+        for every in THINNINGS:
+            place = count()
+
+            def is_chosen(_: Node, place: count[int] = place, every: int = every) -> bool:
+                return next(place) % every == 0
+
+            taps = Taps(judge=self.judge(), chosen=is_chosen, limit_bytes=self.limit_bytes)
+            transform = watched(taps)
+            verdict, reason = self.ask(transform)
+            self.compiles += transform.is_compiler
+            found = found_behind_taps(taps.seen, taps.total, (*taps.notes, *sorted(taps.judge.notes)))
+            if not taps.total or verdict is report.verdict:
+                return found
+            self.is_disturbed = True
+            self.notes.append(
+                f"with taps at {taps.tapped} of {taps.total} nodes the verdict is {verdict.value} ({reason}): "
+                "they change what is looked at"
+            )
+        return replace(found, culprits=())
+
+    def _without_seam(self, transform: Transform) -> NodeFindings:
+        """Look at two graphs where both sides are, or become, one; at modules where not."""
+        side = Side.copied_from(self.program, with_callable=transform.reads_program)
+        with transform.applied(side, draws_random=self.draws_random) as transformed:
+            ours, theirs = Side.copied_from(self.program), transformed.side
+            if isinstance(transform, Cast):
+                try:
+                    both = exported(ours, strict=False)[1], exported(theirs, strict=False)[1]
+                except Exception as error:  # torch cannot export every program; modules can be looked at still
+                    words = str(error).splitlines()[0] if str(error) else ""
+                    self.notes.append(f"there is no graph to look at: {type(error).__name__}: {words}")
+                else:
+                    return self._in_lockstep(*both)
+            if isinstance(ours.owner, GraphModule) and isinstance(theirs.owner, GraphModule):
+                return self._in_lockstep(ours, theirs)
+            return self._by_modules(ours, theirs)
+
+    def _in_lockstep(self, ours: Side, theirs: Side) -> NodeFindings:
+        assert isinstance(ours.owner, GraphModule)
+        assert isinstance(theirs.owner, GraphModule)
+        inputs = [graphs.flat_inputs(ours.owner, side.args, side.kwargs) for side in (ours, theirs)]
+        judge = self.judge()
+        compared = compare_graphs(
+            ours.owner,
+            theirs.owner,
+            inputs[0],
+            judge,
+            "given",
+            self.mapping,
+            with_gradients="gradients" in self.case.stages and self.transform.lowered_to is None,
+            candidate_inputs=inputs[1],
+        )
+        return found_in_lockstep([compared], sorted(judge.notes))
+
+    def _by_modules(self, ours: Side, theirs: Side) -> NodeFindings:
+        case = self.case
+        located = locate_modules(ours, theirs, seed=case.seed, gradients="gradients" in case.stages, policy=self.policy)
+        return replace(
+            found_in_modules(located.rows, located.culprits, located.coverage),
+            unmatched_reference=located.unmatched_reference,
+            unmatched_candidate=located.unmatched_candidate,
+            notes=located.notes,
+        )
+
+    def judge(self) -> LocalJudge:
+        """Return a judge of single nodes, in the precision that is looked at."""
+        # a quantized layer is off by its own steps, which no dtype tells
+        kind = QuantizedJudge if self.transform.rounds_to_levels else LocalJudge
+        return kind(
+            seed=self.case.seed,
+            is_lifted=self.is_lifted,
+            lowered_to=self.transform.lowered_to,
+            policy=None if self.policy.needs_truth else self.policy,
+        )

@@ -1,0 +1,1 @@
+"""Is a custom operator what compilers take it for?"""

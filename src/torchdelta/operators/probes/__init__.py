@@ -1,0 +1,1 @@
+"""Probes: one question each about an operator."""

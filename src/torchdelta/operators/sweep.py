@@ -1,0 +1,323 @@
+"""The file of a sweep: a line for what was asked, and one for each operator as soon as it is through.
+
+A sweep over torch's database of operators: each in each dtype is one query, and a dead worker is one verdict.
+
+This process needs no torch for it: only the workers import it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchdelta.errors import ReportUnreadable, UsageError
+from torchdelta.isolate.pool import Pool, Query
+from torchdelta.isolate.supervisor import Outcome
+from torchdelta.operators.isolated import WORKER
+from torchdelta.records.codec import decode, encode
+from torchdelta.records.operators import SCHEMA_VERSION, Sweep, SweepRow
+from torchdelta.records.report import environment_without_torch
+from torchdelta.records.verdict import Verdict
+
+NAME = "swept.jsonl"
+_TORCH = "torch"
+_SCHEMA = "schema_version"
+
+
+class SweepFile:
+    """What a sweep in a directory has found so far; whoever begins it anew goes on behind that."""
+
+    def __init__(self, directory: Path, words: Mapping[str, str], *, resume: bool) -> None:
+        self._path = directory / NAME
+        self._header = {_SCHEMA: SCHEMA_VERSION, _TORCH: environment_without_torch().torch, "words": dict(words)}
+        self.swept: dict[tuple[str, str], SweepRow] = {}
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            if self._path.exists() and self._path.stat().st_size > 0:
+                self._go_on(resume=resume)
+            else:
+                self._append(self._header)
+        except OSError as error:
+            raise UsageError(f"cannot write {self._path}: {error.strerror or error}; name another place") from error
+
+    def add(self, swept: SweepRow) -> None:
+        """Keep one more, whatever happens next."""
+        self.swept[swept.op, swept.dtype] = swept
+        self._append(encode(swept))
+
+    def _append(self, data: Any) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(data, allow_nan=False) + "\n")
+
+    def _go_on(self, *, resume: bool) -> None:
+        if not resume:
+            raise UsageError(f"{self._path} has a sweep: go on with it by --resume, or name another directory")
+        text = self._path.read_bytes()
+        whole = text.rfind(b"\n") + 1
+        lines = text[:whole].decode(errors="replace").splitlines()
+        if not lines:
+            raise UsageError(f"{self._path} is no sweep: name another directory")
+        self._require_same(self._read(lines[0], 1))
+        for number, line in enumerate(lines[1:], start=2):
+            try:
+                swept = decode(SweepRow, self._read(line, number), "swept")
+            except ReportUnreadable as error:
+                raise UsageError(f"{self._path}, line {number}: {error}; remove the line, or the file") from error
+            self.swept[swept.op, swept.dtype] = swept
+        # whoever was killed while writing left half a line: that operator is asked again
+        os.truncate(self._path, whole)
+
+    def _read(self, line: str, number: int) -> dict[str, Any]:
+        try:
+            data = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UsageError(f"{self._path}, line {number}, is not JSON: remove the line, or the file") from error
+        if not isinstance(data, dict):
+            raise UsageError(f"{self._path}, line {number}, is no record of a sweep: remove the line, or the file")
+        return data
+
+    def _require_same(self, header: Mapping[str, Any]) -> None:
+        if header.get(_SCHEMA) != SCHEMA_VERSION or not isinstance(header.get("words"), dict):
+            raise UsageError(f"{self._path} is no sweep that this torchdelta goes on with: name another directory")
+        before, now = _asked(header), _asked(self._header)
+        for name in dict.fromkeys([*now, *before]):
+            if before.get(name) != now.get(name):
+                was, is_now = before.get(name) or "none", now.get(name) or "none"
+                raise UsageError(
+                    f"{self._path} was asked with {name} {was}, not {is_now}: ask the same, or name another directory"
+                )
+
+
+def _asked(header: Mapping[str, Any]) -> dict[str, Any]:
+    return {_TORCH: header.get(_TORCH), **header["words"]}
+
+
+ALL = "all"
+DTYPES = ("float32", "bfloat16", "complex64", "int64")
+GRADIENTS: dict[str, bool | str] = {"auto": "auto", "yes": True, "no": False}
+PROBES = (
+    "schema",
+    "repeat",
+    "gradients",
+    "registration",
+    "backward",
+    "derivative",
+    "fake",
+    "aot/static",
+    "aot/dynamic/min-cut",
+)
+"""What a sweep asks by default: which partitioner there is does not depend on sizes, and each trace takes its time."""
+AT = " on "
+"""Between the probe and the sample in what a worker tells of its progress."""
+_READY_S = 180.0
+_PULSE_S = 0.02
+_WAITING = 2
+"""Queries that wait for each worker: it is never idle, and few have to be called off."""
+
+Told = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepRequest:
+    """What is asked of every operator."""
+
+    operators: tuple[str, ...] = (ALL,)
+    """Names of the database, patterns such as `linalg.*`, or `all`."""
+    dtypes: tuple[str, ...] = DTYPES
+    samples: int = 2
+    probes: tuple[str, ...] = ()
+    """Beginnings of their names; by default those of a sweep, and every one of a backend that is named."""
+    backends: tuple[str, ...] = ()
+    policy: str | None = None
+    gradients: str = "auto"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise UsageError(f"at least one sample of an operator is checked, not {self.samples}")
+
+    @property
+    def asks(self) -> tuple[str, ...]:
+        """The beginnings of the names of the probes that are asked."""
+        return self.probes or (*PROBES, *(("backend",) if self.backends else ()))
+
+    @property
+    def words(self) -> dict[str, str]:
+        """Return what was asked, for the record."""
+        return {
+            "operators": ",".join(self.operators),
+            "dtypes": ",".join(self.dtypes),
+            "samples": str(self.samples),
+            "probes": ",".join(self.asks),
+            "backends": ",".join(self.backends),
+            "policy": self.policy or "",
+            "gradients": self.gradients,
+            "seed": str(self.seed),
+        }
+
+    @property
+    def questions(self) -> dict[str, Any]:
+        """Return what a check of an operator is told, as plain data."""
+        return {
+            "probes": list(self.asks),
+            "backends": list(self.backends),
+            "policy": self.policy,
+            "gradients": GRADIENTS[self.gradients],
+        }
+
+    def request(self, name: str, dtype: str) -> dict[str, Any]:
+        """Return what a worker is asked."""
+        return {"op": name, "dtype": dtype, "samples": self.samples, "seed": self.seed, "words": self.questions}
+
+
+def sweep(
+    asked: SweepRequest,
+    *,
+    out: Path | None = None,
+    resume: bool = False,
+    workers: int = 2,
+    timeout_s: float = 180.0,
+    memory_bytes: int | None = None,
+    pool: Pool | None = None,
+    task: str = WORKER,
+    told: Told = lambda *_: None,
+) -> Sweep:
+    """Check operators of the database; with `out`, what is found is kept there as it comes.
+
+    An interruption ends it early, with what there is. `task` is the module whose functions workers run.
+    """
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="torchdelta-sweep-") as nowhere:
+        # before a worker is started: what cannot be gone on with is said at once
+        kept = SweepFile(out or Path(nowhere), asked.words, resume=resume)
+        with nullcontext(pool) if pool is not None else pool_for_sweep(workers, task) as asking:
+            told(0, 0, "loading torch's database of operators")
+            wanted = tuple(_wanted(asked, _operators(asking, task, asked)))
+            sweeper = _Sweeper(
+                asked=asked, pool=asking, kept=kept, task=task, timeout_s=timeout_s, memory_bytes=memory_bytes
+            )
+            notes = sweeper.run(wanted, workers, told)
+    swept = tuple(kept.swept[each] for each in wanted if each in kept.swept)
+    return Sweep(
+        swept=swept,
+        total=len(wanted),
+        environment=environment_without_torch(),
+        words=asked.words,
+        notes=notes,
+        seconds=time.monotonic() - began,
+    )
+
+
+def pool_for_sweep(workers: int = 2, task: str = WORKER) -> Pool:
+    """Return workers that have the database imported, and traced something."""
+    return Pool(workers=workers, preload=(f"{task}:get_ready",), warm="aot_eager")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sweeper:
+    asked: SweepRequest
+    pool: Pool
+    kept: SweepFile
+    task: str
+    timeout_s: float
+    memory_bytes: int | None
+
+    def run(self, wanted: Sequence[tuple[str, str]], workers: int, told: Told) -> tuple[str, ...]:
+        """Ask what was not asked before; what is returned is there to be noted."""
+        before = sum(each in self.kept.swept for each in wanted)
+        waiting = [each for each in wanted if each not in self.kept.swept]
+        under_way: dict[tuple[str, str], Query] = {}
+        notes = (f"{before} of them were swept before, and are not swept again",) if before else ()
+        try:
+            while waiting or under_way:
+                while waiting and len(under_way) < _WAITING * workers:
+                    each = waiting.pop(0)
+                    under_way[each] = self._submit(*each)
+                for each in [each for each, query in under_way.items() if query.is_done()]:
+                    self.kept.add(swept_of(under_way.pop(each).result(), *each))
+                told(len(wanted) - len(waiting) - len(under_way), len(wanted), " ".join(next(iter(under_way), ())))
+                time.sleep(_PULSE_S)
+        except KeyboardInterrupt:
+            done = sum(each in self.kept.swept for each in wanted)
+            notes = (*notes, f"interrupted: {len(wanted) - done} of {len(wanted)} were not swept")
+        finally:
+            for query in under_way.values():
+                query.cancel()
+        return notes
+
+    def _submit(self, name: str, dtype: str) -> Query:
+        return self.pool.submit(
+            f"{self.task}:sweep_operator",
+            self.asked.request(name, dtype),
+            deadline_s=self.timeout_s,
+            memory_bytes=self.memory_bytes,
+        )
+
+
+def swept_of(outcome: Outcome, name: str, dtype: str) -> SweepRow:
+    """Return what came of one operator; a worker that died is a verdict on it. Raises what concerns all of them."""
+    if outcome.answer is not None:
+        return decode(SweepRow, outcome.answer["swept"], "swept")  # type: ignore[no-any-return]
+    outcome.raise_own_error()
+    failure = outcome.failure
+    assert failure is not None
+    if failure.kind == "exception":
+        raise RuntimeError(f"sweeping {name} failed: {failure.message}\n{failure.traceback}")
+    verdict = Verdict.TIMED_OUT if failure.kind == "timeout" else Verdict.CRASHED
+    probe, _, sample = outcome.part.partition(AT)
+    return SweepRow(
+        op=name,
+        dtype=dtype,
+        samples=0,
+        verdict=verdict,
+        probes={probe: verdict} if sample else {},
+        probe=probe,
+        reason=failure.message,
+        sample=sample,
+        seconds=outcome.seconds,
+    )
+
+
+def _operators(pool: Pool, task: str, asked: SweepRequest) -> dict[str, Sequence[str]]:
+    outcome = pool.ask(f"{task}:list_operators", {"words": asked.questions}, deadline_s=_READY_S)
+    outcome.raise_own_error()
+    if outcome.answer is None:
+        assert outcome.failure is not None
+        raise RuntimeError(f"torch's database of operators cannot be read: {outcome.failure.message}\n{outcome.output}")
+    operators: dict[str, Sequence[str]] = outcome.answer["operators"]
+    return operators
+
+
+def _wanted(asked: SweepRequest, operators: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
+    known = {dtype for dtypes in operators.values() for dtype in dtypes}
+    for dtype in asked.dtypes:
+        if dtype not in known:
+            there = ", ".join(sorted(known))
+            raise UsageError(f"no operator of the database supports a dtype {dtype!r}; there are {there}")
+    names = dict.fromkeys(name for word in asked.operators for name in _named(word, operators))
+    pairs = [(name, dtype) for name in names for dtype in dict.fromkeys(asked.dtypes) if dtype in operators[name]]
+    if not pairs:
+        raise UsageError(f"{', '.join(names)} supports none of {', '.join(asked.dtypes)}: name others by --dtypes")
+    yield from pairs
+
+
+def _named(word: str, operators: Mapping[str, Sequence[str]]) -> list[str]:
+    if word == ALL:
+        return list(operators)
+    if word in operators:
+        return [word]
+    # a name alone stands for its variants, where it has nothing else
+    if found := [name for name in operators if fnmatch.fnmatchcase(name, word) or name.startswith(f"{word}.")]:
+        return found
+    near = difflib.get_close_matches(word, operators, n=3)
+    hint = f"; near it are {', '.join(near)}" if near else ""
+    raise UsageError(f"torch's database has no operator {word!r}{hint}")

@@ -1,0 +1,1 @@
+"""Programs, independent copies of them (sides), their inputs, stages and observations."""

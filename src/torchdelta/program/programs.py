@@ -1,0 +1,119 @@
+"""A program: a callable with its example arguments, given alive or by the name of its factory."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torchdelta import errors
+from torchdelta._torch.compile import dynamo
+from torchdelta.errors import ProgramError, UsageError
+from torchdelta.registry import nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A callable and its arguments. They are never run themselves: every side is a copy."""
+
+    name: str
+    call: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # the reference is the program as it was written, and a transform starts from that too
+        object.__setattr__(self, "call", dynamo.uncompiled(self.call))
+        if not callable(self.call):
+            raise ProgramError(f"{self.name}: {type(self.call).__name__} cannot be called")
+        if not isinstance(self.args, tuple):
+            raise ProgramError(
+                f"{self.name}: the arguments must be a tuple, not {type(self.args).__name__}; write (x,) for one"
+            )
+        if not isinstance(self.kwargs, Mapping) or not all(isinstance(key, str) for key in self.kwargs):
+            raise ProgramError(f"{self.name}: the keyword arguments must be a dict with names as keys")
+        self._require_fit()
+
+    def _require_fit(self) -> None:
+        target = getattr(self.call, "forward", self.call)
+        try:
+            signature = inspect.signature(target)
+        except (TypeError, ValueError):  # builtins and C++ functions do not tell
+            return
+        try:
+            signature.bind(*self.args, **self.kwargs)
+        except TypeError as error:
+            raise ProgramError(
+                f"{self.name}: the arguments do not fit the callable: {error}; it takes {signature}"
+            ) from error
+
+
+def own_path() -> tuple[str, ...]:
+    """Return where modules of the user's are searched for, besides what is installed."""
+    installed = (sys.prefix, sys.base_prefix)
+    return tuple(str(Path(place).resolve()) for place in sys.path if not place.startswith(installed))
+
+
+def load_callable(spec: str, *, what: str) -> Callable[..., Any]:
+    """Return the function or class that `path/file.py:name` or `package.module:name` names."""
+    found = load_object(spec, what=what)
+    if not callable(found):
+        raise UsageError(f"{spec} is no {what} but {type(found).__name__}: it must be callable")
+    return found  # type: ignore[no-any-return]
+
+
+def load_object(spec: str, *, what: str) -> Any:
+    """Return the object that `path/file.py:name` or `package.module:name` names."""
+    place, colon, name = spec.rpartition(":")
+    if not colon or not place or not name:
+        raise UsageError(f"{spec!r} names no {what}: write path/file.py:name or package.module:name")
+    module = load_module(place, what=what)
+    value: Any = module
+    for step in name.split("."):
+        try:
+            value = getattr(value, step)
+        except AttributeError:
+            public = [key for key, item in vars(module).items() if callable(item) and not key.startswith("_")]
+            raise ProgramError(f"{place} has no {name!r}: {nearest(name, public)}") from None
+    return value
+
+
+def load_module(place: str, *, what: str) -> ModuleType:
+    """Import a module by file or by name, with its own folder importable while it loads."""
+    if not place.endswith(".py"):
+        try:
+            return importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            if error.name and place.startswith(error.name):
+                raise ProgramError(f"there is no module {place!r} for the {what}") from None
+            raise ProgramError(f"{place} does not import: {error}") from error
+        except errors.caught_from_user_code() as error:
+            raise ProgramError(f"{place} does not import: {type(error).__name__}: {error}") from error
+    path = Path(place).resolve()
+    if not path.is_file():
+        raise ProgramError(f"there is no file {place} for the {what}")
+    # the compiler looks functions up by their module's name: it must be importable, and never another file's
+    name = f"{path.stem}_{hashlib.sha256(bytes(path) + path.read_bytes()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    specification = importlib.util.spec_from_file_location(name, path)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[name] = module
+    sys.path.insert(0, str(path.parent))
+    try:
+        specification.loader.exec_module(module)
+    except errors.caught_from_user_code() as error:
+        del sys.modules[name]
+        raise ProgramError(f"{place} does not load: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(str(path.parent))
+    return module

@@ -1,0 +1,346 @@
+"""Optimizers by name: what the `steps` stage trains with.
+
+Run one side through its stages and keep what each of them leaves behind.
+
+`forward` leaves outputs, and inputs, parameters and buffers as the call left them; `gradients` leaves those of every
+parameter and input under a seeded random cotangent; `steps` leaves parameters, buffers and optimizer state after each
+optimizer step, and the gradients that later ones took. Nothing that is kept shares memory with the side, except for
+state that the run did not change: that is kept as the original it still equals, which costs neither memory nor time.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchdelta import errors
+from torchdelta._torch import tensors
+from torchdelta._torch.process import runtime
+from torchdelta.compare.judge import is_inexact
+from torchdelta.compare.kernels import measure
+from torchdelta.compare.leaves import Container, Leaves, leaves_of
+from torchdelta.program.copies import Convert, copy_together
+from torchdelta.program.examples import randomise
+from torchdelta.program.sides import Side
+from torchdelta.registry import Registry
+
+OptimizerFactory = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+
+OPTIMIZERS: Registry[OptimizerFactory] = Registry("optimizer")
+OPTIMIZERS.add("sgd", lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+OPTIMIZERS.add("adamw", lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
+
+
+Loss = Callable[[Any], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to run: the same for every side of a case."""
+
+    stages: tuple[str, ...]
+    seed: int
+    iterations: int
+    steps: int
+    optimizer: OptimizerFactory
+    loss: Loss | None = None
+
+
+@dataclass
+class Observation:
+    """What one side left behind: the leaves of each stage, and which of them share memory."""
+
+    stages: dict[str, Leaves] = field(default_factory=dict)
+    aliases: dict[str, frozenset[str]] = field(default_factory=dict)
+    state_names: set[str] = field(default_factory=set)
+    """The paths of all state that the side has, whether or not a stage left anything behind for it."""
+    draws_random: bool = False
+    is_differentiable: bool = False
+
+
+class SideFailed(Exception):
+    """A side raised: in which stage of which iteration, and what it had left behind before."""
+
+    def __init__(self, stage: str, iteration: int, observation: Observation, error: BaseException) -> None:
+        super().__init__(f"{stage}: {type(error).__name__}: {error}")
+        self.stage = stage
+        self.iteration = iteration
+        self.observation = observation
+        self.error = error
+
+
+Scope = Callable[[], AbstractContextManager[Any]]
+
+
+Keeps = Callable[[str, str], bool]
+"""Tells by stage and path whether a leaf is worth its memory."""
+BeforeStep = Callable[[int, Mapping[str, torch.Tensor]], None]
+"""Gets the gradients of a step, by the name of their parameter, before the optimizer does."""
+
+
+def observe(
+    side: Side,
+    plan: Plan,
+    original: Side,
+    scope: Scope = nullcontext,
+    convert: Convert = lambda dtype: dtype,
+    keeps: Keeps = lambda *_: True,
+    before_step: BeforeStep = lambda *_: None,
+    loss_scope: Scope = nullcontext,
+) -> Observation:
+    """Run the side, each part of it within `scope`; `convert` tells which dtypes it has in place of the original's.
+
+    `original` is the untouched program: its tensors stand for those that the run did not change.
+    """
+    return _Observer(side, plan, original, scope, convert, keeps, before_step, loss_scope).run()
+
+
+class _Observer:
+    def __init__(
+        self,
+        side: Side,
+        plan: Plan,
+        original: Side,
+        scope: Scope,
+        convert: Convert,
+        keeps: Keeps,
+        before_step: BeforeStep,
+        loss_scope: Scope,
+    ) -> None:
+        self.side = side
+        self.plan = plan
+        self.original = original
+        self.scope = scope
+        self.convert = convert
+        self.keeps = keeps
+        self.before_step = before_step
+        self.loss_scope = loss_scope
+        self.loss = copy_together(plan.loss, name="the loss", convert=convert) if plan.loss else None
+        self.original_tensors = _tensors_in(_inputs_and_state(original))
+        self.original_attributes = original.state.attributes
+        self.original_plain = _plain_leaves(_inputs(original))
+        self.seen = Observation()
+        self.iteration = 0
+
+    def run(self) -> Observation:
+        for iteration in range(self.plan.iterations):
+            # the first iteration runs the user's own inputs, under the plain names
+            prefix = f"iterations[{iteration}]." if iteration else ""
+            self.iteration = iteration
+            if iteration:
+                self._draw_inputs(iteration)
+            outputs = self._call("forward", self.plan.seed + iteration)
+            self._keep_forward(outputs, prefix)
+            if self.plan.stages != ("forward",):
+                self._backward("gradients", outputs, prefix)
+            if "gradients" in self.plan.stages and self.seen.is_differentiable:
+                self._keep_gradients(prefix)
+        if "steps" in self.plan.stages and self.seen.is_differentiable:
+            self._take_steps()
+        return self.seen
+
+    def _kept(self, stage: str) -> Leaves:
+        return self.seen.stages.setdefault(stage, {})
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        try:
+            with self.scope():
+                yield
+            runtime.synchronise()
+        except errors.caught_from_user_code() as error:
+            raise SideFailed(name, self.iteration, self.seen, error) from error
+
+    def _call(self, stage: str, seed: int) -> Any:
+        runtime.seed_everything(seed)
+        before = runtime.random_state()
+        with self._stage(stage):
+            outputs = self.side.call(*self.side.args, **self.side.kwargs)
+        self.seen.draws_random |= runtime.random_state() != before
+        return outputs
+
+    def _draw_inputs(self, iteration: int) -> None:
+        """Give the side fresh inputs: drawn in the original's dtypes, so that every side gets the same ones."""
+        drawn = copy_together(_inputs(self.original), name="the inputs")
+        randomise(drawn, seed=self.plan.seed + iteration)
+        fresh = _tensors_in(drawn)
+        with torch.no_grad():
+            for path, tensor in _tensors_in(_inputs(self.side)).items():
+                if path in fresh and tensor.shape == fresh[path].shape:
+                    tensor.copy_(fresh[path])
+
+    def _keep_forward(self, outputs: Any, prefix: str) -> None:
+        kept = self._kept("forward")
+        for path, value in leaves_of(outputs, "outputs").items():
+            kept[prefix + path] = _snapshot(value)
+        for path, value in _plain_leaves(_inputs(self.side)).items():
+            if path not in self.original_plain or not _is_equal(value, self.original_plain[path]):
+                kept[prefix + path] = _snapshot(value)
+        around = _tensors_in(_inputs_and_state(self.side))
+        for path, tensor in around.items():
+            original = self.original_tensors.get(path)
+            if self.keeps("forward", prefix + path):
+                kept[prefix + path] = original if self._is_unchanged(tensor, original) else _snapshot(tensor)
+            # a call may run a backward of its own
+            if not prefix and tensor.is_leaf and tensor.grad is not None:
+                kept.update(_snapshots(tensor.grad, f"{path}.grad"))
+        attributes = self.side.state.attributes
+        self.seen.state_names.update(path for path in around if path.startswith(("parameters", "buffers")))
+        self.seen.state_names.update(f"attributes[{name!r}]" for name in attributes)
+        for name, tensor in attributes.items():
+            if not self._is_unchanged(tensor, self.original_attributes.get(name)):
+                kept.update(_snapshots(tensor, f"{prefix}attributes[{name!r}]"))
+        self.seen.aliases.update({prefix + path: others for path, others in _aliases(outputs, around).items()})
+
+    def _is_unchanged(self, tensor: torch.Tensor, original: torch.Tensor | None) -> bool:
+        return (
+            original is not None
+            and tensor.shape == original.shape
+            and tensor.dtype == self.convert(original.dtype)
+            and tensor.stride() == original.stride()
+            and tensor.device == original.device
+            and tensor.requires_grad == original.requires_grad
+            and tensors.has_own_buffer(tensor)
+            and tensors.has_own_buffer(original)
+            and measure(original, tensor).mismatches == 0
+        )
+
+    def _backward(self, stage: str, outputs: Any, prefix: str = "") -> None:
+        for tensor in self._trained().values():
+            tensor.grad = None
+        if self.loss is not None:
+            with self._stage(stage), self.loss_scope():
+                roots = {"loss": self.loss(outputs)}
+            cotangents = [torch.ones_like(roots["loss"])]
+        else:
+            leaves = leaves_of(outputs, "outputs").items()
+            roots = {path: value for path, value in leaves if _is_differentiable(value)}
+            cotangents = [cotangent_for(value, prefix + path, self.plan.seed) for path, value in roots.items()]
+        self.seen.is_differentiable = any(root.requires_grad for root in roots.values())
+        if self.seen.is_differentiable:
+            with self._stage(stage):
+                torch.autograd.backward(list(roots.values()), cotangents)
+
+    def _keep_gradients(self, prefix: str) -> None:
+        kept = self._kept("gradients")
+        for path, tensor in self._trained().items():
+            kept.update(_snapshots(tensor.grad, f"{prefix}{path}.grad"))
+
+    def _trained(self) -> dict[str, torch.Tensor]:
+        tensors_now = _tensors_in(_inputs_and_state(self.side))
+        return {path: tensor for path, tensor in tensors_now.items() if tensor.requires_grad and tensor.is_leaf}
+
+    def _take_steps(self) -> None:
+        trained = {name: tensor for name, tensor in self.side.state.parameters.items() if tensor.requires_grad}
+        if not trained:
+            return
+        names = list(trained)
+        with self._stage("steps"):
+            optimizer = self.plan.optimizer(list(trained.values()))
+        kept = self._kept("steps")
+        for step in range(self.plan.steps):
+            if step:  # the first one takes the gradients that are there
+                self._backward("steps", self._call("steps", self.plan.seed + self.plan.iterations + step))
+            gradients = {name: tensor.grad for name, tensor in trained.items() if tensor.grad is not None}
+            if step or "gradients" not in self.plan.stages:
+                kept.update(_snapshots(gradients, f"steps[{step}].gradients"))
+            self.before_step(step, gradients)
+            with self._stage("steps"):
+                optimizer.step()
+            state = {names[index]: entry for index, entry in optimizer.state_dict()["state"].items()}
+            now = self.side.state
+            after = {"parameters": now.parameters, "buffers": now.buffers, "optimizer": state}
+            for name, values in after.items():
+                kept.update(_snapshots(values, f"steps[{step}].{name}"))
+
+
+def cotangent_for(output: torch.Tensor, path: str, seed: int) -> torch.Tensor:
+    """Return the random cotangent of an output: the same numbers for the same path, whatever the side and dtype."""
+    generator = torch.Generator().manual_seed(seed ^ zlib.crc32(path.encode()))
+    shape = (*output.shape, 2) if output.is_complex() else tuple(output.shape)
+    # values that bfloat16 can hold are exact in every dtype that a side may have
+    drawn = torch.randn(shape, generator=generator).to(torch.bfloat16).to(torch.float64)
+    if output.is_complex():
+        drawn = torch.view_as_complex(drawn)
+    return drawn.to(device=output.device, dtype=output.dtype)
+
+
+def _is_differentiable(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad and is_inexact(value.dtype)
+
+
+def _inputs(side: Side) -> dict[str, Any]:
+    return {"args": side.args, "kwargs": side.kwargs}
+
+
+def _inputs_and_state(side: Side) -> dict[str, Any]:
+    state = side.state
+    return {**_inputs(side), "parameters": state.parameters, "buffers": state.buffers}
+
+
+def _tensors_in(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {
+        path: leaf
+        for name, value in values.items()
+        for path, leaf in leaves_of(value, name).items()
+        if isinstance(leaf, torch.Tensor)
+    }
+
+
+def _plain_leaves(values: Mapping[str, Any]) -> Leaves:
+    """Return the containers and plain values among the inputs: a call may append to a list or count in a cache."""
+    plain = (Container, bool, int, float, complex, str, type(None), np.ndarray)
+    return {
+        path: leaf
+        for name, value in values.items()
+        for path, leaf in leaves_of(value, name).items()
+        if isinstance(leaf, plain)
+    }
+
+
+def _is_equal(value: Any, original: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return bool(np.array_equal(value, original))
+    return bool(value == original and type(value) is type(original))
+
+
+def _aliases(outputs: Any, around: Mapping[str, torch.Tensor]) -> dict[str, frozenset[str]]:
+    """Return, for each output, the other outputs, inputs, parameters and buffers that share its memory."""
+    returned = _tensors_in({"outputs": outputs})
+    by_storage: dict[int, list[str]] = {}
+    for path, tensor in (*returned.items(), *around.items()):
+        if key := tensors.storage_key(tensor):
+            by_storage.setdefault(key, []).append(path)
+    partners = {path: paths for paths in by_storage.values() for path in paths}
+    return {path: frozenset(partners.get(path, ())) - {path} for path in returned}
+
+
+def _snapshots(value: Any, path: str) -> Leaves:
+    return {place: _snapshot(leaf) for place, leaf in leaves_of(value, path).items()}
+
+
+def _snapshot(value: Any) -> Any:
+    """Return a copy of a leaf that later runs cannot change, with its strides and requires_grad."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if not isinstance(value, torch.Tensor):
+        return value
+    taken = value.detach()
+    if not tensors.has_own_buffer(value) or type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return taken.clone().requires_grad_(value.requires_grad)
+    # an expanded dimension is copied once and expanded again
+    steps = list(zip(taken.size(), taken.stride(), strict=True))
+    compact = taken[tuple(slice(0, 1) if stride == 0 and size > 1 else slice(None) for size, stride in steps)]
+    span = 1 + sum((size - 1) * stride for size, stride in zip(compact.size(), compact.stride(), strict=True))
+    if span >= compact.numel():
+        copied = torch.empty_strided(compact.size(), compact.stride(), dtype=taken.dtype, device=taken.device)
+        copied.copy_(compact)
+    else:  # elements overlap, as those of a sliding window do: no memory of that layout can be written
+        copied = compact.clone()
+    return copied.expand(taken.size()).requires_grad_(value.requires_grad)

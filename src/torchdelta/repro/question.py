@@ -1,0 +1,479 @@
+"""The function `run` of a script: one side from its inputs to what is compared.
+
+The function `main` of a script: is the bug still there?
+
+What a script asks of its program: which stage is run, which leaf is looked at, and what decides.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from torchdelta._torch.graphs.graphs import restored_outputs
+from torchdelta._torch.graphs.lift_graph import lift_graph
+from torchdelta._torch.modes.lift import is_narrow, widened
+from torchdelta.compare.leaves import leaves_of
+from torchdelta.errors import ReproUnwritable
+from torchdelta.program.copies import copy_together
+from torchdelta.records.failure import Failure
+from torchdelta.repro.code import write_program
+from torchdelta.repro.finding import Bound, Divergence, Finding, bound_of, divergence_of, key_of
+from torchdelta.repro.transform import write_transform
+from torchdelta.repro.values import write_tensors, write_text
+
+COTANGENT = (
+    "def cotangent(output, seed):",
+    "    drawn = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed))",
+    "    return drawn.bfloat16().to(output)  # numbers that every dtype can hold",
+)
+COMPLEX_COTANGENT = (
+    "def cotangent(output, seed):",
+    "    shape = (*output.shape, 2) if output.is_complex() else output.shape",
+    "    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))",
+    "    drawn = drawn.bfloat16().double()  # numbers that every dtype can hold",
+    "    return (torch.view_as_complex(drawn) if output.is_complex() else drawn).to(output)",
+)
+CAST = (
+    "def cast(args, dtype):",
+    "    def is_float(x):",
+    "        return torch.is_tensor(x) and x.is_floating_point()",
+    "",
+    "    return [x.detach().to(dtype).requires_grad_(x.requires_grad) if is_float(x) else x for x in args]",
+)
+
+
+def write_run(
+    outputs: Mapping[str, str], *, seed: int, has_backward: bool, is_differentiable: bool, returns: Sequence[str]
+) -> list[str]:
+    """Return the definition of `run`, which ends with the statements `returns`.
+
+    `outputs` has each leaf of the outputs by its path in a report; with `is_differentiable` a single one surely is.
+    """
+    lines = ["def run(call, args):", f"    torch.manual_seed({seed})", "    outputs = call(*args)"]
+    if has_backward:
+        seeds = {expression: seed ^ zlib.crc32(path.encode()) for path, expression in outputs.items()}
+        is_single = is_differentiable and len(seeds) == 1
+        lines += [f"    {line}" for line in (_backward_of_one(seeds) if is_single else _backward(seeds))]
+    elif not returns:
+        lines[-1] = "    call(*args)"
+    return [*lines, *(f"    {line}" for line in returns)]
+
+
+def _backward_of_one(seeds: Mapping[str, int]) -> Iterator[str]:
+    ((output, seed),) = seeds.items()
+    yield f"{output}.backward(cotangent({output}, {seed}))"
+
+
+def _backward(seeds: Mapping[str, int]) -> Iterator[str]:
+    yield f"seeded = [{', '.join(f'({output}, {seed})' for output, seed in seeds.items())}]"
+    yield "roots = [pair for pair in seeded if torch.is_tensor(pair[0]) and pair[0].requires_grad]"
+    yield "if roots:"
+    yield "    torch.autograd.backward([output for output, _ in roots], [cotangent(*pair) for pair in roots])"
+
+
+def outputs_of(graph_module: GraphModule) -> dict[str, str]:
+    """Return each leaf that a graph returns: its path in a report, and how a script reaches it."""
+    returned: Any = graph_module.graph.output_node().args[0]
+    if not isinstance(returned, (list, tuple)):
+        return _tensors_within(returned, "outputs", "outputs")
+    # who called the graph may have got another structure than it returns
+    restored = leaves_of(restored_outputs(graph_module)(list(range(len(returned)))), "outputs")
+    found: dict[str, str] = {}
+    for path, place in restored.items():
+        if type(place) is int:
+            found |= _tensors_within(returned[place], path, f"outputs[{place}]")
+    return found
+
+
+def _tensors_within(returned: Any, path: str, expression: str) -> dict[str, str]:
+    if not isinstance(returned, (list, tuple, dict)):
+        return {path: expression}
+    items = returned.items() if isinstance(returned, dict) else enumerate(returned)
+    found: dict[str, str] = {}
+    for key, item in items:
+        found |= _tensors_within(item, f"{path}[{key!r}]", f"{expression}[{key!r}]")
+    return found
+
+
+SURVIVED = 42
+"""With this status a child says that it came to its end."""
+OUTPUT_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptSides:
+    """The calls of `run` that give each side, and what the candidate's values are called."""
+
+    reference: str
+    candidate: str
+    truth: str | None
+    """None where a script has no truth."""
+    label: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptMain:
+    """What a script asks, and what it needs for that."""
+
+    main: tuple[str, ...]
+    returns: tuple[str, ...] = ()
+    """The last statements of `run`."""
+    constants: tuple[str, ...] = ()
+    definitions: tuple[str, ...] = ()
+    imports: tuple[str, ...] = ()
+
+
+def ask_values(divergence: Divergence, sides: ScriptSides, bound: Bound) -> ScriptMain:
+    """Ask whether an element is further off than the bound."""
+    wide = "to(torch.complex128)" if (divergence.comparison.dtype or "").startswith("complex") else "double()"
+    truth = ", {truth[worst].item()} in float64" if sides.truth else ""
+    return ScriptMain(
+        constants=(f"BOUND = {bound.value:.3g}  # {bound.reason}",),
+        returns=(f"return {divergence.leaf}.detach().{wide}",),
+        main=(
+            *_both(sides),
+            *([f"truth = {sides.truth}"] if sides.truth else []),
+            _SAME_SHAPE,
+            "same = (candidate == reference) | (candidate.isnan() & reference.isnan())",
+            "error = (candidate - reference).abs().nan_to_num(nan=torch.inf).masked_fill(same, 0.0)",
+            "worst = torch.unravel_index(error.argmax(), error.shape)",
+            f'print(f"{_at(divergence, "[int(i) for i in worst]")}: {{reference[worst].item()}} eagerly, "',
+            f'      f"{{candidate[worst].item()}} {sides.label}{truth}")',
+            "return error[worst].item() > BOUND",
+        ),
+    )
+
+
+def ask_exact(divergence: Divergence, sides: ScriptSides) -> ScriptMain:
+    """Ask whether any element differs."""
+    return ScriptMain(
+        returns=(f"return torch.as_tensor({divergence.leaf})",),
+        main=(
+            *_both(sides),
+            _SAME_SHAPE,
+            "differing = (candidate != reference).nonzero().tolist()",
+            "for index in differing[:1]:",
+            f'    print(f"{_at(divergence, "index")}: {{reference[tuple(index)].item()}} eagerly, "',
+            f'          f"{{candidate[tuple(index)].item()}} {sides.label}")',
+            "return bool(differing)",
+        ),
+    )
+
+
+_TRAITS = {
+    "dtype": "{}.dtype",
+    "shape": "tuple({}.shape)",
+    "device": "{}.device",
+    "requires_grad": "{}.requires_grad",
+    "stride": "[step for size, step in zip({0}.shape, {0}.stride()) if size > 1]",
+    "value": "{}",
+}
+_STRUCTURE = (
+    "def structure(value):",
+    "    if isinstance(value, (list, tuple)):",
+    "        return type(value).__name__, [structure(item) for item in value]",
+    "    if isinstance(value, dict):",
+    "        return type(value).__name__, {key: structure(item) for key, item in value.items()}",
+    "    return type(value).__name__",
+)
+
+
+def ask_contract(divergence: Divergence, sides: ScriptSides, around: Mapping[str, str]) -> ScriptMain:
+    """Ask whether a clause is still broken; `around` has whatever may share memory with the leaf, by its path."""
+    clause, leaf = divergence.clause, divergence.leaf
+    definitions: tuple[str, ...] = ()
+    returns: tuple[str, ...]
+    if clause == "structure":
+        whole = "outputs" if leaf.startswith("outputs") else leaf
+        returns, definitions = (f"return structure({whole})",), _STRUCTURE
+    elif clause == "aliasing":
+        others = ", ".join(f"{json.dumps(path)}: {reach}" for path, reach in around.items() if reach != leaf)
+        returns = (
+            f"memory = {leaf}.untyped_storage().data_ptr()",
+            f"others = {{{others}}}",
+            "others = {name: value for name, value in others.items() if torch.is_tensor(value)}",
+            "return [name for name, value in others.items() if value.untyped_storage().data_ptr() == memory]",
+        )
+    elif clause in _TRAITS:
+        returns = (f"return {_TRAITS[clause].format(leaf)}",)
+    else:
+        raise ReproUnwritable(f"{divergence.comparison.path} breaks {clause}, which a script has no words for")
+    what = "shares memory with" if clause == "aliasing" else clause
+    return ScriptMain(
+        returns=returns,
+        definitions=definitions,
+        main=(
+            *_both(sides),
+            f'print(f"{_at(divergence)}, {what}: {{reference}} eagerly, {{candidate}} {sides.label}")',
+            "return candidate != reference",
+        ),
+    )
+
+
+def ask_exception(failure: Failure, sides: ScriptSides) -> ScriptMain:
+    """Ask whether the candidate still raises that."""
+    name, key = failure.type.rpartition(".")[2], key_of(failure)
+    is_other = f'type(error).__name__ != "{name}"' + (" or SAID not in str(error)" if key else "")
+    return ScriptMain(
+        constants=(f"SAID = {write_text(key)}",) if key else (),
+        main=(
+            sides.reference,
+            "try:",
+            f"    {sides.candidate}",
+            "except BaseException as error:",
+            f"    if {is_other}:",
+            "        raise",
+            '    print(f"{type(error).__name__}: {error}"[:2000])',
+            "    return True",
+            "return False",
+        ),
+    )
+
+
+def ask_child(failure: Failure, sides: ScriptSides, *, deadline_s: float, memory_bytes: int) -> ScriptMain:
+    """Ask whether a process that runs the candidate still dies, or does not end."""
+    start = "[sys.executable, __file__, CHILD]"
+    run: tuple[str, ...] = (sides.candidate,)
+    imports = ["import subprocess"]
+    constants = ['CHILD = "--child"']
+    if failure.kind == "output":
+        constants.append(f"LIMIT = {OUTPUT_BYTES}  # bytes that nobody would print")
+        asked = [
+            f"with subprocess.Popen({start}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as child:",
+            "    printed = len(child.stdout.read(LIMIT))",
+            "    child.kill()",
+            'print(f"the child printed {printed} bytes, or more")',
+            "return printed == LIMIT",
+        ]
+    elif failure.kind == "timeout":
+        constants.append(f"DEADLINE_S = {deadline_s:g}")
+        asked = [
+            "try:",
+            f"    ended = subprocess.run({start}, timeout=DEADLINE_S).returncode",
+            "except subprocess.TimeoutExpired:",
+            '    print(f"the child did not end within {DEADLINE_S} s")',
+            "    return True",
+            *_SURVIVAL,
+        ]
+    else:
+        constants.append(f"DEADLINE_S = {deadline_s:g}")
+        died = _death(failure)
+        imports += ["import signal"] if failure.kind == "signal" else []
+        if failure.kind == "memory":
+            imports.append("import resource")
+            run = (*_LIMITED, "try:", f"    {sides.candidate}", *_OUT_OF_MEMORY)
+            constants.append(f"LIMIT = {memory_bytes}  # bytes, beside what the child starts with")
+        asked = [
+            f"ended = subprocess.run({start}, timeout=DEADLINE_S).returncode",
+            'print(f"the child ended with status {ended}")',
+            f"if {died}:",
+            "    return True",
+            *_SURVIVAL,
+        ]
+    child = (
+        "if CHILD in sys.argv:",
+        *(f"    {line}" for line in run),
+        f"    sys.exit({SURVIVED})  # it came to its end",
+    )
+    return ScriptMain(
+        main=(*child, sides.reference, *asked),
+        constants=tuple(constants),
+        imports=tuple(imports),
+    )
+
+
+_SURVIVAL = (
+    f"if ended != {SURVIVED}:",
+    '    raise RuntimeError(f"the child failed in another way, with status {ended}")',
+    "return False",
+)
+_LIMITED = (
+    'held = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()',
+    "resource.setrlimit(resource.RLIMIT_AS, (held + LIMIT, held + LIMIT))",
+)
+_OUT_OF_MEMORY = (
+    "except Exception as error:",
+    '    if not any(word in repr(error).lower() for word in ("memory", "alloc")):',
+    "        raise",
+    "    sys.exit(3)  # out of memory",
+)
+
+
+def _death(failure: Failure) -> str:
+    if failure.kind == "signal":
+        return f"ended == -signal.{failure.type}"
+    if failure.kind == "exit":
+        return f"ended == {int(failure.type or 0)}"
+    if failure.kind == "memory":
+        return "ended == 3 or ended < 0"
+    raise ReproUnwritable(f"a candidate that failed by {failure.kind} has no script that shows it")
+
+
+def _both(sides: ScriptSides) -> tuple[str, str]:
+    return f"reference = {sides.reference}", f"candidate = {sides.candidate}"
+
+
+_SAME_SHAPE = "assert candidate.shape == reference.shape"
+
+
+def _at(divergence: Divergence, index: str = "") -> str:
+    """Return a leaf, and the index of one of its elements, as they stand in a text that values are put into."""
+    path = divergence.comparison.path.replace("{", "{{").replace("}", "}}").replace('"', "'")
+    return f"{path}{{{index}}}" if index and divergence.comparison.shape else path
+
+
+class Question:
+    """Everything that is known about one script before it is put together."""
+
+    def __init__(self, finding: Finding, path: Path, *, data: bool) -> None:
+        if finding.case.loss is not None:
+            raise ReproUnwritable(
+                f"the gradients are those of {finding.case.loss}: make the loss a part of the graph, and check that"
+            )
+        self.outputs = outputs_of(finding.graph)
+        is_lifted = finding.report.failure is None and shown_by(finding).is_lifted
+        self.finding = finding = _in_float64(finding) if is_lifted else finding
+        tensors = [value for value in finding.inputs if isinstance(value, torch.Tensor)]
+        self.applied = write_transform(finding.case, path, next((each.device.type for each in tensors), "cpu"))
+        self.program = write_program(finding.graph, finding.inputs, finding.imports)
+        self.divergence = self._divergence()
+        names = self.program.inputs
+        places = zip(names, finding.inputs, strict=True)
+        given = {name: value for name, value in places if isinstance(value, torch.Tensor)}
+        _refuse_shared(given, self.program.tensors)
+        recipes = {names[place]: text for place, text in finding.inputs_from.items()}
+        self.inputs = write_tensors(given, recipes=recipes, data=data)
+        self.state = write_tensors(self.program.tensors, data=data)
+        self.verdict = self._verdict()
+
+    @property
+    def stage(self) -> str:
+        """The last stage that a script runs."""
+        if self.divergence is not None:
+            stage = self.divergence.stage
+        else:
+            failure = self.finding.report.failure
+            assert failure is not None
+            # who died without a word may have died in any of them
+            stage = failure.signature.stage if failure.kind == "exception" else self.finding.case.stages[-1]
+        if stage == "steps":
+            raise ReproUnwritable("it shows in an optimizer's steps, and a script takes none: check the gradients")
+        return stage
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether the script has other values than the failure was seen with."""
+        return self.inputs.is_replaced or self.state.is_replaced
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the script needs a function that casts inputs."""
+        return any("cast(inputs()" in line for line in self.verdict.main)
+
+    def _divergence(self) -> Divergence | None:
+        if self.finding.report.failure is not None:
+            return None
+        return divergence_of(self.finding.report, self.outputs, dict(self._reached()))
+
+    def _reached(self) -> Iterator[tuple[str, str]]:
+        """Yield how a script reaches what the program holds: a candidate may hold it by itself, under the same name."""
+        for path, name in self.program.paths.items():
+            if not self.applied.is_rebuilt:
+                yield path, f"call.{name}"
+            else:
+                kind = "parameter" if isinstance(self.program.tensors.get(name), torch.nn.Parameter) else "buffer"
+                yield path, f'call.get_{kind}("{name.replace("[", ".").replace("]", "")}")'
+
+    def _verdict(self) -> ScriptMain:
+        finding, divergence, sides = self.finding, self.divergence, self._sides()
+        if divergence is None:
+            failure = finding.report.failure
+            assert failure is not None
+            if failure.kind == "exception":
+                return ask_exception(failure, sides)
+            return ask_child(failure, sides, deadline_s=finding.deadline_s, memory_bytes=finding.memory_bytes)
+        if divergence.clause is not None:
+            arguments = {f"args[{place}]": f"args[{place}]" for place in range(len(finding.inputs))}
+            return ask_contract(divergence, sides, {**self.outputs, **arguments})
+        if divergence.is_exact:
+            return ask_exact(divergence, sides)
+        seen = divergence.comparison
+        largest = seen.measurement.max_abs if seen.measurement is not None and not seen.measurement.misplaced else None
+        error = seen.error if divergence.is_lifted or largest is None else largest
+        return ask_values(divergence, sides, bound_of(divergence, error or 0.0))
+
+    def _sides(self) -> ScriptSides:
+        program = "Program()" if self.program.is_module else "program"
+        dtype, applied = self.applied.dtype, self.applied
+        candidate = f"run({applied.call.format(program)}, inputs())"
+        return ScriptSides(
+            reference=f"run({program}, inputs())",
+            candidate=candidate if dtype is None else self._run_in(dtype),
+            truth=self._run_in("torch.float64") if self._has_truth() else None,
+            label=applied.label,
+        )
+
+    def _run_in(self, dtype: str) -> str:
+        program = f"Program().to({dtype})" if self.program.is_module else "program"
+        is_plain = all(
+            isinstance(value, torch.Tensor) and value.is_floating_point() and not value.requires_grad
+            for value in self.finding.inputs
+        )
+        args = f"[x.to({dtype}) for x in inputs()]" if is_plain else f"cast(inputs(), {dtype})"
+        return f"run({program}, {args})"
+
+    def _has_truth(self) -> bool:
+        divergence = self.divergence
+        if divergence is None or divergence.is_lifted:
+            return False
+        worst = divergence.comparison.worst
+        if worst is None or worst.truth is None:
+            return False
+        # copies in float64 share no memory, and a program that names a lower dtype rounds to it
+        if self.inputs.is_shared or self.state.is_shared or _names_narrow(self.finding.graph):
+            return False
+        held = (*self.finding.inputs, *self.program.tensors.values())
+        return not any(isinstance(value, torch.Tensor) and value.is_complex() for value in held)
+
+
+def shown_by(finding: Finding) -> Divergence:
+    """Return the divergence that a script of a finding shows, before it is known how the script gets at it."""
+    held = (*dict(finding.graph.named_parameters()), *dict(finding.graph.named_buffers()))
+    return divergence_of(finding.report, outputs_of(finding.graph), dict.fromkeys(held, "call"))
+
+
+def _in_float64(finding: Finding) -> Finding:
+    """Return the finding as the semantic question has it: nothing in it rounds below float64."""
+    graph, inputs = copy_together((finding.graph, finding.inputs), name="the finding", convert=widened)
+    return replace(finding, graph=lift_graph(graph), inputs=inputs, inputs_from={})
+
+
+def _names_narrow(graph_module: GraphModule) -> bool:
+    def named(values: Any) -> Iterator[Any]:
+        if isinstance(values, (list, tuple)):
+            for value in values:
+                yield from named(value)
+        else:
+            yield values
+
+    return any(
+        isinstance(value, torch.dtype) and is_narrow(value)
+        for node in graph_module.graph.nodes
+        for value in named((*node.args, *node.kwargs.values()))
+    )
+
+
+def _refuse_shared(given: dict[str, torch.Tensor], held: dict[str, torch.Tensor]) -> None:
+    strided = {name: tensor for name, tensor in given.items() if tensor.layout is torch.strided}
+    memory = {tensor.untyped_storage().data_ptr(): name for name, tensor in strided.items() if tensor.numel()}
+    for name, tensor in held.items():
+        if tensor.layout is torch.strided and (other := memory.get(tensor.untyped_storage().data_ptr())) is not None:
+            raise ReproUnwritable(f"the input {other} shares memory with {name} of the graph: make that an input too")

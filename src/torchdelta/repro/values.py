@@ -1,0 +1,423 @@
+"""Values as source text, exactly: what Python reads back is the same to the last bit.
+
+The elements of a tensor as source text: the shortest that Python and torch read back to the same bits.
+
+Tensors as source text: inline where they are small, and otherwise in a file beside the script.
+
+Strides, `requires_grad` and which of them share memory are kept, because a failure may need any of these.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchdelta._torch import tensors as parts
+from torchdelta._torch.graphs import targets
+from torchdelta._torch.process import runtime
+from torchdelta.errors import ReproUnwritable, UsageError
+from torchdelta.program.copies import copy_together
+
+Refer = Callable[[Any], str | None]
+"""Names what a value refers to; None of what it does not know."""
+_TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
+_INDEXED = re.compile(r"\.(\d+)(?=\.|$)")
+
+
+def write_value(value: Any, refer: Refer = lambda _: None) -> str:
+    """Return an expression of the value; ReproUnwritable says what has none."""
+    if (referred := refer(value)) is not None:
+        return referred
+    if type(value) is str:
+        return write_text(value)
+    if value is None or value is Ellipsis or type(value) in (bool, int, bytes):
+        return "..." if value is Ellipsis else repr(value)
+    if type(value) is float:
+        return write_float(value)
+    if type(value) is complex:
+        return write_complex(value)
+    if isinstance(value, torch.Size):
+        return f"torch.Size([{_joined(value, refer)}])"
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return f"({_joined(value, refer)}{',' if len(value) == 1 else ''})"
+    if isinstance(value, list):
+        return f"[{_joined(value, refer)}]"
+    if isinstance(value, (set, frozenset)):
+        return f"{type(value).__name__}([{', '.join(sorted(write_value(item, refer) for item in value))}])"
+    if isinstance(value, dict):
+        entries = (f"{write_value(key, refer)}: {write_value(item, refer)}" for key, item in value.items())
+        return f"{{{', '.join(entries)}}}"
+    if isinstance(value, (slice, range)):
+        return f"{type(value).__name__}({_joined((value.start, value.stop, value.step), refer)})"
+    return _write_atom(value)
+
+
+def write_text(value: str) -> str:
+    """Return a string in double quotes, where Python has the same in them."""
+    return repr(value) if any(char in value for char in "\"'\\") or not value.isprintable() else f'"{value}"'
+
+
+def write_float(value: float) -> str:
+    """Return a float; torch has names for those that Python has no literal of."""
+    if math.isfinite(value):
+        return repr(value)
+    return "torch.nan" if math.isnan(value) else "torch.inf" if value > 0 else "-torch.inf"
+
+
+def write_complex(value: complex) -> str:
+    """Return a complex number by its parts: a literal loses the sign of a zero."""
+    return f"complex({write_float(value.real)}, {write_float(value.imag)})"
+
+
+def write_index(index: Any, refer: Refer) -> str:
+    """Return what stands between the brackets of an index, as a person writes it."""
+    parts = index if type(index) is tuple and index else (index,)
+    written = ", ".join(
+        _write_slice(part, refer) if isinstance(part, slice) else write_value(part, refer) for part in parts
+    )
+    return f"{written}," if type(index) is tuple and len(index) == 1 else written
+
+
+def write_callable(target: Any, imports: set[str] | None = None) -> str:
+    """Return the name of a callable as a script writes it; what must be imported for it is added to `imports`."""
+    name = getattr(target, "__name__", "")
+    for place, home in (("torch.nn.functional", torch.nn.functional), ("torch", torch)):
+        if name.isidentifier() and getattr(home, name, None) is target:
+            return f"{place}.{name}"
+    try:
+        kind, _, rest = targets.name_target(target).partition(" ")
+    except ValueError as error:
+        raise ReproUnwritable(f"a script cannot call {reprlib.repr(target)}: {error}") from error
+    if kind in ("operator", "packet"):
+        return "torch.ops." + rest.replace("::", ".") + ("" if kind == "packet" or "." in rest else ".default")
+    if kind == "higher_order":
+        return f"torch.ops.higher_order.{rest.partition(' ')[0]}"
+    module, _, path = rest.partition(":")
+    module = "operator" if module == "_operator" else module
+    if module == "builtins":
+        return path
+    if imports is not None and not module.startswith("torch"):
+        imports.add(module)
+    return f"{module}.{path}"
+
+
+def attribute_path(base: str, target: str) -> str:
+    """Return how a dotted name of a module's part is reached: a number is no name, but an index."""
+    return base + _INDEXED.sub(r"[\1]", f".{target}")
+
+
+def _write_slice(part: slice, refer: Refer) -> str:
+    start, stop, step = (
+        "" if edge is None else write_value(edge, refer) for edge in (part.start, part.stop, part.step)
+    )
+    return f"{start}:{stop}{f':{step}' if step else ''}"
+
+
+def _write_atom(value: Any) -> str:
+    if isinstance(value, _TORCH_CONSTANTS):
+        return str(value)
+    if isinstance(value, torch.device):
+        return f"torch.device({str(value)!r})"
+    if isinstance(value, enum.Enum):
+        return f"{write_callable(type(value))}.{value.name}"
+    if callable(value) and not isinstance(value, (torch.Tensor, torch.nn.Module)):
+        return write_callable(value)
+    kind = type(value)
+    raise ReproUnwritable(
+        f"{reprlib.repr(value)} is a {kind.__module__}.{kind.__qualname__}, which has no literal: "
+        "make it an input of the graph"
+    )
+
+
+def _joined(values: Any, refer: Refer) -> str:
+    return ", ".join(write_value(value, refer) for value in values)
+
+
+_NUMPY = {torch.float16: np.float16, torch.float32: np.float32}
+_INFERRED = (torch.float32, torch.int64, torch.bool)
+"""What torch makes of a Python number that comes without a dtype."""
+_REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+_BY_BYTES = "torch.tensor({bytes}, dtype=torch.uint8).view({dtype}).reshape({shape})"
+
+
+def write_contiguous(tensor: torch.Tensor) -> str:
+    """Return an expression of a contiguous tensor of these elements on the CPU."""
+    plain = tensor.detach().cpu().contiguous()
+    if not plain.numel():
+        return f"torch.empty({tuple(plain.shape)}, dtype={plain.dtype})"
+    try:
+        written = _write_constant(plain) if plain.numel() > 1 and _is_constant(plain) else _write_elements(plain)
+        if _is_same(_read(written), plain):
+            return written
+    except (NotImplementedError, RuntimeError, TypeError, ValueError):
+        pass  # a dtype that torch only stores has no numbers, and its bytes have
+    # the payload of a NaN has no other text
+    return _BY_BYTES.format(
+        bytes=plain.reshape(-1).view(torch.uint8).tolist(), dtype=plain.dtype, shape=tuple(plain.shape)
+    )
+
+
+def is_trivial(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is nothing but zeros or ones, which are nobody's data."""
+    if not tensor.numel():
+        return True
+    try:
+        return bool((tensor == 0).all() or (tensor == 1).all())
+    except (NotImplementedError, RuntimeError):
+        return False
+
+
+def is_constant(tensor: torch.Tensor) -> bool:
+    """Tell whether all elements have the same bits, so that they take one number however many they are."""
+    return tensor.numel() < 2 or _is_constant(tensor.detach().cpu().contiguous())
+
+
+def _is_constant(plain: torch.Tensor) -> bool:
+    cells = plain.reshape(-1, 1).view(torch.uint8)
+    return bool((cells == cells[0]).all())
+
+
+def _write_constant(plain: torch.Tensor) -> str:
+    shape, keyword = tuple(plain.shape), _keyword(plain.dtype)
+    (text,) = _texts(plain.reshape(-1)[:1])
+    if text in ("0.0", "1.0") or (text in ("0", "1") and plain.dtype is not torch.int64):
+        return f"torch.{'zeros' if text in ('0', '0.0') else 'ones'}({shape}{keyword})"
+    return f"torch.full({shape}, {text}{keyword})"
+
+
+def _write_elements(plain: torch.Tensor) -> str:
+    return f"torch.tensor({_nested(_texts(plain.reshape(-1)), plain.shape)}{_keyword(plain.dtype)})"
+
+
+def _keyword(dtype: torch.dtype) -> str:
+    return "" if dtype in _INFERRED else f", dtype={dtype}"
+
+
+def _nested(texts: Sequence[str], shape: Sequence[int]) -> str:
+    if not shape:
+        return texts[0]
+    step = len(texts) // shape[0]
+    rows = (texts[index * step : (index + 1) * step] for index in range(shape[0]))
+    return f"[{', '.join(_nested(row, shape[1:]) for row in rows)}]"
+
+
+def _texts(flat: torch.Tensor) -> list[str]:
+    if flat.dtype.is_complex:
+        real = _REAL[flat.dtype]
+        parts = torch.view_as_real(flat).to(torch.float64).tolist()
+        return [write_complex(complex(_shortened(x, real), _shortened(y, real))) for x, y in parts]
+    if flat.dtype.is_floating_point:
+        return [write_float(_shortened(value, flat.dtype)) for value in flat.to(torch.float64).tolist()]
+    return [repr(value) for value in flat.tolist()]
+
+
+def _shortened(value: float, dtype: torch.dtype) -> float:
+    """Return the float with the shortest text that the dtype rounds to the same number."""
+    if dtype is torch.float64 or not math.isfinite(value) or value == 0.0:
+        return value
+    if dtype in _NUMPY:
+        shorter = float(str(_NUMPY[dtype](value)))
+        return shorter if float(torch.tensor(shorter, dtype=dtype)) == value else value
+    for digits in range(1, 10):
+        shorter = float(f"{value:.{digits}g}")
+        if float(torch.tensor(shorter, dtype=dtype)) == value:
+            return shorter
+    return value
+
+
+def _read(expression: str) -> torch.Tensor:
+    # it was written a moment ago, of numbers alone
+    made = eval(expression, {"torch": torch})
+    assert isinstance(made, torch.Tensor)
+    return made
+
+
+def _is_same(made: torch.Tensor, wanted: torch.Tensor) -> bool:
+    if (made.dtype, made.shape) != (wanted.dtype, wanted.shape):
+        return False
+    return torch.equal(made.reshape(-1).view(torch.uint8), wanted.reshape(-1).view(torch.uint8))
+
+
+INLINE = 64
+"""Elements of a tensor that a reader can still look over."""
+SEEDED = "torch.manual_seed(0)"
+
+
+@dataclass(kw_only=True)
+class TensorSource:
+    """What a script makes its tensors of."""
+
+    setup: list[str] = field(default_factory=list)
+    """Statements that come first."""
+    expressions: dict[str, str] = field(default_factory=dict)
+    saved: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What goes to the file beside the script, by name; the script calls it `saved`."""
+    embeds_data: bool = False
+    is_replaced: bool = False
+    """Whether random numbers stand for values."""
+    is_shared: bool = False
+    """Whether some of them are one piece of memory."""
+
+
+def write_tensors(
+    given: Mapping[str, torch.Tensor], *, recipes: Mapping[str, str] | None = None, data: bool = True
+) -> TensorSource:
+    """Return the source of named tensors; without `data` random numbers stand for their values."""
+    source = TensorSource()
+    if not data and any(not is_trivial(tensor) for tensor in given.values()):
+        source.setup.append(SEEDED)
+    for shared in _by_memory(given):
+        if len(shared) == 1:
+            ((name, tensor),) = shared.items()
+            source.expressions[name] = _dressed(
+                _write_one(name, tensor, (recipes or {}).get(name), data, source), tensor
+            )
+        else:
+            source.is_shared = True
+            _write_shared(shared, data, source)
+    source.saved = dict(zip(source.saved, copy_together(list(source.saved.values()), name="inputs"), strict=True))
+    return source
+
+
+def _by_memory(given: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    groups: dict[object, dict[str, torch.Tensor]] = {}
+    for name, tensor in given.items():
+        groups.setdefault(parts.storage_key(tensor) or name, {})[name] = tensor
+    return list(groups.values())
+
+
+def _write_one(name: str, tensor: torch.Tensor, recipe: str | None, data: bool, source: TensorSource) -> str:
+    if recipe is not None:
+        _require_same(recipe, tensor, name)
+        return recipe
+    if not parts.has_own_buffer(tensor) or type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_neg():
+        if not data:
+            raise ReproUnwritable(f"{name} is a {parts.describe(tensor)}, which random numbers cannot stand for")
+        source.embeds_data = True
+        source.saved[name] = tensor.detach()
+        return f'saved["{name}"]'
+    if tensor.is_conj():
+        return _write_one(name, tensor.detach().conj(), None, data, source) + ".conj()"
+    if _is_permuted(tensor):
+        if not _is_inline(tensor, data):
+            source.embeds_data = True
+            source.saved[name] = _compact(tensor)
+            return f'saved["{name}"]'
+        written = _write_values(tensor, data, source)
+        if tensor.is_contiguous():
+            return written
+        layout = f"{tuple(tensor.shape)}, {tensor.stride()}, dtype={tensor.dtype}"
+        return f"torch.empty_strided({layout}).copy_({written})"
+    _write_shared({name: tensor}, data, source)
+    return source.expressions.pop(name)
+
+
+def _write_shared(shared: Mapping[str, torch.Tensor], data: bool, source: TensorSource) -> None:
+    """Write one piece of memory, and each tensor as a view of it."""
+    first = next(iter(shared.values()))
+    if any(tensor.dtype != first.dtype for tensor in shared.values()):
+        names = ", ".join(shared)
+        raise ReproUnwritable(f"{names} are one piece of memory in several dtypes: give the graph copies of them")
+    start = min(int(tensor.storage_offset()) for tensor in shared.values())
+    # where memory starts is not kept, but how it is aligned
+    start -= start % 16
+    end = max(int(tensor.storage_offset()) + _span(tensor) for tensor in shared.values())
+    memory = first.detach().as_strided((end - start,), (1,), start)
+    name = "memory" if "memory = " not in "".join(source.setup) else f"memory_{len(source.setup)}"
+    if _is_inline(memory, data):
+        source.setup.append(f"{name} = {_write_values(memory, data, source)}")
+    else:
+        source.embeds_data = True
+        source.saved[name] = memory.clone()
+        source.setup.append(f'{name} = saved["{name}"]')
+    for key, tensor in shared.items():
+        layout = f"{tuple(tensor.shape)}, {tensor.stride()}, {int(tensor.storage_offset()) - start}"
+        view = f"{name}.as_strided({layout})"
+        source.expressions[key] = _dressed(view, tensor) if len(shared) > 1 else view
+
+
+def _write_values(tensor: torch.Tensor, data: bool, source: TensorSource) -> str:
+    if not data and not is_trivial(tensor):
+        source.is_replaced = True
+        return _write_random(tensor)
+    source.embeds_data |= not is_trivial(tensor)
+    return write_contiguous(tensor)
+
+
+def _write_random(tensor: torch.Tensor) -> str:
+    shape, dtype = tuple(tensor.shape), tensor.dtype
+    if dtype is torch.bool:
+        return f"torch.rand({shape}) < 0.5"
+    if dtype.is_complex or dtype.is_floating_point:
+        if dtype.itemsize == 1:
+            return f"torch.randn({shape}).to({dtype})"
+        return f"torch.randn({shape}{'' if dtype is torch.float32 else f', dtype={dtype}'})"
+    # indices must stay within what they index
+    wide = tensor.detach().cpu().to(torch.int64)
+    return f"torch.randint({int(wide.min())}, {int(wide.max()) + 1}, {shape}, dtype={dtype})"
+
+
+def _dressed(expression: str, tensor: torch.Tensor) -> str:
+    """Add to the values of a tensor where it is and whether it is trained."""
+    if tensor.device.type != "cpu" and not expression.startswith("saved"):
+        expression = f"{_atom(expression)}.to({str(tensor.device)!r})"
+    if isinstance(tensor, torch.nn.Parameter):
+        return f"torch.nn.Parameter({expression}{'' if tensor.requires_grad else ', requires_grad=False'})"
+    if not tensor.requires_grad:
+        return expression
+    if expression.startswith("torch.tensor(") and expression.count("(") == 1:
+        return f"{expression[:-1]}, requires_grad=True)"
+    return f"{_atom(expression)}.requires_grad_()"
+
+
+def _atom(expression: str) -> str:
+    return f"({expression})" if " < " in expression else expression
+
+
+def _is_inline(tensor: torch.Tensor, data: bool) -> bool:
+    return not data or tensor.numel() <= INLINE or is_constant(tensor)
+
+
+def _span(tensor: torch.Tensor) -> int:
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _is_permuted(tensor: torch.Tensor) -> bool:
+    """Tell whether the elements fill their memory from its start, each a place of its own, in whichever order."""
+    steps = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
+    filled = 1
+    for stride, size in steps:
+        if stride != filled and tensor.numel():
+            return False
+        filled *= size
+    return tensor.storage_offset() == 0
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor.detach())
+
+
+def _require_same(recipe: str, tensor: torch.Tensor, name: str) -> None:
+    try:
+        with runtime.drawing_from():
+            made = eval(recipe, {"torch": torch})
+    except Exception as error:
+        raise UsageError(f"the source of {name} fails: {recipe}: {type(error).__name__}: {error}") from error
+    is_like = isinstance(made, torch.Tensor) and (made.dtype, made.shape, made.stride()) == (
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+    )
+    if not is_like or not torch.equal(made.detach().cpu(), tensor.detach().cpu()):
+        raise UsageError(f"{recipe} does not give the values of {name}")

@@ -1,0 +1,1 @@
+"""Graphs, tensors, values and captures in files: strict JSON and safetensors, and nothing pickled."""

@@ -1,0 +1,260 @@
+"""The nodes of one graph as JSON's own types, and a graph of them again.
+
+Names, order, arguments and annotations are kept exactly. Of what a node knows about itself, plain data is kept, and so
+are the modules it was traced in (their classes by name) and what its value was, as a fake tensor. The rest refers to
+the process that traced it, and is left out: the objects that dynamo guards on, callables and earlier nodes.
+
+Torch turns names of nodes, methods, attributes and arguments into text of the code that it generates and runs, so each
+is read only if it can be nothing but a name.
+"""
+
+from __future__ import annotations
+
+import enum
+import reprlib
+from collections.abc import Callable, Mapping, Set
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from torchdelta._torch.graphs import descriptions, targets
+from torchdelta.errors import ReportUnreadable, UsageError
+from torchdelta.storage.values import Fetch, Unwritable, decode_value, encode_value
+
+_OPS = ("placeholder", "get_attr", "call_function", "call_method", "call_module", "output")
+_DESCRIBED = ("val", "example_value", "tensor_meta")
+_STACKS = ("nn_module_stack", "fwd_nn_module_stack")
+
+Find = Callable[[str, str], Any]
+"""Returns the callable of a name, given where it stands."""
+
+
+def write_nodes(graph: Graph, where: str, is_left_out: Callable[[Node], bool]) -> list[dict[str, Any]]:
+    """Return the nodes of a graph in their order; UsageError says which of them cannot be written."""
+    written: set[Node] = set()
+    records = []
+    for node in graph.nodes:
+        if not is_left_out(node):
+            records.append(_write_node(node, f"{where}{node.name}", written))
+            written.add(node)
+    return records
+
+
+def read_nodes(records: Any, where: str, find: Find, redrawing: descriptions.Redrawing) -> Graph:
+    """Return a graph of the nodes that were written; ReportUnreadable says which of them is none."""
+    graph = Graph()
+    made: dict[str, Node] = {}
+    for index, record in enumerate(_expect(records, list, where)):
+        place = f"{where}[{index}]"
+        node = _read_node(graph, _expect(record, dict, place), place, made, find)
+        node.meta = _read_meta(record.get("meta", {}), f"{place}.meta", find, redrawing)
+        made[node.name] = node
+    return graph
+
+
+def refer_to_callable(value: Any) -> dict[str, Any] | None:
+    """Write down a callable, a member of an enumeration or the description of a structure."""
+    if descriptions.is_tree_spec(value):
+        return {"tree": descriptions.describe_tree(value, lambda context: encode_value(context, refer_to_callable))}
+    if isinstance(value, enum.Enum):
+        return {"enum": [_named(type(value)), value.name]}
+    # a device can be called too, as a decorator
+    if callable(value) and not isinstance(value, (torch.device, torch.nn.Module, torch.Tensor)):
+        return {"target": _named(value)}
+    return None
+
+
+def fetching(find: Find) -> Fetch:
+    """Return what finds what `refer_to_callable` wrote down."""
+
+    def fetch(tag: str, data: Any, where: str) -> Any:
+        if tag == "target":
+            return find(_expect(data, str, where), where)
+        if tag == "enum":
+            return _member(data, where, find)
+        if tag != "tree":
+            raise ReportUnreadable(f"{where}: {tag!r} is no kind of value")
+        try:
+            return descriptions.rebuild_tree(
+                data, lambda context: decode_value(context, where, fetch), lambda name: find(name, where)
+            )
+        except (LookupError, TypeError, ValueError) as error:
+            raise ReportUnreadable(f"{where}: it describes no structure: {error}") from error
+
+    return fetch
+
+
+def _member(data: Any, where: str, find: Find) -> Any:
+    if not isinstance(data, list) or len(data) != 2 or not all(isinstance(part, str) for part in data):
+        raise ReportUnreadable(f"{where}: {reprlib.repr(data)} is no member of an enumeration")
+    kind = find(data[0], where)
+    if not isinstance(kind, enum.EnumMeta) or data[1] not in kind.__members__:
+        raise ReportUnreadable(f"{where}: {data[0]} has no member {data[1]!r}")
+    return kind.__members__[data[1]]
+
+
+def _write_node(node: Node, where: str, written: Set[Node]) -> dict[str, Any]:
+    for source in node.all_input_nodes:
+        if source not in written:
+            raise UsageError(
+                f"{where} uses {source.name}, which its graph has not computed before it: sort the graph first"
+            )
+    try:
+        target = targets.name_target(node.target) if node.op == "call_function" else node.target
+    except ValueError as error:
+        raise UsageError(f"{where} calls what another process would not find: {error}") from error
+    try:
+        record = {
+            "op": node.op,
+            "name": node.name,
+            "target": target,
+            "args": [encode_value(argument, _refer) for argument in node.args],
+            "kwargs": {name: encode_value(argument, _refer) for name, argument in node.kwargs.items()},
+        }
+    except Unwritable as error:
+        raise UsageError(
+            f"{where} has an argument that cannot be written to a file: {error}. Pass it to the graph as an input, "
+            "or as numbers, text, tuples, lists and dicts"
+        ) from error
+    annotation = _write_annotation(node.type)
+    if annotation is not None:
+        record["type"] = annotation
+    if meta := _write_meta(node.meta):
+        record["meta"] = meta
+    return record
+
+
+def _refer(value: Any) -> dict[str, Any] | None:
+    return {"node": value.name} if isinstance(value, Node) else refer_to_callable(value)
+
+
+def _named(value: Any) -> str:
+    try:
+        return targets.name_target(value)
+    except ValueError as error:
+        raise Unwritable(str(error)) from error
+
+
+def _read_node(graph: Graph, record: dict[str, Any], where: str, made: Mapping[str, Node], find: Find) -> Node:
+    if unknown := record.keys() - {"op", "name", "target", "args", "kwargs", "type", "meta"}:
+        raise ReportUnreadable(f"{where}: unknown {', '.join(sorted(unknown))}")
+    op, name, target = (_expect(record.get(key), str, f"{where}.{key}") for key in ("op", "name", "target"))
+    args = _expect(record.get("args"), list, f"{where}.args")
+    kwargs = _expect(record.get("kwargs"), dict, f"{where}.kwargs")
+
+    fetch_other = fetching(find)
+
+    def fetch(tag: str, data: Any, place: str) -> Any:
+        if tag != "node":
+            return fetch_other(tag, data, place)
+        if not isinstance(data, str) or data not in made:
+            raise ReportUnreadable(f"{place}: no node before it is called {data!r}")
+        return made[data]
+
+    if op not in _OPS:
+        raise ReportUnreadable(f"{where}: {op!r} is nothing that a node does")
+    if not descriptions.is_plain_name(name) or name in made:
+        raise ReportUnreadable(f"{where}: {name!r} is no name for a node, or another's")
+    _refuse_strange_names(op, target, kwargs, where)
+    node = graph.create_node(
+        op,
+        find(target, f"{where}.target") if op == "call_function" else target,
+        tuple(decode_value(item, f"{where}.args[{index}]", fetch) for index, item in enumerate(args)),
+        {key: decode_value(item, f"{where}.kwargs.{key}", fetch) for key, item in kwargs.items()},
+        name,
+        _read_annotation(record.get("type"), f"{where}.type", find),
+    )
+    descriptions.rename(node, name)
+    return node
+
+
+def _refuse_strange_names(op: str, target: str, kwargs: Mapping[str, Any], where: str) -> None:
+    parts = [target.lstrip("*")] if op == "placeholder" else target.split(".")
+    if op in ("get_attr", "call_module"):
+        is_fine = all(part.isprintable() and not set(part) & {'"', "\\"} and part for part in parts)
+    else:
+        is_fine = op == "call_function" or all(map(descriptions.is_plain_name, parts))
+    if not is_fine:
+        raise ReportUnreadable(f"{where}.target: {target!r} is no name that a {op} could have")
+    for name in kwargs:
+        if not descriptions.is_plain_name(name):
+            raise ReportUnreadable(f"{where}.kwargs: {name!r} is no name of an argument")
+
+
+def _write_annotation(annotation: Any) -> str | None:
+    """Return a class of torch's or Python's own by name; others are left out, since an annotation computes nothing."""
+    try:
+        name = targets.name_target(annotation) if isinstance(annotation, type) else None
+        if name is not None:
+            targets.find_target(name)
+        return name
+    except (ValueError, LookupError):
+        return None
+
+
+def _read_annotation(data: Any, where: str, find: Find) -> Any:
+    return None if data is None else find(_expect(data, str, where), where)
+
+
+def _write_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Write what is known about a node as far as it means something elsewhere."""
+    written: dict[str, Any] = {}
+    for key, value in meta.items():
+        try:
+            if key in _DESCRIBED:
+                written[key] = {"described": descriptions.describe_value(value)}
+            elif key in _STACKS and isinstance(value, dict):
+                written[key] = encode_value({name: _plain_place(place) for name, place in value.items()})
+            elif key == "custom" and isinstance(value, dict):
+                # each tool has an entry of its own, and not all of them plain data
+                written[key] = encode_value({name: item for name, item in value.items() if _is_plain(item)})
+            else:
+                written[key] = encode_value(value, _refer_to_member)
+        except ValueError:
+            continue
+    return written
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        encode_value(value)
+    except Unwritable:
+        return False
+    return True
+
+
+def _plain_place(place: Any) -> Any:
+    path, kind = place
+    return path, kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _refer_to_member(value: Any) -> dict[str, Any] | None:
+    """Write down a member of an enumeration that every reader may look up."""
+    if not isinstance(value, enum.Enum):
+        return None
+    try:
+        targets.find_target(_named(type(value)))
+    except LookupError as error:
+        raise Unwritable(str(error)) from error
+    return refer_to_callable(value)
+
+
+def _read_meta(data: Any, where: str, find: Find, redrawing: descriptions.Redrawing) -> dict[str, Any]:
+    def fetch(tag: str, content: Any, place: str) -> Any:
+        if tag == "enum":
+            return _member(content, place, find)
+        if tag != "described":
+            raise ReportUnreadable(f"{place}: {tag!r} is no kind of plain data")
+        try:
+            return redrawing.redraw(content)
+        except Exception as error:
+            raise ReportUnreadable(f"{place}: {reprlib.repr(content)} describes nothing: {error}") from error
+
+    return {key: decode_value(value, f"{where}.{key}", fetch) for key, value in _expect(data, dict, where).items()}
+
+
+def _expect(data: Any, kind: type, where: str) -> Any:
+    if not isinstance(data, kind):
+        raise ReportUnreadable(f"{where}: expected a {kind.__name__}, found {reprlib.repr(data)}")
+    return data
