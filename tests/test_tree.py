@@ -3,6 +3,7 @@
 import ast
 import importlib.metadata
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,17 @@ import torchdelta
 ROOT = Path(torchdelta.__file__).parent
 MODULES = sorted(ROOT.rglob("*.py"))
 SOURCES = {path: path.read_text() for path in MODULES}
+CLASSES = [
+    (node.name, path)
+    for path, source in SOURCES.items()
+    for node in ast.parse(source).body
+    if isinstance(node, ast.ClassDef)
+]
+RIDDLES = set(
+    "aftermath ahead asked asking attempts born follow foreign found given judged kept ledges left_behind made named "
+    "noted operated places seen torn undecided vigilance watched".split()
+)
+"""Participles and metaphors that once named modules."""
 
 
 def name_of(path):
@@ -158,6 +170,9 @@ class TestEveryModule:
 
         assert [name_of(path) for path in MODULES if path.stem in forbidden] == []
 
+    def test_has_a_name_that_need_not_be_opened_to_be_understood(self):
+        assert [name_of(path) for path in MODULES if path.stem in RIDDLES] == []
+
     def test_opens_with_what_it_is_for(self):
         assert offenders(lambda source: not ast.get_docstring(ast.parse(source))) == {}
 
@@ -169,6 +184,23 @@ class TestEveryModule:
 
     def test_swallows_no_exception(self):
         assert offenders(swallowed) == {}
+
+
+class TestEveryClass:
+    def test_has_a_name_of_its_own(self):
+        modules = {}
+        for name, path in CLASSES:
+            modules.setdefault(name, []).append(name_of(path))
+
+        assert {name: where for name, where in modules.items() if len(where) > 1} == {}
+
+    def test_is_named_by_a_noun(self):
+        participle = re.compile(r"[A-Z][a-z]*(ed|ing)|Seen|Found|Given|Made|Held|Told|Kept|Said|Torn|Left")
+        # exceptions that users catch, a public name of `faults`, and nouns
+        excused = {"Crashed", "Diverged", "Planted", "Recording"}
+        named = {name: name_of(path) for name, path in CLASSES if participle.fullmatch(name.lstrip("_"))}
+
+        assert {name: where for name, where in named.items() if name not in excused} == {}
 
 
 class TestThePublicFace:
