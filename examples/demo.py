@@ -21,9 +21,7 @@ def main() -> int:
     healthy = show("check", "examples/transformer.py:build", "-t", "inductor")
     print("\nAnd floor division? (torch 2.13 gets it wrong.)")
     wrong = show("check", "examples/floor_divide.py:build", "-t", "inductor")
-    print(
-        "\nAnd a pass that replaces gelu by its tanh approximation? Which operation is wrong, and which script shows it?"
-    )
+    print("\nAnd a pass that replaces gelu by its tanh approximation? Which operation is wrong, and what shows it?")
     with tempfile.TemporaryDirectory() as out:
         words = ("examples/transformer.py:build", "-t", "examples/passes.py:gelu_by_tanh", "-o", out)
         approximate = show("diagnose", *words)
