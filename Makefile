@@ -3,18 +3,18 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-# What compilers and numba cache lives in the tree: warm on the second run, gone with `make clean`.
+# The caches of compilers and numba are in the tree: warm on the second run, removed by `make clean`.
 export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 export NUMBA_CACHE_DIR ?= $(CURDIR)/.cache/numba
-# oneDNN's bf16 matmul dies with SIGILL on some x86 machines.
+# On some x86 machines oneDNN's bfloat16 matmul dies with SIGILL.
 export ONEDNN_MAX_CPU_ISA ?= AVX2
 
 .PHONY: demo test test-fast test-long lint bench bench-verdicts bench-locate sweep-ops setup lock clean
 
 setup: $(STAMP)
 
-# Bytecode is written as pip does for what is not editable: some are told not to write any, and tests start many Pythons.
-# torch first and alone: an open range asked for by another package would take the newest CUDA build.
+# Torch is installed first and alone, because another package's open version range would take the newest CUDA build.
+# Bytecode is compiled here, because an editable install has none and the tests start many Pythons.
 $(STAMP): pyproject.toml requirements-dev.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' requirements-dev.lock)"
@@ -38,7 +38,7 @@ test: lint
 test-fast: setup
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 
-# What takes minutes by itself: a compiler that is compared node by node, a diagnosis that compiles fifty times.
+# Tests that take minutes each: a compiler compared node by node, a diagnosis that compiles fifty times.
 test-long: setup
 	$(BIN)/python -m pytest -m long
 
@@ -49,21 +49,21 @@ bench: setup
 	$(BIN)/python benchmarks/verdicts.py --subset --out build/verdicts-subset
 	$(BIN)/python benchmarks/locate.py --subset --out build/locate-subset
 
-# Hours; interrupted, it goes on where it was. The table is in build/verdicts/table.md.
+# Takes hours and resumes after an interruption. The table is in build/verdicts/table.md.
 bench-verdicts: setup
 	$(BIN)/python benchmarks/verdicts.py --out build/verdicts
 
-# Hours; interrupted, it goes on where it was. The tables are in build/locate/table.md.
+# Takes hours and resumes after an interruption. The tables are in build/locate/table.md.
 bench-locate: setup
 	$(BIN)/python benchmarks/locate.py --out build/locate
 
-# Most of an hour; interrupted, it goes on where it was. Ends with 1 if any operator diverges, 4 if any crashes.
+# Takes most of an hour and resumes after an interruption. Exits with 1 if any operator diverges, 4 if any crashes.
 sweep-ops: setup
 	mkdir -p build/sweep-ops
 	$(BIN)/torchdelta op --opinfo all --probes aot/static/min-cut,aot/dynamic/min-cut,backend --backends aot_eager \
 		-o build/sweep-ops --resume --json build/sweep-ops/sweep.json
 
-# Writes the lock anew from what is installed in .venv.
+# Writes the lock file from the packages that are installed in .venv.
 lock:
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' > requirements-dev.lock
 

@@ -1,8 +1,8 @@
-"""What a check costs beside its own runs: the reference, the candidate and the truth, written out by hand.
+"""Measure the overhead of a check: its time over that of the same three runs (reference, candidate, truth) by hand.
 
-Compilation is in both sides of the ratio, from a warm compiler cache, and paid afresh in every round. Runs that only
-some checks need (noisy ones, a second reference) are taken out, and the semantic question is not asked:
-`benchmarks/verdict_cost.py` tells what those cost.
+Both sides of the ratio include compilation, from a warm compiler cache, anew in every round. Runs that only some checks
+need (noisy runs, a second reference) are subtracted, and the semantic question is not asked; `verdict_cost.py` measures
+those.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torchdelta._torch.modes import lift
 
 ROUNDS = 5
 BY_HAND = {"reference", "candidate", "truth", "comparison"}
+"""The parts of a check that count; the comparison is the overhead that is measured."""
 
 
 def transformer(width: int = 256, layers: int = 2) -> tuple[nn.Module, torch.Tensor]:
@@ -36,7 +37,7 @@ def train_once(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) ->
 
 
 def three_runs(model: nn.Module, x: torch.Tensor, backend: str) -> None:
-    """Run what a check has to run, and nothing else."""
+    """Run reference, candidate and truth, forward and backward, without comparing them."""
     train_once(copy.deepcopy(model), x)
     torch._dynamo.reset()
     train_once(torch.compile(copy.deepcopy(model), backend=backend), x)
@@ -45,14 +46,14 @@ def three_runs(model: nn.Module, x: torch.Tensor, backend: str) -> None:
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Time one run."""
+    """Return the seconds of one run."""
     started = time.perf_counter()
     run()
     return time.perf_counter() - started
 
 
 def main() -> None:
-    """Print the ratios of one interleaved series."""
+    """Print one table: for each backend the median of runs that alternate between the three runs and the check."""
     model, x = transformer()
     print(f"{'check, forward and gradients':<34}{'three runs':>12}{'check':>10}{'ratio':>8}")
     for backend in ("aot_eager", "inductor"):

@@ -1,6 +1,6 @@
-"""What comparing costs on this machine: medians of ratios between runs side by side.
+"""Measure the cost of comparing two tensors on this machine, as medians of ratios between runs side by side.
 
-One section is one function that returns rows; `main` prints them.
+Each section is one function that returns rows; `main` prints them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchdelta.compare.leaves import leaves_of
 from torchdelta.compare.policy_parser import parse
 
 Row = tuple[str, float, str]
-"""What was compared, the number and its unit."""
+"""A description of the comparison, the number and its unit."""
 
 _LARGE = 64 * 2**20
 _SMALL = 1_000
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def large_tensors(dtype: torch.dtype) -> list[Row]:
-    """`measure` against reading both tensors once, and `torch.allclose` against `measure`."""
+    """Return the ratio of `measure` to reading both tensors once, and of `torch.allclose` to `measure`."""
     reference, candidate = _noisy_pair(_LARGE, dtype)
     name = f"{str(dtype).removeprefix('torch.')}, {_LARGE // 2**20} Mi elements"
 
@@ -54,7 +54,7 @@ def large_tensors(dtype: torch.dtype) -> list[Row]:
 
 
 def small_tensors() -> list[Row]:
-    """Tensors so small that only the overhead counts."""
+    """Return the microseconds for tensors so small that only the overhead counts."""
     reference, candidate = _noisy_pair(_SMALL, torch.float32)
     judge = Judge(policy=parse("close"))
     runs: dict[str, Callable[[], object]] = {
@@ -77,7 +77,7 @@ def _noisy_pair(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Ten
 
 
 def _ratio(numerator: Callable[[], None], denominator: Callable[[], None], *, runs: int) -> float:
-    """The median of the ratios of runs side by side, so that a machine that slows down slows both."""
+    """Return the median of the ratios of runs side by side, so that a machine that slows down slows both."""
     numerator()
     denominator()
     return statistics.median(_seconds(numerator) / _seconds(denominator) for _ in range(runs))

@@ -1,4 +1,4 @@
-"""What a guard costs a training run: seconds per step with and without, side by side, and of the first checked call."""
+"""Measure the cost of a guard in a training run: the time of a step with and without it, and of the first call."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import nn
 
 import torchdelta as td
 
-MOST = 1.03
-"""How much longer a step may take under a guard that checks first calls only."""
+MAX_RATIO = 1.03
+"""The goal: how much longer a step may take under a guard that checks first calls only."""
 Step = Callable[[], None]
 
 
@@ -27,9 +27,9 @@ def transformer(width: int = 256, layers: int = 6) -> tuple[nn.Module, torch.Ten
 
 
 def training(model: nn.Module, x: torch.Tensor, backend: str | Callable[..., object]) -> Step:
-    """Return one step of training a copy of the model, compiled by the backend."""
+    """Return a function that trains a copy of the model for one step, compiled by the backend."""
     own = copy.deepcopy(model)
-    # all of them train the same code: what was compiled for one is not to run for another
+    # all copies have the same code, and the code compiled for one must not run for another
     compiled = torch.compile(own, backend=backend, isolate_recompiles=True)  # type: ignore[call-overload]
     optimizer = torch.optim.SGD(own.parameters(), lr=1e-3)
 
@@ -42,14 +42,14 @@ def training(model: nn.Module, x: torch.Tensor, backend: str | Callable[..., obj
 
 
 def seconds(step: Step) -> float:
-    """Time one step."""
+    """Return the seconds of one step."""
     started = time.perf_counter()
     step()
     return time.perf_counter() - started
 
 
 def main() -> int:
-    """Print the table of one interleaved series; exit with 1 where a guard costs more than it may."""
+    """Print the table of steps side by side; return 1 if a guard costs more than the goal, else 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--backend", default="inductor")
@@ -82,16 +82,17 @@ def main() -> int:
 
 
 def _print(taken: dict[str, list[float]], first: dict[str, float]) -> int:
+    """Print a row for each way of training; return 1 if a guard costs more than the goal, else 0."""
     plain = taken["unguarded"]
     print("| training step | median ms | ratio | mean ratio | first call s |\n|---|---:|---:|---:|---:|")
     ratios = {}
     for name, own in taken.items():
-        # of steps side by side, so that a machine that slows down slows both
+        # the ratio of steps side by side, so that a machine that slows down slows both
         ratios[name] = statistics.median(one / other for one, other in zip(own, plain, strict=True))
         mean = statistics.fmean(own) / statistics.fmean(plain)
         median = 1e3 * statistics.median(own)
         print(f"| {name} | {median:.1f} | {ratios[name]:.3f} | {mean:.2f} | {first[name]:.1f} |")
-    return int(ratios["guarded, every=0"] > MOST)
+    return int(ratios["guarded, every=0"] > MAX_RATIO)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What isolation costs: the time of a query beside its work, also right after a crash, and of a first compile."""
+"""Measure the cost of isolation: the overhead of a query, also right after a crash, and the time of a first compile."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torchdelta.isolate.directories import QueryDirectory
 from torchdelta.isolate.pool import CAN_FORK, Pool
 from torchdelta.isolate.supervisor import Outcome
 
-MOST_S = 0.05
-"""What a query may cost beside its work."""
+MAX_OVERHEAD_S = 0.05
+"""The goal: the overhead of a query, which is its time without the work in the worker."""
 _MODULE = Path(__file__).stem
 
 
 def note_time(request: dict[str, Any], place: QueryDirectory) -> dict[str, Any]:
-    """Do nothing but work for a while, as a task."""
+    """Sleep as long as the request says, and return the seconds that it took."""
     del place
     started = time.perf_counter()
     time.sleep(request["seconds"])
@@ -35,7 +35,7 @@ def crash(request: dict[str, Any], place: QueryDirectory) -> dict[str, Any]:
 
 
 def compile_small(request: dict[str, Any], place: QueryDirectory) -> dict[str, Any]:
-    """Compile one fused kernel with inductor, and run it."""
+    """Compile one fused kernel with inductor and run it; return the seconds that it took."""
     del request, place
     import torch
 
@@ -45,7 +45,7 @@ def compile_small(request: dict[str, Any], place: QueryDirectory) -> dict[str, A
 
 
 def measure(pool: Pool, rounds: int, *, work_s: float) -> dict[str, list[float]]:
-    """Return the seconds beside the work, of queries after one that answered and after one that crashed."""
+    """Return the overheads in seconds, of queries after one that answered and after one that crashed."""
     beside: dict[str, list[float]] = {"after an answer": [], "after a crash": []}
     _timed(pool, "note_time", work_s)
     for _ in range(rounds):
@@ -57,6 +57,7 @@ def measure(pool: Pool, rounds: int, *, work_s: float) -> dict[str, list[float]]
 
 
 def _timed(pool: Pool, task: str, work_s: float = 0.0) -> float:
+    """Return the seconds of a query without those of its work."""
     started = time.perf_counter()
     outcome = _ask(pool, task, seconds=work_s)
     taken = time.perf_counter() - started
@@ -81,7 +82,7 @@ def _main() -> int:
     options = parser.parse_args()
     worst = 0.0
     print("| query | median ms beside its work | 95 % | queries |\n|---|---:|---:|---:|")
-    # the tasks are imported beforehand, as torchdelta's own are: an import would count as overhead
+    # preloaded, as torchdelta's own tasks are, because an import would count as overhead
     with Pool(preload=(_MODULE,)) as pool:
         for work_s in (0.0, 0.2):
             for when, seconds in measure(pool, options.rounds, work_s=work_s).items():
@@ -92,7 +93,7 @@ def _main() -> int:
         with Pool(warm=warm) as pool:
             answers = [_ask(pool, "compile_small").answer for _ in range(options.compiles)]
         print(f"| {name} | {statistics.median(answer['seconds'] for answer in answers if answer):.2f} |", flush=True)
-    return int(CAN_FORK and worst > MOST_S)
+    return int(CAN_FORK and worst > MAX_OVERHEAD_S)
 
 
 if __name__ == "__main__":

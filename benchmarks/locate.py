@@ -1,6 +1,6 @@
-"""Locating: what lockstep costs beside running both sides, and how often the culprit is exactly the planted node.
+"""Measure locating: the cost of lockstep over running both sides, and how often the culprit is the planted node.
 
-The whole takes hours, and goes on where it was interrupted; the cost of lockstep alone is a matter of minutes.
+A full run takes hours and resumes after an interruption. The cost of lockstep alone takes minutes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ SUBSET_KINDS = ("add_to_subtract", "bias_dropped", "cast_through_bfloat16", "gra
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run what is missing, then print the tables of all there is."""
+    """Run the trials and measurements that have no record yet, then print the tables of all records."""
     options = _parser().parse_args(argv)
     if options.subset:
         _narrow_to_subset(options)
     ledger = planted.Ledger(options.out / "planted.jsonl")
     cost_file = options.out / "cost.json"
     if not options.table_only:
-        # what torch and transformers say about themselves while they trace
+        # torch and transformers warn about their own code while they trace
         warnings.simplefilter("ignore")
         if COST in options.sections:
             measured = (subjects.CONV,) if options.subset else subjects.MODELS
@@ -54,15 +54,17 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--out", type=Path, default=DEFAULT_OUT, help="where cost.json, planted.jsonl and table.md are")
     add("--sections", nargs="+", choices=(COST, PLANTED), default=[COST, PLANTED])
-    add("--size", choices=subjects.SIZES, default="full", help="of the models whose cost is measured")
-    add("--rounds", type=int, default=3, help="how often each way is timed")
-    add("--models", nargs="+", choices=planted.MODELS, default=planted.MODELS, help="in which faults are planted")
+    add("--size", choices=subjects.SIZES, default="full", help="size of the models whose cost is measured")
+    add("--rounds", type=int, default=3, help="how often each method is timed")
+    add(
+        "--models", nargs="+", choices=planted.MODELS, default=planted.MODELS, help="models in which faults are planted"
+    )
     add("--places", nargs="+", choices=planted.PLACES, default=planted.PLACES)
     add("--seeds", nargs="+", type=int, default=SEEDS)
-    add("--kinds", nargs="+", choices=list(FAULTS), help="of faults; all that fit a model unless given")
-    add("--subset", action="store_true", help="a few minutes' worth of everything")
-    add("--retry", action="store_true", help="run again what raised")
-    add("--table-only", action="store_true", help="run nothing")
+    add("--kinds", nargs="+", choices=list(FAULTS), help="kinds of faults; all that fit a model by default")
+    add("--subset", action="store_true", help="a few minutes of everything")
+    add("--retry", action="store_true", help="run the trials again that raised")
+    add("--table-only", action="store_true", help="print the tables of existing records only")
     return parser
 
 

@@ -1,8 +1,8 @@
-"""What lockstep costs beside running both sides, and what torchao's numeric debugger costs on the same two graphs.
+"""Measure the cost of lockstep over running both sides, and that of torchao's numeric debugger on the same two graphs.
 
-Memory is that of the weights of both sides and of the growth of the peak while running, each way in a process of its
-own whose kernels have run before on a small model. Time is taken in one process, the ways one after the other in every
-round: a machine that slows down slows them all.
+Memory is the weights of both sides plus the growth of the peak while running. Each method is measured in a process of
+its own, whose kernels have run before on a small model. Time is measured in one process, the methods one after the
+other in every round, so that a machine that slows down slows them all.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from torchdelta.nodewise.lockstep_seam import compare_graphs
 from torchdelta.program.memory import peak_bytes
 
 MOST_MEMORY, MOST_TIME = 1.3, 3.0
-"""What lockstep may cost, in multiples of running both sides."""
+"""The goals: the cost of lockstep, in multiples of running both sides."""
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _MIB = 2**20
 _RAISED = "raised"
 
 
 def run_both(graphs: Graphs) -> None:
-    """Run one side after the other, and keep what both return, as whoever compares them has to."""
+    """Run one side after the other and hold both results, as a comparison has to."""
     with torch.no_grad():
         kept = graphs.reference(*graphs.inputs), graphs.candidate(*graphs.inputs)
     del kept
@@ -56,7 +56,7 @@ def run_candidate(graphs: Graphs) -> None:
 
 
 def run_lockstep(graphs: Graphs) -> None:
-    """Match both graphs and judge every pair."""
+    """Match both graphs and judge every pair of nodes."""
     compared = compare_graphs(
         graphs.reference, graphs.candidate, list(graphs.inputs), LocalJudge(), "export", with_gradients=False
     )
@@ -65,7 +65,7 @@ def run_lockstep(graphs: Graphs) -> None:
 
 
 def run_torchao(graphs: Graphs) -> None:
-    """Put loggers after every node, run both sides, and take the signal to noise ratio of everything logged."""
+    """Put loggers after every node, run both sides, and compute the signal-to-noise ratio of all logged values."""
     from torchao.quantization.pt2e import (
         compare_results,
         extract_results_from_loggers,
@@ -101,19 +101,19 @@ _HEADS = (
 
 
 def growth_of(way: str, model: str, candidate: str, size: str) -> dict[str, float]:
-    """Return the bytes of both sides' weights, and by how much the peak grows while running; for a fresh process."""
+    """Return the bytes of both sides' weights, and the growth of the peak while running; call it in a fresh process."""
     _WAYS[way](subjects.build(model, candidate, "warm-up"))
     graphs = subjects.build(model, candidate, size)
     gc.collect()
     if _RESET.exists():
-        _RESET.write_text("5")  # forgets the peak, which is that of the export
+        _RESET.write_text("5")  # resets the peak, because the export's is higher
     before = _resident_bytes()
     _WAYS[way](graphs)
     return {"weights": graphs.weight_bytes, "growth": peak_bytes() - before}
 
 
 def seconds_of(model: str, candidate: str, size: str, rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of every round, the ways one after the other in each."""
+    """Return for each method the seconds of every round; the methods run one after the other in each."""
     ways = list(_TIMED)
     warm, graphs = subjects.build(model, candidate, "warm-up"), subjects.build(model, candidate, size)
     for way in list(ways):
@@ -134,7 +134,7 @@ def seconds_of(model: str, candidate: str, size: str, rounds: int) -> dict[str, 
 
 
 def measure(path: Path, models: Sequence[str], size: str, rounds: int) -> None:
-    """Measure what the file has not yet, and keep every number in it at once."""
+    """Measure everything that is not in the file yet, and write each number to it at once."""
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     path.parent.mkdir(parents=True, exist_ok=True)
     for model in models:
@@ -147,7 +147,7 @@ def measure(path: Path, models: Sequence[str], size: str, rounds: int) -> None:
 
 
 def as_markdown(path: Path, size: str) -> str:
-    """Return the table of what was measured."""
+    """Return the table of all measurements in the file."""
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     lines = [
         f"{subjects.WORDS[size]}. Memory: the weights of both sides and the growth of the peak, MiB. Ratios are to "
@@ -165,6 +165,7 @@ def as_markdown(path: Path, size: str) -> str:
 
 
 def _rows(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield the cells of each method, for one model and one candidate."""
     weights = rows[BOTH]["weights"]
     after_each_other = weights + rows[BOTH]["growth"]
     at_once = weights + rows[REFERENCE]["growth"] + rows[CANDIDATE]["growth"]
@@ -184,7 +185,7 @@ def _rows(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 
 def _key(way: str, model: str, candidate: str, size: str) -> str:
-    # the reference alone is the same whatever it is held against
+    # the reference alone does not depend on the candidate
     return f"{size}/{model}/{way}" if way == REFERENCE else f"{size}/{model}/{candidate}/{way}"
 
 
@@ -193,8 +194,9 @@ def _mib(count: float) -> str:
 
 
 def _in_child(way: str, model: str, candidate: str, size: str, rounds: int) -> dict[str, Any]:
+    """Return one measurement, made in a new process; of torchao, which may raise, else the last line of its error."""
     command = [sys.executable, __file__, way, model, candidate, size, str(rounds)]
-    # what was freed goes back to the system at once: the peak is then that of live tensors, and not the allocator's
+    # freed memory goes back to the system at once, so that the peak is that of live tensors and not the allocator's
     plain = {} if way == _ALL else {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     print(f"  {model}, {candidate}: {way}", file=sys.stderr, flush=True)
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **plain})
@@ -207,7 +209,7 @@ def _in_child(way: str, model: str, candidate: str, size: str, rounds: int) -> d
 
 
 def _resident_bytes() -> int:
-    """Return what this process holds now; where nobody tells, the most that it has held."""
+    """Return the resident memory of this process; on a system that does not tell, its peak."""
     if _STATUS.exists():
         for line in _STATUS.read_text().splitlines():
             if line.startswith("VmRSS:"):
@@ -216,7 +218,7 @@ def _resident_bytes() -> int:
 
 
 def _main() -> None:
-    """Be the child: measure one thing, and print it as JSON."""
+    """Run as the child process: make one measurement and print it as JSON."""
     parser = argparse.ArgumentParser()
     for name in ("way", "model", "candidate", "size"):
         parser.add_argument(name)

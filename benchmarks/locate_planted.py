@@ -1,6 +1,7 @@
-"""Is the culprit exactly the node that was planted? Faults among correct rewrites, in the open or behind a black box.
+"""Measure how often the culprit is exactly the planted node, among correct rewrites, in the open or in a black box.
 
-One trial is one search; its record is one JSON line, so a run that is interrupted goes on where it was.
+One trial is one search. Its record is one JSON line, so that a run resumes after an interruption. Start reading at
+`run`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ TESTS = Path(__file__).parent.parent / "tests"
 MODELS = ("bert", "gpt2", "vit", "resnet", "lstm")
 REWRITES = 20
 CLEAN = "nothing"
-"""The kind of fault where there is none."""
+"""The kind of a trial without a fault."""
 OPEN, BOXED = "open", "black box"
 PLACES = (OPEN, BOXED)
 
@@ -44,13 +45,13 @@ class Trial:
 
     @property
     def key(self) -> str:
-        """What makes two trials the same."""
+        """The text that identifies a trial."""
         return f"{self.place}/{self.seed}/{self.model}/{self.kind}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What came of a trial."""
+    """The result of a trial."""
 
     trial: Trial
     seconds: float
@@ -64,7 +65,7 @@ class Record:
     reason: str = ""
     notes: list[str] = field(default_factory=list)
     error: str = ""
-    """What the search raised."""
+    """The exception of the search, if it raised."""
 
     @property
     def is_clean(self) -> bool:
@@ -73,27 +74,27 @@ class Record:
 
     @property
     def is_diverged(self) -> bool:
-        """Whether the check itself saw a fault; whatever raised counts as one that was to be found."""
+        """Whether the check itself reported the fault; one that raised counts, so that it is not dropped."""
         return not self.is_clean and (bool(self.error) or self.checked == Verdict.DIVERGED.value)
 
     @property
     def is_exact(self) -> bool:
-        """Whether the planted node is named, and no other; nobody where nothing was planted."""
+        """Whether the planted node is named and no other; in a clean trial, whether no node is named."""
         return not self.error and self.culprits == ([] if self.is_clean else [self.planted])
 
     @property
     def outcome(self) -> str:
-        """One word on it."""
+        """The result in a word or two."""
         if self.error:
             return "raised"
         if self.is_clean:
-            return "nobody named" if self.is_exact else "WRONGLY NAMED"
+            return "none named" if self.is_exact else "WRONGLY NAMED"
         if not self.is_diverged:
             return f"check says {self.checked}, {'exact' if self.is_exact else f'{len(self.culprits)} named'}"
         if self.is_exact:
             return "exact"
         if not self.culprits:
-            return "NOBODY"
+            return "NONE"
         return "MORE THAN ONE" if self.planted in self.culprits else "ANOTHER"
 
 
@@ -106,9 +107,9 @@ class Ledger:
         self.records = {record.trial.key: record for record in self._read()}
 
     def add(self, record: Record) -> None:
-        """Keep a record, on disk at once."""
+        """Add a record and write it to the file at once."""
         with self._path.open("a", encoding="utf-8") as file:
-            # a break in front too: the last line may have been cut off when a run was killed
+            # a line break in front too, because a killed run may have left half a line
             file.write("\n" + json.dumps(asdict(record)) + "\n")
         self.records[record.trial.key] = record
 
@@ -135,7 +136,7 @@ def trials(
 
 
 def run_missing(ledger: Ledger, asked: Iterable[Trial], *, retry: bool = False) -> None:
-    """Run every trial that has no record yet, or one that raised and is to be tried again."""
+    """Run every trial that has no record yet; with `retry` also those that raised."""
     for trial in asked:
         known = ledger.records.get(trial.key)
         if known is None or (retry and known.error):
@@ -145,7 +146,7 @@ def run_missing(ledger: Ledger, asked: Iterable[Trial], *, retry: bool = False) 
 
 
 def run(trial: Trial) -> Record:
-    """Search for one planted fault."""
+    """Plant a fault, locate it, and return the record."""
     started = time.perf_counter()
     hidden = _programs("hidden").Hidden(
         None if trial.kind == CLEAN else trial.kind,
@@ -178,7 +179,7 @@ def run(trial: Trial) -> Record:
 
 
 def _located(model: Any, inputs: tuple[Any, ...], transform: FxPass) -> tuple[Report, Location]:
-    """Do what `td.locate` does, and keep what the check inside it said before the nodes were looked at."""
+    """Do what `td.locate` does; return the report of the check inside it, too."""
     check = prepare(model, inputs, None, transform=transform)
     plain, heard = check.run, list[Report]()
 
@@ -204,14 +205,14 @@ def _kinds_in(model: str) -> tuple[str, ...]:
 
 
 def _programs(name: str) -> Any:
-    """Return a module of the tests' programs, which know each other as a package."""
+    """Return a module of the package `programs` in the tests."""
     if str(TESTS) not in sys.path:
         sys.path.insert(0, str(TESTS))
     return importlib.import_module(f"programs.{name}")
 
 
 def as_markdown(records: Sequence[Record]) -> str:
-    """Return how many were named exactly: by place, model and kind, and everything that was not."""
+    """Return tables of how many were named exactly, by place, model and kind, and a list of all others."""
     if not records:
         return "Nothing was run.\n"
     fewest = min((record.rewritten for record in records if not record.error), default=0)
@@ -231,7 +232,7 @@ def as_markdown(records: Sequence[Record]) -> str:
 
 def _counts(title: str, of: str, records: Sequence[Record]) -> Iterator[str]:
     groups = dict.fromkeys(getattr(record.trial, of) for record in records)
-    yield f"| {title} | planted | check says diverged | exactly named | % | clean | nobody named |"
+    yield f"| {title} | planted | check says diverged | exactly named | % | clean | none named |"
     yield "|---|---:|---:|---:|---:|---:|---:|"
     for group in (*sorted(groups), None) if len(groups) > 1 else groups:
         chosen = [record for record in records if group is None or getattr(record.trial, of) == group]
@@ -245,7 +246,7 @@ def _counts(title: str, of: str, records: Sequence[Record]) -> Iterator[str]:
 
 def _named(record: Record) -> str:
     culprits = ", ".join(record.culprits[:4]) + (" …" if len(record.culprits) > 4 else "")
-    return f"planted {record.planted or 'nothing'}, named {culprits or 'nobody'}"
+    return f"planted {record.planted or 'nothing'}, named {culprits or 'none'}"
 
 
 def _why(record: Record) -> str:

@@ -1,4 +1,4 @@
-"""Pairs of graphs for what lockstep costs: a model exported, and what became of it."""
+"""Pairs of graphs for the cost of lockstep: an exported model and a candidate made of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CANDIDATES = (SAME, FAULTY, DECOMPOSED)
 
 @dataclass(frozen=True, kw_only=True)
 class Graphs:
-    """Both sides, with weights of their own, and what they are called with."""
+    """Both sides, each with its own weights, and their inputs."""
 
     reference: GraphModule
     candidate: GraphModule
@@ -30,7 +30,7 @@ class Graphs:
 
     @property
     def weight_bytes(self) -> int:
-        """What the tensors of both sides hold before anything runs."""
+        """The bytes of the parameters and buffers of both sides."""
         held = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for side in (self.reference, self.candidate)
@@ -40,7 +40,7 @@ class Graphs:
 
 
 class ConvNet(nn.Module):
-    """Twelve convolutions, each with its norm and activation: activations are large beside the weights."""
+    """Twelve convolutions, each with a norm and an activation; its activations are much larger than its weights."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class ConvNet(nn.Module):
 
 
 class Bert(nn.Module):
-    """A BERT encoder of transformers, inputs by position and one plain output."""
+    """A BERT encoder of transformers that takes its input by position and returns one tensor."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()

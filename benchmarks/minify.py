@@ -1,8 +1,8 @@
-"""How small, how fast: torchdelta's reduction beside that of stock PyTorch, on inductor's own planted relu bug.
+"""Compare torchdelta's minifier with stock PyTorch's, in size and time, on inductor's own planted relu bug.
 
-Ours runs every query in a worker. Stock PyTorch writes a launcher at repro level 4 after AOT, and minifies with a new
-process for each query (`--isolated`) or all in one. Both start from the same script, which has run once: whoever
-minifies has seen it fail, and the compiler's cache knows the machine.
+Torchdelta runs every query in a worker. Stock PyTorch writes a launcher at repro level 4 after AOT, and minifies with a
+new process for each query (`--isolate`) or all in one. Both start from the same script, which has run once before,
+because a user who minifies has seen it fail, and the compiler's cache then knows the machine.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if __name__ == "__main__":
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run what is asked for, one after the other, and print the table."""
+    """Run the selected models, bugs and minifiers one after the other, and print a row for each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS)
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=KINDS)
@@ -68,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _ours(folder: Path) -> tuple[str, str, str]:
+    """Run torchdelta; return nodes, queries and seconds as texts."""
     command = [sys.executable, "-m", "torchdelta", "minify", "program.py:build", "-t", "inductor", "-o", "out"]
     started = time.perf_counter()
     ran = _run(command, folder)
@@ -76,15 +77,16 @@ def _ours(folder: Path) -> tuple[str, str, str]:
     if not path.exists():
         return "-", "-", f"{seconds:.1f} (failed: {_last(ran)})"
     report = json.loads(path.read_text())
-    found = report["reduction"]
+    reduction = report["reduction"]
     note = "" if report["repro"]["confirmed"] else " (not confirmed)"
-    return str(found["nodes_after"]), str(found["queries"]), f"{seconds:.1f}{note}"
+    return str(reduction["nodes_after"]), str(reduction["queries"]), f"{seconds:.1f}{note}"
 
 
 def _stock(folder: Path, kind: str, way: str) -> tuple[str, str, str]:
+    """Run stock PyTorch's minifier; return nodes, queries and seconds as texts."""
     level = "4" if kind == "accuracy" else "2"
     settings = {"TORCHDYNAMO_REPRO_AFTER": "aot", "TORCHDYNAMO_REPRO_LEVEL": level}
-    # a graph that comes from the cache is checked by nobody
+    # without caches, because stock PyTorch does not check a graph that comes from one
     settings |= {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
     settings["TORCH_COMPILE_DEBUG_DIR"] = str(folder / "debug")
     started = time.perf_counter()
@@ -103,15 +105,16 @@ def _stock(folder: Path, kind: str, way: str) -> tuple[str, str, str]:
 
 
 def _sizes(folder: Path, text: str) -> Iterator[int]:
-    yield from (int(found) for found in re.findall(r"to (\d+) nodes", text))
+    """Yield every number of nodes in the minifier's log and in the names of its checkpoints."""
+    yield from (int(number) for number in re.findall(r"to (\d+) nodes", text))
     for checkpoint in folder.rglob("*.py"):
-        if found := re.fullmatch(r"(\d+)\.py", checkpoint.name):
-            yield int(found[1])
+        if match := re.fullmatch(r"(\d+)\.py", checkpoint.name):
+            yield int(match[1])
 
 
 def _run(command: list[str], folder: Path, settings: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **(settings or {}), "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
-    # torch has its bytecode, and so has torchdelta where it is installed
+    # bytecode is written, because an installed torchdelta has its own, as torch does
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 

@@ -1,7 +1,7 @@
-"""What the verdict benchmark asks: which models with which weights, under which transforms, with which faults.
+"""The trials of the verdict benchmark: which models with which weights, under which transforms, with which faults.
 
-A seed decides more than the numbers drawn: its parity whether the case may be tuned on, its second bit how the weights
-are initialised, its third bit the mode. So every kind of case is in both halves.
+A seed decides more than the random numbers. Its parity selects the half (tuned or held out), its second bit the
+initialisation of the weights, its third bit train or eval mode. So every kind of case is in both halves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MODELS_FILE = Path(__file__).parent.parent / "tests" / "programs" / "models.py"
 DTYPES = ("float32", "bfloat16")
 SEEDS = tuple(range(12))
 FAULT_SEEDS = (0, 1, 2, 3)
-"""Each plants the faults at other nodes. All are in eval mode: one kind is dropout where there should be none."""
+"""Each seed plants the faults at other nodes. All are in eval mode, because one kind of fault is dropout there."""
 
 TUNED, HELD_OUT = "tuned", "held out"
 _TUNED_MODELS = ("bert", "llama", "mixtral", "resnet", "lstm", "recommender")
@@ -31,12 +31,12 @@ FAULT_STAGES = ("forward", "gradients")
 SUBSET_MODELS = ("recommender", "moe")
 SUBSET_SEEDS = (0,)
 SUBSET_FAULTS = 4
-"""One in so many kinds of fault is in the subset."""
+"""The subset has every fourth kind of fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """One model with its weights and inputs: what a clean case and its faults have in common."""
+    """One model with its weights and inputs, shared by its clean cases and its faults."""
 
     model: str
     dtype: str
@@ -44,7 +44,7 @@ class Subject:
 
     @property
     def half(self) -> str:
-        """Whether constants of the rule may be tuned on it."""
+        """`tuned` if the constants of the rule may be tuned on it, else `held out`."""
         return TUNED if self.model in _TUNED_MODELS and self.seed % 2 == 0 else HELD_OUT
 
     @property
@@ -75,7 +75,7 @@ class Trial:
 
     @property
     def key(self) -> str:
-        """What makes two trials the same."""
+        """The text that identifies a trial."""
         subject = self.subject
         return f"{self.kind}/{subject.model}/{subject.dtype}/{subject.seed}/{self.transform}"
 
@@ -91,7 +91,7 @@ def model_file() -> Any:
 
 
 def subjects(models: Sequence[str], dtypes: Sequence[str], seeds: Sequence[int]) -> Iterator[Subject]:
-    """Yield every model in every dtype, all seeds of one after the other: the compiler's cache is warm then."""
+    """Yield every model in every dtype, all seeds of a model in a row, because the compiler's cache is warm then."""
     for model in models:
         for dtype in dtypes:
             for seed in seeds:

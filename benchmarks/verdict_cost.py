@@ -1,4 +1,7 @@
-"""What a default check costs at the size of a small real model: its parts beside the two runs nobody can do without."""
+"""Measure the parts of a default check of a small real model, relative to its two unavoidable runs.
+
+Those are the reference and the candidate, without compilation.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ _PLAIN = ("reference", "candidate")
 
 
 class Warmed(Transform):
-    """A transform whose result has run once before anybody times it; `seconds` tells how long that took."""
+    """A transform whose result runs once before it is timed; `seconds` has the duration of that first run."""
 
     def __init__(self, inner: Transform) -> None:
         self.inner = inner
@@ -39,7 +42,7 @@ class Warmed(Transform):
     def applied(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[Transformed]:
-        """Transform the side, and run it forward and backward: both are compiled then."""
+        """Transform the side, and run it forward and backward, so that both are compiled."""
         started = time.perf_counter()
         with self.inner.applied(side, draws_random=draws_random, lifted=lifted, seam=seam) as transformed:
             outputs = leaves_of(transformed.side.call(*side.args, **side.kwargs), "outputs").values()
@@ -52,7 +55,7 @@ class Warmed(Transform):
 
 
 def measure_cost(path: Path) -> None:
-    """Write the seconds of every part, of the first runs and of a whole check, for each dtype."""
+    """Write the seconds of every part, of the first runs and of a whole check to a JSON file, for each dtype."""
     measured = {str(dtype).removeprefix("torch."): _measured(dtype) for dtype in (torch.float32, torch.bfloat16)}
     path.write_text(json.dumps(measured, indent=1), encoding="utf-8")
 
@@ -103,7 +106,7 @@ def _medians(rounds: list[dict[str, float]]) -> dict[str, float]:
 
 
 def cost_section(path: Path) -> str:
-    """Return the section of the table; empty where nothing was measured."""
+    """Return the section of the table, or an empty text if nothing was measured."""
     if not path.exists():
         return ""
     measured: dict[str, dict[str, dict[str, float]]] = json.loads(path.read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
-"""Ask the local question of a trial that has a record: what its nodes do by themselves, fed the reference's values.
+"""Ask the local question of a trial that has a record: which nodes are wrong by themselves, fed the reference's values?
 
-It costs a run in lockstep or a compile with taps, so it is asked apart, and only where it can change something.
+It costs a run in lockstep or a compile with taps, so it is asked in a second step, and only if it can change a result.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from verdict_runs import baseline_of, transform_of
 
 FAULTS = "faults"
 ASKABLE = (FAULTS, "export", "decompose", "aot_eager", "inductor")
-"""What the question can be asked of: faults, the controls without one, and clean cases by their transform."""
+"""The groups of trials that can be selected: faults, controls (`export`), and clean cases by their transform."""
 _MOST_CULPRITS = 5
 _MOST_NOTES = 5
 
 
 def is_open(record: Record, askable: Sequence[str]) -> bool:
-    """Tell whether the question is to be asked: of faults only where they matter and the default check missed them."""
+    """Return whether to ask the question; of a fault only if it matters and the default check missed it."""
     trial = record.trial
     if record.status != DONE or record.local != NOT_ASKED_YET:
         return False
@@ -45,14 +45,14 @@ def is_open(record: Record, askable: Sequence[str]) -> bool:
 
 
 class LocalBench:
-    """One subject, run forward and backward, and everything that its trials share."""
+    """One subject with its baseline and exports, which its trials share."""
 
     def __init__(self, subject: Subject) -> None:
         self.baseline = baseline_of(subject, FAULT_STAGES)
         self.exports = Exports()
 
     def ask(self, record: Record) -> Record:
-        """Return the record with what the nodes say."""
+        """Return the record with the answer to the local question added."""
         started = time.perf_counter()
         try:
             report = ask_locally(self._check(record.trial), _as_report(record))
@@ -79,7 +79,7 @@ def _case(trial: Trial) -> Case:
 
 
 def _transform(trial: Trial, exports: Exports) -> Transform:
-    """Return the trial's transform; the control's as a pass that does nothing, which runs in lockstep as faults do."""
+    """Return the trial's transform; for a control a pass that changes nothing, which runs in lockstep as faults do."""
     if trial.kind == CONTROL:
         return FxPass(_hand_back, {"graph": "export"})
     return transform_of(trial, exports)
@@ -90,7 +90,7 @@ def _hand_back(graph_module: GraphModule, _: Sequence[Any]) -> GraphModule:
 
 
 def _as_report(record: Record) -> Report:
-    """Return as much of the default check's report as the local question looks at."""
+    """Return the part of the default check's report that the local question reads."""
     known = {name: Verdict(record.stages[name].verdict) for name in FAULT_STAGES if name in record.stages}
     stages = tuple(Stage(name=name, verdict=verdict) for name, verdict in known.items())
     return Report(
@@ -102,7 +102,7 @@ def _as_report(record: Record) -> Report:
 
 
 def _with_alarms(record: Record, culprits: Sequence[Culprit]) -> dict[str, Any]:
-    """Add the alarm by stage: what computes a wrong value hands on wrong gradients too."""
+    """Return the stages with the alarm added. A wrong value in forward counts for gradients too."""
     wrong = {culprit.stage for culprit in culprits}
     alarmed = set(FAULT_STAGES) if "forward" in wrong else wrong
     return {

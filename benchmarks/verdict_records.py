@@ -1,4 +1,4 @@
-"""What came of a trial, one JSON line each: a run that is interrupted goes on where it was."""
+"""The results of trials, one JSON line each, so that a run resumes after an interruption."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verdict_cases import Subject, Trial
 DONE = "done"
 NOT_PLANTABLE = "not plantable"
 CRASHED = "crashed"
-"""The candidate raised: loud, and so no matter of judging values."""
+"""The candidate raised, so there are no values to judge."""
 FAILED = "failed"
 """The benchmark itself raised."""
 
@@ -23,28 +23,28 @@ NATIVE_ALONE, OURS, THOROUGH = "torchdelta, native question alone", "torchdelta"
 
 @dataclass(frozen=True, kw_only=True)
 class StageRecord:
-    """One stage of a trial: our verdict, and every rule that raised the alarm."""
+    """One stage of a trial: torchdelta's verdict, and every rule that raised the alarm."""
 
     verdict: str
     flagged: list[str]
     reasons: list[str] = field(default_factory=list)
     matters: bool = False
-    """Of a fault: whether this stage differs from the program exported without it, natively or in float64."""
+    """For a fault: whether this stage differs from the program exported without it, natively or in float64."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Local:
-    """What the nodes of a trial say, each by itself."""
+    """The answer to the local question about a trial."""
 
     asked: str = ""
-    """`asked`, or why not; empty where nobody tried."""
+    """`asked`, or the reason why not; empty if it was not tried."""
     culprits: list[str] = field(default_factory=list)
     nodes: str = ""
-    """How many were looked at."""
+    """How many nodes were judged."""
     ratio: float = 0.0
     """The largest error of a node, in multiples of what is allowed."""
     nearest: str = ""
-    """Which node that is, and what it does."""
+    """The node with that error, and the reason of its verdict."""
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -67,23 +67,23 @@ class Record:
 
     @property
     def why(self) -> str:
-        """Return one line on what went wrong: the candidate's message begins with it, a traceback of ours ends so."""
+        """The error in one line: the first of the candidate's message, or the last of a traceback of the benchmark."""
         first, _, rest = self.error.strip().partition("\n")
         return first if self.status == CRASHED else rest.rpartition("\n")[2] or first
 
     @property
     def matters(self) -> bool:
-        """Tell whether a fault can be seen at all."""
+        """Whether a fault changes any stage at all."""
         return any(stage.matters for stage in self.stages.values())
 
     def is_flagged(self, rule: str, stages: tuple[str, ...]) -> bool:
-        """Tell whether a rule raised the alarm in any of these stages; the thorough check does whenever ours does."""
+        """Return whether a rule raised the alarm in any of these stages; the thorough check includes the default."""
         rules = {OURS, THOROUGH} if rule == THOROUGH else {rule}
         return any(rules & set(self.stages[name].flagged) for name in stages if name in self.stages)
 
     @property
     def is_asked_locally(self) -> bool:
-        """Tell whether the nodes were looked at, each by itself."""
+        """Whether the local question was asked."""
         return self.local.asked == ASKED
 
 
@@ -99,15 +99,15 @@ class Ledger:
             self._add_dead(json.loads(self._running.read_text()))
 
     def add(self, record: Record) -> None:
-        """Keep a record, on disk at once; a later one of the same trial stands for an earlier one."""
+        """Add a record and write it to the file at once; it replaces an earlier one of the same trial."""
         with self._file.open("a", encoding="utf-8") as file:
-            # a break in front too: the last line may have been cut off when a run was killed
+            # a line break in front too, because a killed run may have left half a line
             file.write("\n" + json.dumps(asdict(record)) + "\n")
         self.records[record.trial.key] = record
 
     @contextmanager
     def running(self, trial: Trial) -> Iterator[None]:
-        """Remember which trial is under way: one that kills the process must not do so at every start."""
+        """Note in a file that a trial is running, so that one that kills the process is not started again and again."""
         self._running.write_text(json.dumps(asdict(trial)))
         try:
             yield

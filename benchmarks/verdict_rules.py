@@ -1,4 +1,4 @@
-"""The other rules that people judge by, on the same values as ours: each tells whether a leaf passes."""
+"""Other common rules for comparing two tensors, applied to the same values: each says whether a leaf passes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchdelta.compare.kernels import measure
 from torchdelta.compare.leaves import Leaves
 
 Rule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], bool]
-"""Reference, candidate and the reference in float64."""
+"""Returns whether a leaf passes; takes reference, candidate and the reference in float64."""
 
 
 def _is_asserted_close(reference: torch.Tensor, candidate: torch.Tensor, _: torch.Tensor) -> bool:
@@ -54,7 +54,7 @@ OTHER_RULES: dict[str, Rule] = {
 
 
 def flagged_by_others(reference: Leaves, candidate: Leaves, wide: Leaves) -> list[str]:
-    """Return the rules by which one stage of the candidate does not pass; `wide` is the reference in float64."""
+    """Return the rules that a stage of the candidate does not pass; `wide` is the reference in float64."""
     if not _has_same_form(reference, candidate):
         return list(OTHER_RULES)
     differing = differing_leaves(reference, candidate)
@@ -66,7 +66,7 @@ def flagged_by_others(reference: Leaves, candidate: Leaves, wide: Leaves) -> lis
 
 
 def differing_leaves(reference: Leaves, candidate: Leaves) -> list[str]:
-    """Return the tensors in which two runs of the same form differ in any bit."""
+    """Return the paths of the tensors in which two runs differ in any bit; both runs must have the same leaves."""
     return [
         path
         for path, leaf in reference.items()
@@ -77,7 +77,7 @@ def differing_leaves(reference: Leaves, candidate: Leaves) -> list[str]:
 
 
 def is_identical(first: Leaves, second: Leaves) -> bool:
-    """Tell whether two runs left the same bits behind."""
+    """Return whether two runs have the same leaves with the same bits."""
     return _has_same_form(first, second) and not differing_leaves(first, second)
 
 

@@ -1,4 +1,7 @@
-"""Run the trials of one subject: what does not depend on the candidate is computed once for all of them."""
+"""Run the trials of one subject. Reference, truth and exports are computed once and shared by all of them.
+
+Start reading at `Bench.run`.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ _STEPS = 3
 
 
 class Bench:
-    """One subject run through some stages, and everything that its trials share."""
+    """One subject with its baseline and exports, which its trials share."""
 
     def __init__(self, subject: Subject, stages: tuple[str, ...]) -> None:
         self.stages = stages
@@ -40,7 +43,7 @@ class Bench:
         self.exports = Exports()
 
     def run(self, trial: Trial) -> Record:
-        """Run a trial; whatever comes of it is its record."""
+        """Run a trial and return its record, also if it crashed or failed."""
         started = time.perf_counter()
         transform = transform_of(trial, self.exports)
 
@@ -80,7 +83,7 @@ class Bench:
 
     @functools.cached_property
     def _wide_reference(self) -> Observation:
-        """The reference in float64 as the users of other rules have it, the casts inside it as they are."""
+        """The reference in float64 as users of the other rules compute it: casts inside the program are kept."""
         baseline = self.baseline
         try:
             side = Side.copied_from(baseline.program, convert=lift.widened)
@@ -89,7 +92,7 @@ class Bench:
             return baseline.truth or baseline.reference
 
     def _mattering(self, transform: Transform, candidate: Observation) -> set[str]:
-        """Return the stages in which a fault can be seen: natively, or else in float64."""
+        """Return the stages that a fault changes, natively or in float64."""
         differing = self._differing(self._exported, candidate)
         if differing != set(self.stages):
             with contextlib.suppress(PlaceLost, SideFailed):  # not every faulty program has a float64 of its own
@@ -108,7 +111,7 @@ class Bench:
         return self._run_alone(transforms.build("export", {}), lifted=True)
 
     def _run_alone(self, transform: Transform, *, lifted: bool) -> Observation:
-        """Run a transform that compiles nothing, without judging it."""
+        """Run a transform that does not compile, and return the observation without judging it."""
         baseline = self.baseline
         convert = lift.widened if lifted else _unchanged
         scope = baseline.lifted_scope(torch.float64) if lifted else baseline.eager_scope
@@ -118,13 +121,13 @@ class Bench:
 
 
 def baseline_of(subject: Subject, stages: tuple[str, ...]) -> Baseline:
-    """Return what every candidate of a subject is held against; nothing has run yet."""
+    """Return the baseline that every candidate of a subject is compared with; nothing has run yet."""
     plan = Plan(stages=stages, seed=0, iterations=1, steps=_STEPS, optimizer=OPTIMIZERS.get("adamw"))
     return Baseline(program=subject.program(), plan=plan)
 
 
 def checked(baseline: Baseline, trial: Trial, transform: Transform) -> tuple[Report, Observation]:
-    """Ask the engine; return its report and what the candidate left behind."""
+    """Run the check; return its report and the candidate's observation."""
     check = Check(
         case=Case(program=trial.subject.model, transform=trial.transform, stages=trial.stages, steps=_STEPS),
         transform=transform,
@@ -136,7 +139,7 @@ def checked(baseline: Baseline, trial: Trial, transform: Transform) -> tuple[Rep
 
 
 def transform_of(trial: Trial, exports: Exports) -> Transform:
-    """Return what makes the candidate."""
+    """Return the transform of a trial: a planted fault, or one by its name."""
     if trial.kind == FAULT:
         return plant(trial.transform, seed=trial.subject.seed, exports=exports)
     return transforms.build(trial.transform, {})
@@ -159,7 +162,7 @@ def _flagged_by_us(stage: Stage) -> list[str]:
 
 
 def _reasons(stage: Stage) -> list[str]:
-    """Return why the verdict is what it is: the worst leaves, or the one that came closest."""
+    """Return the reasons of the stage's verdict: of the worst leaves, or of the one that came closest."""
     leaves = sorted(stage.comparisons, key=lambda seen: seen.rank, reverse=True)
     guilty = [seen for seen in leaves if seen.verdict is not Verdict.EQUIVALENT]
     told = [f"{seen.path}: {seen.reason}" for seen in (guilty[:_MOST_REASONS] or leaves[:1])]

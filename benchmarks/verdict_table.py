@@ -1,9 +1,10 @@
-"""From records to markdown: false alarms, recall and what is inconclusive, for every rule, dtype and stage.
+"""Make tables of records, as markdown: false alarms, recall and inconclusive cases, for every rule, dtype and stage.
 
-A rule gets credit for a fault only where it passes that case's clean controls: the same program exported without a
-fault, and the same program under inductor. A rule that raises the alarm at everything finds every fault, too.
-The thorough check has a row where the local question was asked; its false alarms are a share of the clean cases in
-which it was.
+A rule gets credit for a fault only if it passes that case's clean controls: the same program exported without a fault,
+and the same program under inductor. Otherwise a rule that always raises the alarm would be the best. The thorough check
+has a row if the local question was asked; its false alarms are a share of the clean cases in which it was asked.
+
+Start reading at `as_markdown` and `Results`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Results:
 
     @classmethod
     def of(cls, records: Iterable[Record]) -> Results:
-        """Sort the records; those that did not come to a verdict are left out here and listed apart."""
+        """Return the records by group; records without a verdict are left out here and listed by `_without_verdict`."""
         done = [record for record in records if record.status == DONE]
         controls: dict[Subject, list[Record]] = {}
         for record in done:
@@ -53,7 +54,7 @@ class Results:
         )
 
     def where(self, holds: Callable[[Subject], bool]) -> Results:
-        """Return the results of some subjects only."""
+        """Return the results of the subjects for which `holds` is true."""
         return Results(
             clean=[record for record in self.clean if holds(record.trial.subject)],
             faults=[record for record in self.faults if holds(record.trial.subject)],
@@ -62,12 +63,12 @@ class Results:
 
     @property
     def rules(self) -> tuple[str, ...]:
-        """The rules that have something to say here."""
+        """The rules of these results; the thorough check is one if the local question was asked."""
         everything = (*self.clean, *self.faults, *(record for of_one in self.controls.values() for record in of_one))
         return (*RULES, THOROUGH) if any(record.is_asked_locally for record in everything) else RULES
 
     def judged(self, rule: str) -> list[Record]:
-        """Return the clean cases that a rule was asked about."""
+        """Return the clean cases that a rule judged."""
         return [record for record in self.clean if rule != THOROUGH or record.is_asked_locally]
 
     def false_alarms(self, rule: str, stages: tuple[str, ...]) -> list[Record]:
@@ -75,15 +76,15 @@ class Results:
         return [record for record in self.judged(rule) if record.is_flagged(rule, stages)]
 
     def inconclusive(self, stages: tuple[str, ...]) -> list[Record]:
-        """Return the clean cases that we could not decide."""
+        """Return the clean cases that torchdelta did not decide."""
         return [record for record in self.clean if _verdict(record, stages) == _INCONCLUSIVE]
 
     def mattering(self, stages: tuple[str, ...]) -> list[Record]:
-        """Return the faults that can be seen in any of these stages."""
+        """Return the faults that change any of these stages."""
         return [record for record in self.faults if any(record.stages[name].matters for name in stages)]
 
     def caught(self, rule: str, stages: tuple[str, ...], *, with_credit: bool = False) -> list[Record]:
-        """Return the faults that a rule saw."""
+        """Return the faults in which a rule raised the alarm; `with_credit` only those whose controls it passes."""
         seen = [record for record in self.mattering(stages) if record.is_flagged(rule, stages)]
         return [record for record in seen if not with_credit or self._passes_controls(record, rule, stages)]
 
@@ -95,7 +96,7 @@ class Results:
 
 
 def as_markdown(records: Sequence[Record]) -> str:
-    """Return everything but the cost."""
+    """Return the whole report except the section on cost."""
     results = Results.of(records)
     return "\n".join(
         [
@@ -214,7 +215,7 @@ def _by_fault(results: Results) -> list[str]:
 
 
 def _locally(records: Sequence[Record]) -> list[str]:
-    """List what the local question was asked of and said; nothing where nobody asked."""
+    """Return the section on the local question; no lines if it was not asked."""
     tried = [record for record in records if record.local.asked]
     if not tried:
         return []
@@ -267,7 +268,7 @@ def _listed(title: str, records: list[Record], stages: tuple[str, ...]) -> list[
 
 
 def _without_verdict(records: Sequence[Record]) -> list[str]:
-    """List what crashed or failed: nothing is dropped silently."""
+    """Return the list of records that crashed or failed, so that none is dropped silently."""
     lost = [record for record in records if record.status in (CRASHED, FAILED)]
     lines = ["", f"## Without a verdict, and in no number above: {len(lost)}", ""]
     for record in lost:

@@ -1,8 +1,9 @@
-"""Noise or bug? How often the verdict is wrong on clean programs, and how many planted faults it sees.
+"""Measure the verdicts: the rate of false alarms on clean programs, and the share of planted faults that are caught.
 
-Every model runs under real compilers, where an alarm is false, and exported with faults planted, where silence is a
-miss. The same values are judged by the rules that people use otherwise. A run of everything takes hours, and goes on
-where it was interrupted.
+Every model runs under real compilers, where an alarm is false, and exported with planted faults, where a pass is a
+miss. The same values are also judged by other common rules. A full run takes hours and resumes after an interruption.
+
+Start reading at `run`; `verdict_cases.py` defines the trials, `verdict_runs.py` runs one, `verdict_table.py` counts.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ DEFAULT_OUT = Path("build/verdicts")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run what is missing, then print the table of all there is."""
+    """Run the trials that have no record yet, then print the table of all records."""
     options = _parser().parse_args(argv)
     if options.subset:
         _narrow_to_subset(options)
     ledger = Ledger(options.out)
     cost_file = options.out / "cost.json"
     if not options.table_only:
-        # what torch and transformers say about themselves while they trace
+        # torch and transformers warn about their own code while they trace
         warnings.simplefilter("ignore")
         run(ledger, options)
         if options.thorough is not None:
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(ledger: Ledger, options: argparse.Namespace) -> None:
-    """Run every trial that has no record yet, or one that failed and is to be tried again."""
+    """Run every trial that has no record yet; with `--retry` also those whose record says that the benchmark failed."""
     for subject in cases.subjects(options.models, options.dtypes, options.seeds):
         asked = cases.trials(subject, options.faults)
         missing = [trial for trial in asked if _is_missing(trial, ledger, options.retry)]
@@ -62,7 +63,7 @@ def run(ledger: Ledger, options: argparse.Namespace) -> None:
 
 
 def ask_locally(ledger: Ledger, options: argparse.Namespace) -> None:
-    """Ask what nodes do by themselves, of every record that has no answer yet and may need one."""
+    """Ask the local question of every record that has no answer to it yet and may need one."""
     askable = options.thorough or ASKABLE
     for subject in cases.subjects(options.models, options.dtypes, options.seeds):
         keys = [trial.key for trial in cases.trials(subject, options.faults)]
@@ -111,9 +112,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="WHAT",
         help=f"ask the local question too, of {', '.join(ASKABLE)}; no WHAT: of all of them",
     )
-    parser.add_argument("--subset", action="store_true", help="a few minutes' worth of everything")
-    parser.add_argument("--retry", action="store_true", help="run again what failed")
-    parser.add_argument("--table-only", action="store_true", help="run nothing")
+    parser.add_argument("--subset", action="store_true", help="a few minutes of everything")
+    parser.add_argument("--retry", action="store_true", help="run the trials again that failed")
+    parser.add_argument("--table-only", action="store_true", help="print the table of existing records only")
     return parser
 
 

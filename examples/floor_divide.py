@@ -1,4 +1,4 @@
-"""Float floor division: torch 2.13 compiles `a // b` to floor(a / b), and 1.0 // 0.1 becomes 10 where eager says 9."""
+"""Float floor division: torch 2.13 compiles `a // b` to floor(a / b), so 1.0 // 0.1 is 10, and eagerly it is 9."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""A small transformer block in train mode, dropout active: a healthy program."""
+"""A small transformer block in train mode, with active dropout: a correct program."""
 
 import torch
 from torch import nn

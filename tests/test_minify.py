@@ -23,9 +23,9 @@ from torchdelta.isolate.pool import Query
 from torchdelta.isolate.supervisor import Outcome
 from torchdelta.minify import queries
 from torchdelta.minify import result as minified_of
-from torchdelta.minify.edits import Edit, merged
+from torchdelta.minify.edits import Edit, merge_edits
 from torchdelta.minify.passes import PASSES, STRATEGIES
-from torchdelta.minify.reducer import AGAIN, Budget, FlakyFailure, Reducer
+from torchdelta.minify.reducer import REPEATS, Budget, FlakyFailure, Reducer
 from torchdelta.minify.search import Answer, Search
 from torchdelta.minify.speculation import Speculation
 from torchdelta.minify.subject import Draw, Name, Subject
@@ -68,7 +68,7 @@ def reduced(subject, is_failing, **options):
     return reducer, reducer.run(subject, Answer(signatures=(WANTED,)), strategies=STRATEGIES, passes=PASSES)
 
 
-class SlowCrew:
+class SlowPool:
     """Who is asked several things at once, and answers only when there is nothing else to ask, or nobody to ask it."""
 
     def __init__(self, is_failing, workers=2):
@@ -76,7 +76,7 @@ class SlowCrew:
         self.begun, self.ahead = [], {}
 
     @property
-    def waiting(self):
+    def unused_count(self):
         return len(self.ahead)
 
     def begin(self, subject):
@@ -112,10 +112,10 @@ class SlowAnswer:
         return self.answer
 
 
-def reduced_by_crew(subject, is_failing, workers=2, **options):
-    crew = SlowCrew(is_failing, workers)
-    reducer = Reducer(ask=crew, crew=crew, wanted=WANTED, **options)
-    return crew, reducer.run(subject, Answer(signatures=(WANTED,)), strategies=STRATEGIES, passes=PASSES)
+def reduced_by_pool(subject, is_failing, workers=2, **options):
+    pool = SlowPool(is_failing, workers)
+    reducer = Reducer(ask=pool, pool=pool, wanted=WANTED, **options)
+    return pool, reducer.run(subject, Answer(signatures=(WANTED,)), strategies=STRATEGIES, passes=PASSES)
 
 
 def captured_graph(function, *args):
@@ -187,30 +187,30 @@ class TestEdits:
     subject = subject_of(lambda x, y: torch.cos(torch.sin(x) + y), torch.ones(2), torch.ones(2))
 
     def test_a_cut_gives_readers_the_value_of_the_reference(self):
-        made = Edit(cut=frozenset({"add"})).applied_to(self.subject)
+        made = Edit(cut=frozenset({"add"})).apply(self.subject)
 
         assert ops(made.graph) == ["cos"]
         assert torch.equal(made.inputs[0], torch.sin(torch.ones(2)) + 1)
 
     def test_a_node_that_is_returned_stays_behind_a_cut(self):
-        made = Edit(cut=frozenset({"sin"}), outputs=("sin", "add")).applied_to(self.subject)
+        made = Edit(cut=frozenset({"sin"}), outputs=("sin", "add")).apply(self.subject)
 
         assert ops(made.graph) == ["sin", "add"]
         assert len(made.inputs) == 3
 
     def test_an_operand_stands_for_an_operation(self):
-        made = Edit(instead={"add": Name("sin")}).applied_to(self.subject)
+        made = Edit(replacements={"add": Name("sin")}).apply(self.subject)
 
         assert ops(made.graph) == ["sin", "cos"]
         assert len(made.inputs) == 1
 
     def test_what_several_change_is_changed_by_their_merger(self):
-        made = merged([Edit(cut=frozenset({"sin"})), Edit(instead={"cos": Name("add")})]).applied_to(self.subject)
+        made = merge_edits([Edit(cut=frozenset({"sin"})), Edit(replacements={"cos": Name("add")})]).apply(self.subject)
 
         assert ops(made.graph) == ["add"]
 
     def test_nothing_is_left_of_a_subject_that_returns_nothing(self):
-        assert Edit(outputs=()).applied_to(self.subject) is None
+        assert Edit(outputs=()).apply(self.subject) is None
 
     def test_what_writes_stays_until_it_is_dropped(self):
         def program(x, y):
@@ -219,12 +219,12 @@ class TestEdits:
 
         subject = subject_of(program, torch.ones(2), torch.ones(2))
 
-        assert ops(Edit(outputs=("sin",)).applied_to(subject).graph) == ["add_", "sin"]
-        assert ops(Edit(dropped=frozenset({"add_"})).applied_to(subject).graph) == ["sin"]
+        assert ops(Edit(outputs=("sin",)).apply(subject).graph) == ["add_", "sin"]
+        assert ops(Edit(dropped=frozenset({"add_"})).apply(subject).graph) == ["sin"]
 
     def test_sizes_change_in_inputs_and_in_what_nodes_are_called_with(self):
         subject = subject_of(lambda x: x.view(24).reshape(4, 6), torch.arange(24.0).view(4, 6))
-        made = Edit(sizes={6: 2}).applied_to(subject)
+        made = Edit(sizes={6: 2}).apply(subject)
 
         assert made.graph(*made.inputs)[0].tolist() == [[0, 1], [6, 7], [12, 13], [18, 19]]
 
@@ -365,7 +365,7 @@ class TestReducer:
 
         assert small.inputs[0].numel() == 1024
         # twice whether it comes again; random and small, random; halved twice, each halved; and nothing of it once more
-        assert reducer.queries == AGAIN + 2 + 2 + 2
+        assert reducer.queries == REPEATS + 2 + 2 + 2
 
     def test_what_only_the_graph_decides_takes_one_query_for_all_values(self):
         subject = subject_of(lambda x, rows: torch.take(x, rows), torch.ones(8, 4), torch.tensor([1, 1, 1]))
@@ -373,7 +373,7 @@ class TestReducer:
 
         assert [tuple(value.shape) for value in small.inputs] == [(2, 2), (2,)]
         assert set(small.drawn) == {"x", "rows"}
-        assert reducer.queries == AGAIN + 1
+        assert reducer.queries == REPEATS + 1
 
     def test_a_size_that_has_to_stay_holds_up_no_other(self):
         subject = subject_of(lambda x: torch.relu(x), torch.randn(48, 16, 5))
@@ -383,11 +383,11 @@ class TestReducer:
 
     def test_random_numbers_do_not_tell_which_way_a_subject_came(self):
         subject = subject_of(lambda x: torch.relu(x), torch.randn(8, 4))
-        drawn, small = Edit(drawn={"x": Draw(by="randn")}), Edit(sizes={8: 2})
-        first = small.applied_to(drawn.applied_to(subject))
+        drawn, small = Edit(draws={"x": Draw(by="randn")}), Edit(sizes={8: 2})
+        first = small.apply(drawn.apply(subject))
 
-        assert first.key == drawn.applied_to(small.applied_to(subject)).key
-        assert first.key != small.applied_to(subject).key
+        assert first.key == drawn.apply(small.apply(subject)).key
+        assert first.key != small.apply(subject).key
 
     def test_values_that_the_failure_needs_stay(self):
         subject = subject_of(lambda rows: torch.relu(rows), torch.tensor([3, 1]))
@@ -484,26 +484,26 @@ class TestForesight:
             return failing in ops(asked.graph)
 
         subject = subject_of(lambda x: torch.exp(torch.tanh(torch.relu(torch.sin(torch.cos(x))))), torch.randn(8, 8))
-        crew, small = reduced_by_crew(subject, is_failing, workers)
+        pool, small = reduced_by_pool(subject, is_failing, workers)
         alone, expected = reduced(subject, is_failing)
 
         assert small.key == expected.key
-        assert len(crew.begun) <= alone.queries + 2 * (workers - 1)
+        assert len(pool.begun) <= alone.queries + 2 * (workers - 1)
 
     def test_the_first_small_step_is_asked_beside_the_last_leap(self):
         subject = subject_of(lambda x: x.cos().sin().relu().cos().sin().relu(), torch.randn(8, 8))
-        crew, _ = reduced_by_crew(subject, lambda asked: "relu" in ops(asked.graph), workers=3)
+        pool, _ = reduced_by_pool(subject, lambda asked: "relu" in ops(asked.graph), workers=3)
 
         # one of each kind; the first, second and third of them at once; and once it is clear that it is the third, its
         # first small step and twice whether it comes again
-        assert crew.begun == [["cos", "sin", "relu"], ["cos"], ["sin"], ["relu"], ["relu"], ["relu"], ["relu"]]
+        assert pool.begun == [["cos", "sin", "relu"], ["cos"], ["sin"], ["relu"], ["relu"], ["relu"], ["relu"]]
 
     def test_what_is_rarest_is_the_one_to_bet_on(self):
         subject = subject_of(lambda x: x.cos().sin().cos().relu().sin(), torch.randn(8, 8))
-        crew, _ = reduced_by_crew(subject, lambda asked: "relu" in ops(asked.graph))
+        pool, _ = reduced_by_pool(subject, lambda asked: "relu" in ops(asked.graph))
 
         # one of each kind, the rarest, and its first small step beside it; that was never refused, so it has come again
-        assert crew.begun == [["cos", "sin", "relu"], ["relu"], ["relu"]]
+        assert pool.begun == [["cos", "sin", "relu"], ["relu"], ["relu"]]
 
     def test_what_was_answered_meanwhile_is_followed_before_the_rest_is_there(self):
         asked, answers = [], {}
@@ -543,16 +543,16 @@ class TestForesight:
     def test_no_more_is_asked_ahead_than_the_budget_allows(self, queries):
         subject = subject_of(lambda x: torch.relu(torch.sin(torch.sin(torch.cos(x)))), torch.randn(8, 8))
         budget = Budget(queries=queries)
-        crew, _ = reduced_by_crew(subject, lambda asked: "relu" in ops(asked.graph), workers=5, budget=budget)
+        pool, _ = reduced_by_pool(subject, lambda asked: "relu" in ops(asked.graph), workers=5, budget=budget)
 
         # whether it comes again is not a question of the budget
-        assert len(crew.begun) <= queries + AGAIN
+        assert len(pool.begun) <= queries + REPEATS
 
     def test_what_it_will_end_with_is_told_before_it_is_known_whether_it_comes_each_time(self):
         told = []
         subject = subject_of(lambda x: torch.relu(torch.sin(torch.sin(torch.cos(x)))), torch.randn(8, 8))
-        _, small = reduced_by_crew(
-            subject, lambda asked: "relu" in ops(asked.graph), expect=lambda subject, _: told.append(subject)
+        _, small = reduced_by_pool(
+            subject, lambda asked: "relu" in ops(asked.graph), on_likely_result=lambda subject, _: told.append(subject)
         )
 
         assert told == [small]
@@ -932,7 +932,7 @@ class TestDraft:
 
         def run(self, subject, answer, **_):
             self.search = Search(subject=subject, answer=answer, wanted=self.wanted)
-            self.expect(subject, answer)
+            self.on_likely_result(subject, answer)
             assert len(list(tmp_path.iterdir())) == 2
             raise td.NothingToMinify("it came once")
 
@@ -946,7 +946,7 @@ class TestDraft:
     def test_where_no_script_can_be_written_there_is_none_yet(self, tmp_path, monkeypatch):
         def run(self, subject, answer, **_):
             self.search = Search(subject=subject, answer=answer, wanted=self.wanted)
-            self.expect(subject, answer)
+            self.on_likely_result(subject, answer)
 
         def of_this_process(graph_module, example_inputs):
             return broken.relu_is_off(graph_module, example_inputs)

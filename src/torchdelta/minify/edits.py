@@ -1,11 +1,17 @@
-"""Make a size smaller wherever it occurs: in inputs, and in what nodes are called with.
+"""Edits: changes that make a subject simpler, as plain data.
 
-An edit: a change that makes a subject simpler, as data, so that several can be merged into one.
+The idea: a reduction pass does not change a graph itself. It describes the change as an `Edit`, so that several edits
+can be merged into one, tested together with a single query, and applied to any later version of the subject. Names
+that a subject no longer has are ignored.
+
+    smaller = Edit(cut=frozenset({"relu"}), sizes={64: 2}).apply(subject)
+
+Start reading at `Edit`; `Edit.apply` rebuilds the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
@@ -18,137 +24,144 @@ from torchdelta.minify.subject import Draw, Subject, rebuilt
 from torchdelta.program.copies import copy_together
 
 
-def sizes_of(subject: Subject) -> set[int]:
-    """Return every size above one that an input has."""
+@dataclass(frozen=True, kw_only=True)
+class Edit:
+    """The changes to make to a subject. Names that the subject does not have are ignored."""
+
+    cut: frozenset[str] = frozenset()
+    """Nodes whose readers read a new input instead. The input has the value that the reference computes there."""
+    replacements: Mapping[str, Any] = field(default_factory=dict)
+    """For a node, the node to read in its place, as a `Name`, or a literal."""
+    outputs: tuple[str, ...] | None = None
+    """The new outputs; None leaves the outputs as they are."""
+    removed_outputs: frozenset[str] = frozenset()
+    """Outputs that are not returned any more."""
+    dropped: frozenset[str] = frozenset()
+    """Nodes that are not kept for their effect alone (a write, a random draw, an assertion)."""
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    """New values for inputs, by name."""
+    draws: Mapping[str, Draw] = field(default_factory=dict)
+    """Inputs whose values are generated instead of the user's, by name."""
+    is_detached: bool = False
+    """Whether no input requires grad any more."""
+    sizes: Mapping[int, int] = field(default_factory=dict)
+    """For a size of an input, the smaller size that replaces it everywhere."""
+    guess: bool | None = None
+    """Whether the reducer will probably accept the edit; None if that cannot be predicted."""
+
+    def merge(self, other: Edit) -> Edit:
+        """Return one edit that does both. Where they contradict each other, `other` decides; `guess` is dropped."""
+        return Edit(
+            cut=self.cut | other.cut,
+            replacements={**self.replacements, **other.replacements},
+            outputs=other.outputs if other.outputs is not None else self.outputs,
+            removed_outputs=self.removed_outputs | other.removed_outputs,
+            dropped=self.dropped | other.dropped,
+            inputs={**self.inputs, **other.inputs},
+            draws={**self.draws, **other.draws},
+            is_detached=self.is_detached or other.is_detached,
+            sizes={**self.sizes, **other.sizes},
+        )
+
+    def apply(self, subject: Subject) -> Subject | None:
+        """Return the changed subject as a new one, or None if no operation is left in it."""
+        names = {node.name for node in subject.graph.graph.nodes}
+        cut = {name: subject.values[name] for name in cuttable(subject, self.cut & names)}
+        # a computed number becomes a literal: it needs no input
+        literals = {name: value for name, value in cut.items() if not isinstance(value, torch.Tensor)}
+        new_inputs = {name: self._detach(value) for name, value in cut.items() if isinstance(value, torch.Tensor)}
+        # values are drawn again for the new shape, so that the result does not depend on the order of the edits
+        draws = {**{name: draw for name, draw in subject.drawn.items() if name not in self.inputs}, **self.draws}
+        inputs = {
+            name: self._detach(self._change_input(name, value, draws.get(name)))
+            for name, value in subject.named_inputs.items()
+        }
+        outputs = subject.outputs if self.outputs is None else tuple(name for name in self.outputs if name in names)
+        result = rebuilt(
+            subject.graph,
+            inputs,
+            [name for name in outputs if name not in self.removed_outputs],
+            given=new_inputs,
+            instead={**literals, **{name: value for name, value in self.replacements.items() if name in names}},
+            dropped=self.dropped,
+        )
+        if self.sizes:
+            for node in result.nodes:
+                _resize_arguments(node, self.sizes, input_sizes(subject))
+            result.graph.recompile()
+        remaining = result.named_inputs
+        result = replace(result, drawn={name: draw for name, draw in draws.items() if name in remaining})
+        return result if result.nodes else None
+
+    def _change_input(self, name: str, value: Any, draw: Draw | None) -> Any:
+        """Return the new value of one input: replaced, then made smaller, then drawn if there is a draw for it."""
+        resized = _narrow(self.inputs.get(name, value), self.sizes)
+        return draw.like(resized) if draw is not None else resized
+
+    def _detach(self, value: Any) -> Any:
+        """Return the value without `requires_grad` if this edit detaches inputs, else unchanged."""
+        has_gradient = isinstance(value, torch.Tensor) and value.requires_grad
+        return value.detach() if self.is_detached and has_gradient else value
+
+
+def merge_edits(edits: Iterable[Edit]) -> Edit:
+    """Return one edit that does all of them; where two contradict each other, the later one decides."""
+    return reduce(Edit.merge, edits, Edit())
+
+
+def keep_only(subject: Subject, names: Sequence[str]) -> Edit:
+    """Return the edit that keeps a region of the graph and removes every other node.
+
+    The region reads the reference's values as inputs, and returns the tensors that were read outside of it.
+    """
+    outside = frozenset(node.name for node in subject.nodes) - set(names)
+    return Edit(cut=cuttable(subject, outside), outputs=region_outputs(subject, names), dropped=outside)
+
+
+def region_outputs(subject: Subject, names: Collection[str]) -> tuple[str, ...]:
+    """Return the tensors of a region that the graph returns or that a node outside of the region reads."""
+    inside, outputs = set(names), set(subject.outputs)
+    return tuple(
+        node.name
+        for node in subject.nodes
+        if node.name in inside
+        and isinstance(subject.values[node.name], torch.Tensor)
+        and (node.name in outputs or any(user.name not in inside for user in node.users))
+    )
+
+
+def cuttable(subject: Subject, names: Iterable[str]) -> frozenset[str]:
+    """Return those of the named nodes whose value can be an input instead: tensors and numbers, not collections."""
+    return frozenset(name for name in names if isinstance(subject.values[name], (torch.Tensor, bool, int, float)))
+
+
+def input_sizes(subject: Subject) -> set[int]:
+    """Return every size above one that an axis of an input tensor has."""
     return {size for value in subject.inputs if isinstance(value, torch.Tensor) for size in value.shape if size > 1}
 
 
-def narrowed(value: Any, changes: Mapping[int, int]) -> Any:
-    """Return the beginning of a tensor along each axis whose size changes."""
-    if not isinstance(value, torch.Tensor) or not any(size in changes for size in value.shape):
+def _narrow(value: Any, sizes: Mapping[int, int]) -> Any:
+    """Return the first elements of a tensor along each axis whose size changes; other values are returned unchanged."""
+    if not isinstance(value, torch.Tensor) or not any(size in sizes for size in value.shape):
         return value
-    made = value.detach()
+    narrow = value.detach()
     for axis, size in enumerate(value.shape):
-        if size in changes:
-            made = made.narrow(axis, 0, changes[size])
-    # memory of its own: what was left out is not to be kept
-    dense = made.contiguous().clone() if value.is_contiguous() else copy_together(made, name="an input")
-    return dense.requires_grad_(value.requires_grad)
+        if size in sizes:
+            narrow = narrow.narrow(axis, 0, sizes[size])
+    # copied, because a view would keep the elements that were left out
+    copied = narrow.contiguous().clone() if value.is_contiguous() else copy_together(narrow, name="an input")
+    return copied.requires_grad_(value.requires_grad)
 
 
-def renumber(node: Node, changes: Mapping[int, int], sizes: set[int]) -> None:
-    """Change the numbers of a call that follow from a size: itself, and its product with another."""
-    numbers = dict(changes)
-    for old, new in changes.items():
-        for other in sizes:
-            numbers.setdefault(old * other, new * changes.get(other, other))
+def _resize_arguments(node: Node, sizes: Mapping[int, int], all_sizes: set[int]) -> None:
+    """Change the integers among a node's arguments that equal a changed size, or its product with another size."""
+    numbers = dict(sizes)
+    for old, new in sizes.items():
+        for other in all_sizes:
+            numbers.setdefault(old * other, new * sizes.get(other, other))
 
     def change(value: Any) -> Any:
         return numbers[value] if type(value) is int and value in numbers else value
 
     node.args = map_aggregate(node.args, change)
     node.kwargs = map_aggregate(node.kwargs, change)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Edit:
-    """What to change; names that a subject does not have any more mean nothing to it."""
-
-    cut: frozenset[str] = frozenset()
-    """Nodes whose readers read an input instead, which has the value that the reference has there."""
-    instead: Mapping[str, Any] = field(default_factory=dict)
-    """For a node another one, as a `Name`, or a literal."""
-    outputs: tuple[str, ...] | None = None
-    """What is returned from now on; None leaves that as it is."""
-    unreturned: frozenset[str] = frozenset()
-    """What is not returned any more."""
-    dropped: frozenset[str] = frozenset()
-    """Nodes with an effect that go although something else stays."""
-    inputs: Mapping[str, Any] = field(default_factory=dict)
-    """Other values for inputs."""
-    drawn: Mapping[str, Draw] = field(default_factory=dict)
-    """Inputs whose numbers are not the user's any more."""
-    is_detached: bool = False
-    """Whether no input requires grad any more."""
-    sizes: Mapping[int, int] = field(default_factory=dict)
-    """For a size of inputs a smaller one."""
-    guess: bool | None = None
-    """Whether it will be taken; None where nobody would bet on that."""
-
-    def merged_with(self, other: Edit) -> Edit:
-        """Return both as one; where they contradict each other, the other's word counts."""
-        return Edit(
-            cut=self.cut | other.cut,
-            instead={**self.instead, **other.instead},
-            outputs=other.outputs if other.outputs is not None else self.outputs,
-            unreturned=self.unreturned | other.unreturned,
-            dropped=self.dropped | other.dropped,
-            inputs={**self.inputs, **other.inputs},
-            drawn={**self.drawn, **other.drawn},
-            is_detached=self.is_detached or other.is_detached,
-            sizes={**self.sizes, **other.sizes},
-        )
-
-    def applied_to(self, subject: Subject) -> Subject | None:
-        """Return the changed subject; None where nothing is left of it."""
-        names = {node.name for node in subject.graph.graph.nodes}
-        cut = {name: subject.values[name] for name in self.cut & names if can_be_given(subject.values[name])}
-        # a number that was computed is as good as one that is written
-        literals = {name: value for name, value in cut.items() if not isinstance(value, torch.Tensor)}
-        given = {name: self._detached(value) for name, value in cut.items() if isinstance(value, torch.Tensor)}
-        before = subject.named_inputs
-        # numbers that are drawn are drawn for each shape: where a subject comes from is not seen in them
-        drawn = {**{name: draw for name, draw in subject.drawn.items() if name not in self.inputs}, **self.drawn}
-        inputs = {name: self._detached(self._input(name, value, drawn.get(name))) for name, value in before.items()}
-        instead = {name: value for name, value in self.instead.items() if name in names}
-        outputs = subject.outputs if self.outputs is None else tuple(name for name in self.outputs if name in names)
-        made = rebuilt(
-            subject.graph,
-            inputs,
-            [name for name in outputs if name not in self.unreturned],
-            given=given,
-            instead={**literals, **instead},
-            dropped=self.dropped,
-        )
-        if self.sizes:
-            for node in made.nodes:
-                renumber(node, self.sizes, sizes_of(subject))
-            made.graph.recompile()
-        there = made.named_inputs
-        made = replace(made, drawn={name: draw for name, draw in drawn.items() if name in there})
-        return made if made.nodes else None
-
-    def _input(self, name: str, value: Any, draw: Draw | None) -> Any:
-        resized = narrowed(self.inputs.get(name, value), self.sizes)
-        return draw.like(resized) if draw is not None else resized
-
-    def _detached(self, value: Any) -> Any:
-        is_asked = isinstance(value, torch.Tensor) and value.requires_grad
-        return value.detach() if self.is_detached and is_asked else value
-
-
-def merged(edits: Iterable[Edit]) -> Edit:
-    """Return several edits as one."""
-    return reduce(Edit.merged_with, edits, Edit())
-
-
-def can_be_given(value: Any) -> bool:
-    """Tell whether a graph may be given this instead of computing it: a tensor or a number, and no collection."""
-    return isinstance(value, (torch.Tensor, bool, int, float))
-
-
-def kept_only(subject: Subject, names: Sequence[str]) -> Edit:
-    """Return the edit that leaves a region, fed by what the reference has, and returns what was read outside of it."""
-    inside, returned = set(names), set(subject.outputs)
-    cut = {node.name for node in subject.nodes if node.name not in inside and can_be_given(subject.values[node.name])}
-    effects = frozenset(node.name for node in subject.nodes if node.name not in inside)
-    ends = [
-        node.name
-        for node in subject.nodes
-        if node.name in inside and (node.name in returned or any(user.name not in inside for user in node.users))
-    ]
-    return Edit(
-        cut=frozenset(cut),
-        outputs=tuple(name for name in ends if isinstance(subject.values[name], torch.Tensor)),
-        dropped=effects,
-    )

@@ -25,7 +25,7 @@ from torchdelta.minify.preflight import FORWARD, FailingGraph, Preflight, stages
 from torchdelta.minify.queries import InProcessOracle, WorkerOracle, plain_settings, spec_of
 from torchdelta.minify.reducer import Budget, FlakyFailure, Progress, Reducer
 from torchdelta.minify.result import Draft, MinifiedGraph
-from torchdelta.minify.search import Answer, Foresee, Oracle, Search
+from torchdelta.minify.search import Answer, Oracle, Predictor, Search
 from torchdelta.minify.speculation import Speculation
 from torchdelta.minify.subject import Subject
 from torchdelta.minify.workers import pool_for
@@ -124,7 +124,7 @@ class Minifier:
         # what is wrong in the backward of a program is wrong in the forward of its backward graph
         return self.expected if self.level == DYNAMO else ()
 
-    def _guess(self, subject: Subject) -> Foresee:
+    def _guess(self, subject: Subject) -> Predictor:
         """Say what the reduction will most likely ask, while nobody knows yet how the subject fails."""
         assert isinstance(self.ask, WorkerOracle)
         find = partial(self.ask.find, case=replace(self.ask.case, stages=FORWARD))
@@ -186,20 +186,18 @@ class Minifier:
 
     def _reduced(self, chosen: FailingGraph, ask: Oracle, entry: Entry | None) -> MinifiedGraph:
         subject = chosen.subject
-        reducer = Reducer(
-            ask=ask, wanted=chosen.wanted, budget=self.budget, tell=self._told, is_patient=self.rate < 1.0
-        )
+        reducer = Reducer(ask=ask, wanted=chosen.wanted, budget=self.budget, tell=self._told, is_flaky=self.rate < 1.0)
         if isinstance(self.ask, WorkerOracle):
             if ask is self.ask:  # what is asked several times is asked for anew each time
-                reducer.crew = self.ask
+                reducer.pool = self.ask
             # who will run the script gets ready while the whole is cut down, which takes one worker
             self.clean = self.clean or CleanProcess(steps_behind(self.transform, forks=CAN_FORK))
         if entry is not None:
-            reducer.known.update(entry.known)
+            reducer.outcomes.update(entry.known)
         if self.out is not None:
-            reducer.keep = self._keeping(reducer, self._nodes_before(chosen, entry), entry)
-            reducer.keep(subject, chosen.answer)
-        reducer.expect = lambda _, __: self._begin_script(self._minified(reducer, chosen, entry))
+            reducer.save_best = self._keeping(reducer, self._nodes_before(chosen, entry), entry)
+            reducer.save_best(subject, chosen.answer)
+        reducer.on_likely_result = lambda _, __: self._begin_script(self._minified(reducer, chosen, entry))
         culprits = nodes_of(self.culprit, subject) if self.culprit is not None else ()
         try:
             reducer.run(subject, chosen.answer, strategies=STRATEGIES, passes=PASSES, culprits=culprits)
@@ -207,7 +205,7 @@ class Minifier:
             self._drop_script()
             raise
         if not reducer.is_minimal:
-            why = f"queries broke ({reducer.gap})" if reducer.gap else "the budget was spent"
+            why = f"queries broke ({reducer.unanswered})" if reducer.unanswered else "the budget was spent"
             self.notes.append(f"it may not be the smallest: {why}")
         if reducer.twin is not None and self.out is not None:
             self._journal.write_twin(reducer.twin)
@@ -278,7 +276,7 @@ class Minifier:
                 # a name of its own: what the journal points to stays until it points elsewhere
                 best=f"best-{os.urandom(4).hex()}",
                 drawn=dict(best.drawn),
-                known=dict(reducer.known),
+                known=dict(reducer.outcomes),
             )
             self._journal.write(best, entry)
 

@@ -11,10 +11,10 @@ import torch
 
 from torchdelta.errors import NothingToMinify
 from torchdelta.minify.capture import nodes_of
-from torchdelta.minify.edits import kept_only
+from torchdelta.minify.edits import keep_only
 from torchdelta.minify.queries import InProcessOracle, WorkerOracle
 from torchdelta.minify.reducer import Progress
-from torchdelta.minify.search import Answer, Foresee, Oracle
+from torchdelta.minify.search import Answer, Oracle, Predictor
 from torchdelta.minify.subject import Subject
 from torchdelta.records.failure import Signature
 from torchdelta.records.report import Culprit
@@ -57,7 +57,7 @@ class Preflight:
     """The failures of the program as a whole: one of them is looked for before any other."""
     culprit: Culprit | None = None
     """Who is said to have failed."""
-    guess: Callable[[Subject], Foresee] | None = None
+    guess: Callable[[Subject], Predictor] | None = None
     """Says of the only graph what a reduction of it will ask, before it is known how it fails."""
     tell: Callable[[Progress], None] = lambda _: None
     notes: list[str] = field(default_factory=list)
@@ -105,7 +105,7 @@ class Preflight:
     def _wanted(self, subject: Subject, meant: Sequence[Signature]) -> Signature:
         """Return which of several failures of a graph is the culprit's own; the first where it shows none by itself."""
         culprits = nodes_of(self.culprit, subject) if self.culprit is not None and len(meant) > 1 else ()
-        alone = kept_only(subject, culprits[:1]).applied_to(subject) if culprits else None
+        alone = keep_only(subject, culprits[:1]).apply(subject) if culprits else None
         if alone is None:
             return meant[0]
         answer = self.ask(alone)

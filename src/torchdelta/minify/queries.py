@@ -18,7 +18,7 @@ from torchdelta.check.prepare import prepare
 from torchdelta.errors import ProgramError
 from torchdelta.isolate.pool import Pool, Query, wait_for_any
 from torchdelta.isolate.supervisor import Outcome
-from torchdelta.minify.search import Answer, Foresee
+from torchdelta.minify.search import Answer, Predictor
 from torchdelta.minify.subject import Subject
 from torchdelta.minify.workers import WORKER
 from torchdelta.program.programs import load_object
@@ -116,7 +116,7 @@ class WorkerOracle:
         return self.timeout_s if self.slowest_s is None else max(LEAST_S, PATIENCE * self.slowest_s)
 
     @property
-    def waiting(self) -> int:
+    def unused_count(self) -> int:
         """How many answers there are or will be that nobody has needed yet."""
         return len(self.ahead)
 
@@ -124,16 +124,16 @@ class WorkerOracle:
         """Ask about one subject, unless that was asked ahead."""
         return self._needed(subject)()
 
-    def ask(self, subject: Subject, foresee: Foresee, case: Case | None = None) -> Answer:
+    def ask(self, subject: Subject, predict: Predictor, case: Case | None = None) -> Answer:
         """Ask about one subject, and as long as that takes about what is foreseen, by another case if need be."""
         needed = self._needed(subject)
         while not needed.is_done():
             at_work = self.at_work  # whoever ends while something is foreseen has ended, and is not waited for
-            if len(at_work) >= self.pool.workers or not self._has_begun(foresee, case):
+            if len(at_work) >= self.pool.workers or not self._has_begun(predict, case):
                 wait_for_any(at_work)
         return needed()
 
-    def _has_begun(self, foresee: Foresee, case: Case | None) -> bool:
+    def _has_begun(self, foresee: Predictor, case: Case | None) -> bool:
         """Begin to ask what is foreseen, if anything."""
         try:
             foreseen = foresee()
@@ -263,7 +263,7 @@ def answer_from(report: Report) -> Answer:
     """Return what a report says about a subject."""
     return Answer(
         signatures=signatures_of(report),
-        guilty=guilty_of(report),
+        failing_leaves=guilty_of(report),
         has_passed=report.verdict is Verdict.EQUIVALENT,
         message=report.failure.message if report.failure is not None else "",
         report=report,

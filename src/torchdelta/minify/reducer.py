@@ -1,7 +1,13 @@
-"""The reducer: passes propose edits, and it alone tests them, remembers what came of them and keeps the best.
+"""The reducer: it tests the edits that passes propose, and keeps the simplest subject that still fails in the same way.
 
-What a pass proposes is taken when the changed subject is simpler and still shows the failure that is looked for.
-Another failure is kept under "also seen", and never followed.
+The idea: passes only propose (see `search.py`); the reducer alone asks queries. It accepts an edit if the changed
+subject still shows the wanted failure. Any other failure is counted in `also_seen` and never followed, so that a
+reduction cannot slide from one bug to another.
+
+    reducer = Reducer(ask=oracle, wanted=signature)
+    smallest = reducer.run(subject, answer, strategies=STRATEGIES, passes=PASSES)
+
+Start reading at `Reducer.run`; `Reducer._test` decides about a single edit.
 """
 
 from __future__ import annotations
@@ -15,34 +21,35 @@ from typing import TypeVar
 from torchdelta.minify.edits import Edit
 from torchdelta.minify.search import (
     Answer,
-    Foresee,
     Oracle,
     Pass,
+    Predictor,
     QueryHandle,
     QueryPool,
     Search,
-    applied,
-    measure,
-    next_of,
+    apply_edit,
+    complexity,
+    next_edit,
 )
 from torchdelta.minify.speculation import Speculation
 from torchdelta.minify.subject import Subject
 from torchdelta.records.failure import Signature
 
 T = TypeVar("T")
-PATIENCE = 3
-"""So many queries in a row that break end a reduction."""
-AGAIN = 2
-"""So often a failure has to come again after the leaps; small steps that were taken meanwhile are given up otherwise.
+MAX_BROKEN_QUERIES = 3
+"""A reduction ends after so many broken queries in a row, because the workers themselves are then at fault."""
+REPEATS = 2
+"""How often a failure has to show again after the strategies, before it counts as steady.
 
-A leap that shows it counts, as long as none was refused: then what was followed was not chosen for showing it.
+A strategy's query that showed it counts as a repeat, as long as no strategy's edit was refused. After a refusal the
+subject was selected because it failed, so its failing is not evidence any more.
 """
-Kept = Callable[[Subject, Answer], None]
+SubjectCallback = Callable[[Subject, Answer], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """How much a reduction may cost; None is without end."""
+    """The most that a reduction may cost; None means no limit."""
 
     queries: int | None = None
     seconds: float | None = None
@@ -50,14 +57,15 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a reduction has come."""
+    """The state of a reduction, for a progress line."""
 
     nodes: int
-    """Of the best so far."""
+    """The number of nodes of the best subject so far."""
     queries: int
     doing: str
+    """The pass that is running."""
     workers: int = 0
-    """How many are asked at the moment, besides the one that is asked next."""
+    """The number of workers that are busy, besides the one that gets the next query."""
 
     def __str__(self) -> str:
         at_work = self.workers + 1
@@ -68,11 +76,11 @@ class Progress:
 
 
 class BudgetExhausted(Exception):
-    """The budget is used up."""
+    """The budget is spent, or too many queries broke."""
 
 
 class FlakyFailure(Exception):
-    """A subject that showed the failure once does not show it again."""
+    """A subject that showed the failure once did not show it again."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
@@ -80,41 +88,45 @@ class FlakyFailure(Exception):
 
 @dataclass(kw_only=True)
 class Reducer:
-    """One reduction; `run` makes the subject small."""
+    """One reduction; `run` returns the smallest subject."""
 
     ask: Oracle
     wanted: Signature
+    """The failure to keep."""
     budget: Budget = field(default_factory=Budget)
-    crew: QueryPool | None = None
-    """Who can be asked several things at once; None where nobody can."""
-    again: list[tuple[Subject, QueryHandle]] = field(default_factory=list)
-    """Whom it is waited for, whether the failure comes again."""
-    leaps: int = 0
-    """How many showed the failure."""
-    has_chosen: bool = False
-    """Whether a leap was refused, so that what was followed was chosen among several."""
-    answers: dict[str, Answer] = field(default_factory=dict)
-    """What was seen after leaps, by the keys of their subjects."""
-    is_patient: bool = False
-    """Whether it is known that the failure comes only now and then, and asked for as often as it takes."""
-    keep: Kept = lambda _, __: None
-    """Told of each subject that is the best so far."""
-    expect: Kept = lambda _, __: None
-    """Told what it will most likely end with, while it is still asked whether the failure comes each time."""
+    pool: QueryPool | None = None
+    """Workers that answer several queries at once; None if there is only `ask`."""
+    is_flaky: bool = False
+    """Whether the failure is known to be intermittent. `ask` then repeats by itself, so the reducer does not."""
+    save_best: SubjectCallback = lambda _, __: None
+    """Called with each subject that becomes the best so far."""
+    on_likely_result: SubjectCallback = lambda _, __: None
+    """Called with the result before the last repeats have confirmed that the failure is steady."""
     tell: Callable[[Progress], None] = lambda _: None
-    known: dict[str, bool] = field(default_factory=dict)
-    """Which subjects showed the failure, by their keys."""
+
+    outcomes: dict[str, bool] = field(default_factory=dict)
+    """Whether each subject that was asked about showed the failure, by subject key."""
+    answers: dict[str, Answer] = field(default_factory=dict)
+    """The answers to the strategies' queries, by subject key."""
+    repeats: list[tuple[Subject, QueryHandle]] = field(default_factory=list)
+    """Unread queries that ask whether the failure shows again."""
+    strategy_hits: int = 0
+    """How many of the strategies' queries showed the failure."""
+    has_refusals: bool = False
+    """Whether one of the strategies' queries did not show the failure."""
     queries: int = 0
+    """How many queries were asked."""
     also_seen: dict[Signature, int] = field(default_factory=dict)
+    """How often each other failure was seen."""
     twin: Subject | None = None
-    """The last neighbour of the best subject that passed."""
-    broken: list[str] = field(default_factory=list)
-    """What queries broke by, since the last that did not."""
-    gap: str = ""
-    """What the last query about an edit broke by: nothing is known about that edit."""
+    """The last subject that passed and was one edit away from the best."""
+    query_errors: list[str] = field(default_factory=list)
+    """The errors of the broken queries since the last query that was answered."""
+    unanswered: str = ""
+    """The error of the last broken query about an edit, for which the answer is unknown; empty if there is none."""
     is_minimal: bool = False
-    """Whether no single edit is left that still shows the failure."""
-    started: float = field(default_factory=time.monotonic)
+    """Whether no pass has an edit left that still shows the failure."""
+    start_time: float = field(default_factory=time.monotonic)
 
     def run(
         self,
@@ -125,169 +137,179 @@ class Reducer:
         passes: Sequence[Pass],
         culprits: Sequence[str] = (),
     ) -> Subject:
-        """Reduce: strategies make great leaps once, passes small steps until none is left.
+        """Return the smallest subject: run each strategy once, then all passes until none makes progress.
 
-        In between it is asked whether the failure comes again: that is cheap by then. Wavering where it does not, which
-        gives up what small steps have been taken: what comes only now and then must not be followed in them.
+        Between the two, ask whether the failure shows again; that is cheap by then, because the subject is small.
+        FlakyFailure if it does not: the passes' progress is given up, because they must not follow an intermittent
+        failure.
         """
         self.search = Search(subject=subject, answer=answer, wanted=self.wanted, culprits=tuple(culprits))
         self.passes = passes
-        self.known[subject.key] = True
-        has_budget = self._is_done(lambda: self._leap_all(strategies))
-        self._ask_again()
+        self.outcomes[subject.key] = True
+        has_budget = self._is_within_budget(lambda: self._run_strategies(strategies))
+        self._begin_repeats()
         if has_budget:
-            self.is_minimal = self._is_done(self._take_steps) and not self.gap
-        self._settle()
-        if self.again:
-            self.expect(self.search.subject, self.search.answer)
-        self._settle(is_over=True)
+            self.is_minimal = self._is_within_budget(self._run_passes) and not self.unanswered
+        self._check_repeats()
+        if self.repeats:
+            self.on_likely_result(self.search.subject, self.search.answer)
+        self._check_repeats(wait=True)
         return self.search.subject
 
-    def _is_done(self, work: Callable[[], object]) -> bool:
-        """Work; False where the budget was spent first."""
+    def _is_within_budget(self, work: Callable[[], object]) -> bool:
+        """Do the work; return False if the budget was spent before its end."""
         try:
             work()
         except BudgetExhausted:
             return False
         return True
 
-    def _leap_all(self, strategies: Sequence[Pass]) -> None:
+    def _run_strategies(self, strategies: Sequence[Pass]) -> None:
         for place, strategy in enumerate(strategies):
-            # whoever looks ahead goes the same way once more, from where this strategy began
-            foresight = self._foresight(strategies[place:])
-            self._leap(strategy, foresight)
+            # a prediction replays the strategies from here on, so it is built before this one changes the search
+            predict = self._predictor(strategies[place:])
+            self._run_strategy(strategy, predict)
 
-    def _foresight(self, strategies: Sequence[Pass]) -> Foresee | None:
-        if self.crew is None:
+    def _predictor(self, strategies: Sequence[Pass]) -> Predictor | None:
+        """Return a predictor of the queries to come that stays within the budget, or None without a pool."""
+        if self.pool is None:
             return None
-        crew = self.crew
-        foresight = Speculation(
-            find=crew.find,
+        pool = self.pool
+        speculation = Speculation(
+            find=pool.find,
             search=replace(self.search),
             strategies=strategies,
             passes=self.passes,
             answers=self.answers,
-            known=self.known,
+            outcomes=self.outcomes,
         )
 
-        def foresee() -> Subject | None:
+        def predict() -> Subject | None:
             most = self.budget.queries
-            return foresight() if most is None or self.queries + crew.waiting < most else None
+            return speculation() if most is None or self.queries + pool.unused_count < most else None
 
-        return foresee
+        return predict
 
-    def _take_steps(self) -> None:
+    def _run_strategy(self, strategy: Pass, predict: Predictor | None) -> None:
+        """Run a strategy, which may make the subject larger on its way; undo it if its end is not simpler."""
+        before = self.search.subject, self.search.answer
+        try:
+            self._run_pass(strategy, predict, is_strategy=True)
+        finally:
+            if complexity(self.search.subject) >= complexity(before[0]):
+                self.search.subject, self.search.answer = before
+            else:
+                self.save_best(self.search.subject, self.search.answer)
+
+    def _run_passes(self) -> None:
+        """Run all passes again and again until a round leaves the subject as it was."""
         before = None
         while self.search.subject is not before:
             before = self.search.subject
-            for each in self.passes:
-                self._drive(each, None, is_leaping=False)
+            for propose in self.passes:
+                self._run_pass(propose, None, is_strategy=False)
 
-    def _ask_again(self) -> None:
-        """Begin to ask whether the failure comes again; the first small step is asked beside it.
+    def _run_pass(self, propose: Pass, predict: Predictor | None, *, is_strategy: bool) -> None:
+        """Test every edit that a pass proposes, and send it each result."""
+        proposals, was_accepted = propose(self.search), None
+        name = propose.__name__.replace("_", " ")
+        while (edit := next_edit(proposals, was_accepted)) is not None:
+            was_accepted = self._test(edit, name, predict, is_strategy=is_strategy)
 
-        That is not a question of the budget: who was told nothing else takes a failure to come each time.
-        """
-        subject = self.search.subject
-        owed = AGAIN if self.has_chosen else max(0, AGAIN - self.leaps)
-        for _ in range(0 if self.is_patient else owed):
-            self.queries += 1
-            begun = self._tried(partial(self._begin, subject))
-            if begun is not None:
-                self.again.append((subject, begun))
-
-    def _begin(self, subject: Subject) -> QueryHandle:
-        return self.crew.begin(subject) if self.crew is not None else _Later(partial(self.ask, subject))
-
-    def _settle(self, *, is_over: bool = False) -> None:
-        """Look at whether the failure came again, at the end of all of them."""
-        for subject, asked in [each for each in self.again if is_over or each[1].is_done()]:
-            self.again.remove((subject, asked))
-            answer = self._tried(asked)
-            if answer is not None and not answer.shows(self.wanted):
-                raise FlakyFailure(subject)
-
-    def _leap(self, strategy: Pass, foresee: Foresee | None) -> None:
-        """Follow a strategy, which may make a subject larger on its way, and come back when it did not end smaller."""
-        before = self.search.subject, self.search.answer
-        try:
-            self._drive(strategy, foresee, is_leaping=True)
-        finally:
-            if measure(self.search.subject) >= measure(before[0]):
-                self.search.subject, self.search.answer = before
-            else:
-                self.keep(self.search.subject, self.search.answer)
-
-    def _drive(self, propose: Pass, foresee: Foresee | None, *, is_leaping: bool) -> None:
-        proposals, told = propose(self.search), None
-        name = propose.__module__.rpartition(".")[2]
-        while (edit := next_of(proposals, told)) is not None:
-            told = self._take(edit, name, foresee, is_leaping=is_leaping)
-
-    def _take(self, edit: Edit, name: str, foresee: Foresee | None, *, is_leaping: bool) -> bool:
-        made = applied(edit, self.search, is_leaping=is_leaping)
-        if isinstance(made, bool):
-            return made
-        if made.key in self.known:
+    def _test(self, edit: Edit, name: str, predict: Predictor | None, *, is_strategy: bool) -> bool:
+        """Ask about one edit if its outcome is not known; return whether it was accepted as the new best subject."""
+        edited = apply_edit(edit, self.search, is_strategy=is_strategy)
+        if isinstance(edited, bool):
+            return edited
+        if edited.key in self.outcomes:
             return False
         self._require_budget()
         self.tell(Progress(nodes=self.search.subject.size, queries=self.queries, doing=name))
         self.queries += 1
-        # where nobody would bet on this edit, nobody can tell what is asked after it
-        answer = self._tried(partial(self._asked, made, foresee if edit.guess is not None else None))
+        # without a guess about this edit, the queries that follow it cannot be predicted
+        answer = self._attempt(partial(self._query, edited, predict if edit.guess is not None else None))
         if answer is None:
-            self.gap = self.broken[-1]
-            if len(self.broken) >= PATIENCE:
+            self.unanswered = self.query_errors[-1]
+            if len(self.query_errors) >= MAX_BROKEN_QUERIES:
                 raise BudgetExhausted
             return False
-        self._settle()
-        shows = self.known[made.key] = answer.shows(self.wanted)
-        if is_leaping:
-            self.leaps += shows
-            self.has_chosen |= not shows
-            self.answers[made.key] = answer
+        self._check_repeats()
+        return self._record(edited, answer, is_strategy=is_strategy)
+
+    def _record(self, edited: Subject, answer: Answer, *, is_strategy: bool) -> bool:
+        """Remember an answer, make the subject the best one if it shows the failure, and return whether it does."""
+        shows = self.outcomes[edited.key] = answer.shows(self.wanted)
+        if is_strategy:
+            self.strategy_hits += shows
+            self.has_refusals |= not shows
+            self.answers[edited.key] = answer
         for signature in answer.signatures:
             if not self.wanted.is_same_as(signature):
                 self.also_seen[signature] = self.also_seen.get(signature, 0) + 1
         if shows:
-            self.search.subject, self.search.answer = made, answer
-            if not is_leaping:
-                self.keep(made, answer)
+            self.search.subject, self.search.answer = edited, answer
+            if not is_strategy:
+                self.save_best(edited, answer)
         elif answer.has_passed:
-            self.twin = made
+            self.twin = edited
         return shows
 
-    def _asked(self, subject: Subject, foresee: Foresee | None) -> Answer:
-        return self.crew.ask(subject, foresee) if self.crew is not None and foresee is not None else self.ask(subject)
+    def _query(self, subject: Subject, predict: Predictor | None) -> Answer:
+        return self.pool.ask(subject, predict) if self.pool is not None and predict is not None else self.ask(subject)
 
-    def _tried(self, ask: Callable[[], T]) -> T | None:
-        """Ask; a query that breaks tells nothing."""
+    def _begin_repeats(self) -> None:
+        """Start the queries that ask whether the failure shows again; the first pass runs beside them.
+
+        They are not bound by the budget, because without them an intermittent failure would be reported as steady.
+        """
+        subject = self.search.subject
+        missing = REPEATS if self.has_refusals else max(0, REPEATS - self.strategy_hits)
+        for _ in range(0 if self.is_flaky else missing):
+            self.queries += 1
+            query = self._attempt(partial(self._begin_query, subject))
+            if query is not None:
+                self.repeats.append((subject, query))
+
+    def _begin_query(self, subject: Subject) -> QueryHandle:
+        return self.pool.begin(subject) if self.pool is not None else _LazyQuery(partial(self.ask, subject))
+
+    def _check_repeats(self, *, wait: bool = False) -> None:
+        """Read the repeats that are done, or all if `wait`; FlakyFailure if the failure did not show again."""
+        for subject, query in [each for each in self.repeats if wait or each[1].is_done()]:
+            self.repeats.remove((subject, query))
+            answer = self._attempt(query)
+            if answer is not None and not answer.shows(self.wanted):
+                raise FlakyFailure(subject)
+
+    def _attempt(self, query: Callable[[], T]) -> T | None:
+        """Return the result of a query, or None if it broke; the error is then in `query_errors`."""
         try:
-            answer = ask()
+            result = query()
         except Exception as error:
-            self.broken.append(f"{type(error).__name__}: {error}")
+            self.query_errors.append(f"{type(error).__name__}: {error}")
             return None
-        self.broken.clear()
-        return answer
+        self.query_errors.clear()
+        return result
 
     def _require_budget(self) -> None:
-        spent = time.monotonic() - self.started
+        """Raise BudgetExhausted if no further query is allowed."""
+        seconds = time.monotonic() - self.start_time
         if self.budget.queries is not None and self.queries >= self.budget.queries:
             raise BudgetExhausted
-        if self.budget.seconds is not None and spent >= self.budget.seconds:
+        if self.budget.seconds is not None and seconds >= self.budget.seconds:
             raise BudgetExhausted
 
 
 @dataclass(frozen=True)
-class _Later:
-    """A question that is put when its answer is needed."""
+class _LazyQuery:
+    """A query that is asked in this process when its answer is read."""
 
     ask: Callable[[], Answer]
 
     def is_done(self) -> bool:
-        """Tell that nobody else is waited for."""
+        """Return True, because no worker has to be waited for."""
         return True
 
     def __call__(self) -> Answer:
-        """Ask."""
+        """Ask and return the answer."""
         return self.ask()

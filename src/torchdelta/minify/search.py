@@ -1,6 +1,14 @@
-"""What a query finds out about a subject, and whether that is the failure that is looked for.
+"""The vocabulary of a reduction: questions, answers, proposals, and which of two subjects is simpler.
 
-A search for something smaller: what a pass may look at, what it proposes, and which of two subjects is simpler.
+The idea: a reduction pass is a generator. It looks at a `Search` (the best subject so far and its answer), yields an
+`Edit`, and receives True or False: whether the reducer accepted the edit. It never runs anything itself.
+
+    def drop_effects(search: Search) -> Proposals:
+        for name in effects_of(search.subject):
+            was_accepted = yield Edit(dropped=frozenset({name}))
+
+The reducer puts each edited subject to an `Oracle`, which returns an `Answer`. A `QueryPool` is an oracle that can work
+on several subjects at once. Start reading at `Answer` and `Search`.
 """
 
 from __future__ import annotations
@@ -12,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from torchdelta.minify.edits import Edit, merged
+from torchdelta.minify.edits import Edit, merge_edits
 from torchdelta.minify.subject import Subject, placeholders
 from torchdelta.records.failure import Signature
 from torchdelta.records.report import Report
@@ -22,150 +30,167 @@ _LEAF = re.compile(r"(?P<kind>outputs|args)\[(?P<index>\d+)\]")
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What became of one subject."""
+    """The result of checking one subject."""
 
     signatures: tuple[Signature, ...] = ()
-    """Every failure that it showed; none of a subject that is equivalent, or does not run at all."""
-    guilty: tuple[tuple[Signature, str], ...] = ()
-    """The leaves that differ, each with its failure, worst first."""
+    """Every failure of the subject; empty if it is equivalent, or if it does not run eagerly."""
+    failing_leaves: tuple[tuple[Signature, str], ...] = ()
+    """Each leaf that differs, as its failure and its path, worst first."""
     has_passed: bool = False
-    """Whether it ran, and both sides computed the same."""
+    """Whether the subject ran and both sides computed the same."""
     message: str = ""
-    """What the candidate said when it failed."""
+    """The candidate's error message, if it raised."""
     report: Report | None = None
 
     def shows(self, wanted: Signature) -> bool:
-        """Tell whether the failure that is looked for is among those that were seen."""
-        return any(wanted.is_same_as(seen) for seen in self.signatures)
+        """Return whether the subject failed with this failure."""
+        return any(wanted.is_same_as(signature) for signature in self.signatures)
 
 
 Oracle = Callable[[Subject], Answer]
-Foresee = Callable[[], Subject | None]
-"""Returns what is worth asking ahead, if anything."""
+"""Checks one subject and returns the answer."""
+Predictor = Callable[[], Subject | None]
+"""Returns a subject that will probably be asked about soon and is not yet; None if there is nothing to predict."""
 
 
 class QueryHandle(Protocol):
-    """A question that was put to somebody; called, it waits for the answer."""
+    """A query that was started; calling it waits for the answer."""
 
     def is_done(self) -> bool:
-        """Tell whether nobody has to wait any more."""
+        """Return whether the answer can be read without waiting."""
 
     def __call__(self) -> Answer:
-        """Return the answer."""
+        """Wait for the answer and return it."""
 
 
 class QueryPool(Protocol):
-    """Who can be asked several things at once."""
+    """An oracle that can check several subjects at once."""
 
     @property
-    def waiting(self) -> int:
-        """How many answers there are or will be that nobody has needed yet."""
+    def unused_count(self) -> int:
+        """The number of queries that were started on a prediction and have not been needed yet."""
 
     def begin(self, subject: Subject) -> QueryHandle:
-        """Ask about a subject while something else is done."""
+        """Start a query about a subject and return its handle at once."""
 
     def find(self, subject: Subject) -> QueryHandle | None:
-        """Return what is asked about a subject, or was ahead."""
+        """Return the query about a subject that is current or was predicted, or None if there is none."""
 
-    def ask(self, subject: Subject, foresee: Foresee) -> Answer:
-        """Ask about a subject, and as long as that takes about what is foreseen."""
-
-
-def guilty_outputs(subject: Subject, answer: Answer, wanted: Signature) -> list[str]:
-    """Return the outputs that show a failure, or that read an input which does or whose gradient does, worst first."""
-    named = [node.name for node in placeholders(subject.graph.graph)]
-    found: dict[str, None] = {}
-    for signature, path in answer.guilty:
-        leaf = _LEAF.match(path)
-        if leaf is None or not wanted.is_same_as(signature):
-            continue
-        index = int(leaf["index"])
-        if leaf["kind"] == "outputs" and index < len(subject.outputs):
-            found[subject.outputs[index]] = None
-        elif leaf["kind"] == "args" and index < len(named):
-            found.update(dict.fromkeys(_outputs_of(subject, named[index])))
-    return list(found)
-
-
-def _outputs_of(subject: Subject, name: str) -> list[str]:
-    reached = {name}
-    for node in subject.nodes:
-        if any(source.name in reached for source in node.all_input_nodes):
-            reached.add(node.name)
-    return [output for output in subject.outputs if output in reached]
-
-
-Proposals = Generator[Edit, bool, None]
-"""A pass yields edits, and is told of each whether it was taken."""
+    def ask(self, subject: Subject, predict: Predictor) -> Answer:
+        """Return the answer about a subject. While that takes, start queries about predicted subjects."""
 
 
 @dataclass(kw_only=True)
 class Search:
-    """What a pass may look at: the best subject so far, what it showed, and where the failure is said to be."""
+    """The state that a pass may read: the best subject so far, its answer, and the nodes that are suspected."""
 
     subject: Subject
     answer: Answer
     wanted: Signature
+    """The failure that is being minified."""
     culprits: tuple[str, ...] = ()
+    """Names of nodes that may be the culprit, most likely first."""
 
 
+Proposals = Generator[Edit, bool, None]
+"""Yields edits; receives for each whether it was accepted."""
 Pass = Callable[[Search], Proposals]
 
 
-def merging(edits: Sequence[Edit]) -> Proposals:
-    """Propose all edits as one, and where that is too much each half by itself, down to single ones."""
+def propose_by_halves(edits: Sequence[Edit]) -> Proposals:
+    """Propose all edits merged into one; if that is refused, do the same with each half, down to single edits."""
     if not edits:
         return
-    if (yield merged(edits)) or len(edits) == 1:
+    if (yield merge_edits(edits)) or len(edits) == 1:
         return
     half = len(edits) // 2
-    yield from merging(edits[:half])
-    yield from merging(edits[half:])
+    yield from propose_by_halves(edits[:half])
+    yield from propose_by_halves(edits[half:])
 
 
-def next_of(proposals: Proposals, told: bool | None) -> Edit | None:
-    """Return what is proposed next, after what became of the last; None at the end."""
+def next_edit(proposals: Proposals, was_accepted: bool | None) -> Edit | None:
+    """Return the next edit of a pass, or None at its end.
+
+    `was_accepted` says whether the last edit was accepted; None asks for the first edit.
+    """
     try:
-        return next(proposals) if told is None else proposals.send(told)
+        return next(proposals) if was_accepted is None else proposals.send(was_accepted)
     except StopIteration:
         return None
 
 
-def applied(edit: Edit, search: Search, *, is_leaping: bool) -> Subject | bool:
-    """Return what an edit makes of the best subject; where nothing has to be asked about that, whether it is taken."""
-    made = edit.applied_to(search.subject)
-    if made is None:
+def apply_edit(edit: Edit, search: Search, *, is_strategy: bool) -> Subject | bool:
+    """Return the subject that has to be asked about, or, if no query is needed, whether the edit is accepted.
+
+    An edit that changes nothing but makes the subject simpler (the same values, now drawn) is accepted at once, and
+    `search.subject` is replaced. An edit that does not make the subject simpler is refused, unless a strategy proposed
+    it: a strategy may take a detour.
+    """
+    result = edit.apply(search.subject)
+    if result is None:
         return False
-    is_simpler = measure(made) < measure(search.subject)
-    if made.key == search.subject.key:
+    is_simpler = complexity(result) < complexity(search.subject)
+    if result.key == search.subject.key:
         if is_simpler:
-            search.subject = made  # the same, told more simply
+            search.subject = result
         return is_simpler
-    return made if is_leaping or is_simpler else False
+    return result if is_strategy or is_simpler else False
 
 
-def measure(subject: Subject) -> tuple[float, ...]:
-    """Say how simple a subject is: fewer nodes first, then fewer inputs and outputs, then plainer values."""
-    held = [value for value in subject.inputs if isinstance(value, torch.Tensor)]
-    plain = sum(value.is_contiguous() for value in held)
-    odd = sum(value.is_floating_point() and value.dtype is not torch.float32 for value in held)
-    asked = sum(value.requires_grad for value in held)
+def complexity(subject: Subject) -> tuple[float, ...]:
+    """Return a tuple that is smaller for a simpler subject.
+
+    Fewer nodes count first, then fewer inputs and outputs, then smaller numbers, then plainer tensors.
+    """
+    tensors = [value for value in subject.inputs if isinstance(value, torch.Tensor)]
     return (
         len(subject.nodes),
         len(subject.inputs) + len(subject.outputs),
-        sum(_numbers(node.args) + _numbers(node.kwargs) for node in subject.nodes),
-        sum(value.numel() for value in held),
-        len(held) - plain,
-        odd,
-        asked,
-        len(held) - len(subject.drawn),
+        sum(_sum_integers(node.args) + _sum_integers(node.kwargs) for node in subject.nodes),
+        sum(value.numel() for value in tensors),
+        sum(not value.is_contiguous() for value in tensors),
+        sum(value.is_floating_point() and value.dtype is not torch.float32 for value in tensors),
+        sum(value.requires_grad for value in tensors),
+        len(tensors) - len(subject.drawn),
     )
 
 
-def _numbers(value: Any) -> int:
-    """Return how large the integers in an argument are together."""
+def _sum_integers(value: Any) -> int:
+    """Return the sum of the absolute integers in a node's argument, nested ones included.
+
+    Integers of 2**31 and more are not counted: they stand for "no limit", as in `x[1:9223372036854775807]`.
+    """
     if isinstance(value, (tuple, list)):
-        return sum(_numbers(item) for item in value)
+        return sum(_sum_integers(item) for item in value)
     if isinstance(value, dict):
-        return sum(_numbers(item) for item in value.values())
+        return sum(_sum_integers(item) for item in value.values())
     return abs(value) if type(value) is int and abs(value) < 2**31 else 0
+
+
+def failing_outputs(search: Search) -> list[str]:
+    """Return the names of the outputs that show the wanted failure, worst first.
+
+    If an input shows it (by a write or by its gradient), the outputs that are computed from that input are returned.
+    """
+    subject = search.subject
+    input_names = [node.name for node in placeholders(subject.graph.graph)]
+    names: dict[str, None] = {}
+    for signature, path in search.answer.failing_leaves:
+        leaf = _LEAF.match(path)
+        if leaf is None or not search.wanted.is_same_as(signature):
+            continue
+        index = int(leaf["index"])
+        if leaf["kind"] == "outputs" and index < len(subject.outputs):
+            names[subject.outputs[index]] = None
+        elif leaf["kind"] == "args" and index < len(input_names):
+            names.update(dict.fromkeys(_outputs_computed_from(subject, input_names[index])))
+    return list(names)
+
+
+def _outputs_computed_from(subject: Subject, name: str) -> list[str]:
+    """Return the outputs that depend on the named node."""
+    dependents = {name}
+    for node in subject.nodes:
+        if any(source.name in dependents for source in node.all_input_nodes):
+            dependents.add(node.name)
+    return [output for output in subject.outputs if output in dependents]

@@ -1,7 +1,10 @@
-"""What a reduction will most likely ask next: its strategies once more, told what is known and guessing the rest.
+"""Predict the next query of a reduction, so that an idle worker can start on it early.
 
-Nothing is decided here. Whoever has a worker to spare begins to ask what is foreseen; where a guess was wrong, nobody
-looks at that answer.
+The idea: a reduction is deterministic, given its answers. So the prediction replays the strategies and passes from a
+saved state with the answers that are known, and guesses the rest (`Edit.guess`). The first subject on that way without
+a query is the prediction. It decides nothing: if a guess was wrong, the early answer is simply not used.
+
+Start reading at `Speculation.__call__`.
 """
 
 from __future__ import annotations
@@ -11,105 +14,119 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchdelta.minify.edits import Edit
-from torchdelta.minify.search import Answer, Pass, QueryHandle, Search, applied, measure, next_of
+from torchdelta.minify.search import Answer, Pass, QueryHandle, Search, apply_edit, complexity, next_edit
 from torchdelta.minify.subject import Subject
 
 
 @dataclass(kw_only=True)
 class Speculation:
-    """Where a reduction stands; called, it returns what will most likely be asked and is not asked yet, if anything.
+    """A predictor that starts from a saved state of a reduction.
 
-    It goes all the way again each time: what has been answered meanwhile is known then, and no guess any more.
+    Each call replays the whole way, because answers that arrived since the last call replace guesses.
     """
 
     find: Callable[[Subject], QueryHandle | None]
-    """Returns what was begun to be asked about a subject."""
+    """Returns the query about a subject, or None if none was started."""
     search: Search
-    """As it was when the first of the strategies began."""
+    """The search as it was before the first of the strategies."""
     strategies: Sequence[Pass]
-    """The one that is followed, and those that will be."""
+    """The strategy that is running, and those after it."""
     passes: Sequence[Pass]
     answers: Mapping[str, Answer] = field(default_factory=dict)
-    """What subjects have shown, by their keys."""
-    known: Mapping[str, bool] = field(default_factory=dict)
-    """Which showed the failure, also those that were asked before all this."""
-    made: dict[tuple[Any, ...], tuple[Subject | bool, Subject]] = field(default_factory=dict)
-    """What edits made, by the way there, and the best subject then: to make a large one again takes long."""
+    """The answers to the strategies' queries, by subject key."""
+    outcomes: Mapping[str, bool] = field(default_factory=dict)
+    """Whether each subject that was asked about showed the failure, by subject key."""
+    applied: dict[tuple[Any, ...], tuple[Subject | bool, Subject]] = field(default_factory=dict)
+    """For each history, the result of its next edit and the best subject after it. A large subject is slow to edit."""
 
     def __call__(self) -> Subject | None:
-        """Return what to ask; None where nobody can tell, or all of it is being asked."""
-        path = _Path(**vars(self.search))
+        """Return the next subject to ask about, or None if it cannot be predicted or all queries are started."""
+        replay = _Replay(**vars(self.search))
         try:
             for strategy in self.strategies:
-                before = replace(path)
-                self._follow(strategy, path, is_leaping=True)
-                if measure(path.subject) >= measure(before.subject):
-                    path = replace(before, is_guessed=path.is_guessed, way=path.way)
-            for each in self.passes:
-                self._follow(each, path, is_leaping=False)
-        except _End as end:
-            return end.unasked
+                before = replace(replay)
+                self._follow(strategy, replay, is_strategy=True)
+                if complexity(replay.subject) >= complexity(before.subject):
+                    replay = replace(before, is_guessed=replay.is_guessed, history=replay.history)
+            for propose in self.passes:
+                self._follow(propose, replay, is_strategy=False)
+        except _EndOfReplay as end:
+            return end.prediction
         return None
 
-    def _follow(self, propose: Pass, path: _Path, *, is_leaping: bool) -> None:
-        proposals, told = propose(path), None
-        while (edit := next_of(proposals, told)) is not None:
-            made = self._applied(edit, path, is_leaping=is_leaping)
-            told = made if isinstance(made, bool) else self._told(edit, made, path, is_leaping=is_leaping)
-            path.way = (*path.way, (told, path.is_guessed))
+    def _follow(self, propose: Pass, replay: _Replay, *, is_strategy: bool) -> None:
+        """Run a pass on the replay, and send it the known or guessed result of each edit."""
+        proposals, was_accepted = propose(replay), None
+        while (edit := next_edit(proposals, was_accepted)) is not None:
+            edited = self._apply(edit, replay, is_strategy=is_strategy)
+            if isinstance(edited, bool):
+                was_accepted = edited
+            else:
+                was_accepted = self._test(edit, edited, replay, is_strategy=is_strategy)
+            replay.history = (*replay.history, (was_accepted, replay.is_guessed))
 
-    def _applied(self, edit: Edit, path: _Path, *, is_leaping: bool) -> Subject | bool:
-        # what is proposed follows from what was told before
-        here = (path.wanted, *path.way)
-        if here not in self.made:
-            self.made[here] = applied(edit, path, is_leaping=is_leaping), path.subject
-        made, path.subject = self.made[here]
-        return made
+    def _apply(self, edit: Edit, replay: _Replay, *, is_strategy: bool) -> Subject | bool:
+        """Return what `apply_edit` returns, from the cache if the replay was here before."""
+        # the history determines the edit, because a pass depends only on the results that it was sent
+        key = (replay.wanted, *replay.history)
+        if key not in self.applied:
+            self.applied[key] = apply_edit(edit, replay, is_strategy=is_strategy), replay.subject
+        edited, replay.subject = self.applied[key]
+        return edited
 
-    def _told(self, edit: Edit, made: Subject, path: _Path, *, is_leaping: bool) -> bool:
-        """Return what a pass is told of its edit, and take it as the reducer would; raises where that is not known."""
-        answer = self.answers.get(made.key)
-        if answer is None and made.key in self.known:
+    def _test(self, edit: Edit, edited: Subject, replay: _Replay, *, is_strategy: bool) -> bool:
+        """Return whether the reducer accepts the edit, by its answer or else by the edit's guess, and move on if so.
+
+        _EndOfReplay if there is neither.
+        """
+        answer = self.answers.get(edited.key)
+        if answer is None and edited.key in self.outcomes:
             return False
         if answer is None:
-            answer = self._answered(made)
-        if path.is_guessed and not is_leaping:
-            raise _End(None)  # the first small step is worth a guess, and no further one
+            answer = self._read_answer(edited)
+        if replay.is_guessed and not is_strategy:
+            raise _EndOfReplay  # only the first step of the first pass is worth a guess
         if answer is not None:
-            is_taken = answer.shows(path.wanted)
-            if path.is_guessed and edit.guess and not is_taken:
-                raise _End(None)  # what had to show it does not: a guess was wrong
-        elif edit.guess is None or (edit.guess and len(made.nodes) > 1):
-            # what the answer about several operations will point to is not known either
-            raise _End(None)
+            was_accepted = answer.shows(replay.wanted)
+            if replay.is_guessed and edit.guess and not was_accepted:
+                raise _EndOfReplay  # an earlier guess was wrong, because this edit should have shown the failure
+        elif edit.guess is None or (edit.guess and len(edited.nodes) > 1):
+            # the edits after an answer about several operations depend on which of them it names
+            raise _EndOfReplay
         else:
-            is_taken, path.is_guessed = edit.guess, True
-        if is_taken:
-            path.subject, path.answer = made, answer or path.answer
-        return is_taken
+            was_accepted, replay.is_guessed = edit.guess, True
+        if was_accepted:
+            replay.subject, replay.answer = edited, answer or replay.answer
+        return was_accepted
 
-    def _answered(self, made: Subject) -> Answer | None:
-        asked = self.find(made)
-        if asked is None:
-            raise _End(made)
-        if not asked.is_done():
+    def _read_answer(self, edited: Subject) -> Answer | None:
+        """Return the answer about a subject, or None if its query is still running.
+
+        _EndOfReplay with the subject as prediction if no query was started.
+        """
+        query = self.find(edited)
+        if query is None:
+            raise _EndOfReplay(edited)
+        if not query.is_done():
             return None
         try:
-            return asked()
-        except Exception as error:  # a query that breaks tells nothing; whoever needs it will see why
-            raise _End(None) from error
+            return query()
+        except Exception as error:  # the reducer will read the same query and handle the error
+            raise _EndOfReplay from error
 
 
 @dataclass(kw_only=True)
-class _Path(Search):
+class _Replay(Search):
+    """A search that runs on known and guessed answers."""
+
     is_guessed: bool = False
-    """Whether an answer on the way is a guess."""
-    way: tuple[tuple[bool, bool], ...] = ()
-    """What was told so far, and whether a guess had been made by then."""
+    """Whether an answer on the way was a guess."""
+    history: tuple[tuple[bool, bool], ...] = ()
+    """For each edit so far: whether it was accepted, and whether there had been a guess by then."""
 
 
-class _End(Exception):
-    """Nothing further can be told; with what is to be asked there."""
+class _EndOfReplay(Exception):
+    """The replay cannot go on; `prediction` is the subject to ask about, or None if there is nothing to ask."""
 
-    def __init__(self, unasked: Subject | None) -> None:
-        self.unasked = unasked
+    def __init__(self, prediction: Subject | None = None) -> None:
+        self.prediction = prediction

@@ -1,11 +1,11 @@
-"""Start from where the failure is said to be, and take in its surroundings until it shows.
+"""Strategies: cut a large graph down to the few operations that fail, in as few queries as possible.
 
-Cut every edge, so that each operation stands by itself, then find the one that fails.
+Three ways, tried in this order:
 
-One compile answers for all operations at once: which differs is on the report, and who crashes is found by halving.
-Rare kinds are asked about first: what a program does all the time has been tried most often, in it and elsewhere.
-
-Cut off what comes after the failure, then what comes before it, by halving.
+- `widen_from_culprit` keeps the suspected operation alone, then with more and more of its neighbours.
+- `isolate_operations` cuts every edge, so that each operation reads the reference's values. One compile then tests all
+  operations at once: the report names those that differ, and halving finds one that crashes.
+- `bisect_graph` removes the end of the graph, then its beginning, by halving.
 """
 
 from __future__ import annotations
@@ -18,110 +18,124 @@ import torch
 from torch.fx import Node
 
 from torchdelta._torch.graphs.nodes import op_name, short_name
-from torchdelta.minify.edits import Edit, can_be_given, kept_only
-from torchdelta.minify.search import Proposals, Search, guilty_outputs
+from torchdelta.minify.edits import Edit, cuttable, keep_only, region_outputs
+from torchdelta.minify.search import Proposals, Search, failing_outputs
 from torchdelta.minify.subject import Subject
 
 RADII = (0, 1, 2, 4, 8)
+"""How many edges away from the culprit a neighbour may be, in the order in which that is tried."""
+SMALL_GRAPH = 3
+"""A subject of at most so many operations is left to the passes."""
 
 
 def widen_from_culprit(search: Search) -> Proposals:
-    """Propose each culprit with its producers and consumers, near ones first."""
+    """Propose to keep only a culprit and its neighbours, for each culprit and each radius, smallest radius first."""
     subject = search.subject
     names = {node.name for node in subject.nodes}
     for culprit in search.culprits:
         if culprit not in names:
             continue
         for radius in RADII:
-            region = _around(subject, culprit, radius)
+            region = _neighbourhood(subject, culprit, radius)
             if len(region) >= len(names):
                 break
-            # most failures are a single operation's own
-            if (yield replace(kept_only(subject, region), guess=True if radius == 0 else None)):
+            # the culprit alone probably fails, because most failures are of a single operation
+            if (yield replace(keep_only(subject, region), guess=True if radius == 0 else None)):
                 return
 
 
-def _around(subject: Subject, culprit: str, radius: int) -> list[str]:
+def _neighbourhood(subject: Subject, culprit: str, radius: int) -> list[str]:
+    """Return the names of the nodes at most `radius` edges away from the culprit, in the order of the graph."""
     by_name = {node.name: node for node in subject.nodes}
     region = {culprit}
     for _ in range(radius):
-        nearby = (each for name in region for each in (*by_name[name].all_input_nodes, *by_name[name].users))
-        region |= {node.name for node in nearby if node.name in by_name}
+        neighbours = (each for name in region for each in (*by_name[name].all_input_nodes, *by_name[name].users))
+        region |= {node.name for node in neighbours if node.name in by_name}
     return [name for name in by_name if name in region]
 
 
-ENOUGH = 3
-"""A subject of so few operations needs no leap."""
-
-
 def isolate_operations(search: Search) -> Proposals:
-    """Propose one operation of each kind by itself, then all, and narrow down what that shows."""
+    """Propose to isolate one operation of each kind, or if that passes all operations, then narrow down to one.
+
+    Rare kinds are suspected first, because a frequent kind has been tested more often, in this program and elsewhere.
+    """
     subject = search.subject
-    if len(subject.nodes) <= ENOUGH:
+    if len(subject.nodes) <= SMALL_GRAPH:
         return
     kinds = _kinds(subject)
-    firsts, counted = _first_of_each(kinds), Counter(kinds.values())
-    # a forward that fails needs no backward, which takes as long to compile again
-    if (yield _cut(subject, firsts, is_detached=search.wanted.stage == "forward")):
-        yield from _narrow(search, {name: counted[kinds[name]] for name in firsts})
-    elif (yield _cut(subject, list(kinds))):
-        # those that were asked about together are most likely innocent
-        yield from _narrow(search, {name: int(name in firsts) for name in kinds})
+    samples, counts = _first_of_each(kinds), Counter(kinds.values())
+    # without gradients, because a failure in forward needs no backward, which would double the time to compile
+    if (yield _isolate(subject, samples, is_detached=search.wanted.stage == "forward")):
+        yield from _narrow_down(search, {name: counts[kinds[name]] for name in samples})
+    elif (yield _isolate(subject, list(kinds))):
+        # the samples have just passed, so they are suspected last
+        yield from _narrow_down(search, {name: int(name in samples) for name in kinds})
 
 
-def _cut(subject: Subject, returned: list[str], *, is_detached: bool = False) -> Edit:
-    cut = frozenset(node.name for node in subject.nodes if can_be_given(subject.values[node.name]))
-    return Edit(cut=cut, outputs=tuple(returned), is_detached=is_detached)
+def _isolate(subject: Subject, names: list[str], *, is_detached: bool = False) -> Edit:
+    """Return the edit that cuts every edge and returns the named operations."""
+    cut = cuttable(subject, (node.name for node in subject.nodes))
+    return Edit(cut=cut, outputs=tuple(names), is_detached=is_detached)
 
 
-def _narrow(search: Search, turn: Mapping[str, int]) -> Proposals:
-    """Propose what the answer points to, then halves; operations of a lower turn are suspected first."""
-    while len(returned := search.subject.outputs) > 1:
-        told = guilty_outputs(search.subject, search.answer, search.wanted)
-        if told and (yield _only(search.subject, told[:1], guess=True)):
+def _narrow_down(search: Search, ranks: Mapping[str, int]) -> Proposals:
+    """Propose fewer isolated operations until one is left: those that the answer names, else halves.
+
+    Operations of a lower rank are suspected first.
+    """
+    while len(outputs := search.subject.outputs) > 1:
+        failing = failing_outputs(search)
+        if failing and (yield _keep_outputs(search.subject, failing[:1], guess=True)):
             continue
-        named = [name for name in returned if _is_named(search, name)]
-        if 0 < len(named) < len(returned) and (yield _only(search.subject, named, guess=True)):
+        mentioned = [name for name in outputs if _is_mentioned(search, name)]
+        if 0 < len(mentioned) < len(outputs) and (yield _keep_outputs(search.subject, mentioned, guess=True)):
             continue
-        suspects = sorted(returned, key=turn.__getitem__)
-        if (yield from _halved(search, suspects, turn)):
+        suspects = sorted(outputs, key=ranks.__getitem__)
+        if (yield from _find_single(search, suspects, ranks)):
             continue
         half = len(suspects) // 2
-        if (yield _only(search.subject, suspects[:half])) or (yield _only(search.subject, suspects[half:])):
+        if (yield _keep_outputs(search.subject, suspects[:half])) or (
+            yield _keep_outputs(search.subject, suspects[half:])
+        ):
             continue
         return
 
 
-def _halved(search: Search, suspects: list[str], turn: Mapping[str, int]) -> Generator[Edit, bool, bool]:
-    """Ask about first halves only: who is alone, and not in one half, is in the other."""
+def _find_single(search: Search, suspects: list[str], ranks: Mapping[str, int]) -> Generator[Edit, bool, bool]:
+    """Propose first halves only, and return whether an edit was accepted.
+
+    If a single operation fails and it is not in the first half, it is in the second, so that half need not be tested.
+    """
     while len(suspects) > 1:
         first, suspects = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
-        # of several nobody can tell; a single one of two or three is a good bet if its turn was before the others'
-        guess = turn[first[0]] < turn[suspects[0]] if len(first) == 1 else None
-        if (yield _only(search.subject, first, guess=guess)):
+        # several suspects cannot be predicted; a single one probably fails if its rank is lower than the others'
+        guess = ranks[first[0]] < ranks[suspects[0]] if len(first) == 1 else None
+        if (yield _keep_outputs(search.subject, first, guess=guess)):
             return True
-    return (yield _only(search.subject, suspects, guess=True))
+    return (yield _keep_outputs(search.subject, suspects, guess=True))
 
 
-def _only(subject: Subject, names: Collection[str], *, guess: bool | None = None) -> Edit:
+def _keep_outputs(subject: Subject, names: Collection[str], *, guess: bool | None = None) -> Edit:
+    """Return the edit that returns only the named outputs and drops every node that they do not need."""
     needed = set(names)
-    # in the program's order: the same ones are the same question, whoever asks
-    returned = tuple(name for name in subject.outputs if name in needed)
+    # in the order of the graph, so that the same set of names always makes the same subject
+    outputs = tuple(name for name in subject.outputs if name in needed)
     for node in reversed(subject.nodes):
         if node.name in needed:
             needed.update(source.name for source in node.all_input_nodes)
     dropped = frozenset(node.name for node in subject.nodes) - needed
-    return Edit(outputs=returned, dropped=dropped, guess=guess)
+    return Edit(outputs=outputs, dropped=dropped, guess=guess)
 
 
-def _is_named(search: Search, name: str) -> bool:
-    """Tell whether the candidate's own words name the operation."""
+def _is_mentioned(search: Search, name: str) -> bool:
+    """Return whether the candidate's error message mentions the operation of the named node."""
     node = next(node for node in search.subject.nodes if node.name == name)
     word = short_name(op_name(node))
     return len(word) > 2 and word in search.answer.message
 
 
 def _first_of_each(kinds: Mapping[str, str]) -> list[str]:
+    """Return the name of the first node of each kind."""
     first: dict[str, str] = {}
     for name, kind in kinds.items():
         first.setdefault(kind, name)
@@ -129,63 +143,57 @@ def _first_of_each(kinds: Mapping[str, str]) -> list[str]:
 
 
 def _kinds(subject: Subject) -> dict[str, str]:
-    """Return of which kind each operation is that computes a tensor, by its name."""
-    given = subject.named_inputs
+    """Return the kind of each node that computes a tensor, by name."""
+    inputs = subject.named_inputs
     nodes = {node.name: node for node in subject.nodes}
-    computed = [name for name, value in subject.values.items() if isinstance(value, torch.Tensor) and name not in given]
+    computed = [
+        name for name, value in subject.values.items() if isinstance(value, torch.Tensor) and name not in inputs
+    ]
     return {name: _kind(subject, nodes[name]) for name in computed}
 
 
 def _kind(subject: Subject, node: Node) -> str:
-    operands = [_described(subject.values.get(source.name)) for source in node.all_input_nodes]
-    # what is taken out of a collection is of the kind of what made it
-    made = [
-        _kind(subject, source)
-        for source in node.all_input_nodes
-        if op_name(node) == "getitem" and source.op != "placeholder"
-    ]
-    return f"{node.op} {node.target} {operands} {made} {node.args[1:] if op_name(node) == 'getitem' else ''}"
+    """Return a text that two nodes share if they do the same operation on operands of the same dtypes and ranks.
+
+    An item of a collection is of the kind of the node that made the collection, at its index.
+    """
+    operands = [_describe(subject.values.get(source.name)) for source in node.all_input_nodes]
+    is_item = op_name(node) == "getitem"
+    producers = [_kind(subject, each) for each in node.all_input_nodes if is_item and each.op != "placeholder"]
+    return f"{node.op} {node.target} {operands} {producers} {node.args[1:] if is_item else ''}"
 
 
-def _described(value: object) -> str:
+def _describe(value: object) -> str:
     return f"{value.dtype}{value.dim()}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def bisect_graph(search: Search) -> Proposals:
-    """Propose ever shorter beginnings of the graph, then ever shorter ends of what is left."""
+    """Propose to keep fewer and fewer of the first nodes, then fewer and fewer of the last nodes that are left."""
     subject = search.subject
-    yield from _halving(len(subject.nodes), lambda count: _beginning(subject, count))
+    yield from _bisect(len(subject.nodes), lambda count: _keep_first(subject, count))
     rest = search.subject
-    # the other way round: the more is cut, the less is left
-    total = len(rest.nodes)
-    yield from _halving(total, lambda count: _end(rest, total - count))
+    yield from _bisect(len(rest.nodes), lambda count: _keep_last(rest, count))
 
 
-def _halving(total: int, edit: Callable[[int], Edit]) -> Proposals:
-    """Propose edits that leave a number of nodes, and find the smallest that is taken."""
+def _bisect(total: int, keep: Callable[[int], Edit]) -> Proposals:
+    """Propose `keep(count)` for a number of nodes that is found by halving: the smallest that is accepted."""
     too_few, enough = 0, total
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
-        if (yield edit(middle)):
+        if (yield keep(middle)):
             enough = middle
         else:
             too_few = middle
 
 
-def _beginning(subject: Subject, count: int) -> Edit:
+def _keep_first(subject: Subject, count: int) -> Edit:
+    """Return the edit that keeps the first `count` nodes and returns the tensors that later nodes read of them."""
+    names = [node.name for node in subject.nodes]
+    return Edit(outputs=region_outputs(subject, names[:count]), dropped=frozenset(names[count:]))
+
+
+def _keep_last(subject: Subject, count: int) -> Edit:
+    """Return the edit that keeps the last `count` nodes, which read the reference's values as inputs."""
     nodes = subject.nodes
-    inside = {node.name for node in nodes[:count]}
-    returned = set(subject.outputs)
-    ends = [
-        node.name
-        for node in nodes[:count]
-        if isinstance(subject.values[node.name], torch.Tensor)
-        and (node.name in returned or any(user.name not in inside for user in node.users))
-    ]
-    return Edit(outputs=tuple(ends), dropped=frozenset(node.name for node in nodes[count:]))
-
-
-def _end(subject: Subject, count: int) -> Edit:
-    before = [node.name for node in subject.nodes[:count]]
-    cut = frozenset(name for name in before if can_be_given(subject.values[name]))
-    return Edit(cut=cut, unreturned=frozenset(before), dropped=frozenset(before))
+    removed = frozenset(node.name for node in nodes[: len(nodes) - count])
+    return Edit(cut=cuttable(subject, removed), removed_outputs=removed, dropped=removed)

@@ -1,142 +1,134 @@
-"""Write numbers down: what is only needed for its size goes, and sizes become literals.
+"""Passes that make the values plainer: literals, contiguous float32 inputs, generated numbers and small sizes.
 
-Lay inputs out in memory as plainly as possible.
-
-Give real numbers in float32, which everybody reads as the plain case.
-
-Replace the user's numbers by random ones, which a line of code draws.
-
-Replace the user's integers and truths by zeros or ones, which a line of code makes.
-
-Make tensors small.
-
-Make every value plain at once: most failures are a matter of the graph alone, and this is all there is to ask.
+They leave the operations as they are. Most failures do not depend on the user's values, so `plain_values` tries all of
+it with a single query; the passes after it find out which value matters if that is refused. Generated inputs also keep
+the user's data out of the script.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
-from torchdelta.minify.edits import Edit, merged, sizes_of
-from torchdelta.minify.search import Proposals, Search, merging
+from torchdelta.minify.edits import Edit, input_sizes, merge_edits
+from torchdelta.minify.search import Proposals, Search, propose_by_halves
 from torchdelta.minify.subject import Draw
+
+SMALL = 2
+"""The size to reach: small enough to read, and large enough to tell two elements apart."""
+SMALL_ODD = 3
+"""The size to try for an odd size that cannot be halved: some failures are in the remainder of a vectorised loop."""
 
 
 def fix_shapes(search: Search) -> Proposals:
-    """Propose the value itself for each number that is computed or given."""
-    numbers = [
+    """Propose to replace each number that is computed or given, such as a size, by a literal."""
+    values = search.subject.values
+    names = [
         node.name
         for node in search.subject.graph.graph.nodes
-        if node.op != "output" and isinstance(search.subject.values[node.name], (bool, int, float))
+        if node.op != "output" and isinstance(values[node.name], (bool, int, float))
     ]
-    yield from merging([Edit(instead={name: search.subject.values[name]}) for name in numbers])
+    yield from propose_by_halves([Edit(replacements={name: values[name]}) for name in names])
 
 
 def plain_strides(search: Search) -> Proposals:
-    """Propose contiguous inputs."""
-    strided = {
-        name: value
-        for name, value in search.subject.named_inputs.items()
-        if isinstance(value, torch.Tensor) and not value.is_contiguous()
-    }
-    yield from merging(
-        [
-            Edit(inputs={name: value.detach().contiguous().requires_grad_(value.requires_grad)})
-            for name, value in strided.items()
-        ]
-    )
+    """Propose to make inputs contiguous."""
+    strided = {name: value for name, value in _tensor_inputs(search).items() if not value.is_contiguous()}
+    yield from propose_by_halves(_change_each(strided, torch.Tensor.contiguous))
 
 
 def plain_dtypes(search: Search) -> Proposals:
-    """Propose float32 for inputs of another floating-point dtype, all at once first: they are often of one kind."""
-    odd = {
+    """Propose float32 for the inputs of another floating-point dtype."""
+    other = {
         name: value
-        for name, value in search.subject.named_inputs.items()
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype is not torch.float32
+        for name, value in _tensor_inputs(search).items()
+        if value.is_floating_point() and value.dtype is not torch.float32
     }
-    yield from merging(
-        [
-            Edit(inputs={name: value.detach().to(torch.float32).requires_grad_(value.requires_grad)})
-            for name, value in odd.items()
-        ]
-    )
+    yield from propose_by_halves(_change_each(other, torch.Tensor.float))
+
+
+def _change_each(inputs: dict[str, torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]) -> list[Edit]:
+    """Return for each input the edit that replaces it by its changed value, and keeps its `requires_grad`."""
+    return [
+        Edit(inputs={name: change(value.detach()).requires_grad_(value.requires_grad)})
+        for name, value in inputs.items()
+    ]
+
+
+def _tensor_inputs(search: Search) -> dict[str, torch.Tensor]:
+    """Return the inputs of the best subject that are tensors, by name."""
+    return {name: value for name, value in search.subject.named_inputs.items() if isinstance(value, torch.Tensor)}
+
+
+def plain_values(search: Search) -> Proposals:
+    """Propose random numbers, zeros and small sizes for all inputs at once."""
+    yield merge_edits([*_draw_random(search), *_draw_constant(search, "zeros"), _shrink_all(search)])
 
 
 def random_numbers(search: Search) -> Proposals:
-    """Propose a seeded draw for each input of real or complex numbers."""
-    yield from merging(list(drawn(search)))
+    """Propose seeded random numbers for each floating-point or complex input."""
+    yield from propose_by_halves(list(_draw_random(search)))
 
 
-def drawn(search: Search) -> Iterator[Edit]:
-    """Return a draw for each input of real or complex numbers that has none."""
+def plain_constants(search: Search) -> Proposals:
+    """Propose zeros, then ones, for each integer or boolean input."""
+    for function in ("zeros", "ones"):
+        yield from propose_by_halves(list(_draw_constant(search, function)))
+
+
+def _draw_random(search: Search) -> Iterator[Edit]:
+    """Yield an edit that draws random numbers, for each floating-point or complex input that is not drawn yet."""
     for index, (name, value) in enumerate(search.subject.named_inputs.items()):
-        if name not in search.subject.drawn and _can_be_drawn(value):
-            yield Edit(drawn={name: Draw(by="randn", seed=index)})
+        if name not in search.subject.drawn and _is_drawable(value):
+            yield Edit(draws={name: Draw(by="randn", seed=index)})
 
 
-def _can_be_drawn(value: object) -> bool:
+def _is_drawable(value: object) -> bool:
+    """Return whether `randn` can stand for a value: a floating-point or complex tensor that is laid out plainly."""
     if not isinstance(value, torch.Tensor) or not value.is_contiguous() or value.is_conj() or value.is_neg():
         return False
     return value.is_floating_point() or value.is_complex()
 
 
-def plain_constants(search: Search) -> Proposals:
-    """Propose zeros, then ones, for each input that has no real numbers."""
-    for make in ("zeros", "ones"):
-        yield from merging(list(made(search, make)))
-
-
-def made(search: Search, make: str) -> Iterator[Edit]:
-    """Return zeros or ones for each input that has no real numbers."""
-    for name, value in search.subject.named_inputs.items():
-        is_whole = isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
-        if not is_whole or name in search.subject.drawn or not value.is_contiguous():
-            continue
-        yield Edit(drawn={name: Draw(by=make)})
-
-
-SMALL = 2
-"""Small enough to read, and large enough to tell elements apart."""
-LEAST_ODD = 3
+def _draw_constant(search: Search, function: str) -> Iterator[Edit]:
+    """Yield an edit that makes `zeros` or `ones`, for each integer or boolean input that is not drawn yet."""
+    for name, value in _tensor_inputs(search).items():
+        is_exact = not (value.is_floating_point() or value.is_complex())
+        if is_exact and name not in search.subject.drawn and value.is_contiguous():
+            yield Edit(draws={name: Draw(by=function)})
 
 
 def shrink_sizes(search: Search) -> Proposals:
-    """Propose all sizes small, then all half as large, then each."""
-    if (yield all_small(search)):
+    """Propose all sizes small, else all sizes halved as often as possible, then each size by itself."""
+    if (yield _shrink_all(search)):
         return
-    # what hangs together is halved together, and a failure that needs much of something loses nothing on the way
-    while (yield Edit(sizes={size: _half(size) for size in _large(search)})):
+    # halved together, so that sizes which depend on each other keep their ratio
+    while (yield Edit(sizes={size: _half(size) for size in _large_sizes(search)})):
         pass
-    for size in _large(search):
+    for size in _large_sizes(search):
         if (yield Edit(sizes={size: _half(size)})):
-            yield from _smaller(_half(size))
-        elif size % 2 and size > LEAST_ODD:  # some fail for what is left over
-            yield Edit(sizes={size: LEAST_ODD})
+            yield from _shrink_further(_half(size))
+        elif size % 2 and size > SMALL_ODD:
+            yield Edit(sizes={size: SMALL_ODD})
 
 
-def all_small(search: Search) -> Edit:
-    """Return the edit by which nothing is large any more."""
-    return Edit(sizes=dict.fromkeys(_large(search), SMALL))
+def _shrink_all(search: Search) -> Edit:
+    """Return the edit that makes every size small."""
+    return Edit(sizes=dict.fromkeys(_large_sizes(search), SMALL))
 
 
-def _smaller(size: int) -> Proposals:
-    """Propose what is left of a size that could be halved."""
+def _shrink_further(size: int) -> Proposals:
+    """Propose the small size for one that could be halved, else to halve it as often as possible."""
     if (yield Edit(sizes={size: SMALL})):
         return
     while (yield Edit(sizes={size: _half(size)})):
         size = _half(size)
 
 
-def _large(search: Search) -> list[int]:
-    return sorted((size for size in sizes_of(search.subject) if size > SMALL), reverse=True)
+def _large_sizes(search: Search) -> list[int]:
+    return sorted((size for size in input_sizes(search.subject) if size > SMALL), reverse=True)
 
 
 def _half(size: int) -> int:
     return max(SMALL, size // 2)
-
-
-def plain_values(search: Search) -> Proposals:
-    """Propose drawn numbers, zeros and small sizes together."""
-    yield merged([*drawn(search), *made(search, "zeros"), all_small(search)])
