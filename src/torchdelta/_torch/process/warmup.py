@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_INSTRUCTIONS = Path(__file__).with_name("instructions.py")
+_FORKING = Path(__file__).with_name("forking.py")
 _OF_INDUCTOR = (
     "torch._inductor.compile_fx",
     # what the first compile imports, whatever it compiles
@@ -22,5 +22,5 @@ def steps_behind(backend: object, *, forks: bool) -> tuple[str, ...]:
     if not isinstance(backend, str) or backend.removeprefix("backend:") != "inductor":
         return ("torch",)
     # this, and what every key of a cache starts with, take longer than a small compile
-    probe = f"{_INSTRUCTIONS}:probe" if forks else "torch._inductor.cpu_vec_isa:pick_vec_isa"
+    probe = f"{_FORKING}:probe" if forks else "torch._inductor.cpu_vec_isa:pick_vec_isa"
     return ("torch", *_OF_INDUCTOR, probe, "torch._inductor.codecache:torch_key")
