@@ -1,5 +1,7 @@
 """Narrowing casts that a candidate leaves out are noticed and named."""
 
+import re
+
 import torch
 import torch.nn.functional as F
 
@@ -41,6 +43,17 @@ def test_a_candidate_that_keeps_the_value_wide_is_equivalent_and_the_cast_is_nam
     assert [breach.clause for breach in output.contract if breach.excused] == ["casts"]
     note = next(note for note in report.notes if "narrowing casts were elided" in note)
     assert f"{ROUNDED_AT} (to bfloat16)" in note
+
+
+def test_a_cast_in_the_backward_is_not_named_by_a_line_of_ours():
+    inputs = tuple(value.clone().requires_grad_() for value in INPUTS)
+    report = td.check(rounding, inputs, candidate=keeping, stages="forward,gradients")
+
+    note = next(note for note in report.notes if "narrowing casts were elided" in note)
+    places = re.findall(r"[^ ]+(?= \(to bfloat16\))", note)
+    assert ROUNDED_AT in places
+    assert len(places) == 2
+    assert all(place.startswith("test_casts.py:") for place in places)
 
 
 def test_held_strictly_it_diverges():
