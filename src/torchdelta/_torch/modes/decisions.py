@@ -286,30 +286,29 @@ class MarginWatch(OperationMode):
         """Run one operation, keep the margins of its decided output, and return its result."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        decider = _decider_of(func)
-        decided = _decided_output(result, decider)
+        decided = _decided_output(func, result)
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if decided is None or not operands:
             return result
-        name = _name_of(func)
         known = [margin for operand in operands if (margin := self.margin_of(operand)) is not None]
+        decider = _decider_of(func)
         # a cast of a decided value is not a second decision
-        is_decision = decider is not None and operands[0].is_floating_point() and not (name == "_to_copy" and known)
-        margin: torch.Tensor | None = None
-        if is_decision and decider is not None and decider.margins is not None:
-            margin = decider.margins(*args)
-        elif is_decision:
-            margin = Choice.of(func, args, kwargs, decided).margins()
+        is_second = func is aten._to_copy.default and bool(known)
+        if decider is not None and operands[0].is_floating_point() and not is_second:
+            if decider.margins is not None:
+                self._keep(decided, decider.margins(*args), _name_of(func))
+            else:
+                self._keep(decided, Choice.of(func, args, kwargs, decided).margins(), _name_of(func))
         elif len(known) == 1:
-            margin, name = known[0]
-            if func.is_view or func in _MOVES:
-                margin = func(margin, *args[1:], **kwargs)
-            elif torch.Tag.pointwise not in func.tags and func is not aten._to_copy.default:
-                margin = None
-        if margin is not None and margin.shape == decided.shape:
-            self._drop_expired()
-            self.margins[view_key(decided)] = margin, name
+            margins, name = known[0]
+            self._keep(decided, _moved_margins(margins, func, args, kwargs), name)
         return result
+
+    def _keep(self, decided: torch.Tensor, margins: torch.Tensor | None, name: str) -> None:
+        """Keep the margins of a decided tensor, if there are any of its shape."""
+        if margins is not None and margins.shape == decided.shape:
+            self._drop_expired()
+            self.margins[view_key(decided)] = margins, name
 
     def _drop_expired(self) -> None:
         for key in [key for key in self.margins if key[0].expired()]:  # type: ignore[no-untyped-call]
@@ -337,8 +336,22 @@ def _as_rows(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     return last.reshape(last.shape[:-1].numel(), last.shape[-1])
 
 
-def _decided_output(result: Any, decider: _Decider | None) -> torch.Tensor | None:
+def _decided_output(func: OpOverload, result: Any) -> torch.Tensor | None:
     """Return the first tensor of a result that is decided and not computed; None if there is none."""
     outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    decider = _decider_of(func)
     takes_floats = decider is not None and decider.returns_floats
     return next((output for output in outputs if takes_floats or not output.is_floating_point()), None)
+
+
+def _moved_margins(
+    margins: torch.Tensor, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor | None:
+    """Return the margins of a call's result, given those of its decided operand; None if they are not known.
+
+    A view and a move take the margins along. A pointwise operation and a cast leave them in place.
+    """
+    if func.is_view or func in _MOVES:
+        moved: torch.Tensor = func(margins, *args[1:], **kwargs)
+        return moved
+    return margins if torch.Tag.pointwise in func.tags or func is aten._to_copy.default else None
