@@ -295,7 +295,7 @@ class DecisionFollower:
     def _run_forward(
         self, *modes: AbstractContextManager[object], lifted: bool = False, noise: Noisy | None = None
     ) -> tuple[Observation, list[Choice]]:
-        """Run the forward alone; return what was observed, and the choices that the program made."""
+        """Run the forward without other stages; return its observation, and the choices that the program made."""
         record = DecisionRecord()
         plan = replace(self.baseline.plan, stages=("forward",))
         return _run(self.baseline, *modes, record, lifted=lifted, noise=noise, plan=plan), record.choices
@@ -476,9 +476,10 @@ def _margins_of_outputs(baseline: Baseline) -> dict[str, _LeafMargins]:
     ]
     known = {}
     for path, value in truth.items():
-        if not isinstance(value, torch.Tensor) or (found := in_truth.margin_of(value)) is None:
+        of_truth = in_truth.margin_of(value) if isinstance(value, torch.Tensor) else None
+        if of_truth is None:
             continue
-        margins, operation = found
+        margins, operation = of_truth
         moves = []
         for watch, outputs in zip(in_others, others, strict=True):
             output = outputs.get(path)
@@ -490,7 +491,7 @@ def _margins_of_outputs(baseline: Baseline) -> dict[str, _LeafMargins]:
 
 
 def _outputs(baseline: Baseline, watch: MarginWatch, *, lifted: bool = False, noise: Noisy | None = None) -> Leaves:
-    """Run the forward under the watch, and return the very tensors that it returned: the watch knows them alone."""
+    """Run the forward under the watch, and return its own output tensors, because the watch does not know copies."""
     side, scope = _side_and_scope(baseline, watch, lifted=lifted, noise=noise)
     runtime.seed_everything(baseline.plan.seed)
     with scope():

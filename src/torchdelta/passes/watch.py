@@ -56,7 +56,7 @@ class ChainJudge:
 
     def judge(self, values: Mapping[str, Any]) -> None:
         """Judge on what the graph is called with, by the names of its inputs."""
-        if talks_to_others(self.chain.versions[0].built):
+        if talks_to_others(self.chain.versions[0].as_module):
             self._leave_open(f"not checked: {TALKS}")
             return
         with _aside(self.chain.phase):
@@ -70,13 +70,13 @@ class ChainJudge:
         if self.chain.phase != inductor_passes.PRE_GRAD:
             # who shares memory with whom is settled by AOTAutograd, outside of its graphs
             words |= {"stages": ("forward",), "ignore": ("aliasing",)}
-        succession = Succession(original=part[0].built, inputs=inputs, words=words)
-        report = succession.held(part[-1].built)
+        succession = Succession(original=part[0].as_module, inputs=inputs, words=words)
+        report = succession.held(part[-1].as_module)
         if report.verdict is Verdict.EQUIVALENT:
             return
         before, skipped = part[0], list[str]()
         for after in part[1:]:
-            step = succession.step(before.built, after.built)
+            step = succession.step(before.as_module, after.as_module)
             if step.against_original is Verdict.CRASHED:
                 self._leave_open(f"the graph behind {after.name} does not run eagerly ({step.reason})")
                 skipped.append(after.name)

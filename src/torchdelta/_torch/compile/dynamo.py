@@ -1,4 +1,4 @@
-"""torch.compile from inside: compile a callable with any backend, and count what the compiler did.
+"""torch.compile from inside: compile a callable with any backend, and count the compiler's graphs and calls.
 
 `compiling` is the way to compile here: it resets dynamo, holds the settings, and counts in a `Witness` the captured
 graphs and the calls that ran compiled code. The rest of the module looks up backends, modes and settings by name, and
@@ -191,7 +191,7 @@ def origin_of(backend: str | Backend) -> GraphOrigin:
 
 
 def unfit_reason(error: BaseException) -> str | None:
-    """Return what this machine lacks if that made a compiler fail; None if the compiler failed by itself."""
+    """Return a sentence on the tool that this machine lacks, if a compiler failed for that; else None."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, InvalidCxxCompiler) or "InvalidCxxCompiler" in str(cause):

@@ -39,14 +39,16 @@ class Version:
     name: str
     """The name of the pass; empty for the graph before the first pass."""
     graph: Graph
-    held: dict[str, Any]
+    attributes: dict[str, Any]
     """The attributes that the graph reads or calls, by target; an inner graph is a version itself."""
 
     @functools.cached_property
-    def built(self) -> GraphModule:
+    def as_module(self) -> GraphModule:
         """The graph as a module that can be run."""
-        held = {name: each.built if isinstance(each, Version) else each for name, each in self.held.items()}
-        return GraphModule(held, self.graph)
+        attributes = {
+            name: each.as_module if isinstance(each, Version) else each for name, each in self.attributes.items()
+        }
+        return GraphModule(attributes, self.graph)
 
     @property
     def inputs(self) -> list[Node]:
@@ -56,17 +58,17 @@ class Version:
     @property
     def is_packed(self) -> bool:
         """Whether the graph holds or computes weights that only a library for one processor can read."""
-        held = self.held.values()
-        if any(isinstance(each, torch.Tensor) and each.is_mkldnn for each in held):
+        attributes = self.attributes.values()
+        if any(isinstance(each, torch.Tensor) and each.is_mkldnn for each in attributes):
             return True
         calls = (node.target for node in self.graph.nodes if isinstance(node.target, OpOverload))
-        inside = any(each.is_packed for each in held if isinstance(each, Version))
+        inside = any(each.is_packed for each in attributes if isinstance(each, Version))
         return inside or any(target.namespace in _PACKING for target in calls)
 
     @property
     def draws(self) -> tuple[str, ...]:
         """The calls that draw random numbers, in order: a version with other draws computes something else."""
-        inside = (each.draws for each in self.held.values() if isinstance(each, Version))
+        inside = (each.draws for each in self.attributes.values() if isinstance(each, Version))
         own = (f"{node.name} {node.target} {_plain(node.args)}" for node in self.graph.nodes if _draws(node))
         return (*own, *(drawn for drawn_inside in inside for drawn in drawn_inside))
 
@@ -110,17 +112,17 @@ class Chain:
 
 def take_version(module: GraphModule, name: str, handle: Handle) -> Version:
     """Return a copy of a graph's nodes and of its inner graphs' nodes; `handle` numbers each original node."""
-    held: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for target in sorted({str(node.target) for node in module.graph.nodes if node.op in _HOLDING}):
         value = graphs.attribute(module, target)
-        held[target] = take_version(value, name, handle) if isinstance(value, GraphModule) else value
+        attributes[target] = take_version(value, name, handle) if isinstance(value, GraphModule) else value
     graph = Graph()
     copies: dict[Node, Node] = {}
     for node in _sources_first(module.graph):
         copies[node] = graph.node_copy(node, copies.__getitem__)
         if node.op not in ("placeholder", "output"):
             handles.write_handles(copies[node], (handle(node),))
-    return Version(name=name, graph=graph, held=held)
+    return Version(name=name, graph=graph, attributes=attributes)
 
 
 def key_of(module: GraphModule, describe: Describe | None = None) -> str:

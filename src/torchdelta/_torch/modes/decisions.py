@@ -13,7 +13,7 @@ a token goes to another expert. Two runs can be compared behind a decision only 
 
 `_DECIDERS` is the table of all operations that decide: start reading there. `DecisionRecord` and `DecisionReplay`
 handle the choices, because only those are replayed. `MarginWatch` follows the margins of all integers and booleans.
-`check/decisions.py` is what a check does with the three.
+A check uses the three in `check/decisions.py`.
 """
 
 from __future__ import annotations
