@@ -5,6 +5,10 @@ import torch.nn.functional as F
 
 import torchdelta as td
 from torchdelta import Verdict
+from torchdelta._torch.modes.elided_casts import Elide
+from torchdelta.program.programs import Program
+from torchdelta.program.sides import Side
+from torchdelta.program.stages import Plan, observe
 
 
 def rounding(x, w):
@@ -41,6 +45,19 @@ def test_a_candidate_that_keeps_the_value_wide_is_equivalent_and_the_cast_is_nam
     assert [breach.clause for breach in output.contract if breach.excused] == ["casts"]
     note = next(note for note in report.notes if "narrowing casts were elided" in note)
     assert f"{ROUNDED_AT} (to bfloat16)" in note
+
+
+def test_a_cast_in_the_backward_is_not_named_by_a_line_of_ours():
+    inputs = (torch.ones(4, dtype=torch.bfloat16, requires_grad=True),)
+    program = Program(name="test", call=lambda x: (x * 3).float() * 2, args=inputs)
+    plan = Plan(stages=("forward", "gradients"), seed=0, iterations=1, steps=1, optimizer=torch.optim.SGD)
+    original = Side.of(program.call, program.args, {})
+    mode = Elide()
+
+    observe(Side.copied_from(program), plan, original, lambda: mode)
+
+    assert len(mode.elided) == 1
+    assert mode.elided.pop().startswith("test_casts.py:")
 
 
 def test_held_strictly_it_diverges():

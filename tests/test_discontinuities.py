@@ -82,14 +82,14 @@ def test_integers_that_no_float_decided_are_exact():
 
 
 def test_the_margin_of_a_largest_value_is_its_distance_from_the_next():
-    with MarginWatch() as ledges:
+    with MarginWatch() as watch:
         values = torch.tensor([[1.0, 4.0, 2.5], [7.0, 6.5, 0.0]])
         chosen = values.argmax(1)
         ranked = values.topk(2, 1).indices
 
-    torch.testing.assert_close(ledges.margin_of(chosen)[0], torch.tensor([1.5, 0.5]))
-    torch.testing.assert_close(ledges.margin_of(ranked)[0], torch.tensor([[1.5, 1.5], [0.5, 0.5]]))
-    assert ledges.margin_of(torch.arange(3)) is None
+    torch.testing.assert_close(watch.margin_of(chosen)[0], torch.tensor([1.5, 0.5]))
+    torch.testing.assert_close(watch.margin_of(ranked)[0], torch.tensor([[1.5, 1.5], [0.5, 0.5]]))
+    assert watch.margin_of(torch.arange(3)) is None
 
 
 @pytest.mark.parametrize("move", [lambda flags: flags.t(), lambda flags: flags.flip(1), lambda flags: flags.clone()])

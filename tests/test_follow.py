@@ -6,7 +6,7 @@ from torch import nn
 
 import torchdelta as td
 from torchdelta import Verdict
-from torchdelta._torch.modes.decisions import CloseChoice, DecisionWatch, ForcedDecisions
+from torchdelta._torch.modes.decisions import Choice, DecisionRecord, DecisionReplay
 from torchdelta.check import decisions
 
 
@@ -107,20 +107,20 @@ def test_more_torn_choices_than_are_tried_are_doubted_where_float64_finds_the_sa
     ],
 )
 def test_the_other_way_of_a_choice_exchanges_what_its_margin_separates(choose, margin, other):
-    with DecisionWatch() as watch:
+    with DecisionRecord() as record:
         choose(torch.tensor([[1.0, 4.0, 2.0, 8.0]]))
-    (choice,) = watch.choices
+    (choice,) = record.choices
 
-    margins, pairs = choice.other_way()
+    margins, pairs = choice.nearest_exchanges()
 
     assert margins.tolist() == [margin]
-    assert choice.changed(0, pairs[0]).tolist() == other
+    assert choice.exchange(0, pairs[0]).tolist() == other
 
 
 def test_a_choice_is_forced_and_later_ones_are_free():
     values = torch.tensor([[1.0, 3.0, 2.0]])
 
-    with ForcedDecisions([torch.tensor([[2]])]):
+    with DecisionReplay([torch.tensor([[2]])]):
         first, second = values.topk(1, -1), values.topk(1, -1)
 
     assert (first.values.item(), first.indices.item()) == (2.0, 2)
@@ -128,9 +128,29 @@ def test_a_choice_is_forced_and_later_ones_are_free():
 
 
 def test_a_choice_among_one_value_has_no_other_way():
-    margins, _ = CloseChoice.of("argmax", torch.ones(3, 1), torch.zeros(3, dtype=torch.int64), -1).other_way()
+    choice = Choice(operation="argmax", values=torch.ones(3, 1), indices=torch.zeros(3, dtype=torch.int64), dim=-1)
 
-    assert margins.isinf().all()
+    assert choice.nearest_exchanges()[0].isinf().all()
+
+
+def test_a_choice_among_no_values_has_no_other_way():
+    with DecisionRecord() as record:
+        torch.ones(3, 0).sort(-1)
+        torch.ones(3, 2).topk(0, -1)
+
+    for choice in record.choices:
+        margins, _ = choice.nearest_exchanges()
+        assert margins.shape == (3,)
+        assert margins.isinf().all()
+
+
+def test_a_recorded_choice_does_not_change_with_its_values():
+    values = torch.tensor([1.0, 3.0], dtype=torch.float64)
+    with DecisionRecord() as record:
+        values.topk(1)
+    values.zero_()
+
+    assert record.choices[0].rows.tolist() == [[1.0, 3.0]]
 
 
 class Torn(nn.Module):

@@ -83,13 +83,13 @@ class TestTaking:
         before = module(x)[0]
         chain = chain_of(module, wrong)
 
-        assert torch.equal(chain.versions[0].built(x)[0], before)
-        assert torch.equal(chain.versions[1].built(x)[0], GraphModule({}, module.graph)(x)[0])
+        assert torch.equal(chain.versions[0].as_module(x)[0], before)
+        assert torch.equal(chain.versions[1].as_module(x)[0], GraphModule({}, module.graph)(x)[0])
         assert chain.module is None
 
     def test_gives_the_copies_of_a_node_one_handle_and_the_node_itself_none(self):
         module = traced()
-        first, second = (version.built for version in chain_of(module, wrong).versions)
+        first, second = (version.as_module for version in chain_of(module, wrong).versions)
 
         assert handles_of(node_of(first, aten.relu.default)) == handles_of(node_of(second, aten.sigmoid.default))
         assert handles_of(node_of(first, aten.sin.default)) != handles_of(node_of(first, aten.relu.default))
@@ -103,7 +103,7 @@ class TestTaking:
         x = torch.linspace(-1, 1, 5)
         before = module(x)[0]
 
-        assert torch.equal(chain_of(module, moved).versions[1].built(x)[0], before)
+        assert torch.equal(chain_of(module, moved).versions[1].as_module(x)[0], before)
 
     def test_sees_a_change_in_a_graph_inside_of_another(self):
         def inner_wrong(module):
@@ -113,7 +113,7 @@ class TestTaking:
         graph.output((graph.call_module("inner", (graph.placeholder("x"),)),))
         chain = chain_of(GraphModule({"inner": traced()}, graph), does_nothing, inner_wrong)
         x = torch.linspace(-1, 1, 5)
-        first, second = (version.built(x)[0][0] for version in chain.versions)
+        first, second = (version.as_module(x)[0][0] for version in chain.versions)
 
         assert not torch.equal(first, second)
 

@@ -7,7 +7,7 @@ from torch import nn
 import torchdelta as td
 from programs import models
 from torchdelta import Verdict
-from torchdelta._torch.modes.decisions import ChoiceRecord, ChoiceReplay
+from torchdelta._torch.modes.decisions import DecisionRecord, DecisionReplay
 
 
 class Routed(nn.Module):
@@ -32,10 +32,10 @@ TOKENS = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
 
 def test_a_torn_choice_is_made_as_it_was_recorded():
     values = torch.tensor([[1.0, 1.0 + 1e-7, 0.0], [3.0, 1.0, 2.0]])
-    with ChoiceRecord() as recorded:
+    with DecisionRecord() as record:
         before = torch.tensor([[1.0, 1.0 - 1e-7, 0.0], [1.0, 3.0, 2.0]]).topk(1, -1).indices
 
-    with ChoiceReplay(recorded.chosen, 2.0**-24) as replay:
+    with DecisionReplay(record.indices, unit=2.0**-24) as replay:
         largest, chosen = values.topk(1, -1)
 
     assert chosen.tolist() == [before[0].tolist(), [0]]
@@ -46,9 +46,9 @@ def test_a_torn_choice_is_made_as_it_was_recorded():
 @pytest.mark.parametrize("choose", [lambda x: x.argmax(-1), lambda x: x.max(-1).indices, lambda x: x.sort(-1).indices])
 def test_every_kind_of_choice_is_replayed(choose):
     torn = torch.tensor([[1.0, 1.0 + 2.0**-23]])
-    with ChoiceRecord() as recorded:
+    with DecisionRecord() as record:
         before = choose(torn.flip(-1))
-    with ChoiceReplay(recorded.chosen, 2.0**-24):
+    with DecisionReplay(record.indices, unit=2.0**-24):
         after = choose(torn)
 
     assert not torch.equal(choose(torn), before)

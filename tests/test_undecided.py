@@ -6,7 +6,7 @@ from torch import nn
 
 import torchdelta as td
 from torchdelta import Verdict
-from torchdelta.check.near_zero_gradients import is_near_zero
+from torchdelta.check.decisions import is_near_zero
 
 
 class Attention(nn.Module):

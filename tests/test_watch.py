@@ -351,7 +351,7 @@ class TestTheRunItself:
         with pytest.raises(Exception, match="no such graph"):
             watched_run(in_inference, joint_custom_pre_pass=raises)
 
-        assert not inductor_passes.is_noting()
+        assert not inductor_passes.is_watching()
 
 
 class TestTheWatcher:
@@ -373,7 +373,7 @@ class TestTheWatcher:
         with td.watch_passes(), pytest.raises(td.UsageError, match="watched already"), td.watch_passes():
             pytest.fail("two watchers at once")
 
-        assert not inductor_passes.is_noting()
+        assert not inductor_passes.is_watching()
 
     def test_refuses_a_policy_that_there_is_not(self):
         with pytest.raises(td.UsageError), td.watch_passes(policy="nosie"):

@@ -16,7 +16,7 @@ from torchdelta._torch.modes import lift
 from torchdelta._torch.modes.elided_casts import coarser
 from torchdelta._torch.modes.noisy import Noisy
 from torchdelta._torch.process import runtime
-from torchdelta.check.near_zero_gradients import SignFlips
+from torchdelta.check.decisions import SignFlips
 from torchdelta.errors import EagerFails, ProgramError
 from torchdelta.program.copies import shared_state_unchanged
 from torchdelta.program.programs import Program

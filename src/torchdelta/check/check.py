@@ -9,7 +9,7 @@ from torchdelta._torch.process import runtime, versions
 from torchdelta.check import casts, decisions, semantic, steadiness
 from torchdelta.check.baseline import Baseline
 from torchdelta.check.candidate import CandidateRun, run_candidate
-from torchdelta.check.near_zero_gradients import settle, with_count
+from torchdelta.check.decisions import settle_steps, with_count
 from torchdelta.check.pairing import differing, paired
 from torchdelta.check.quantized_layers import LayerwiseCheck
 from torchdelta.compare.contract import Terms
@@ -79,7 +79,7 @@ class Check:
             is_coarse = any(steadiness.is_coarse(seen) for stage in stages for seen in stage.comparisons)
             if is_coarse and baseline.has_chosen and self.transform.lowered_to is None:
                 stages = self._replay(stages)
-            stages = decisions.excuse(stages, baseline, self.candidate.observation, noisy)
+            stages = decisions.excuse_integers(stages, baseline, self.candidate.observation, noisy)
             if self._asks_for_casts(noisy):
                 stages, note = casts.notice(stages, baseline, self.candidate.observation, self._terms)
                 self.notes += [note] if note else []
@@ -182,7 +182,7 @@ class Check:
         undecided: dict[str, int] = {}
         if stage == "steps" and truth is not None and noisy:
             sides = (of_reference, of_candidate, *runs)
-            (of_reference, of_candidate, *runs), undecided = settle(sides, truth, (reference, *noisy))
+            (of_reference, of_candidate, *runs), undecided = settle_steps(sides, truth, (reference, *noisy))
         found, alone = judge.compare(
             of_reference,
             of_candidate,
@@ -215,7 +215,7 @@ class Check:
 
     def _replay(self, stages: list[Stage]) -> list[Stage]:
         """Judge what is coarse because of choices within rounding by a truth that chose as the reference did."""
-        found = decisions.replayed(self.baseline)
+        found = decisions.replay_reference(self.baseline)
         if found is None:
             return stages
         sharper: list[Stage] = []
@@ -235,13 +235,13 @@ class Check:
             )
         return sharper
 
-    def _follow(self, stages: list[Stage], told: decisions.Told) -> list[Stage]:
+    def _follow(self, stages: list[Stage], told: decisions.SemanticComparisons) -> list[Stage]:
         """Judge what diverged natively alone by runs that decided as the candidate did where rounding decides."""
         follower = decisions.DecisionFollower(
             baseline=self.baseline,
             candidate=self.candidate.observation,
             compare=lambda stage, runs: self._compare(stage, runs.noisy, runs.truth, runs.reference)[0],
-            told=told,
+            semantic=told,
         )
         followed = follower.explain(stages)
         self.notes += follower.notes

@@ -1,53 +1,74 @@
-"""Choices within rounding, such as the expert a token goes to, are replayed so that what lies behind them is compared.
+"""Decisions within rounding: a check replays them, follows them, or excuses them.
 
-Truth and noise are run again with the reference's choices. That tells more about a candidate that chose as the
-reference did, and nothing about another one: its native verdict stays as it is.
+A decision among floats is an argmax, topk or sort, a comparison, a rounding, or the sign of a gradient that an
+optimizer divides by its size. If its margin is within noise, a correct program may decide either way: a token goes to
+another expert, a parameter steps the other way, and everything behind that differs by far more than rounding does. Such
+a difference is not a fault of the candidate, and it must not hide one. There is one entry point for each remedy:
 
-What rounding decides, a correct program may decide otherwise: such decisions of the candidate are followed.
+- `replay_reference` runs truth and noise again with the reference's choices, because choices that differ between these
+  runs make the noise coarse. A candidate that chose as the reference did is then held to a finer measure.
+- `DecisionFollower.explain` runs truth, reference and noise with the candidate's decisions. The choices of a candidate
+  cannot be seen, so each choice within noise is tried the other way, and is kept if the truth comes closer to the
+  candidate's outputs.
+- `excuse_integers` makes integers and booleans inconclusive whose margin is within noise.
+- `settle_steps` replaces a parameter's elements by the truth where an undecided gradient stepped them: the gradient is
+  judged in its own place. `SignFlips` gives the noisy runs of a baseline a random sign there.
 
-A token between two experts, or the sign of a gradient that is zero but for rounding, takes everything behind it
-elsewhere, by far more than rounding does. A candidate that diverged natively, and is the same function in float64, is
-held against a truth, a reference and a noisy run that decided as it did. What it chose inside cannot be seen: each
-choice within noise is tried the other way, and kept where that brings the truth closer to the candidate's outputs.
-
-Integers and booleans that a correct program may get either way: their margin from the edge is within noise.
-
-The program is run again for the margins alone, in float64, natively and with noise: by how much a margin moves between
-correct runs is its noise.
+`_torch/modes/decisions.py` has the table of the operations that decide, and the modes that record and replay them.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
 from torchdelta._torch.modes import lift
-from torchdelta._torch.modes.decisions import (
-    ChoiceRecord,
-    ChoiceReplay,
-    CloseChoice,
-    DecisionWatch,
-    ForcedDecisions,
-    MarginWatch,
-)
+from torchdelta._torch.modes.decisions import Choice, DecisionRecord, DecisionReplay, MarginWatch
 from torchdelta._torch.modes.noisy import Noisy
 from torchdelta._torch.process import runtime
-from torchdelta.check.baseline import Baseline
-from torchdelta.check.near_zero_gradients import FollowedSigns
 from torchdelta.compare.judge import is_inexact
 from torchdelta.compare.leaves import Leaves, leaves_of
 from torchdelta.compare.noise import unit_roundoff
-from torchdelta.compare.spread import spread
+from torchdelta.compare.spread import block_length, spread
 from torchdelta.program.sides import Side, varied_in
 from torchdelta.program.stages import BeforeStep, Observation, Plan, Scope, SideFailed, observe
 from torchdelta.records.comparison import Comparison
 from torchdelta.records.report import Stage
 from torchdelta.records.verdict import Verdict
+
+if TYPE_CHECKING:
+    # a baseline flips signs in its own noisy runs, and imports this module for it
+    from torchdelta.check.baseline import Baseline
+
+CLOSE = 4.0
+"""A margin of at most this many times its noise is within noise: two values may be in either order, a gradient may have
+either sign.
+
+Runs follow such decisions, after which a leaf may be equivalent.
+"""
+CLOSE_INTEGER = 8.0
+"""A margin of at most this many times its noise excuses an integer.
+
+It may be larger than `CLOSE`, because an excused integer is inconclusive and never equivalent.
+"""
+TRIED = 32
+"""Choices that are tried the other way, those with the smallest margins first."""
+FAR = 8.0
+"""An error of more than this many times the allowed one is not explained by a few choices among many."""
+RUNS = 3
+"""Noisy runs that follow the candidate."""
+
+SemanticComparisons = Mapping[str, Mapping[str, Comparison]]
+"""The comparisons of the float64 question, by stage and path."""
+
+
+# Replay the reference's choices
 
 
 @dataclass(frozen=True)
@@ -57,61 +78,73 @@ class ReplayedRuns:
     truth: Observation
     noisy: Observation
     count: int
-    """Choices of the truth that would have been others."""
+    """Indices that the truth would have chosen otherwise."""
 
 
-def replayed(baseline: Baseline) -> ReplayedRuns | None:
-    """Run the truth and a noisy run with the reference's choices; None where they would have been the same."""
-    recorded = ChoiceRecord()
-    plan, original = baseline.plan, baseline.original
-    noise = Noisy(seed=plan.seed)
+def replay_reference(baseline: Baseline) -> ReplayedRuns | None:
+    """Run the truth and a noisy run with the reference's choices, where those are within rounding.
+
+    Return None if the truth makes the same choices by itself, or if the program fails with them.
+    """
+    record = DecisionRecord()
     with baseline.timed("replay"):
         try:
-            observe(Side.copied_from(baseline.program), plan, original, within(baseline.eager_scope, recorded))
-            if not recorded.chosen:
+            _run(baseline, record)
+            if not record.choices:
                 return None
             unit = unit_roundoff(baseline.drawn_in)
-            of_truth, of_noise = ChoiceReplay(recorded.chosen, unit), ChoiceReplay(recorded.chosen, unit)
-            lifted = within(baseline.lifted_scope(baseline.drawn_in), of_truth)
-            truth = observe(
-                Side.copied_from(baseline.program, convert=lift.widened), plan, original, lifted, lift.widened
-            )
-            if not of_truth.count:
+            in_truth = DecisionReplay(record.indices, unit=unit)
+            truth = _run(baseline, in_truth, lifted=True)
+            if not in_truth.count:
                 return None
-            side = Side.copied_from(baseline.program)
-            noise.start_from(varied_in(side))
-            noisy = observe(side, plan, original, within(baseline.eager_scope, noise, of_noise))
+            in_noise = DecisionReplay(record.indices, unit=unit)
+            noisy = _run(baseline, in_noise, noise=Noisy(seed=baseline.plan.seed))
         except SideFailed as failed:
             baseline.notes.append(f"choices within rounding were not replayed: the program fails with them ({failed})")
             return None
-    return ReplayedRuns(truth, noisy, of_truth.count)
+    return ReplayedRuns(truth, noisy, in_truth.count)
 
 
-def within(scope: Scope, *modes: AbstractContextManager[object]) -> Scope:
-    """Return a scope with these modes inside it."""
+def _run(
+    baseline: Baseline,
+    *modes: AbstractContextManager[object],
+    lifted: bool = False,
+    noise: Noisy | None = None,
+    plan: Plan | None = None,
+    before_step: BeforeStep = lambda *_: None,
+) -> Observation:
+    """Run the program once more, with the modes inside of float64 and noise where these are wanted; observe it."""
+    side, scope = _side_and_scope(baseline, *modes, lifted=lifted, noise=noise)
+    convert = lift.widened if lifted else _same
+    return observe(side, plan or baseline.plan, baseline.original, scope, convert, before_step=before_step)
+
+
+def _side_and_scope(
+    baseline: Baseline, *modes: AbstractContextManager[object], lifted: bool = False, noise: Noisy | None = None
+) -> tuple[Side, Scope]:
+    """Return a fresh copy of the program, and the scope to run it in."""
+    side = Side.copied_from(baseline.program, convert=lift.widened if lifted else _same)
+    outer = baseline.lifted_scope(baseline.drawn_in) if lifted else baseline.eager_scope
+    if noise is not None:
+        noise.start_from(varied_in(side))
+        modes = (noise, *modes)
 
     @contextmanager
-    def nested() -> Iterator[None]:
+    def scope() -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(scope())
+            stack.enter_context(outer())
             for mode in modes:
                 stack.enter_context(mode)
             yield
 
-    return nested
+    return side, scope
 
 
-WITHIN = 4.0
-"""So many times its noise apart, two values may be in either order."""
-TRIED = 32
-"""Choices that are tried the other way, those with the smallest margins first."""
-FAR = 8.0
-"""An error this many times of what is allowed is not made by a few choices among many."""
-RUNS = 3
-"""Noisy runs that follow."""
+def _same(dtype: torch.dtype) -> torch.dtype:
+    return dtype
 
-Told = Mapping[str, Mapping[str, Comparison]]
-"""What float64 told, by stage and path."""
+
+# Follow the candidate's decisions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,15 +157,18 @@ class FollowedRuns:
 
 
 Compare = Callable[[str, FollowedRuns], Sequence[Comparison]]
+"""Compares the candidate's leaves of a stage with these runs."""
 
 
 @dataclass(frozen=True)
-class _CloseDecisions:
-    """One row of one choice that rounding decides."""
+class _CloseRow:
+    """One row of one choice, whose margin is within noise."""
 
-    choice: int
+    position: int
+    """The place of the choice among those of a run."""
     row: int
     pair: torch.Tensor
+    """The two indices that are exchanged when the row is chosen the other way."""
     margin: float
     noise: float
     operation: str
@@ -143,325 +179,472 @@ class _CloseDecisions:
 
 @dataclass(kw_only=True)
 class DecisionFollower:
-    """Explains a candidate by decisions of its own, as far as they are within rounding."""
+    """Explains the differences of a candidate by decisions of its own, as far as these are within rounding."""
 
     baseline: Baseline
     candidate: Observation
     compare: Compare
-    told: Told
+    semantic: SemanticComparisons
     notes: list[str] = field(default_factory=list)
-    turned: list[_CloseDecisions] = field(default_factory=list)
-    """Choices that the candidate made the other way."""
-    torn: list[_CloseDecisions] = field(default_factory=list)
-    """All choices within noise."""
-    _chosen: list[torch.Tensor] = field(default_factory=list)
+    close_rows: list[_CloseRow] = field(default_factory=list)
+    """All choices within noise, the closest first."""
+    exchanged: list[_CloseRow] = field(default_factory=list)
+    """Those that the candidate made the other way."""
+    _forced: list[torch.Tensor] = field(default_factory=list)
+    """The indices of every choice, as the candidate seems to have made them."""
 
     def explain(self, stages: list[Stage]) -> list[Stage]:
-        """Return the stages with what other decisions explain equivalent, and what they may explain inconclusive."""
+        """Return the stages with explained leaves equivalent, and leaves that may be explained inconclusive.
+
+        Only leaves are looked at that diverged in the native question, and nothing is if float64 diverged anywhere:
+        then the candidate is another function.
+        """
         suspects = [stage.name for stage in stages if _has_suspects(stage)]
-        if not suspects or any(_has_diverged(leaves.values()) for leaves in self.told.values()):
+        if not suspects or any(_has_diverged(leaves.values()) for leaves in self.semantic.values()):
             return stages
         with self.baseline.timed("follow"):
             try:
                 if self.baseline.has_chosen:
-                    self._turn_choices()
-                if self.turned or suspects == ["steps"]:
-                    stages = self._judged(stages, has_steps="steps" in suspects)
+                    self._exchange_choices()
+                if self.exchanged or suspects == ["steps"]:
+                    stages = self._compare_again(stages, has_steps="steps" in suspects)
             except SideFailed as failed:
                 self.notes.append(
                     f"decisions within rounding were not followed: the program fails with them ({failed})"
                 )
                 return stages
-        return [self._doubted(stage) for stage in stages]
+        return [self._doubt(stage) for stage in stages]
 
-    def _judged(self, stages: list[Stage], *, has_steps: bool) -> list[Stage]:
+    def _compare_again(self, stages: list[Stage], *, has_steps: bool) -> list[Stage]:
+        """Return the stages with every leaf that runs with the candidate's decisions explain, and note how many."""
         signs = FollowedSigns(
             candidate=self.candidate,
             truth=self.baseline.truth or Observation(),
             runs=(self.baseline.reference, *self.baseline.noisy(1)),
         )
-        runs = self._runs(signs, has_steps)
-        explained = 0
-        judged = []
+        runs = self._run_followers(signs, has_steps)
+        count = 0
+        results = []
         for stage in stages:
             if _has_suspects(stage):
-                again = {seen.path: seen for seen in self.compare(stage.name, runs)}
-                told = self.told.get(stage.name, {})
-                found = [_explained(seen, again.get(seen.path), told.get(seen.path)) for seen in stage.comparisons]
-                explained += sum(old is not new for old, new in zip(stage.comparisons, found, strict=True))
-                stage = Stage.of(stage.name, tuple(found), stage.reason)
-            judged.append(stage)
-        if explained:
-            decided = [f"{len(self.turned)} choices ({self.turned[0]})"] if self.turned else []
+                followed = {comparison.path: comparison for comparison in self.compare(stage.name, runs)}
+                semantic = self.semantic.get(stage.name, {})
+                comparisons = [
+                    _explained(comparison, followed.get(comparison.path), semantic.get(comparison.path))
+                    for comparison in stage.comparisons
+                ]
+                count += sum(old is not new for old, new in zip(stage.comparisons, comparisons, strict=True))
+                stage = Stage.of(stage.name, tuple(comparisons), stage.reason)
+            results.append(stage)
+        if count:
+            others = [f"{len(self.exchanged)} choices ({self.exchanged[0]})"] if self.exchanged else []
             if signs.count:
-                decided.append(f"the steps of {signs.count} elements whose gradient is zero but for rounding")
+                others.append(f"the steps of {signs.count} elements whose gradient is zero but for rounding")
             self.notes.append(
-                f"{explained} leaves were held against a truth that decided as the candidate did where rounding "
-                f"decides: it made otherwise {' and '.join(decided) or 'nothing, but stepped by a little more or less'}"
+                f"{count} leaves were held against a truth that decided as the candidate did where rounding decides: "
+                f"{' and '.join(others) or 'nothing'} went another way"
+                + ("" if others else ", but some steps were a little longer or shorter")
             )
-        return judged
+        return results
 
-    def _doubted(self, stage: Stage) -> Stage:
-        """Return the stage with what choices that were not tried may explain inconclusive.
+    def _doubt(self, stage: Stage) -> Stage:
+        """Return the stage with leaves inconclusive that choices may explain which were not tried.
 
-        Those of later steps are not tried at all.
+        Not tried are choices beyond the first `TRIED`, and all choices of later steps.
         """
-        is_open = len(self.torn) > TRIED or (bool(self.torn) and stage.name == "steps")
+        is_open = len(self.close_rows) > TRIED or (bool(self.close_rows) and stage.name == "steps")
         if not is_open or not stage.comparisons:
             return stage
         doubt = (
-            f"but {len(self.torn)} choices are within rounding, the closest {self.torn[0]}, and a correct program "
-            "that makes others of them may be as far off"
+            f"but {len(self.close_rows)} choices are within rounding, the closest {self.close_rows[0]}, and a correct "
+            "program that makes others of them may be as far off"
         )
-        told = self.told.get(stage.name, {})
+        semantic = self.semantic.get(stage.name, {})
 
-        def doubted(seen: Comparison) -> Comparison:
-            if not _is_suspect(seen) or seen.path not in told or (stage.name != "steps" and seen.ratio > FAR):
-                return seen
-            return replace(seen, verdict=Verdict.INCONCLUSIVE, reason=f"{seen.reason}; {doubt}")
+        def with_doubt(comparison: Comparison) -> Comparison:
+            is_too_far = stage.name != "steps" and comparison.ratio > FAR
+            if not _is_suspect(comparison) or comparison.path not in semantic or is_too_far:
+                return comparison
+            return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=f"{comparison.reason}; {doubt}")
 
-        return Stage.of(stage.name, tuple(doubted(seen) for seen in stage.comparisons), stage.reason)
+        return Stage.of(stage.name, tuple(map(with_doubt, stage.comparisons)), stage.reason)
 
-    def _turn_choices(self) -> None:
-        """Find the choices within noise, and turn those that bring the truth closer to the candidate."""
-        truth, choices = self._watched(lift.widened, self._lifted)
-        noise = Noisy(seed=self.baseline.plan.seed)
-        others = [
-            self._watched(_same, self.baseline.eager_scope)[1],
-            self._watched(_same, within(self.baseline.eager_scope, noise), noise)[1],
-        ]
-        moved = _moved(choices, others)
-        self.torn = sorted(_torn(choices, moved), key=lambda found: found.margin / found.noise)
+    def _exchange_choices(self) -> None:
+        """Find the choices within noise, and exchange those that bring the truth closer to the candidate."""
+        truth, choices = self._run_forward(lifted=True)
+        others = [self._run_forward()[1], self._run_forward(noise=Noisy(seed=self.baseline.plan.seed))[1]]
+        noises = _noises(choices, others)
+        self.close_rows = sorted(_close_rows(choices, noises), key=lambda close: close.margin / close.noise)
         nearest = self._distance(truth)
-        # in their order: what lies behind a choice that was turned may be chosen by a wide margin now
-        pending = sorted(self.torn[:TRIED], key=lambda found: found.choice)
+        # in the program's order, because an exchange may widen the margins of the choices behind it
+        pending = sorted(self.close_rows[:TRIED], key=lambda close: close.position)
         for _ in range(TRIED):
             if not pending:
                 break
-            torn = pending.pop(0)
-            told = [choice.indices for choice in choices[: torn.choice]]
-            told.append(choices[torn.choice].changed(torn.row, torn.pair))
-            truth, made = self._watched(lift.widened, within(self._lifted, ForcedDecisions(told)))
+            close = pending.pop(0)
+            forced = [choice.indices for choice in choices[: close.position]]
+            forced.append(choices[close.position].exchange(close.row, close.pair))
+            truth, choices_of_trial = self._run_forward(DecisionReplay(forced), lifted=True)
             if (distance := self._distance(truth)) < nearest:
-                nearest, choices = distance, made
-                self.turned.append(torn)
-                pending = [other for other in pending if other.choice == torn.choice]
-                pending += [other for other in _torn(choices, moved) if other.choice > torn.choice]
-        self._chosen = [choice.indices for choice in choices]
+                nearest, choices = distance, choices_of_trial
+                self.exchanged.append(close)
+                pending = [other for other in pending if other.position == close.position]
+                pending += [other for other in _close_rows(choices, noises) if other.position > close.position]
+        self._forced = [choice.indices for choice in choices]
 
-    def _watched(
-        self, convert: Callable[[torch.dtype], torch.dtype], scope: Scope, noise: Noisy | None = None
-    ) -> tuple[Observation, list[CloseChoice]]:
-        watch = DecisionWatch()
-        return self._forward(convert, within(scope, watch), noise), watch.choices
-
-    def _forward(
-        self, convert: Callable[[torch.dtype], torch.dtype], scope: Scope, noise: Noisy | None = None
-    ) -> Observation:
-        side = Side.copied_from(self.baseline.program, convert=convert)
-        if noise is not None:
-            noise.start_from(varied_in(side))
+    def _run_forward(
+        self, *modes: AbstractContextManager[object], lifted: bool = False, noise: Noisy | None = None
+    ) -> tuple[Observation, list[Choice]]:
+        """Run the forward without other stages; return its observation, and the choices that the program made."""
+        record = DecisionRecord()
         plan = replace(self.baseline.plan, stages=("forward",))
-        return observe(side, plan, self.baseline.original, scope, convert)
-
-    @property
-    def _lifted(self) -> Scope:
-        return self.baseline.lifted_scope(self.baseline.drawn_in)
+        return _run(self.baseline, *modes, record, lifted=lifted, noise=noise, plan=plan), record.choices
 
     def _distance(self, truth: Observation) -> float:
         """Return how far the candidate's outputs are from this truth, each in units of the reference's distance."""
         total = 0.0
-        first = self.baseline.truth or truth
+        first_truth = self.baseline.truth or truth
         for path, value in truth.stages["forward"].items():
-            sides = (self.candidate, self.baseline.reference, first)
+            sides = (self.candidate, self.baseline.reference, first_truth)
             leaves = [leaf for side in sides if _is_like(leaf := side.stages["forward"].get(path), value)]
             if len(leaves) == len(sides) and is_inexact(value.dtype):
-                given, held, before = leaves
-                unit = spread(before, held).rms
-                total += (spread(value, given).rms / unit) ** 2 if unit else 0.0
+                of_candidate, of_reference, of_first_truth = leaves
+                unit = spread(of_first_truth, of_reference).rms
+                total += (spread(value, of_candidate).rms / unit) ** 2 if unit else 0.0
         return total if math.isfinite(total) else math.inf
 
-    def _runs(self, signs: FollowedSigns, has_steps: bool) -> FollowedRuns:
+    def _run_followers(self, signs: FollowedSigns, has_steps: bool) -> FollowedRuns:
+        """Run truth, reference and noise with the candidate's decisions; leave the steps out if not needed."""
         plan = self.baseline.plan
         if not has_steps:
             plan = replace(plan, stages=tuple(name for name in plan.stages if name != "steps"))
-        truth = self._full(plan, lift.widened, self._lifted, signs.lead)
-        reference = self._full(plan, _same, self.baseline.eager_scope, signs.follow)
-        noisy = []
-        for index in range(RUNS):
-            noise = Noisy(seed=plan.seed + index)
-            noisy.append(self._full(plan, _same, within(self.baseline.eager_scope, noise), signs.follow, noise))
+
+        def run(before_step: BeforeStep, *, lifted: bool = False, noise: Noisy | None = None) -> Observation:
+            forced = [DecisionReplay(self._forced)] if self.exchanged else []
+            return _run(self.baseline, *forced, lifted=lifted, noise=noise, plan=plan, before_step=before_step)
+
+        truth = run(signs.lead, lifted=True)
+        reference = run(signs.follow)
+        noisy = [run(signs.follow, noise=Noisy(seed=plan.seed + index)) for index in range(RUNS)]
         return FollowedRuns(reference=reference, truth=truth, noisy=noisy)
 
-    def _full(
-        self,
-        plan: Plan,
-        convert: Callable[[torch.dtype], torch.dtype],
-        scope: Scope,
-        before_step: BeforeStep,
-        noise: Noisy | None = None,
-    ) -> Observation:
-        baseline = self.baseline
-        side = Side.copied_from(baseline.program, convert=convert)
-        if noise is not None:
-            noise.start_from(varied_in(side))
-        forced = within(scope, ForcedDecisions(self._chosen)) if self.turned else scope
-        return observe(side, plan, baseline.original, forced, convert, before_step=before_step)
 
-
-def _same(dtype: torch.dtype) -> torch.dtype:
-    return dtype
-
-
-def _moved(choices: Sequence[CloseChoice], others: Sequence[Sequence[CloseChoice]]) -> list[float]:
-    """Return by how much correct runs move the values of each choice."""
-    moved = []
+def _noises(choices: Sequence[Choice], others: Sequence[Sequence[Choice]]) -> list[float]:
+    """Return for each choice by how much other correct runs move its values."""
+    noises = []
     for index, choice in enumerate(choices):
-        runs = [run[index].rows for run in others if index < len(run) and run[index].rows.shape == choice.rows.shape]
-        # the values of a row that an earlier choice took elsewhere moved for that reason: so it is the median
-        moves = [float((run - choice.rows).abs().amax(-1).nanmedian()) for run in runs if run.numel()]
-        moved.append(max(moves, default=0.0))
-    return moved
+        rows = choice.rows
+        runs = [run[index].rows for run in others if index < len(run)]
+        # the median of the rows, because an earlier choice may have moved some of them for another reason
+        moves = [
+            float((run - rows).abs().amax(-1).nanmedian()) for run in runs if run.shape == rows.shape and run.numel()
+        ]
+        noises.append(max(moves, default=0.0))
+    return noises
 
 
-def _torn(choices: Sequence[CloseChoice], moved: Sequence[float]) -> Iterator[_CloseDecisions]:
+def _close_rows(choices: Sequence[Choice], noises: Sequence[float]) -> Iterator[_CloseRow]:
     """Yield every row of a choice whose margin is within noise."""
-    for index, (choice, noise) in enumerate(zip(choices, moved, strict=False)):
-        margins, pairs = choice.other_way()
-        for row in (margins <= WITHIN * noise).nonzero()[:, 0].tolist() if noise > 0.0 else ():
-            yield _CloseDecisions(index, row, pairs[row], float(margins[row]), noise, choice.operation)
+    for position, (choice, noise) in enumerate(zip(choices, noises, strict=False)):
+        margins, pairs = choice.nearest_exchanges()
+        for row in (margins <= CLOSE * noise).nonzero()[:, 0].tolist() if noise > 0.0 else ():
+            yield _CloseRow(position, row, pairs[row], float(margins[row]), noise, choice.operation)
 
 
-def _is_suspect(seen: Comparison) -> bool:
+def _is_suspect(comparison: Comparison) -> bool:
     """Tell whether values diverged in the native question alone."""
-    is_native = seen.details.get("question") == "native" and seen.error is not None and math.isfinite(seen.error)
-    return is_native and seen.verdict is Verdict.DIVERGED and not any(not breach.excused for breach in seen.contract)
+    is_native = comparison.details.get("question") == "native"
+    is_finite = comparison.error is not None and math.isfinite(comparison.error)
+    return is_native and is_finite and comparison.verdict is Verdict.DIVERGED and not _breaks_contract(comparison)
+
+
+def _breaks_contract(comparison: Comparison) -> bool:
+    return any(not breach.excused for breach in comparison.contract)
 
 
 def _has_suspects(stage: Stage) -> bool:
-    return any(_is_suspect(seen) for seen in stage.comparisons)
+    return any(_is_suspect(comparison) for comparison in stage.comparisons)
 
 
-def _has_diverged(leaves: Iterable[Comparison]) -> bool:
-    return any(seen.verdict is Verdict.DIVERGED for seen in leaves)
+def _has_diverged(comparisons: Iterable[Comparison]) -> bool:
+    return any(comparison.verdict is Verdict.DIVERGED for comparison in comparisons)
 
 
 def _is_like(leaf: object, value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(leaf, torch.Tensor) and isinstance(value, torch.Tensor) and leaf.shape == value.shape
 
 
-def _explained(seen: Comparison, again: Comparison | None, told: Comparison | None) -> Comparison:
-    if again is None or not _is_suspect(seen) or again.verdict is not Verdict.EQUIVALENT:
-        return seen
-    details = {**again.details, "followed": True}
-    if told is not None and told.error is not None:
-        details |= {"semantic_error": told.error, "semantic_noise": told.noise or 0.0}
-    return replace(again, details=details)
+def _explained(comparison: Comparison, followed: Comparison | None, semantic: Comparison | None) -> Comparison:
+    """Return the comparison with the runs that followed if that is equivalent, else the comparison itself."""
+    if followed is None or not _is_suspect(comparison) or followed.verdict is not Verdict.EQUIVALENT:
+        return comparison
+    details = {**followed.details, "followed": True}
+    if semantic is not None and semantic.error is not None:
+        details |= {"semantic_error": semantic.error, "semantic_noise": semantic.noise or 0.0}
+    return replace(followed, details=details)
 
 
-WITHIN_NOISE = 8.0
-"""So many times its noise from the edge, a margin may still be on either side of it."""
+# Excuse integers by their margin
 
 
 @dataclass(frozen=True)
-class _Edge:
-    """The margins of one leaf: in the truth, and by how much correct runs move them."""
+class _LeafMargins:
+    """The margins of one leaf in the truth, and by how much correct runs move them."""
 
     margins: torch.Tensor
     noise: float
     operation: str
 
 
-def excuse(stages: list[Stage], baseline: Baseline, candidate: Observation, noisy: list[Observation]) -> list[Stage]:
-    """Return the stages with every integer within noise of its edge inconclusive, and its margin as evidence."""
-    return [_excused_stage(stage, baseline, candidate, noisy) for stage in stages]
+def excuse_integers(
+    stages: list[Stage], baseline: Baseline, candidate: Observation, noisy: list[Observation]
+) -> list[Stage]:
+    """Return the stages with every integer inconclusive whose margin is within noise; its margin is the evidence."""
+    return [_excuse_stage(stage, baseline, candidate, noisy) for stage in stages]
 
 
-def _excused_stage(stage: Stage, baseline: Baseline, candidate: Observation, noisy: list[Observation]) -> Stage:
-    suspects = [seen for seen in stage.comparisons if _is_suspect_integer(seen)]
+def _excuse_stage(stage: Stage, baseline: Baseline, candidate: Observation, noisy: list[Observation]) -> Stage:
+    """Return the stage with excused integers; only those of the forward have known margins."""
+    suspects = [comparison for comparison in stage.comparisons if _is_suspect_integer(comparison)]
     if not suspects or baseline.truth is None:
         return stage
-    edges: dict[str, _Edge] = {}
+    margins: dict[str, _LeafMargins] = {}
     if stage.name == "forward":
         try:
-            edges = _edges(baseline)
-        except Exception as error:  # the program's own: it runs on other values than it was given
+            margins = _margins_of_outputs(baseline)
+        except Exception as error:  # the program's own, because it runs on changed values
             baseline.notes.append(f"margins are not known: a noisy run of the program fails ({error})")
-    changed = []
-    for seen in stage.comparisons:
-        if seen in suspects:
-            sides = (baseline.truth, baseline.reference, candidate, *noisy)
-            leaves = [side.stages.get(stage.name, {}).get(seen.path) for side in sides]
-            seen = _excused(seen, leaves, edges.get(seen.path))
-        changed.append(seen)
-    return Stage.of(stage.name, tuple(changed), stage.reason)
+    sides = (baseline.truth, baseline.reference, candidate, *noisy)
+
+    def excused(comparison: Comparison) -> Comparison:
+        if comparison not in suspects:
+            return comparison
+        leaves = [side.stages.get(stage.name, {}).get(comparison.path) for side in sides]
+        return _excuse_leaf(comparison, leaves, margins.get(comparison.path))
+
+    return Stage.of(stage.name, tuple(map(excused, stage.comparisons)), stage.reason)
 
 
-def _is_suspect_integer(seen: Comparison) -> bool:
-    is_exact = seen.dtype is not None and not seen.dtype.startswith(("float", "bfloat", "complex"))
-    is_broken = any(not breach.excused for breach in seen.contract)
-    return is_exact and not is_broken and seen.verdict is Verdict.DIVERGED and seen.measurement is not None
+def _is_suspect_integer(comparison: Comparison) -> bool:
+    """Tell whether the values of integers or booleans diverged."""
+    dtype = comparison.dtype
+    is_exact = dtype is not None and not dtype.startswith(("float", "bfloat", "complex"))
+    is_measured = comparison.verdict is Verdict.DIVERGED and comparison.measurement is not None
+    return is_exact and is_measured and not _breaks_contract(comparison)
 
 
-def _excused(seen: Comparison, leaves: list[Any], edge: _Edge | None) -> Comparison:
+def _excuse_leaf(comparison: Comparison, leaves: list[Any], known: _LeafMargins | None) -> Comparison:
+    """Return the comparison, inconclusive if the candidate is as the truth is or as far off as correct runs are.
+
+    `leaves` are those of truth, reference, candidate and noisy runs. With known margins, these decide; else the number
+    of elements in which correct runs differ does.
+    """
     truth, reference, candidate, *noisy = leaves
     if not isinstance(truth, torch.Tensor) or truth.shape != reference.shape:
-        return seen
+        return comparison
     noisy = [run for run in noisy if isinstance(run, torch.Tensor) and run.shape == truth.shape]
+    difference = comparison.reason.partition(",")[0]
     if torch.equal(candidate, truth):
-        reason = f"{seen.reason.partition(',')[0]}, and in all of them the candidate is as the truth is"
-        return replace(seen, verdict=Verdict.INCONCLUSIVE, reason=reason)
+        reason = f"{difference}, and in all of them the candidate is as the truth is"
+        return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason)
     differs = (candidate != reference) | (candidate != truth)
-    if edge is not None and edge.margins.shape == differs.shape:
-        margin = float(edge.margins[differs].max())
-        details = {**seen.details, "margin": margin, "margin_noise": edge.noise, "decided_by": edge.operation}
-        where = f"{seen.reason.partition(',')[0]}; {edge.operation} decided them by a margin of up to {margin:.3g}"
-        if edge.noise > 0.0 and margin <= WITHIN_NOISE * edge.noise:
-            reason = f"{where}, and rounding moves that margin by {edge.noise:.3g}: either way may be right"
-            return replace(seen, verdict=Verdict.INCONCLUSIVE, reason=reason, details=details)
-        return replace(seen, reason=f"{where}, and rounding moves it by {edge.noise:.3g} only", details=details)
+    if known is not None and known.margins.shape == differs.shape:
+        margin, noise = float(known.margins[differs].max()), known.noise
+        details = {**comparison.details, "margin": margin, "margin_noise": noise, "decided_by": known.operation}
+        where = f"{difference}; {known.operation} decided them by a margin of up to {margin:.3g}"
+        if noise > 0.0 and margin <= CLOSE_INTEGER * noise:
+            reason = f"{where}, and rounding moves that margin by {noise:.3g}: either way may be right"
+            return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason, details=details)
+        return replace(comparison, reason=f"{where}, and rounding moves it by {noise:.3g} only", details=details)
     among_correct = max(int((run != truth).sum()) for run in (reference, *noisy))
     if 0 < int((candidate != truth).sum()) < 2 * among_correct:
-        reason = f"{seen.reason.partition(',')[0]}; {among_correct} differ between correct runs of the program too"
-        return replace(seen, verdict=Verdict.INCONCLUSIVE, reason=reason)
-    return seen
+        reason = f"{difference}; {among_correct} differ between correct runs of the program too"
+        return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason)
+    return comparison
 
 
-def _edges(baseline: Baseline) -> dict[str, _Edge]:
-    """Run the program's forward three times, and return the margins of its integer outputs."""
-    mode = Noisy(seed=baseline.plan.seed)
-    wide, native, noisy = MarginWatch(), MarginWatch(), MarginWatch()
-    drawn_in = baseline.drawn_in
-    lifted = _outputs(baseline, [baseline.lifted_scope(drawn_in), lambda: wide], lift.widened)
-    plain = _outputs(baseline, [baseline.eager_scope, lambda: native])
-    moved = _outputs(baseline, [baseline.eager_scope, lambda: mode, lambda: noisy], start=mode.start_from)
-    edges = {}
-    for path, value in lifted.items():
-        if not isinstance(value, torch.Tensor) or (found := wide.margin_of(value)) is None:
+def _margins_of_outputs(baseline: Baseline) -> dict[str, _LeafMargins]:
+    """Run the forward in float64, natively and with noise; return the margins of its integer outputs, by path.
+
+    By how much a margin moves between these runs is its noise.
+    """
+    in_truth, *in_others = MarginWatch(), MarginWatch(), MarginWatch()
+    truth = _outputs(baseline, in_truth, lifted=True)
+    others = [
+        _outputs(baseline, in_others[0]),
+        _outputs(baseline, in_others[1], noise=Noisy(seed=baseline.plan.seed)),
+    ]
+    known = {}
+    for path, value in truth.items():
+        of_truth = in_truth.margin_of(value) if isinstance(value, torch.Tensor) else None
+        if of_truth is None:
             continue
-        margins, operation = found
-        others = [
-            seen[0]
-            for ledges, outputs in ((native, plain), (noisy, moved))
-            if isinstance(outputs.get(path), torch.Tensor) and (seen := ledges.margin_of(outputs[path])) is not None
-        ]
-        moves = [torch.nan_to_num(other.double() - margins.double()).abs() for other in others]
-        noise = max((float(move.max()) for move in moves if move.shape == margins.shape and move.numel()), default=0.0)
-        edges[path] = _Edge(margins, noise, operation)
-    return edges
+        margins, operation = of_truth
+        moves = []
+        for watch, outputs in zip(in_others, others, strict=True):
+            output = outputs.get(path)
+            other = watch.margin_of(output) if isinstance(output, torch.Tensor) else None
+            if other is not None and other[0].shape == margins.shape and margins.numel():
+                moves.append(float(torch.nan_to_num(other[0].double() - margins.double()).abs().max()))
+        known[path] = _LeafMargins(margins, max(moves, default=0.0), operation)
+    return known
 
 
-def _outputs(
-    baseline: Baseline,
-    scopes: list[Callable[[], AbstractContextManager[Any]]],
-    convert: Callable[[torch.dtype], torch.dtype] = lambda dtype: dtype,
-    start: Callable[[list[torch.Tensor]], None] = lambda _: None,
-) -> Leaves:
-    side = Side.copied_from(baseline.program, convert=convert)
-    start(varied_in(side))
+def _outputs(baseline: Baseline, watch: MarginWatch, *, lifted: bool = False, noise: Noisy | None = None) -> Leaves:
+    """Run the forward under the watch, and return its own output tensors, because the watch does not know copies."""
+    side, scope = _side_and_scope(baseline, watch, lifted=lifted, noise=noise)
     runtime.seed_everything(baseline.plan.seed)
-    with ExitStack() as stack:
-        for scope in scopes:
-            stack.enter_context(scope())
+    with scope():
         outputs = side.call(*side.args, **side.kwargs)
     return leaves_of(outputs, "outputs")
+
+
+# Settle gradients within noise of zero: an optimizer that divides a gradient by its size steps by the sign alone
+
+_STEPPED = re.compile(r"steps\[(?P<step>\d+)\]\.parameters(?P<name>\[.*\])")
+
+
+@dataclass
+class SignFlips:
+    """Flips the signs of undecided gradients before a step, as another correct program might have."""
+
+    reference: Observation
+    truth: Observation | None
+    seed: int
+    generator: torch.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.seed)
+
+    def flip(self, step: int, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Give each undecided element a random sign, in place."""
+        if self.truth is None:
+            return
+        for name, gradient in gradients.items():
+            of_truth, of_reference = (_gradient(side, step, f"[{name!r}]") for side in (self.truth, self.reference))
+            if of_truth is None or of_reference is None or of_truth.shape != gradient.shape:
+                continue
+            signs = torch.randint(0, 2, gradient.shape, generator=self.generator).to(gradient.device) * 2 - 1
+            near = is_near_zero(of_truth, (of_reference, gradient))
+            with torch.no_grad():
+                gradient.copy_(torch.where(near, gradient * signs, gradient))
+
+
+@dataclass(kw_only=True)
+class FollowedSigns:
+    """Gives the undecided elements of each step the candidate's gradients, so that a run stays on its trajectory.
+
+    One element that is stepped the other way moves all later gradients by far more than rounding does.
+    """
+
+    candidate: Observation
+    truth: Observation
+    runs: Sequence[Observation]
+    """Correct runs, for the noise of the first step: later steps may have gone other ways."""
+    undecided: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
+    """The undecided elements, by step and parameter, as the truth that follows had them."""
+    count: int = 0
+    """Elements whose step the candidate took the other way."""
+
+    def lead(self, step: int, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Find the undecided elements in the truth's gradients, and follow the candidate there, in place."""
+        for name, gradient in gradients.items():
+            key = f"[{name!r}]"
+            of_truth, *of_runs = (_gradient(side, 0, key) for side in (self.truth, *self.runs))
+            of_candidate = _gradient(self.candidate, step, key)
+            runs = [run for run in of_runs if run is not None and run.shape == gradient.shape]
+            if of_truth is None or of_candidate is None or not runs or of_candidate.shape != gradient.shape:
+                continue
+            edge = CLOSE * _noise(of_truth, runs)
+            near = (gradient.abs() <= edge) & (of_candidate.abs() <= 2.0 * edge) & (of_candidate != gradient)
+            self.undecided[step, name] = near
+            self.count += int((near & (of_candidate.sign() != gradient.sign())).sum())
+        self.follow(step, gradients)
+
+    def follow(self, step: int, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Follow the candidate where the truth did, in place."""
+        for name, gradient in gradients.items():
+            near, of_candidate = self.undecided.get((step, name)), _gradient(self.candidate, step, f"[{name!r}]")
+            if near is not None and of_candidate is not None:
+                with torch.no_grad():
+                    gradient.copy_(torch.where(near, of_candidate.to(gradient.dtype), gradient))
+
+
+def is_near_zero(truth: torch.Tensor, runs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return for each element of a gradient whether the truth is within noise of zero, and not zero in every run.
+
+    The noise is that of the element's block in these runs.
+    """
+    if not truth.numel():
+        return torch.zeros_like(truth, dtype=torch.bool)
+    near = truth.detach().double().abs() <= CLOSE * _noise(truth, runs)
+    # an element that is zero in every run is decided
+    return near & torch.stack([run != 0 for run in (truth, *runs)]).any(0)
+
+
+def _noise(truth: torch.Tensor, runs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return for each element the noise of its block in these runs."""
+    length = max(block_length(truth.shape), 1)
+    wide = truth.detach().double()
+    noise = torch.zeros(wide.numel() // length, 1, dtype=torch.float64, device=truth.device)
+    for run in runs:
+        error = torch.nan_to_num(run.detach().double() - wide).reshape(-1, length)
+        noise = torch.maximum(noise, error.square().mean(-1, keepdim=True).sqrt())
+    return noise.expand(-1, length).reshape(truth.shape)
+
+
+def settle_steps(
+    sides: Sequence[Leaves], truth: Observation, runs: Sequence[Observation]
+) -> tuple[list[Leaves], dict[str, int]]:
+    """Return the sides' leaves of `steps` with the truth wherever an undecided gradient made a parameter.
+
+    The second value is the number of such elements, by path.
+    """
+    counts: dict[str, int] = {}
+    settled = [dict(leaves) for leaves in sides]
+    undecided: dict[str, torch.Tensor] = {}
+    for path, value in truth.stages["steps"].items():
+        match = _STEPPED.fullmatch(path)
+        if match is None or not isinstance(value, torch.Tensor):
+            continue
+        name, step = match["name"], int(match["step"])
+        known = [_gradient(side, step, name) for side in (truth, *runs)]
+        gradients = [gradient for gradient in known if gradient is not None and gradient.shape == value.shape]
+        if len(gradients) < 2:
+            continue
+        near = is_near_zero(gradients[0], gradients[1:])
+        # a step in doubt leaves every later value of the parameter in doubt
+        undecided[name] = near | undecided[name] if name in undecided else near
+        if undecided[name].any():
+            counts[path] = int(undecided[name].sum())
+            for leaves in settled:
+                if path in leaves:
+                    leaves[path] = _with_truth(leaves[path], value, undecided[name])
+    return settled, counts
+
+
+def with_count(comparison: Comparison, counts: Mapping[str, int]) -> Comparison:
+    """Return the comparison with the number of its elements that `settle_steps` replaced."""
+    if comparison.path not in counts:
+        return comparison
+    count = counts[comparison.path]
+    reason = f"{comparison.reason}, but for {count} elements whose gradient is within noise of zero"
+    return replace(comparison, reason=reason, details={**comparison.details, "undecided": count})
+
+
+def _with_truth(leaf: object, truth: torch.Tensor, where: torch.Tensor) -> object:
+    """Return a copy of a leaf with the truth's elements where the mask is set; the leaf if the shapes differ."""
+    if not isinstance(leaf, torch.Tensor) or leaf.shape != truth.shape:
+        return leaf
+    settled = torch.empty_like(leaf, memory_format=torch.preserve_format)
+    with torch.no_grad():
+        settled.copy_(torch.where(where, truth.to(leaf.dtype), leaf))
+    return settled.requires_grad_(leaf.requires_grad)
+
+
+def _gradient(side: Observation, step: int, name: str) -> torch.Tensor | None:
+    """Return the gradient that a step took, or None; the first step takes that of the stage before."""
+    gradient = side.stages.get("steps", {}).get(f"steps[{step}].gradients{name}")
+    if gradient is None and step == 0:
+        gradient = side.stages.get("gradients", {}).get(f"parameters{name}.grad")
+    return gradient if isinstance(gradient, torch.Tensor) else None

@@ -12,7 +12,7 @@ import torch
 from torchdelta._torch.modes import lift
 from torchdelta.check.baseline import Baseline
 from torchdelta.check.candidate import run_candidate
-from torchdelta.check.near_zero_gradients import settle
+from torchdelta.check.decisions import settle_steps
 from torchdelta.check.pairing import differing, paired
 from torchdelta.compare.contract import Terms
 from torchdelta.compare.judge import Judge, is_inexact
@@ -119,7 +119,7 @@ def _judge(
         runs = [run.stages.get(stage, {}) for run in noisy]
         if stage == "steps":
             # what both sides differ by is all the noise that a gradient has in float64; it is judged by itself
-            (reference, candidate), _ = settle((reference, candidate), lifted.reference, (lifted.candidate,))
+            (reference, candidate), _ = settle_steps((reference, candidate), lifted.reference, (lifted.candidate,))
         comparisons, _ = judge.compare(reference, candidate, truth.stages.get(stage) if truth else None, noisy=runs)
         found[stage] = {seen.path: seen for seen in comparisons if _tells(seen)}
     return found

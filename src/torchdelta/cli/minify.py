@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from torchdelta._torch.process.warmup import steps_behind
+from torchdelta._torch.process.warmup import warmup_steps
 from torchdelta.cli.options import (
     EXIT_OF,
     Debug,
@@ -50,7 +50,7 @@ def command(
     require_directory(out)
     require_torch("minifying")
     # who will run the script imports torch beside this process, which does so for everybody else
-    clean = CleanProcess(steps_behind(words["transform"], forks=CAN_FORK))
+    clean = CleanProcess(warmup_steps(words["transform"], forks=CAN_FORK))
     with (
         workers_for(words["transform"], what="minifying") as workers,
         running(words["transform"], None, verbose=False) as progress,

@@ -19,7 +19,7 @@ from torchdelta._torch.graphs import graphs
 from torchdelta._torch.graphs.nodes import every_node, writes_to
 from torchdelta._torch.modes import outside
 from torchdelta._torch.process import runtime, versions
-from torchdelta._torch.process.exceptions import is_refused_memory, without_frames
+from torchdelta._torch.process.exceptions import names_out_of_memory, without_frames
 from torchdelta.check.candidate import failure_of, run_candidate
 from torchdelta.check.check import Check
 from torchdelta.check.prepare import prepare
@@ -87,7 +87,7 @@ class CheckedCall:
                 if _rehearsed(check) is None:
                     raise UncheckedCall(NO_ERROR)
         report = check.run()
-        if report.failure is not None and is_refused_memory(report.failure.type, report.failure.message):
+        if report.failure is not None and names_out_of_memory(report.failure.type, report.failure.message):
             raise UncheckedCall("there was not enough memory for a check, which holds both sides and the truth")
         return report
 
@@ -202,7 +202,7 @@ class GuardedGraph:
             if self.vigilance.is_spent(self.ledger.seconds):
                 raise UncheckedCall(f"the budget of {self.vigilance.budget_s:g} s was spent")
             require_checkable(self.original, args)
-            with self.ledger.attention(), outside.as_nobody():
+            with self.ledger.attention(), outside.without_modes_or_hooks():
                 report = self._attempt.report(args)
         except UncheckedCall as why:
             self._leave_unchecked(replace(seen, unchecked=str(why)))

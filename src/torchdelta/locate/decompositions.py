@@ -51,7 +51,7 @@ class Decompositions:
         for node in graph.graph.nodes:
             if node.op == "output":
                 continue
-            before = runtime.drawn()
+            before = runtime.generator_states()
             values[node] = next(feed) if node.op == "placeholder" else run_node(interpreter, node, values)
             decomposition = self.table().get(node.target)
             if decomposition is not None and not runtime.has_drawn_since(before):

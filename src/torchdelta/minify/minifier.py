@@ -14,7 +14,7 @@ from typing import Any
 from torchdelta._torch.compile import settings
 from torchdelta._torch.graphs.nodes import op_name, short_name
 from torchdelta._torch.process import runtime
-from torchdelta._torch.process.warmup import steps_behind
+from torchdelta._torch.process.warmup import warmup_steps
 from torchdelta.check.check import Check
 from torchdelta.errors import NothingToMinify, ProgramError, ReproUnwritable, UsageError
 from torchdelta.isolate.pool import CAN_FORK, Pool
@@ -191,7 +191,7 @@ class Minifier:
             if ask is self.ask:  # what is asked several times is asked for anew each time
                 reducer.pool = self.ask
             # who will run the script gets ready while the whole is cut down, which takes one worker
-            self.clean = self.clean or CleanProcess(steps_behind(self.transform, forks=CAN_FORK))
+            self.clean = self.clean or CleanProcess(warmup_steps(self.transform, forks=CAN_FORK))
         if entry is not None:
             reducer.outcomes.update(entry.known)
         if self.out is not None:

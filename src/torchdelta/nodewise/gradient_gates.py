@@ -221,7 +221,7 @@ class Gates:
         candidate = {
             source.name: sent.get((source.name, node.name), torch.zeros_like(values[source])) for source in read
         }
-        before = runtime.drawn()
+        before = runtime.generator_states()
         reference = slopes(given)
         is_drawn = runtime.has_drawn_since(before)
         local = () if is_drawn else self.judge.judge(f"{node.name}.grad", reference, candidate, slopes, given)

@@ -61,7 +61,7 @@ class GraphRun:
         """Values as the graph itself goes on with them."""
         self.kept: dict[Node, Any] = {}
         """Values as they were when they were computed, for those who read them from outside."""
-        self.drawn_from: dict[Node, runtime.Drawn] = {}
+        self.drawn_from: dict[Node, runtime.GeneratorStates] = {}
         """Where the generators stood before a node that drew from them."""
         self.done: set[Node] = set()
         self.before_write: dict[Node, dict[Node, Any]] = {}
@@ -81,7 +81,7 @@ class GraphRun:
         self.readers = readers
         """How many will still read a value."""
 
-    def advance_to(self, node: Node, drawing_from: runtime.Drawn | None = None) -> Any:
+    def advance_to(self, node: Node, drawing_from: runtime.GeneratorStates | None = None) -> Any:
         """Run up to and with the node, unless it has run already, and return its value."""
         while node not in self.done:
             current = next(self.waiting)
@@ -91,7 +91,7 @@ class GraphRun:
                 return value
         return self.kept.get(node)
 
-    def _run(self, node: Node, drawing_from: runtime.Drawn | None) -> Any:
+    def _run(self, node: Node, drawing_from: runtime.GeneratorStates | None) -> Any:
         if node.op == "output":
             return None
         if node.op == "placeholder":
@@ -100,7 +100,7 @@ class GraphRun:
             args, kwargs = map_arg((node.args, node.kwargs), self.live.__getitem__)
             if writes_to(node):
                 self._prepare_write(node)
-            before = runtime.drawn()
+            before = runtime.generator_states()
             if drawing_from is None:
                 value = call_node(self.interpreter, node, args, kwargs)
             else:
@@ -497,7 +497,7 @@ class Lockstep:
             self._lowered[node] = own.dtype
 
     def _run_on(
-        self, given: Mapping[Node, Any], node: Node, theirs: GraphRun, drawn: runtime.Drawn | None
+        self, given: Mapping[Node, Any], node: Node, theirs: GraphRun, drawn: runtime.GeneratorStates | None
     ) -> tuple[Any, dict[Node, Any]]:
         with runtime.drawing_from(drawn):
             return run_writing(theirs.interpreter, node, given)

@@ -122,7 +122,7 @@ class Taps:
     def _judged_node(self, region: Region, values: Mapping[Node, Any], level: str) -> TappedNode:
         given = {node: values[node] for node in region.reads}
         node = region.result
-        before = runtime.drawn()
+        before = runtime.generator_states()
         if moved := [source for source in _read_as_memory(region) if not _lies_as_traced(source, given)]:
             self.notes.append(f"{node.name} reads memory of {moved[0].name}, which a tap does not show: not judged")
             return TappedNode(node=node, level=level, local=(), region=region.nodes, is_judged=False)

@@ -97,7 +97,7 @@ class Trial:
     values: Mapping[Node, Any]
     """Of the reference's nodes."""
     partners: Mapping[Node, Node]
-    drawn: runtime.Drawn | None
+    drawn: runtime.GeneratorStates | None
     by: LocalJudge
     trained: Collection[Node]
     lowered: Mapping[Node, torch.dtype]

@@ -56,7 +56,7 @@ class ChainJudge:
 
     def judge(self, values: Mapping[str, Any]) -> None:
         """Judge on what the graph is called with, by the names of its inputs."""
-        if talks_to_others(self.chain.versions[0].built):
+        if talks_to_others(self.chain.versions[0].as_module):
             self._leave_open(f"not checked: {TALKS}")
             return
         with _aside(self.chain.phase):
@@ -70,13 +70,13 @@ class ChainJudge:
         if self.chain.phase != inductor_passes.PRE_GRAD:
             # who shares memory with whom is settled by AOTAutograd, outside of its graphs
             words |= {"stages": ("forward",), "ignore": ("aliasing",)}
-        succession = Succession(original=part[0].built, inputs=inputs, words=words)
-        report = succession.held(part[-1].built)
+        succession = Succession(original=part[0].as_module, inputs=inputs, words=words)
+        report = succession.held(part[-1].as_module)
         if report.verdict is Verdict.EQUIVALENT:
             return
         before, skipped = part[0], list[str]()
         for after in part[1:]:
-            step = succession.step(before.built, after.built)
+            step = succession.step(before.as_module, after.as_module)
             if step.against_original is Verdict.CRASHED:
                 self._leave_open(f"the graph behind {after.name} does not run eagerly ({step.reason})")
                 skipped.append(after.name)
@@ -126,7 +126,7 @@ class ChainJudge:
         for node in first:
             is_tensor = isinstance(node.meta.get("val", node.meta.get("example_value")), torch.Tensor)
             if node.name not in given and chain.phase == inductor_passes.JOINT:
-                room = inductor_passes.room_for(node, first, given)
+                room = inductor_passes.empty_input(node, first, given)
                 given[node.name] = room.copy_(cotangent_for(room, node.name, self.words["seed"]))
             elif node.name not in given or (is_tensor and given[node.name] is None):
                 # a compiler that makes constants of the parameters drops them
@@ -148,7 +148,7 @@ def _aside(phase: str) -> Iterator[None]:
     with (
         runtime.preserved(),
         torch.set_grad_enabled(is_recorded),
-        outside.as_nobody(),
+        outside.without_modes_or_hooks(),
         casts,
         stances.eager_here(),
     ):
@@ -171,7 +171,7 @@ def watch_passes(*, policy: str = "noise", seed: int = 0) -> Iterator[PassSummar
     parse(policy)  # what is misspelt is said before anything runs
     watcher = _Watcher(watched=PassSummary(), words={"policy": policy, "seed": seed})
     with ExitStack() as stack:
-        stack.enter_context(inductor_passes.noting(watcher.take, watcher.fail))
+        stack.enter_context(inductor_passes.watching(watcher.take, watcher.fail))
         stack.enter_context(aot.intercepting(watcher.at_seam))
         stack.enter_context(inductor_passes.around_programs(watcher.around))
         stack.callback(watcher.close)
@@ -263,7 +263,7 @@ class _Watcher:
         with self.lock:
             # a backward may be compiled long after its forward, and by then nobody else knows whose it is
             number = self.numbers.setdefault(
-                inductor_passes.number_of_graph(), whole.number if whole is not None else -1
+                inductor_passes.current_graph_number(), whole.number if whole is not None else -1
             )
         return _Compiled(
             label=f"graph {number} ({handed.level})" if number >= 0 else f"a {handed.level} graph",

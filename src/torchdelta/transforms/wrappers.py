@@ -16,7 +16,7 @@ from typing import Any
 
 from torchdelta._torch.compile import aot
 from torchdelta._torch.compile.dynamo import drawing_as_eager
-from torchdelta._torch.compile.seams import Seam, hand_on, one_behind_the_other
+from torchdelta._torch.compile.seams import Seam, chain_seams, hand_on
 from torchdelta.program.sides import Side
 from torchdelta.transforms.base import Transform, Transformed
 
@@ -96,7 +96,7 @@ class ObservedTransform(Transform):
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[Transformed]:
         """Apply the transform with its own seam; somebody else's comes behind it."""
-        both = one_behind_the_other(self.seam, seam)
+        both = chain_seams(self.seam, seam)
         with self.inner.applied(side, draws_random=draws_random, lifted=lifted, seam=both) as transformed:
             yield transformed
 

@@ -1,6 +1,8 @@
-"""A partitioner that recomputes nothing: what the backward needs, the forward saves.
+"""Step between AOTAutograd and the compilers of a backend, where the forward and backward graphs are handed over.
 
-AOTAutograd seen from inside: the forward and backward graphs that it hands to a backend's own compilers.
+Backends that are built on AOTAutograd call one function of torch, `aot_module_simplified`. `intercepting` replaces it,
+so that every graph passes a seam (`seams.py`) on its way to the backend's compiler. `SaveEverything` is a partitioner
+for finding causes: the forward saves every value that the backward needs, and nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -22,50 +24,50 @@ from torchdelta._torch.compile.seams import Boxed, HandedGraph, Seam, as_boxed
 
 
 class SaveEverything(CustomPartitionerFn):
-    """In place of inductor's own, which trades memory for work."""
+    """Partitions without recomputation, in place of inductor's own partitioner, which trades memory for work."""
 
     def __call__(
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
-        """Split the joint graph."""
+        """Split the joint graph, and return the forward and the backward graph."""
         kwargs.pop("compiler", None)
         return default_partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> str:
-        """Name what it does, for the compiler's cache."""
+        """Return a name of the partitioner for the compiler's cache."""
         return "save everything"
 
 
 @dataclass
 class Interception:
-    """What passed AOTAutograd."""
+    """A record of what passed AOTAutograd."""
 
     decompositions: dict[Any, Callable[..., Any]] = field(default_factory=dict)
-    """Those that the backend asked for."""
+    """The decompositions that the backend asked for."""
     programs: int = 0
-    """How many captured graphs came; none of a backend that is not built on AOTAutograd."""
+    """The number of captured graphs; 0 if the backend is not built on AOTAutograd."""
 
 
 @contextmanager
 def intercepting(seam: Seam, *, decompose: bool = True, compile_graphs: bool = True) -> Iterator[Interception]:
-    """Stand between AOTAutograd and the compilers of any backend that is built on it.
+    """Hand every graph of AOTAutograd to the seam, while the context is open; yield a record of the graphs.
 
-    Without `decompose` the backend's own decompositions are left out; without `compile_graphs` its graphs run as they
-    are.
+    Without `decompose` the backend's own decompositions are left out; without `compile_graphs` its graphs run
+    uncompiled.
     """
     stock = vars(common)["aot_module_simplified"]
-    seen = Interception()
+    record = Interception()
 
     def intercepted(
         mod: Any, args: Any, fw_compiler: Any, bw_compiler: Any = None, inference_compiler: Any = None, **kwargs: Any
     ) -> Any:
-        seen.programs += 1
-        seen.decompositions.update(kwargs.get("decompositions") or {})
+        record.programs += 1
+        record.decompositions.update(kwargs.get("decompositions") or {})
         if not decompose:
             kwargs["decompositions"] = {}
 
         def at_seam(compiler: Any, level: str) -> Any:
-            return _at_seam(compiler if compile_graphs else _as_it_is, level, seam)
+            return _at_seam(compiler if compile_graphs else run_uncompiled, level, seam)
 
         return stock(
             mod,
@@ -78,21 +80,23 @@ def intercepting(seam: Seam, *, decompose: bool = True, compile_graphs: bool = T
 
     vars(common)["aot_module_simplified"] = intercepted
     try:
-        # a graph that came from a cache was handed to nobody
+        # a graph from a cache is not handed over
         with torch._functorch.config.patch(enable_autograd_cache=False):
-            yield seen
+            yield record
     finally:
         vars(common)["aot_module_simplified"] = stock
 
 
 def _at_seam(compiler: Any, level: str, seam: Seam) -> Callable[..., Any]:
+    """Return a compiler that hands its graph to the seam, whose `make` calls the given compiler."""
+
     def compile_at_seam(graph_module: GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
         outputs = len(list(cast(Sequence[Any], graph_module.graph.output_node().args[0])))
 
         def make(graph: GraphModule, inputs: Any) -> Callable[..., Any]:
-            made = compiler(graph, inputs, **kwargs)
-            _forget_strides_beyond(outputs)
-            return Boxed(made) if getattr(made, "_boxed_call", False) else made
+            compiled = compiler(graph, inputs, **kwargs)
+            _drop_strides_beyond(outputs)
+            return Boxed(compiled) if getattr(compiled, "_boxed_call", False) else compiled
 
         handed = HandedGraph(graph=graph_module, example_inputs=example_inputs, make=make, level=level)
         return boxed(seam(handed))
@@ -101,7 +105,7 @@ def _at_seam(compiler: Any, level: str, seam: Seam) -> Callable[..., Any]:
 
 
 def boxed(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what AOTAutograd calls with a list of arguments, through to whoever can free them early."""
+    """Return a callable that takes its arguments in a list, as AOTAutograd calls it; `run` may free them early."""
     if getattr(run, "_boxed_call", False):
         return run
 
@@ -112,17 +116,21 @@ def boxed(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def mark_boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """Say that a function takes its arguments in a list."""
+    """Mark a function for AOTAutograd as one that takes its arguments in a list; return it."""
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
 
 
-def _as_it_is(graph_module: GraphModule, _: Any, **__: Any) -> Callable[..., Any]:
+def run_uncompiled(graph_module: GraphModule, _: Any, **__: Any) -> Callable[..., Any]:
+    """Return the graph's own forward in place of a compiled one, with its arguments in a list."""
     return cast(Callable[..., Any], make_boxed_func(graph_module.forward))
 
 
-def _forget_strides_beyond(count: int) -> None:
-    # a compiler reports the strides of what the forward returns, and AOTAutograd takes the last ones for the backward's
+def _drop_strides_beyond(count: int) -> None:
+    """Drop the output strides that a compiler reported beyond the outputs of the graph itself.
+
+    A graph with taps has more outputs, and AOTAutograd takes the last strides for those of the backward's inputs.
+    """
     context = TracingContext.try_get()
     if context is not None and context.output_strides is not None:
         del context.output_strides[count:]

@@ -1,4 +1,9 @@
-"""torch.compile seen from inside: backends by name, what was captured, what ran, and why something did not."""
+"""torch.compile from inside: compile a callable with any backend, and count the compiler's graphs and calls.
+
+`compiling` is the way to compile here: it resets dynamo, holds the settings, and counts in a `Witness` the captured
+graphs and the calls that ran compiled code. The rest of the module looks up backends, modes and settings by name, and
+explains failures.
+"""
 
 from __future__ import annotations
 
@@ -26,26 +31,26 @@ Backend = Callable[..., Callable[..., Any]]
 
 @dataclass
 class Witness:
-    """What was seen of a transform at work: graphs that were captured, and calls that ran transformed code."""
+    """Counts of a transform at work: graphs that were captured, and calls that ran transformed code."""
 
     captured: int = 0
     calls: int = 0
     is_compiler: bool = False
 
     def eager_reasons(self) -> list[str]:
-        """Return why parts of the program ran eagerly, in the compiler's own words."""
+        """Return why parts of the program ran eagerly, in the compiler's own words; nothing if it is not a compiler."""
         if not self.is_compiler:
             return []
         messages = [message for category in ("graph_break", "unimplemented") for message in counters[category]]
         return list(dict.fromkeys(str(message).strip().splitlines()[0] for message in messages))
 
     def has_reached_recompile_limit(self) -> bool:
-        """Tell whether the compiler gave up compiling some frame anew, and ran it eagerly from then on."""
+        """Tell whether the compiler stopped to recompile some frame, and ran it eagerly from then on."""
         return any("recompile limit" in reason for reason in self.eager_reasons())
 
 
 def uncompiled(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what a callable was before torch.compile wrapped it."""
+    """Return the original of a callable that torch.compile wrapped; any other callable unchanged."""
     while True:
         inner = vars(call).get("_torchdynamo_orig_callable") if hasattr(call, "__dict__") else None
         if isinstance(call, torch._dynamo.OptimizedModule):
@@ -56,7 +61,7 @@ def uncompiled(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compiles_itself(call: Callable[..., Any]) -> bool:
-    """Tell whether a callable, or a module in it, was compiled already."""
+    """Tell whether a callable, or a module inside of it, is wrapped by torch.compile."""
     if uncompiled(call) is not call:
         return True
     parts = call.modules() if isinstance(call, torch.nn.Module) else ()
@@ -64,7 +69,7 @@ def compiles_itself(call: Callable[..., Any]) -> bool:
 
 
 def backend_named(name: str) -> Backend:
-    """Return a registered torch.compile backend; UsageError names the nearest."""
+    """Return a registered torch.compile backend; raise UsageError with the nearest name if there is none."""
     try:
         return torch._dynamo.lookup_backend(name)
     except torch._dynamo.exc.InvalidBackend:
@@ -72,12 +77,12 @@ def backend_named(name: str) -> Backend:
 
 
 def backend_names() -> list[str]:
-    """Return every registered backend, debugging ones included."""
+    """Return the names of all registered backends, debugging ones included."""
     return sorted(torch._dynamo.list_backends(exclude_tags=()))
 
 
 def mode_config(mode: str, *, dynamic: bool | None) -> dict[str, Any]:
-    """Return the inductor settings that a torch.compile mode stands for."""
+    """Return the inductor settings that a torch.compile mode stands for; raise UsageError for an unknown mode."""
     known = torch._inductor.list_mode_options()
     if mode not in known:
         raise UsageError(f"unknown mode {mode!r}: it is one of {', '.join(sorted(known))}")
@@ -85,20 +90,20 @@ def mode_config(mode: str, *, dynamic: bool | None) -> dict[str, Any]:
 
 
 def config_of(*, mode: str | None = None, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the inductor settings that a mode and options of torch.compile stand for."""
+    """Return the inductor settings that a mode and options of torch.compile stand for; the options win."""
     settings = {name.replace("-", "_"): value for name, value in (options or {}).items()}
     require_known_config(settings)
     return {**(mode_config(mode, dynamic=None) if mode else {}), **settings}
 
 
 def hint_of(value: Any) -> Any:
-    """Return the number that a symbolic one was when its graph was captured; anything else as it is."""
+    """Return the value that a symbolic number had when its graph was captured; any other value unchanged."""
     is_symbolic = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
     return getattr(value.node, "hint", value) if is_symbolic else value
 
 
 def require_known_config(settings: Mapping[str, Any]) -> None:
-    """Raise UsageError for a name that inductor has no setting of, or a value of another kind than its present one."""
+    """Raise UsageError if inductor has no setting of a name, or if a value has another type than the present one."""
     known = torch._inductor.config.get_config_copy()
     for name, value in settings.items():
         if name not in known:
@@ -119,10 +124,10 @@ def compiling(
     lifted: bool = False,
     seam: Seam = hand_on,
 ) -> Iterator[tuple[Callable[..., Any], Witness]]:
-    """Compile a callable afresh with the backend, and witness it; the settings hold while the context is open.
+    """Yield the callable compiled afresh with the backend, and a witness of it; the settings hold in the context.
 
-    Compilation is lazy, of the backward too, so whatever is run must be run inside. `lifted` rewrites each captured
-    graph so that nothing in it rounds below float64; then it comes to the `seam`.
+    Compilation is lazy, also that of the backward, so all runs must be inside of the context. `lifted` rewrites each
+    captured graph so that nothing in it rounds below float64. Then the graph comes to the `seam`.
     """
     backend = _at_seam(backend, seam)
     if lifted:
@@ -130,7 +135,7 @@ def compiling(
     witness = Witness(is_compiler=True)
     torch._dynamo.reset()
     counters.clear()
-    # the user's own run may go on eagerly after a failure of the compiler; here that failure is the answer
+    # a failure of the compiler is a result here, even if the user's settings let it run eagerly then
     with torch._inductor.config.patch(dict(config or {})), torch._dynamo.config.patch(suppress_errors=False):
         compiled = torch.compile(call, backend=witnessed(backend, witness), dynamic=dynamic, fullgraph=fullgraph)
         try:
@@ -141,72 +146,74 @@ def compiling(
 
 @contextmanager
 def drawing_as_eager() -> Iterator[None]:
-    """Let inductor draw the random numbers that eager does, in what it compiles inside, the backward too."""
+    """Let all code that inductor compiles inside, backwards included, draw the random numbers that eager draws."""
     with torch._inductor.config.patch(fallback_random=True):
         yield
 
 
 def is_for_dynamo(error: BaseException) -> bool:
-    """Tell whether a backend raised this to make dynamo capture in another way, which is no failure."""
+    """Tell whether a backend raised this to make dynamo capture in another way, which is not a failure."""
     return isinstance(error, (RestartAnalysis, SkipFrame, *exceptions_allowed_to_be_fallback))
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphOrigin:
-    """What a backend is, seen through what torch.compile wraps it in."""
+    """A backend without the wrappers of torch.compile, with its name and settings."""
 
     backend: Backend
     name: str
-    """By which torch.compile knows it; of a function its own."""
+    """The name that torch.compile knows it by, or the function's own."""
     config: dict[str, Any]
-    """Inductor's settings that it was asked for with."""
+    """The settings of inductor that were passed with it."""
 
     @property
     def is_inductor(self) -> bool:
-        """Whether it is torch's own."""
+        """Whether it is torch's inductor."""
         return self.name == "inductor"
 
 
 def origin_of(backend: str | Backend) -> GraphOrigin:
-    """Return what is behind a backend that is named, or that torch.compile has wrapped."""
+    """Return the origin of a backend, given by name or as torch.compile wrapped it."""
     if isinstance(backend, str):
         return GraphOrigin(backend=backend_named(backend), name=backend, config={})
-    seen: Any = backend
+    inner: Any = backend
     config: dict[str, Any] = {}
     while True:
-        config = {**config, **(getattr(seen, "config", None) or {})}
-        inner = getattr(seen, "_torchdynamo_orig_backend", None) or getattr(seen, "compiler_fn", None)
-        if inner is None:
+        config = {**config, **(getattr(inner, "config", None) or {})}
+        below = getattr(inner, "_torchdynamo_orig_backend", None) or getattr(inner, "compiler_fn", None)
+        if below is None:
             break
-        seen = inner
+        inner = below
     names = {torch._dynamo.lookup_backend(name): name for name in ("inductor",)}
-    name = getattr(seen, "compiler_name", None) or names.get(seen) or getattr(seen, "__name__", type(seen).__name__)
-    return GraphOrigin(backend=seen, name=str(name), config=config)
+    own_name = getattr(inner, "__name__", type(inner).__name__)
+    name = getattr(inner, "compiler_name", None) or names.get(inner) or own_name
+    return GraphOrigin(backend=inner, name=str(name), config=config)
 
 
 def unfit_reason(error: BaseException) -> str | None:
-    """Return what this machine lacks when that is why a compiler failed; None when it is the compiler's own failure."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, InvalidCxxCompiler) or "InvalidCxxCompiler" in str(seen):
+    """Return a sentence on the tool that this machine lacks, if a compiler failed for that; else None."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, InvalidCxxCompiler) or "InvalidCxxCompiler" in str(cause):
             return "inductor needs a C++ compiler and finds none: install g++ or clang, or set CXX"
-        seen = getattr(seen, "inner_exception", None) or seen.__cause__
+        cause = getattr(cause, "inner_exception", None) or cause.__cause__
     return None
 
 
 def witnessed(backend: Backend, witness: Witness) -> Backend:
-    """Wrap a backend so that the witness counts each graph it gets and each call of what it returns."""
+    """Return the backend wrapped, so that the witness counts its graphs and the calls of the code it returns."""
 
     def counting_backend(graph_module: torch.fx.GraphModule, example_inputs: list[Any], **options: Any) -> Any:
         witness.captured += 1
         return counted(backend(graph_module, example_inputs, **options), witness)
 
-    # the compiler names its backend in what it says when that fails
+    # dynamo prints this name when the backend fails
     counting_backend.__name__ = getattr(backend, "__name__", "backend")
     return counting_backend
 
 
 def _at_seam(backend: Backend, seam: Seam) -> Backend:
+    """Return a backend that hands its graphs to the seam, whose `make` calls the given backend."""
     if seam is hand_on:
         return backend
 
@@ -221,6 +228,8 @@ def _at_seam(backend: Backend, seam: Seam) -> Backend:
 
 
 def _lifting(backend: Backend) -> Backend:
+    """Return a backend that lifts each graph to float64 before the given backend gets it."""
+
     def lifting_backend(graph_module: torch.fx.GraphModule, example_inputs: list[Any], **options: Any) -> Any:
         return backend(lift_graph(graph_module), example_inputs, **options)
 
@@ -229,7 +238,7 @@ def _lifting(backend: Backend) -> Backend:
 
 
 def counted(function: Callable[..., Any], witness: Witness) -> Callable[..., Any]:
-    """Wrap a callable so that the witness counts its calls."""
+    """Return the callable wrapped, so that the witness counts its calls."""
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         witness.calls += 1

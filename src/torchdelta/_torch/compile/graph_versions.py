@@ -1,7 +1,9 @@
-"""Versions of a graph while passes rewrite it: taken only where something changed, built when somebody wants to run it.
+"""Versions of a graph while passes rewrite it: copied only after a change, and built into a module only to be run.
 
-The nodes of a graph that is rewritten in place stay the objects that they are, so that the copies of one node can carry
-the same handle in every version. What is held by the graph (constants, modules) is shared with it and not copied.
+A pass that rewrites a graph in place keeps the node objects. So the copies of one node carry the same handle in every
+version, and two versions can be compared node by node. Constants and modules of the graph are shared, not copied.
+
+A `Chain` follows one graph: call `chain.look(pass_name)` after each pass, and read `chain.versions` at the end.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from torchdelta._torch.modes.outside import outside_modes
 
 Handle = Callable[[Node], int]
 Describe = Callable[[Any], str]
-"""Says of what a graph holds what changes when that does."""
+"""Returns a text for an attribute of a graph, which changes if the attribute does."""
 
 _HOLDING = ("get_attr", "call_module")
 _PACKING = ("mkl", "mkldnn", "onednn")
-"""Libraries that lay weights out as they like: nobody else can copy those, and none of them knows float64."""
+"""Libraries with a weight layout of their own: such weights cannot be copied, and have no float64."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,16 +37,18 @@ class Version:
     """A graph as a pass left it."""
 
     name: str
-    """The pass; empty for the graph as it came."""
+    """The name of the pass; empty for the graph before the first pass."""
     graph: Graph
-    held: dict[str, Any]
-    """What the graph holds, by target; graphs inside of it are versions themselves."""
+    attributes: dict[str, Any]
+    """The attributes that the graph reads or calls, by target; an inner graph is a version itself."""
 
     @functools.cached_property
-    def built(self) -> GraphModule:
-        """The graph as a module that takes and returns its values one by one."""
-        held = {name: each.built if isinstance(each, Version) else each for name, each in self.held.items()}
-        return GraphModule(held, self.graph)
+    def as_module(self) -> GraphModule:
+        """The graph as a module that can be run."""
+        attributes = {
+            name: each.as_module if isinstance(each, Version) else each for name, each in self.attributes.items()
+        }
+        return GraphModule(attributes, self.graph)
 
     @property
     def inputs(self) -> list[Node]:
@@ -53,78 +57,78 @@ class Version:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the graph holds or computes what only a library for one processor can read."""
-        held = self.held.values()
-        if any(isinstance(each, torch.Tensor) and each.is_mkldnn for each in held):
+        """Whether the graph holds or computes weights that only a library for one processor can read."""
+        attributes = self.attributes.values()
+        if any(isinstance(each, torch.Tensor) and each.is_mkldnn for each in attributes):
             return True
         calls = (node.target for node in self.graph.nodes if isinstance(node.target, OpOverload))
-        inside = any(each.is_packed for each in held if isinstance(each, Version))
+        inside = any(each.is_packed for each in attributes if isinstance(each, Version))
         return inside or any(target.namespace in _PACKING for target in calls)
 
     @property
     def draws(self) -> tuple[str, ...]:
-        """What draws random numbers, in its order: who draws others, or in another order, computes something else."""
-        inside = (each.draws for each in self.held.values() if isinstance(each, Version))
+        """The calls that draw random numbers, in order: a version with other draws computes something else."""
+        inside = (each.draws for each in self.attributes.values() if isinstance(each, Version))
         own = (f"{node.name} {node.target} {_plain(node.args)}" for node in self.graph.nodes if _draws(node))
         return (*own, *(drawn for drawn_inside in inside for drawn in drawn_inside))
 
 
 @dataclass(kw_only=True, eq=False)
 class Chain:
-    """What the passes of one phase made of a graph, one after the other."""
+    """The versions of one graph that the passes of a phase made, in order."""
 
     phase: str
     module: GraphModule | None
-    """The graph that is rewritten; nobody's when the phase is over."""
+    """The graph that is rewritten; None when the phase is over."""
     versions: list[Version] = field(default_factory=list)
     passes: int = 0
-    """How many ran, whether or not they changed anything."""
+    """The number of passes that ran, whether or not they changed the graph."""
     _handles: dict[Node, int] = field(default_factory=dict)
-    _seen: list[Any] = field(default_factory=list)
+    _parts: list[Any] = field(default_factory=list)
     _key: str = ""
 
     def look(self, name: str) -> None:
-        """Take the graph as it is now, if it is not as it was."""
+        """Add a version of this name if the graph has changed since the last one."""
         assert self.module is not None
-        seen = list(_parts(self.module))
-        # a node that is changed has other arguments and not changed ones: who finds the same objects needs no key
-        if len(seen) == len(self._seen) and all(one is other for one, other in zip(seen, self._seen, strict=True)):
+        parts = list(_parts(self.module))
+        # a changed node has new argument objects, so the same objects mean the same graph, and no key is needed
+        if len(parts) == len(self._parts) and all(one is other for one, other in zip(parts, self._parts, strict=True)):
             return
-        self._seen = seen
+        self._parts = parts
         key = key_of(self.module)
         if key == self._key:
             return
         self._key = key
         with outside_modes():
             self.versions.append(
-                taken(self.module, name, lambda node: self._handles.setdefault(node, len(self._handles)))
+                take_version(self.module, name, lambda node: self._handles.setdefault(node, len(self._handles)))
             )
 
     def end(self) -> None:
-        """Let go of the graph itself, which goes on to be compiled."""
+        """Drop the reference to the graph itself, which is compiled next."""
         self.module = None
-        self._handles, self._seen = {}, []
+        self._handles, self._parts = {}, []
 
 
-def taken(module: GraphModule, name: str, handle: Handle) -> Version:
-    """Return a copy of the nodes of a graph, and of those inside of it, over what it holds."""
-    held: dict[str, Any] = {}
+def take_version(module: GraphModule, name: str, handle: Handle) -> Version:
+    """Return a copy of a graph's nodes and of its inner graphs' nodes; `handle` numbers each original node."""
+    attributes: dict[str, Any] = {}
     for target in sorted({str(node.target) for node in module.graph.nodes if node.op in _HOLDING}):
         value = graphs.attribute(module, target)
-        held[target] = taken(value, name, handle) if isinstance(value, GraphModule) else value
-    made = Graph()
-    known: dict[Node, Node] = {}
+        attributes[target] = take_version(value, name, handle) if isinstance(value, GraphModule) else value
+    graph = Graph()
+    copies: dict[Node, Node] = {}
     for node in _sources_first(module.graph):
-        known[node] = made.node_copy(node, known.__getitem__)
+        copies[node] = graph.node_copy(node, copies.__getitem__)
         if node.op not in ("placeholder", "output"):
-            handles.write_handles(known[node], (handle(node),))
-    return Version(name=name, graph=made, held=held)
+            handles.write_handles(copies[node], (handle(node),))
+    return Version(name=name, graph=graph, attributes=attributes)
 
 
 def key_of(module: GraphModule, describe: Describe | None = None) -> str:
-    """Return what two graphs have in common exactly when they do the same, whatever their nodes are called.
+    """Return a key that two graphs share exactly if they run the same calls, whatever their nodes are named.
 
-    Without `describe`, what they hold counts as the objects that they are.
+    `describe` gives the text of an attribute; without it, attributes are the same if they are one object.
     """
     digest = hashlib.sha256()
     places: dict[Node, int] = {node: place for place, node in enumerate(module.graph.nodes)}
@@ -134,13 +138,13 @@ def key_of(module: GraphModule, describe: Describe | None = None) -> str:
         if node.op in _HOLDING:
             value = graphs.attribute(module, str(node.target))
             inner = isinstance(value, GraphModule)
-            said = key_of(value, describe) if inner else describe(value) if describe else f"{id(value)}"
-            digest.update(f"  {said}\n".encode())
+            text = key_of(value, describe) if inner else describe(value) if describe else f"{id(value)}"
+            digest.update(f"  {text}\n".encode())
     return digest.hexdigest()
 
 
 def _parts(module: GraphModule) -> Iterator[Any]:
-    """Yield every object that is another one when the graph changed."""
+    """Yield the objects of a graph, at least one of which is another object after a change."""
     for node in module.graph.nodes:
         yield from (node, node.target, node.args, node.kwargs)
         if node.op in _HOLDING:
@@ -151,7 +155,7 @@ def _parts(module: GraphModule) -> Iterator[Any]:
 
 
 def _sources_first(graph: Graph) -> Iterator[Node]:
-    """Yield the nodes in their order, but none before what it reads: between two passes a graph need not be sorted."""
+    """Yield the nodes in order, but each after its sources, because a graph between two passes may be unsorted."""
     done: set[Node] = set()
     for node in graph.nodes:
         waiting = [node]
@@ -170,12 +174,12 @@ def _sources_first(graph: Graph) -> Iterator[Node]:
 
 
 def _target(node: Node) -> str:
-    # two functions may have the same name, and live as long as the module that has them
+    # by id, because two functions may have the same name; both live as long as their graph
     return str(node.target) if isinstance(node.target, (str, OpOverload)) else f"{node.target!r} {id(node.target)}"
 
 
 class _NodePlace(str):
-    """Prints as it is, unlike text among the arguments."""
+    """The place of a node in a printed argument: it prints without quotes, unlike a text argument."""
 
     __slots__ = ()
 
@@ -184,15 +188,17 @@ class _NodePlace(str):
 
 
 def _plain(value: Any, places: dict[Node, int] | None = None) -> str:
+    """Return arguments as text, with the place of a node instead of its name, or a plain % without places."""
     return repr(map_arg(value, lambda node: _NodePlace("%" if places is None else f"%{places[node]}")))
 
 
 def _draws(node: Node) -> bool:
+    """Tell whether a node draws random numbers."""
     if not isinstance(node.target, OpOverload):
         return False
-    # given seeds, inductor's own draw and say nothing of it in their tags
+    # inductor's own operators draw from seeds, and their tags do not say so
     if op_name(node).startswith(OWN_DRAWS):
         return True
-    # attention is among what may draw, and draws only where it drops something
+    # attention has the tag too, and draws only if it has dropout
     drops = arguments(node).get("dropout_p")
     return torch.Tag.nondeterministic_seeded in node.target.tags and (drops is None or drops != 0)

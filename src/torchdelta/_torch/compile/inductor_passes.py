@@ -1,7 +1,9 @@
-"""Where inductor runs its passes over a graph: in three phases, and every pass under an observer of torch's.
+"""Watch inductor's passes: which pass runs, and which graph it leaves behind.
 
-Whoever stands there sees which pass runs and what the graph is behind it. What a phase does under no observer's eyes is
-noted with the name of the pass that it comes before.
+Inductor runs its passes in three phases, and each pass inside of a `GraphTransformObserver` of torch. `watching` wraps
+the functions of the phases and the methods of the observer, and gives every phase a `Chain` of graph versions
+(`graph_versions.py`). A change outside of any observer is named after the pass that comes next. The other functions
+help to run such versions again.
 """
 
 from __future__ import annotations
@@ -28,40 +30,40 @@ _FUNCTIONS = {
     "_recursive_joint_graph_passes": JOINT,
     "_recursive_post_grad_passes": POST_GRAD,
 }
-"""Each calls itself for the graphs inside of its own."""
+"""The functions of inductor that run a phase. Each calls itself for inner graphs."""
 _METHODS = ("__enter__", "__exit__", "apply_graph_pass", "apply_gm_pass")
 _CACHEABLE = "_check_can_cache"
 _MARK = "is_torchdelta_watching"
 
 Failed = Callable[[str, Exception], None]
-"""Is told what could not be done, and what was raised; it must not raise."""
+"""Takes a description of the step that failed and the exception; it must not raise."""
 
 
 @contextmanager
-def noting(done: Callable[[Chain], None], failed: Failed) -> Iterator[None]:
-    """Take every version of every graph that inductor's passes make; `done` gets the chain when a phase is over.
+def watching(done: Callable[[Chain], None], failed: Failed) -> Iterator[None]:
+    """Follow every graph through inductor's passes; `done` gets the chain of versions when a phase is over.
 
-    Graphs are compiled anew although a cache may have them: of those no pass would be seen.
+    Inductor's cache is bypassed, because no pass runs for a graph that comes from it.
     """
-    # takes seconds, and is imported by whoever compiles
+    # here, because the import takes seconds; a process that compiles imports it anyway
     from torch._inductor import compile_fx
     from torch._inductor.codecache import BypassFxGraphCache, FxGraphCache
 
     def refuse_to_cache(*_: Any) -> None:
         raise BypassFxGraphCache("torchdelta watches the passes")
 
-    if is_noting():
+    if is_watching():
         raise UsageError("passes are watched already: one watch_passes() sees all of them, leave the inner one out")
-    notebook = _Notebook(done=done, failed=failed)
+    recorder = _PassRecorder(done=done, failed=failed)
     functions = {name: vars(compile_fx)[name] for name in _FUNCTIONS}
     methods = {name: vars(GraphTransformObserver)[name] for name in _METHODS}
     cacheable = vars(FxGraphCache)[_CACHEABLE]
     try:
-        # a setting would hold for this thread alone
+        # a setting of torch would hold for this thread alone
         setattr(FxGraphCache, _CACHEABLE, staticmethod(refuse_to_cache))
         for name, stock in functions.items():
-            vars(compile_fx)[name] = notebook.phase(_FUNCTIONS[name], stock)
-        for name, method in notebook.methods(methods).items():
+            vars(compile_fx)[name] = recorder.phase(_FUNCTIONS[name], stock)
+        for name, method in recorder.methods(methods).items():
             setattr(GraphTransformObserver, name, method)
         yield
     finally:
@@ -71,17 +73,17 @@ def noting(done: Callable[[Chain], None], failed: Failed) -> Iterator[None]:
             setattr(GraphTransformObserver, name, stock)
 
 
-def is_noting() -> bool:
-    """Tell whether somebody takes versions already."""
+def is_watching() -> bool:
+    """Tell whether a `watching` context is open."""
     return hasattr(vars(GraphTransformObserver)["__enter__"], _MARK)
 
 
 @contextmanager
 def around_programs(around: Callable[[Callable[..., Any], GraphModule], Callable[..., Any]]) -> Iterator[None]:
-    """Stand where AOTAutograd is given a captured graph.
+    """Wrap the function of torch that gives a captured graph to AOTAutograd, while the context is open.
 
-    `around` gets what compiles it (it takes nothing) and the graph, and returns what is called in place of what came of
-    that.
+    `around` takes a function without arguments that compiles the graph, and the graph; it returns the callable to use
+    in place of the compiled one.
     """
     stock = vars(common)["aot_module_simplified"]
 
@@ -97,21 +99,28 @@ def around_programs(around: Callable[[Callable[..., Any], GraphModule], Callable
         vars(common)["aot_module_simplified"] = stock
 
 
-def number_of_graph() -> int | None:
-    """Return the number that AOTAutograd has for what it compiles, the same for a forward and its backward."""
+def current_graph_number() -> int | None:
+    """Return AOTAutograd's number of the graph that it compiles now, or None.
+
+    A forward and its backward have the same number.
+    """
     compiled, _, _ = get_aot_compilation_context()
     number = compiled[0].partition("_")[0] if compiled else ""
     return int(number) if number.isdigit() else None
 
 
-def room_for(node: Node, inputs: Sequence[Node], given: Mapping[str, Any]) -> torch.Tensor:
-    """Return a tensor as the graph says that this input is, its sizes being those of the inputs that are given."""
+def empty_input(node: Node, inputs: Sequence[Node], values: Mapping[str, Any]) -> torch.Tensor:
+    """Return an empty tensor of the shape, strides and dtype that the graph states for one of its inputs.
+
+    Symbolic sizes get their numbers from the known values of the other inputs. Raise TorchDeltaError if the graph
+    states nothing.
+    """
     fake = node.meta.get("val")
     if not isinstance(fake, torch.Tensor):
         raise TorchDeltaError(f"the graph does not say what {node.name} is")
     sizes: dict[Any, int] = {}
     for each in inputs:
-        known, real = each.meta.get("val"), given.get(each.name)
+        known, real = each.meta.get("val"), values.get(each.name)
         if isinstance(known, torch.SymInt) and isinstance(real, int):
             sizes[known.node.expr] = real
         elif isinstance(known, torch.Tensor) and isinstance(real, torch.Tensor):
@@ -119,7 +128,7 @@ def room_for(node: Node, inputs: Sequence[Node], given: Mapping[str, Any]) -> to
             sizes |= {size.node.expr: number for size, number in pairs if isinstance(size, torch.SymInt)}
 
     def number(size: Any) -> int:
-        # asked for its number, a symbolic size would tell its compiler, which would compile for that number alone
+        # by substitution, because int() of a symbolic size adds a guard, and the compiler specializes on the number
         return size if isinstance(size, int) else int(size.node.expr.xreplace(sizes))
 
     shape, strides = ([number(size) for size in each] for each in (fake.shape, fake.stride()))
@@ -128,14 +137,14 @@ def room_for(node: Node, inputs: Sequence[Node], given: Mapping[str, Any]) -> to
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """Run graphs of AOTAutograd as they are: their casts are nodes already."""
+    """Switch autocast off, because graphs of AOTAutograd have its casts as nodes already."""
     with torch._C._DisableAutocast():
         yield
 
 
 @dataclass(kw_only=True)
-class _Notebook:
-    """Follows each thread through the phases and passes that it is in."""
+class _PassRecorder:
+    """Follows each thread through phases and passes, and keeps a chain for each phase that is running."""
 
     done: Callable[[Chain], None]
     failed: Failed
@@ -143,7 +152,7 @@ class _Notebook:
 
     @property
     def chains(self) -> list[Chain]:
-        """What this thread is compiling, the innermost last."""
+        """The chains of the phases that this thread is in, the innermost last."""
         return self.threads.__dict__.setdefault("chains", [])  # type: ignore[no-any-return]
 
     @property
@@ -153,32 +162,33 @@ class _Notebook:
 
     @property
     def functions(self) -> dict[int, Any]:
-        """What each observer that is at work applies."""
+        """The function that each running observer applies, by the observer's id."""
         return self.threads.__dict__.setdefault("functions", {})  # type: ignore[no-any-return]
 
     def phase(self, phase: str, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the function that runs a phase."""
+        """Return the function that runs a phase, wrapped so that its graph gets a chain."""
 
         @functools.wraps(stock)
-        def noted(gm: GraphModule, *args: Any, **kwargs: Any) -> Any:
-            if self.chains and self.chains[-1].phase == phase:  # a graph inside of the one that is looked at
-                made = stock(gm, *args, **kwargs)
+        def watched(gm: GraphModule, *args: Any, **kwargs: Any) -> Any:
+            # an inner graph is part of the outer one's chain
+            if self.chains and self.chains[-1].phase == phase:
+                result = stock(gm, *args, **kwargs)
                 self._attempt(self._look, "")
-                return made
+                return result
             chain = Chain(phase=phase, module=gm)
             self.chains.append(chain)
             self._attempt(chain.look, "")
             try:
-                made = stock(gm, *args, **kwargs)
+                result = stock(gm, *args, **kwargs)
             finally:
                 self.chains.remove(chain)
-            self._attempt(self._finish, chain, made)
-            return made
+            self._attempt(self._finish, chain, result)
+            return result
 
-        return noted
+        return watched
 
     def methods(self, stock: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-        """Return an observer's methods, which tell the notebook too."""
+        """Return the methods of an observer, wrapped so that the recorder knows which pass runs."""
 
         @functools.wraps(stock["__enter__"])
         def enter(observer: Any) -> Any:
@@ -188,9 +198,9 @@ class _Notebook:
 
         @functools.wraps(stock["__exit__"])
         def leave(observer: Any, *error: Any) -> Any:
-            left = stock["__exit__"](observer, *error)
+            is_suppressed = stock["__exit__"](observer, *error)
             self._attempt(self._leave)
-            return left
+            return is_suppressed
 
         def applying(name: str) -> Callable[..., Any]:
             @functools.wraps(stock[name])
@@ -207,6 +217,7 @@ class _Notebook:
         return {"__enter__": enter, "__exit__": leave} | {name: applying(name) for name in _METHODS[2:]}
 
     def _enter(self, observer: Any) -> None:
+        """Note that a pass begins, and take a version of a graph that was changed before it."""
         name = _name_of(observer, self.functions.get(id(observer)))
         self.names.append(name)
         if not self.chains:
@@ -215,7 +226,7 @@ class _Notebook:
         if len(self.names) == 1:
             chain.passes += 1
         if not any(observer.gm is module for module in chain.module.modules()):  # type: ignore[union-attr]
-            chain.module = observer.gm  # a step before this pass made another graph
+            chain.module = observer.gm  # a step before this pass replaced the graph
         self._look(f"what comes before {name}" if len(self.names) == 1 else " > ".join(self.names[:-1]))
 
     def _leave(self) -> None:
@@ -228,9 +239,10 @@ class _Notebook:
         if self.chains:
             self.chains[-1].look(name or " > ".join(self.names) or "what comes between two passes")
 
-    def _finish(self, chain: Chain, made: Any) -> None:
-        if isinstance(made, GraphModule):
-            chain.module = made
+    def _finish(self, chain: Chain, result: Any) -> None:
+        """Take the last version of a phase, whose result may be another graph, and pass the chain on."""
+        if isinstance(result, GraphModule):
+            chain.module = result
         chain.look("what comes after the last pass")
         chain.end()
         self.done(chain)
@@ -243,7 +255,7 @@ class _Notebook:
 
 
 def _name_of(observer: Any, applied: Any) -> str:
-    """Return what a pass is called; behind a hook of inductor's stands a function of the user's."""
+    """Return the name of a pass; for a hook of inductor, also that of the user's function which it applies."""
     while isinstance(applied, functools.partial):
         applied = applied.func
     if applied is None or "custom" not in observer.passname:

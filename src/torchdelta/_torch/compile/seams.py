@@ -1,8 +1,12 @@
-"""Where a graph is handed over: whoever stands at the seam sees it, and may hand on another in its place.
+"""Seams: the places where a graph is handed over, and where it can be looked at or replaced.
 
-A compiler hands captured graphs to its backend, AOTAutograd its forward and backward graphs to a compiler, and a pass
-gets the graph that it changes. At a seam all of them look the same: a graph, and a way to make something callable of
-it.
+Dynamo hands captured graphs to a backend, AOTAutograd hands forward and backward graphs to a compiler, and a pass gets
+the graph that it changes. At a seam all of them look alike: a `HandedGraph` has a graph and a function `make` that
+turns a graph into a callable. A `Seam` takes one and returns the callable to run.
+
+    def printing(handed: HandedGraph) -> Callable[..., Any]:
+        print(handed.graph.code)
+        return handed.on()
 """
 
 from __future__ import annotations
@@ -19,22 +23,22 @@ Make = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class HandedGraph:
-    """A graph on its way to whoever makes something else of it."""
+    """A graph on its way to the compiler or pass that turns it into a callable."""
 
     graph: GraphModule
     example_inputs: Sequence[Any]
     make: Make
-    """Takes a graph and inputs like those that it will get; what comes back takes its arguments one by one."""
+    """Takes a graph and example inputs; returns a callable that takes its arguments one by one."""
     level: str
     """`dynamo`, `export`, or after AOTAutograd `forward`, `backward` or `inference`."""
 
     def on(self) -> Callable[..., Any]:
-        """Hand the graph on as it is."""
+        """Return the callable that is made of the graph itself."""
         return self.make(self.graph, self.example_inputs)
 
 
 class Boxed:
-    """What takes its arguments in a list, and may empty that to free them; called here with one after the other."""
+    """Calls a function that takes its arguments in a list, which it may empty to free them, with separate arguments."""
 
     def __init__(self, run: Callable[[list[Any]], Any]) -> None:
         self.boxed = run
@@ -44,7 +48,7 @@ class Boxed:
 
 
 def as_boxed(run: Callable[..., Any]) -> Callable[[list[Any]], Any]:
-    """Return what takes the arguments of a callable in a list, which whoever can free them early gets itself."""
+    """Return a function that takes the arguments of a callable in a list; of a `Boxed` the one inside."""
     return run.boxed if isinstance(run, Boxed) else lambda args: run(*args)
 
 
@@ -52,12 +56,12 @@ Seam = Callable[[HandedGraph], Callable[..., Any]]
 
 
 def hand_on(handed: HandedGraph) -> Callable[..., Any]:
-    """Be nobody at the seam."""
+    """Return the callable of the graph unchanged: the seam that does nothing."""
     return handed.on()
 
 
-def one_behind_the_other(first: Seam, second: Seam) -> Seam:
-    """Let two stand at one seam: what the first hands on passes the second."""
+def chain_seams(first: Seam, second: Seam) -> Seam:
+    """Return a seam that hands a graph to the first seam, and the graph that this one hands on to the second."""
     if second is hand_on:
         return first
 
@@ -70,7 +74,7 @@ def one_behind_the_other(first: Seam, second: Seam) -> Seam:
     return both
 
 
-def graph_behind(made: Callable[..., Any]) -> GraphModule | None:
-    """Return the graph that a callable runs; None of a black box."""
-    owner = made.__self__ if isinstance(made, MethodType) else made
+def graph_behind(call: Callable[..., Any]) -> GraphModule | None:
+    """Return the graph that a callable runs, or None if it is not a graph module or a method of one."""
+    owner = call.__self__ if isinstance(call, MethodType) else call
     return owner if isinstance(owner, GraphModule) else None

@@ -1,4 +1,8 @@
-"""Settings of the compiler stack that are not as torch ships them: a failure may need them."""
+"""Settings of the compiler stack that differ from torch's defaults: read here, applied in another process.
+
+A failure may need such a setting, so reports and scripts carry them by their full names, such as
+`torch._inductor.config.max_autotune`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ _CONFIGS = (
 
 
 def changed_settings() -> dict[str, Any]:
-    """Return each setting that differs from its default, by its full name; what no result depends on is left out."""
+    """Return each setting that differs from its default, by its full name, except those no result depends on."""
     return {
         f"{name}.{key}": value
         for name in _CONFIGS
@@ -28,8 +32,9 @@ def changed_settings() -> dict[str, Any]:
 
 
 def _is_changed(config: Any, key: str, value: Any) -> bool:
+    """Tell whether a setting of a config module differs from its default, and may change a result."""
     entry = config._config[key]
-    # torch says itself which of them its caches need not look at: folders, numbers of processes, traces
+    # settings that torch leaves out of its cache keys change no result: folders, numbers of processes, traces
     idle = (*getattr(config, "_save_config_ignore", ()), *getattr(config, "_cache_config_ignore_prefix", ()))
     if entry.alias is not None or entry.hide or key.startswith(tuple(idle)) or key.rpartition(".")[2].startswith("_"):
         return False
@@ -37,7 +42,7 @@ def _is_changed(config: Any, key: str, value: Any) -> bool:
 
 
 def apply(settings: Mapping[str, Any]) -> None:
-    """Set settings from now on; LookupError of one that this torch does not have."""
+    """Set settings from now on; raise LookupError for a setting that this torch does not have."""
     for full, value in settings.items():
         name = next((name for name in _CONFIGS if full.startswith(f"{name}.")), None)
         config = importlib.import_module(name) if name is not None else None
@@ -50,7 +55,7 @@ def apply(settings: Mapping[str, Any]) -> None:
 
 @contextmanager
 def applied(settings: Mapping[str, Any]) -> Iterator[None]:
-    """Hold settings that `changed_settings` found, here or in another process."""
+    """Set settings while the context is open; they come from `changed_settings`, here or in another process."""
     with ExitStack() as stack:
         for full, value in settings.items():
             name = next(name for name in _CONFIGS if full.startswith(f"{name}."))

@@ -1,7 +1,7 @@
-"""Compilation switched off in one thread, while others go on compiling, and running what they compiled.
+"""Switch compilation off in one thread, while other threads compile and run compiled code.
 
-Torch has one stance for the whole process. While somebody asks here, another stands in its place that answers each
-thread by itself.
+Torch has one stance for the whole process. `eager_here` replaces it by an object that looks eager to its own thread,
+and like the replaced stance to all others.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from typing import Any
 from torch._dynamo import eval_frame
 from torch._dynamo.eval_frame import DynamoStance
 
-_PLACE = "_stance"
+_ATTRIBUTE = "_stance"
 _EAGER = DynamoStance("force_eager")
-_TAKING_TURNS = threading.Lock()
-"""Two threads that come at once would take each other's stance away."""
+_LOCK = threading.Lock()
+"""Held while the stance is replaced, because two threads at once would drop each other's stance."""
 
 
 @contextmanager
 def eager_here() -> Iterator[None]:
-    """Run what is inside eagerly, what was compiled before too; in other threads everything is as without."""
-    place = vars(eval_frame)
-    with _TAKING_TURNS:
-        place[_PLACE] = own = _ForOneThread(place[_PLACE])
+    """Run the body eagerly, code that was compiled before included; other threads are not affected."""
+    namespace = vars(eval_frame)
+    with _LOCK:
+        namespace[_ATTRIBUTE] = own = _ThreadStance(namespace[_ATTRIBUTE])
     try:
         yield
     finally:
-        with _TAKING_TURNS:
+        with _LOCK:
             own.thread = None
-            # who came later may still be here, and puts back what is below
-            place[_PLACE] = _below_those_over(place[_PLACE])
+            # a stance that was put on top later may still be in use; its owner then removes this one too
+            namespace[_ATTRIBUTE] = _without_ended(namespace[_ATTRIBUTE])
 
 
-class _ForOneThread:
-    """Eager for the thread that made it, and for any other what stood there before."""
+class _ThreadStance:
+    """Eager for the thread that created it, and the stance below for all others; `thread` is None once it has ended."""
 
     def __init__(self, others: Any) -> None:
         self.others = others
@@ -46,7 +46,8 @@ class _ForOneThread:
         return getattr(_EAGER if self.thread == threading.get_ident() else self.others, name)
 
 
-def _below_those_over(stance: Any) -> Any:
-    while isinstance(stance, _ForOneThread) and stance.thread is None:
+def _without_ended(stance: Any) -> Any:
+    """Return the first stance, from the top, that has not ended."""
+    while isinstance(stance, _ThreadStance) and stance.thread is None:
         stance = stance.others
     return stance

@@ -14,15 +14,12 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx._pytree import tree_flatten_spec
 from torch.utils._pytree import tree_leaves
 
+from torchdelta._torch.graphs.nodes import updates_statistics
 from torchdelta.errors import UsageError
 
 _WRITING_OPERATORS = frozenset({operator.setitem, operator.delitem}) | {
     getattr(operator, name) for name in dir(operator) if name.startswith("i") and hasattr(operator, f"__{name}__")
 } - {operator.index, operator.invert, operator.inv}
-# these update their running statistics, and their schemas do not say so
-_WRITING_NORMS = frozenset(
-    {"batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "instance_norm"}
-)
 _PURE_MODULES = ("torch", "_operator", "operator", "builtins", "math")
 
 
@@ -99,7 +96,7 @@ class ObservingInterpreter(Interpreter):
         if node.op == "get_attr":
             return []
         target: Any = node.target
-        if isinstance(target, OpOverload) and target._schema.name.partition("::")[2] in _WRITING_NORMS:
+        if isinstance(target, OpOverload) and updates_statistics(str(target)):
             return list(_tensors((args[1:], kwargs)))
         if isinstance(target, OpOverload):
             return list(_tensors(_written_by_schema(target, args, kwargs)))
@@ -112,7 +109,7 @@ class ObservingInterpreter(Interpreter):
         is_known = node.op == "call_method" or _is_of_torch(target)
         says_so = name.endswith("_") and not name.endswith("__")
         says_so |= target in _WRITING_OPERATORS or name == "__setitem__" or "out" in kwargs
-        says_so |= name in _WRITING_NORMS or _is_inplace(target, args, kwargs)
+        says_so |= updates_statistics(name) or _is_inplace(target, args, kwargs)
         if is_known and not says_so and name != "cond":
             return []
         return list(_tensors((args, kwargs)))

@@ -1,7 +1,7 @@
-"""Lift a captured graph by rewriting it: what `lift.Lift` does to operations, done to the code.
+"""Lift a captured graph to float64 by rewriting its code, as the mode `lift.Lift` does to running operations.
 
-A compiler does not compile under a dispatch mode, so a graph that goes to one must ask for float64 itself. Its inputs
-are in float64 already; what is left are the casts and constants that name a lower dtype.
+A compiler does not compile under a dispatch mode, so a graph that goes to one must name float64 itself. Its inputs are
+in float64 already; `lift_graph` rewrites the casts and constants that name a lower dtype.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from torchdelta._torch.modes.lift import computes, is_narrow, widened
+from torchdelta._torch.modes.lift import is_computing_factory, is_narrow, widened
 
 _METHODS = {"float": "double", "half": "double", "bfloat16": "double", "cfloat": "cdouble", "chalf": "cdouble"}
 
 
-# operations that make floats of integers when nobody names a dtype
+# operations that return floats for integers if no dtype is named
 _ON_NUMBERS = frozenset(
     {
         "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cos", "cosh", "deg2rad", "div", "erf", "exp",
@@ -28,7 +28,7 @@ _ON_NUMBERS = frozenset(
 
 
 def lift_graph(graph_module: GraphModule) -> GraphModule:
-    """Rewrite the graph, and those of its control flow, so that nothing in it rounds below float64; return it."""
+    """Rewrite a graph, and those of its control flow, so that no node rounds below float64; return the same graph."""
     for module in graph_module.modules():
         if isinstance(module, GraphModule):
             for node in list(module.graph.nodes):
@@ -39,47 +39,49 @@ def lift_graph(graph_module: GraphModule) -> GraphModule:
 
 
 def _lift_node(node: Node) -> None:
+    """Rewrite one node: its constants, the dtypes that it names, or the integers that it turns into floats."""
     if node.target is torch.amp.autocast_mode._enter_autocast:
         device, dtype, _, cache = node.args
         node.args = (device, dtype, False, cache)
         return
     sources = [_value_of(source) for source in node.all_input_nodes]
     tensors = [value for value in sources if isinstance(value, torch.Tensor)]
-    made = _value_of(node)
+    output = _value_of(node)
     if not tensors:
-        # a constant is made as the program made it and widened then: 0.1 in float32 is the program's 0.1
-        if isinstance(made, torch.Tensor) and is_narrow(made.dtype):
-            if computes(getattr(node.target, "__name__", "")):
-                node.kwargs = {**node.kwargs, "dtype": widened(made.dtype)}
+        if isinstance(output, torch.Tensor) and is_narrow(output.dtype):
+            if is_computing_factory(getattr(node.target, "__name__", "")):
+                node.kwargs = {**node.kwargs, "dtype": widened(output.dtype)}
             else:
-                _widen_after(node, made)
+                # a constant keeps the program's rounding: 0.1 in float32 is the program's 0.1
+                _widen_after(node, output)
         return
     if node.op == "call_method":
         node.target = _METHODS.get(str(node.target), node.target)
-        if node.target == "type" and isinstance(node.args[-1], str):  # torch.BFloat16Tensor and its like
-            node.args = (*node.args[:-1], widened(made.dtype))
+        if node.target == "type" and isinstance(node.args[-1], str):  # such as torch.BFloat16Tensor
+            node.args = (*node.args[:-1], widened(output.dtype))
     node.args = map_aggregate(node.args, _widened)
     node.kwargs = map_aggregate(node.kwargs, _widened)
-    is_counted = not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
+    has_floats = any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
     if (
-        is_counted
+        not has_floats
         and _is_elementwise(node)
-        and isinstance(made, torch.Tensor)
-        and is_narrow(made.dtype)
+        and isinstance(output, torch.Tensor)
+        and is_narrow(output.dtype)
         and not _names_dtype(node)
     ):
-        _widen_before(node, made.dtype)
+        _widen_before(node, output.dtype)
 
 
-def _widen_after(node: Node, made: torch.Tensor) -> None:
+def _widen_after(node: Node, output: torch.Tensor) -> None:
+    """Insert a cast to the wide dtype behind a node, and let all its users read the cast."""
     with node.graph.inserting_after(node):
-        wide = node.graph.call_method("to", (node, widened(made.dtype)))
-    wide.meta["example_value"] = made
+        wide = node.graph.call_method("to", (node, widened(output.dtype)))
+    wide.meta["example_value"] = output
     node.replace_all_uses_with(wide, lambda user: user is not wide)
 
 
 def _widen_before(node: Node, dtype: torch.dtype) -> None:
-    """Let an operation that makes floats of integers make wide ones."""
+    """Cast the integers that a node reads to the wide dtype, so that it returns that dtype."""
     for source in node.all_input_nodes:
         with node.graph.inserting_before(node):
             wide = node.graph.call_method("to", (source, widened(dtype)))
@@ -87,15 +89,15 @@ def _widen_before(node: Node, dtype: torch.dtype) -> None:
 
 
 def _is_elementwise(node: Node) -> bool:
-    # an index or a mask must stay what it is; arithmetic on numbers may be done on wide ones
+    # an index or a mask must stay an integer; arithmetic on integers may be done on floats
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return name.strip("_") in _ON_NUMBERS
 
 
 def _names_dtype(node: Node) -> bool:
-    found = []
-    map_aggregate((node.args, node.kwargs), lambda value: found.append(isinstance(value, torch.dtype)))
-    return any(found) or (node.op == "call_method" and node.target in _METHODS.values())
+    are_dtypes = []
+    map_aggregate((node.args, node.kwargs), lambda value: are_dtypes.append(isinstance(value, torch.dtype)))
+    return any(are_dtypes) or (node.op == "call_method" and node.target in _METHODS.values())
 
 
 def _widened(value: Any) -> Any:

@@ -82,21 +82,40 @@ def drop_metadata_assertions(graph_module: GraphModule) -> None:
             module.recompile()
 
 
-_NORMS = frozenset({"batch_norm", "batch_norm_impl_index", "cudnn_batch_norm", "instance_norm", "native_batch_norm"})
-_WRITERS = _NORMS | frozenset({"iadd", "isub", "imul", "itruediv", "setitem", "copy_"})
+_WRITING_NORMS = frozenset(
+    {
+        "batch_norm",
+        "batch_norm_gather_stats",
+        "batch_norm_gather_stats_with_counts",
+        "batch_norm_impl_index",
+        "batch_norm_update_stats",
+        "cudnn_batch_norm",
+        "instance_norm",
+        "miopen_batch_norm",
+        "native_batch_norm",
+    }
+)
+_WRITERS = frozenset({"iadd", "isub", "imul", "itruediv", "setitem", "copy_"})
+
+
+def updates_statistics(name: str) -> bool:
+    """Tell whether an operation of this name may write to running statistics although its schema does not say so.
+
+    The name is that of a function, or of an operator as `op_name` returns it: `batch_norm`, `aten.batch_norm.default`.
+    """
+    return short_name(name) in _WRITING_NORMS
 
 
 def writes_to(node: Node) -> bool:
     """Tell whether a node may write to what it reads."""
     if isinstance(node.target, OpOverload):
-        # a norm in training writes to its statistics, and its schema does not say so
-        return bool(node.target._schema.is_mutable) or _short_name(node) in _NORMS
+        return bool(node.target._schema.is_mutable) or updates_statistics(op_name(node))
     if node.op == "call_module":
         return True
     if node.op not in ("call_function", "call_method"):
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    is_named = name in _WRITERS or (name.endswith("_") and not name.endswith("__"))
+    is_named = name in _WRITERS or updates_statistics(name) or (name.endswith("_") and not name.endswith("__"))
     return is_named or "out" in node.kwargs or node.kwargs.get("inplace") is True
 
 
@@ -163,8 +182,7 @@ def is_unset(node: Node) -> bool:
 
 def writes_to_first(node: Node) -> bool:
     """Tell whether a node may write to its first argument: a norm in training writes to its statistics instead."""
-    is_norm = _short_name(node) in _NORMS
-    return writes_to(node) and not is_norm and node.op != "call_module"
+    return writes_to(node) and not updates_statistics(op_name(node)) and node.op != "call_module"
 
 
 def returns_what_it_writes(node: Node) -> bool:

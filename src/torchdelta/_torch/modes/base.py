@@ -1,4 +1,8 @@
-"""A mode that sees every operation, those inside of a branch or a loop too."""
+"""The base of all modes: it sees every operation that a program runs, inside of a branch or a loop too.
+
+A mode derives from `OperationMode` and implements `operate`, which runs one operation and returns its result. Torch
+calls it for each operation while the mode is active (`with mode: …`).
+"""
 
 from __future__ import annotations
 
@@ -14,18 +18,18 @@ _WHILE = torch.ops.higher_order.while_loop
 
 
 class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Passes each operation to `operate`; what `cond` and `while_loop` run, they run under the mode."""
+    """Passes each operation to `operate`; the graphs of `cond` and `while_loop` run under the mode too."""
 
     supports_higher_order_operators = True
 
     @abstractmethod
     def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run one operation."""
+        """Run one operation, and return its result."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Take apart what runs operations of its own."""
+        """Pass a plain operation to `operate`; run the graphs of a control flow operator under the mode."""
         if not isinstance(func, HigherOrderOperator):
             return self.operate(func, args, kwargs)
         if func is _COND:

@@ -1,157 +1,191 @@
-"""What a program chose among floats, recorded in one run and replayed in another.
+"""Decisions among floats: recorded in one run of a program, replayed in another, and by which margin they were made.
 
-Where two values are within rounding of each other, a correct program may choose either, and everything behind the
-choice is another computation: a token goes to another expert. Two runs can only be compared there if both choose alike.
+An operation decides if the smallest change of an operand can make its result jump. A choice (argmax, topk, sort, …)
+returns the indices of the values that it chose, a comparison returns a boolean, a rounding returns a whole number. The
+margin is the distance of the operand from the edge at which the result jumps. Within rounding of that edge, a correct
+program may decide either way, and everything that is computed from the decision then differs by far more than rounding:
+a token goes to another expert. Two runs can be compared behind a decision only if both decide alike.
 
-Choices by a hair: among which values each was made, by what margin, and what the other way would have been.
+    with DecisionRecord() as record:
+        reference = program(inputs)
+    with DecisionReplay(record.indices, unit=2.0**-24):
+        truth = program(lifted_inputs)
 
-Where a program jumps: operations whose result is another for the smallest change of an operand at their edge.
-
-For each integer or boolean that a comparison, a choice or a rounding made of floats, the margin is how far the operand
-is from the edge: two values that compare equal, two largest ones, a half. Within noise of its edge a correct program
-may fall on either side.
+`_DECIDERS` is the table of all operations that decide: start reading there. `DecisionRecord` and `DecisionReplay`
+handle the choices, because only those are replayed. `MarginWatch` follows the margins of all integers and booleans.
+A check uses the three in `check/decisions.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from torchdelta._torch.modes.base import OperationMode
 from torchdelta._torch.tensors import ViewKey, view_key
 
 aten = torch.ops.aten
-_CHOICES = {
-    aten.topk.default: 2,
-    aten.sort.default: 1,
-    aten.sort.stable: None,
-    aten.argmax.default: 1,
-    aten.argmin.default: 1,
-    aten.max.dim: 1,
-    aten.min.dim: 1,
-}
-"""Where the dimension stands among the arguments."""
 
 NEAR = 16.0
-"""Two values within so many units of rounding of each other may be in either order."""
+"""Two values within this many units of rounding of each other may be in either order.
+
+It serves a replay, which knows the dtype's unit of rounding and no measured noise.
+"""
 
 
-class ChoiceRecord(OperationMode):
-    """While it is active, the indices of every choice are kept."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.chosen: list[torch.Tensor] = []
-
-    def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run one operation, and keep what it chose."""
-        made = func(*args, **(kwargs or {}))
-        if is_choice(func, args):
-            self.chosen.append((made[1] if isinstance(made, tuple) else made).clone())
-        return made
+def _distance_of_operands(first: torch.Tensor, second: Any) -> torch.Tensor:
+    distance: torch.Tensor = (first - second).abs()
+    return distance
 
 
-class ChoiceReplay(OperationMode):
-    """While it is active, each choice that is a matter of rounding, in this unit, is made as it was recorded."""
-
-    def __init__(self, chosen: list[torch.Tensor], unit: float) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.chosen = iter(chosen)
-        self.unit = unit
-        self.count = 0
-        """Choices that would have been others."""
-
-    def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run one operation; where it chose otherwise by a hair, return what was chosen before."""
-        kwargs = kwargs or {}
-        made = func(*args, **kwargs)
-        if not is_choice(func, args):
-            return made
-        before = next(self.chosen, None)
-        indices = made[1] if isinstance(made, tuple) else made
-        if before is None or before.shape != indices.shape:
-            return made
-        dim = choice_dim(func, args, kwargs)
-        settled = self._settled(args[0], indices, before, dim)
-        if not isinstance(made, tuple):
-            return settled
-        return type(made)((values_at(args[0], settled, dim), settled))
-
-    def _settled(
-        self, values: torch.Tensor, indices: torch.Tensor, before: torch.Tensor, dim: int | None
-    ) -> torch.Tensor:
-        margin = (values_at(values, indices, dim) - values_at(values, before, dim)).abs()
-        size = values.abs().amax() if dim is None else values.abs().amax(dim, keepdim=indices.dim() == values.dim())
-        near = margin <= NEAR * self.unit * size
-        if dim is not None and near.dim() == values.dim():
-            # one row is one choice: half of it replayed might choose the same value twice
-            near = near.all(dim, keepdim=True).expand_as(near)
-        self.count += int((near & (indices != before)).sum())
-        return torch.where(near, before, indices)
+def _distance_from_whole(values: torch.Tensor, *_: Any) -> torch.Tensor:
+    return (values - values.round()).abs()
 
 
-def is_choice(func: Any, args: tuple[Any, ...]) -> bool:
-    """Tell whether an operation chooses among floats."""
-    return func in _CHOICES and isinstance(args[0], torch.Tensor) and args[0].is_floating_point()
-
-
-def choice_dim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """Return the dimension that an operation chooses along; None where it chooses among all values."""
-    default = None if func in (aten.argmax.default, aten.argmin.default) else -1
-    position = _CHOICES[func]
-    dim = args[position] if position is not None and len(args) > position else kwargs.get("dim", default)
-    return None if dim is None else int(dim)
-
-
-def values_at(values: torch.Tensor, indices: torch.Tensor, dim: int | None) -> torch.Tensor:
-    """Return the values at the chosen places."""
-    if dim is None:
-        return values.reshape(-1)[indices]
-    if indices.dim() == values.dim():
-        return values.gather(dim, indices)
-    return values.gather(dim, indices.unsqueeze(dim)).squeeze(dim)
+def _distance_from_half(values: torch.Tensor, *_: Any) -> torch.Tensor:
+    return 0.5 - (values - values.round()).abs()
 
 
 @dataclass(frozen=True, kw_only=True)
-class CloseChoice:
-    """One operation that chose among floats."""
+class _Decider:
+    """How one operation of aten decides."""
+
+    margins: Callable[..., torch.Tensor] | None = None
+    """Takes the arguments, and returns the margin of each element of the result; None of a choice: see `Choice`."""
+    returns_floats: bool = False
+    """Whether the decided values are floats, which a rounding returns."""
+    choosing: tuple[str, ...] = ()
+    """The overloads that return indices of the values which they chose, and write to no argument."""
+    dim_position: int = 1
+    """The place of the dimension among the arguments of a choice."""
+    default_dim: int | None = -1
+    """The dimension of a choice that names none; None if it chooses among all values."""
+
+
+_DECIDERS: dict[str, _Decider] = {
+    **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), _Decider(margins=_distance_of_operands)),
+    "_to_copy": _Decider(margins=_distance_from_whole),
+    **dict.fromkeys(("ceil", "floor", "trunc"), _Decider(margins=_distance_from_whole, returns_floats=True)),
+    "round": _Decider(margins=_distance_from_half, returns_floats=True),
+    **dict.fromkeys(("argmax", "argmin"), _Decider(choosing=("default",), default_dim=None)),
+    **dict.fromkeys(("max", "min"), _Decider(choosing=("dim",))),
+    "topk": _Decider(choosing=("default",), dim_position=2),
+    "sort": _Decider(choosing=("default", "stable")),
+}
+"""Every operation that decides among floats, by its name in aten."""
+
+# these move elements of one tensor, so a margin can be moved along by the same call
+_MOVES = frozenset({aten.clone.default, aten.flip.default, aten.index_select.default, aten.roll.default})
+
+
+def is_choice(func: OpOverload, args: tuple[Any, ...]) -> bool:
+    """Tell whether a call returns indices of floats that it chose."""
+    decider = _decider_of(func)
+    return (
+        decider is not None
+        and func._overloadname in decider.choosing
+        and isinstance(args[0], torch.Tensor)
+        and args[0].is_floating_point()
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """One call of an operation that chose among floats.
+
+    A row is one set of values that the operation chose among: all values, or those along one dimension.
+    """
 
     operation: str
-    rows: torch.Tensor
-    """The values in float64, one row for each thing that was chosen among."""
+    values: torch.Tensor
     indices: torch.Tensor
-    """What was chosen, as the operation returned it."""
+    """The indices of the chosen values, as the operation returned them."""
     dim: int | None
-    """Along which dimension of the indices a row of them lies; None where each is one row."""
+    """The dimension of the values that the operation chose along; None if it chose among all of them."""
 
     @classmethod
-    def of(cls, operation: str, values: torch.Tensor, indices: torch.Tensor, dim: int | None) -> CloseChoice:
-        """Return a choice along a dimension of the values, or among all of them."""
-        wide = values.detach().double()
-        if dim is None or values.dim() == 0:
-            rows = wide.reshape(1, -1)
-        else:
-            rows = wide.movedim(dim, -1).reshape(-1, values.shape[dim])
-        along = dim if dim is not None and indices.dim() == values.dim() > 0 else None
-        return cls(operation=operation, rows=rows, indices=indices.detach().clone(), dim=along)
+    def of(cls, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], indices: torch.Tensor) -> Choice:
+        """Return the choice that a call made, given the indices that it returned."""
+        name = _name_of(func)
+        decider = _DECIDERS[name]
+        is_positional = len(args) > decider.dim_position
+        dim = args[decider.dim_position] if is_positional else kwargs.get("dim", decider.default_dim)
+        return cls(operation=name, values=args[0], indices=indices, dim=None if dim is None else int(dim))
+
+    def copy(self) -> Choice:
+        """Return a choice that later writes to the values or the indices do not change."""
+        return Choice(
+            operation=self.operation,
+            values=self.values.detach().clone(),
+            indices=self.indices.detach().clone(),
+            dim=self.dim,
+        )
 
     @property
-    def chosen(self) -> torch.Tensor:
-        """What was chosen, row by row."""
-        if self.dim is None:
-            return self.indices.reshape(-1, 1)
-        return self.indices.movedim(self.dim, -1).reshape(-1, self.indices.shape[self.dim])
+    def rows(self) -> torch.Tensor:
+        """The values in float64, one row after the other."""
+        wide = self.values.double()
+        if self.dim is None or wide.dim() == 0:
+            return wide.reshape(1, -1)
+        return _as_rows(wide, self.dim)
 
-    def other_way(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return by how much each row was decided, and which two places change with each other if it is not."""
-        chosen, rows = self.chosen, self.rows
+    @property
+    def index_rows(self) -> torch.Tensor:
+        """The indices, one row for each row of the values."""
+        if self._index_dim is None:
+            return self.indices.reshape(-1, 1)
+        return _as_rows(self.indices, self._index_dim)
+
+    @property
+    def _index_dim(self) -> int | None:
+        """The dimension along which a row of the indices lies; None if each index is a row by itself."""
+        return self.dim if self.dim is not None and self.indices.dim() == self.values.dim() > 0 else None
+
+    def values_at(self, indices: torch.Tensor) -> torch.Tensor:
+        """Return the values that a choice of these indices returns."""
+        if self.dim is None:
+            return self.values.reshape(-1)[indices]
+        if indices.dim() == self.values.dim():
+            return self.values.gather(self.dim, indices)
+        return self.values.gather(self.dim, indices.unsqueeze(self.dim)).squeeze(self.dim)
+
+    def margins(self) -> torch.Tensor | None:
+        """Return the distance of each chosen value from the nearest other value of its row; None if a row has one.
+
+        That is the margin of an index as an integer: a smaller change keeps the value in its place of the order.
+        """
+        values, dim = self.values, self.dim
+        if dim is None:
+            ordered = values.reshape(-1).sort(descending=self.operation == "argmax").values
+            return (ordered[0] - ordered[1]).abs().reshape(self.indices.shape) if ordered.numel() > 1 else None
+        if values.dim() == 0 or values.shape[dim] < 2:
+            return None
+        ordered = values.sort(dim).values
+        end = torch.full_like(values.narrow(dim, 0, 1), torch.inf)
+        gaps = torch.cat((end, ordered.diff(dim=dim), end), dim)
+        count = values.shape[dim]
+        nearest = torch.minimum(gaps.narrow(dim, 0, count), gaps.narrow(dim, 1, count))
+        # back from the order of the values to their places
+        distances = torch.empty_like(values).scatter_(dim, values.argsort(dim), nearest)
+        if self._index_dim is not None:
+            return distances.gather(dim, self.indices)
+        return distances.gather(dim, self.indices.unsqueeze(dim)).squeeze(dim)
+
+    def nearest_exchanges(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the margin of each row, and the two indices that a change of that size exchanges.
+
+        That is the margin of a choice as a set: the order among the chosen values does not count, unless all of them
+        were chosen, as a sort does. The margin is infinite where a row has no other choice.
+        """
+        chosen, rows = self.index_rows, self.rows
         if rows.shape[-1] < 2 or not chosen.shape[-1]:
             return rows.new_full((len(rows),), torch.inf), chosen.new_zeros((len(rows), 2))
-        if chosen.shape[-1] == rows.shape[-1]:  # an order of all: the two that are nearest
+        if chosen.shape[-1] == rows.shape[-1]:
             margins, at = rows.gather(-1, chosen).diff(dim=-1).abs().min(-1, keepdim=True)
             return margins[:, 0], chosen.gather(-1, torch.cat((at, at + 1), -1))
         inside = torch.zeros_like(rows, dtype=torch.bool).scatter_(-1, chosen, True)
@@ -159,163 +193,165 @@ class CloseChoice:
         lowest_out, highest_out = rows.where(~inside, torch.inf).min(-1), rows.where(~inside, -torch.inf).max(-1)
         is_largest = lowest_in.values >= highest_out.values
         margins = torch.where(is_largest, lowest_in.values - highest_out.values, lowest_out.values - highest_in.values)
-        given = torch.where(is_largest, lowest_in.indices, highest_in.indices)
-        taken = torch.where(is_largest, highest_out.indices, lowest_out.indices)
-        return margins, torch.stack((given, taken), -1)
+        leaving = torch.where(is_largest, lowest_in.indices, highest_in.indices)
+        entering = torch.where(is_largest, highest_out.indices, lowest_out.indices)
+        return margins, torch.stack((leaving, entering), -1)
 
-    def changed(self, row: int, pair: torch.Tensor) -> torch.Tensor:
-        """Return the indices with two places changed with each other in one row."""
-        rows = self.chosen.clone()
+    def exchange(self, row: int, pair: torch.Tensor) -> torch.Tensor:
+        """Return the indices with the two of a pair exchanged in one row."""
+        rows = self.index_rows.clone()
         before = rows[row].clone()
         rows[row] = torch.where(before == pair[0], pair[1], torch.where(before == pair[1], pair[0], before))
-        if self.dim is None:
+        if self._index_dim is None:
             return rows.reshape(self.indices.shape)
-        return rows.reshape(self.indices.movedim(self.dim, -1).shape).movedim(-1, self.dim)
+        return rows.reshape(self.indices.movedim(self._index_dim, -1).shape).movedim(-1, self._index_dim)
 
 
-class DecisionWatch(OperationMode):
-    """While it is active, every choice is kept with what it was made among."""
+class DecisionRecord(OperationMode):
+    """Keeps a copy of every choice that is made while the mode is active, in order."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.choices: list[CloseChoice] = []
+        self.choices: list[Choice] = []
+
+    @property
+    def indices(self) -> list[torch.Tensor]:
+        """The indices of every choice, as `DecisionReplay` takes them."""
+        return [choice.indices for choice in self.choices]
 
     def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run one operation, and keep its choice."""
+        """Run one operation, keep its choice, and return its result."""
         kwargs = kwargs or {}
-        made = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if is_choice(func, args):
-            indices = made[1] if isinstance(made, tuple) else made
-            name = func._schema.name.partition("::")[2]
-            self.choices.append(CloseChoice.of(name, args[0], indices, choice_dim(func, args, kwargs)))
-        return made
+            self.choices.append(Choice.of(func, args, kwargs, _indices_in(result)).copy())
+        return result
 
 
-class ForcedDecisions(OperationMode):
-    """While it is active, the first choices are these, whatever the values are; later ones are free."""
+class DecisionReplay(OperationMode):
+    """Makes the choices of a program as they were recorded, in the same order; choices beyond the record are free.
 
-    def __init__(self, chosen: Sequence[torch.Tensor]) -> None:
+    With a `unit` of rounding, a choice is replayed only where its values are within rounding of the recorded ones.
+    Without, every recorded choice is forced, whatever the values are.
+    """
+
+    def __init__(self, recorded: Iterable[torch.Tensor], *, unit: float | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.chosen = iter(chosen)
+        self.recorded = iter(recorded)
+        self.unit = unit
+        self.count = 0
+        """Indices that would have been others, where only those within rounding are replayed."""
 
     def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run one operation; a choice returns what it is told to."""
+        """Run one operation, and return its result, or the recorded choice with the values there."""
         kwargs = kwargs or {}
-        made = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if not is_choice(func, args):
-            return made
-        told = next(self.chosen, None)
-        indices = made[1] if isinstance(made, tuple) else made
-        if told is None or told.shape != indices.shape:
-            return made
-        if not isinstance(made, tuple):
-            return told.clone()
-        return type(made)((values_at(args[0], told, choice_dim(func, args, kwargs)), told.clone()))
+            return result
+        recorded = next(self.recorded, None)
+        choice = Choice.of(func, args, kwargs, _indices_in(result))
+        if recorded is None or recorded.shape != choice.indices.shape:
+            return result
+        indices = recorded.clone() if self.unit is None else self._replay_close(choice, recorded, self.unit)
+        return type(result)((choice.values_at(indices), indices)) if isinstance(result, tuple) else indices
 
-
-aten = torch.ops.aten
-Margins = Callable[..., torch.Tensor | None]
+    def _replay_close(self, choice: Choice, recorded: torch.Tensor, unit: float) -> torch.Tensor:
+        """Return the recorded indices where their values are within rounding of the chosen ones, else the choice's."""
+        values, indices, dim = choice.values, choice.indices, choice.dim
+        margin = (choice.values_at(indices) - choice.values_at(recorded)).abs()
+        size = values.abs().amax() if dim is None else values.abs().amax(dim, keepdim=indices.dim() == values.dim())
+        near = margin <= NEAR * unit * size
+        if dim is not None and near.dim() == values.dim():
+            # a row is replayed as a whole, because a part of it might choose one value twice
+            near = near.all(dim, keepdim=True).expand_as(near)
+        self.count += int((near & (indices != recorded)).sum())
+        return torch.where(near, recorded, indices)
 
 
 class MarginWatch(OperationMode):
-    """While it is active, the margin of every integer that floats were turned into is kept."""
+    """Keeps the margin of every integer and boolean that was decided among floats while the mode is active.
+
+    A margin goes where its element goes: through views, moves, casts and integer arithmetic with constants.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.margins: dict[ViewKey, tuple[torch.Tensor, str]] = {}
 
     def margin_of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, str] | None:
-        """Return the margin of each element and the operation that made it; None where that is not known."""
+        """Return the margin of each element and the name of the operation that decided; None if not known."""
         return self.margins.get(view_key(tensor))
 
     def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run one operation, and keep the margin of what it decided."""
+        """Run one operation, keep the margins of its decided output, and return its result."""
         kwargs = kwargs or {}
-        made = func(*args, **kwargs)
-        name = func._schema.name.partition("::")[2]
-        outputs = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
-        decided = [output for output in outputs if name in _ROUNDED or not output.is_floating_point()]
+        result = func(*args, **kwargs)
+        decided = _decided_output(func, result)
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if not decided or not operands:
-            return made
-        known = [found for operand in operands if (found := self.margin_of(operand)) is not None]
-        is_decision = name in _MARGINS and operands[0].is_floating_point() and not (name == "_to_copy" and known)
-        margin: torch.Tensor | None = None
-        if is_decision:
-            margin = _MARGINS[name](name, decided[0], *args, **kwargs)
+        if decided is None or not operands:
+            return result
+        known = [margin for operand in operands if (margin := self.margin_of(operand)) is not None]
+        decider = _decider_of(func)
+        # a cast of a decided value is not a second decision
+        is_second = func is aten._to_copy.default and bool(known)
+        if decider is not None and operands[0].is_floating_point() and not is_second:
+            if decider.margins is not None:
+                self._keep(decided, decider.margins(*args), _name_of(func))
+            else:
+                self._keep(decided, Choice.of(func, args, kwargs, decided).margins(), _name_of(func))
         elif len(known) == 1:
-            # an integer computed from one that was decided has its margin, wherever it is moved to
-            margin, name = known[0]
-            if func.is_view or func in _MOVES:
-                margin = func(margin, *args[1:], **kwargs)
-            elif torch.Tag.pointwise not in func.tags and func is not aten._to_copy.default:
-                margin = None
-        if margin is not None and margin.shape == decided[0].shape:
-            self._forget()
-            self.margins[view_key(decided[0])] = margin, name
-        return made
+            margins, name = known[0]
+            self._keep(decided, _moved_margins(margins, func, args, kwargs), name)
+        return result
 
-    def _forget(self) -> None:
+    def _keep(self, decided: torch.Tensor, margins: torch.Tensor | None, name: str) -> None:
+        """Keep the margins of a decided tensor, if there are any of its shape."""
+        if margins is not None and margins.shape == decided.shape:
+            self._drop_expired()
+            self.margins[view_key(decided)] = margins, name
+
+    def _drop_expired(self) -> None:
         for key in [key for key in self.margins if key[0].expired()]:  # type: ignore[no-untyped-call]
             del self.margins[key]
 
 
-def _compared(_: str, __: torch.Tensor, first: torch.Tensor, second: Any) -> torch.Tensor:
-    distance: torch.Tensor = (first - second).abs()
-    return distance
+def _name_of(func: OpOverload) -> str:
+    return func._schema.name.partition("::")[2]
 
 
-def _to_whole(_: str, __: torch.Tensor, values: torch.Tensor, **___: Any) -> torch.Tensor:
-    return (values - values.round()).abs()
+def _decider_of(func: OpOverload) -> _Decider | None:
+    """Return how an operation decides; None if it does not, or is not of aten."""
+    return _DECIDERS.get(_name_of(func)) if func.namespace == "aten" else None
 
 
-def _to_nearest(_: str, __: torch.Tensor, values: torch.Tensor, **___: Any) -> torch.Tensor:
-    return 0.5 - (values - values.round()).abs()
+def _indices_in(result: Any) -> torch.Tensor:
+    """Return the indices in the result of a choice, which may return the values before them."""
+    indices: torch.Tensor = result[1] if isinstance(result, tuple) else result
+    return indices
 
 
-def _chosen(
-    name: str, made: torch.Tensor, values: torch.Tensor, dim: int | None = None, *_: Any, **__: Any
+def _as_rows(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return a matrix whose rows are the elements along one dimension, which may be empty."""
+    last = tensor.movedim(dim, -1)
+    return last.reshape(last.shape[:-1].numel(), last.shape[-1])
+
+
+def _decided_output(func: OpOverload, result: Any) -> torch.Tensor | None:
+    """Return the first tensor of a result that is decided and not computed; None if there is none."""
+    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    decider = _decider_of(func)
+    takes_floats = decider is not None and decider.returns_floats
+    return next((output for output in outputs if takes_floats or not output.is_floating_point()), None)
+
+
+def _moved_margins(
+    margins: torch.Tensor, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.Tensor | None:
-    """Return the distance of the largest or smallest from the next."""
-    if dim is not None:
-        return _in_order(made, values, dim)
-    ordered = values.reshape(-1).sort(descending=name in ("argmax", "max")).values
-    return (ordered[0] - ordered[1]).abs().reshape(made.shape) if ordered.numel() > 1 else None
+    """Return the margins of a call's result, given those of its decided operand; None if they are not known.
 
-
-def _in_order(made: torch.Tensor, values: torch.Tensor, dim: int) -> torch.Tensor | None:
-    if values.dim() == 0 or values.shape[dim] < 2:
-        return None
-    at = made if made.dim() == values.dim() else made.unsqueeze(dim)
-    ordered = values.sort(dim).values
-    gap = torch.full_like(values.narrow(dim, 0, 1), torch.inf)
-    gaps = torch.cat((gap, ordered.diff(dim=dim), gap), dim)
-    nearest = torch.minimum(gaps.narrow(dim, 0, values.shape[dim]), gaps.narrow(dim, 1, values.shape[dim]))
-    # in the place of each value in the order, put its distance from the nearer neighbour
-    margins = torch.empty_like(values).scatter_(dim, values.argsort(dim), nearest)
-    found = margins.gather(dim, at)
-    return found if made.dim() == values.dim() else found.squeeze(dim)
-
-
-def _top(
-    _: str, made: torch.Tensor, values: torch.Tensor, __: int, dim: int = -1, *___: Any, **____: Any
-) -> torch.Tensor | None:
-    return _in_order(made, values, dim)
-
-
-def _sorted(
-    _: str, made: torch.Tensor, values: torch.Tensor, dim: int = -1, *__: Any, **___: Any
-) -> torch.Tensor | None:
-    return _in_order(made, values, dim)
-
-
-_MOVES = frozenset({aten.clone.default, aten.flip.default, aten.index_select.default, aten.roll.default})
-_ROUNDED = frozenset({"ceil", "floor", "round", "trunc"})
-_MARGINS: dict[str, Margins] = {
-    **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), _compared),
-    **dict.fromkeys(("argmax", "argmin", "max", "min"), _chosen),
-    "topk": _top,
-    "sort": _sorted,
-    **dict.fromkeys(("_to_copy", "ceil", "floor", "trunc"), _to_whole),
-    "round": _to_nearest,
-}
+    A view and a move take the margins along. A pointwise operation and a cast leave them in place.
+    """
+    if func.is_view or func in _MOVES:
+        moved: torch.Tensor = func(margins, *args[1:], **kwargs)
+        return moved
+    return margins if torch.Tag.pointwise in func.tags or func is aten._to_copy.default else None

@@ -1,7 +1,8 @@
-"""Run a program as a compiler does that keeps values wide: what is cast down and then used element by element is used
-as it was before the cast.
+"""Run a program without the rounding of its narrowing casts, as a compiler does that keeps values wide.
 
-Such a program is closer to the truth than one that rounds, and differs from it all the same.
+A compiler may fuse a cast to a narrower float with the elementwise operations and sums behind it, which then read the
+value as it was before the cast. Such a program is closer to the truth than the reference, and still differs from it. A
+check compares a candidate with a run under `Elide` to tell whether elided casts are the cause.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+import torchdelta
 from torchdelta._torch.modes.base import OperationMode
 from torchdelta._torch.tensors import ViewKey, view_key
 
 aten = torch.ops.aten
 _FUSED_SUMS = frozenset({"amax", "amin", "mean", "prod", "sum", "var", "var_mean"})
-_TORCH = str(Path(torch.__file__).parent)
+# files whose lines are not the program's
+_PLUMBING = (str(Path(torch.__file__).parent), str(Path(torchdelta.__file__).parent), "<")
 
 
 def is_narrowing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether an operation casts to a float that holds fewer digits."""
+    """Tell whether a call casts a float to a dtype that holds fewer digits."""
     dtype = kwargs.get("dtype")
     if func is not aten._to_copy.default or not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         return False
@@ -31,69 +34,70 @@ def is_narrowing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
 
 def coarser(first: torch.dtype | None, second: torch.dtype) -> torch.dtype:
-    """Return which of two floats holds fewer digits."""
+    """Return the dtype that holds fewer digits; the second if the first is None."""
     return second if first is None or torch.finfo(second).eps > torch.finfo(first).eps else first
 
 
 class Elide(OperationMode):
-    """While active, no narrowing cast rounds what pointwise operations and sums read; `elided` names the casts."""
+    """While active, pointwise operations and sums read values as they were before a narrowing cast."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.elided: set[str] = set()
-        """Where a cast was elided, and to which dtype it was."""
+        """The source line and the dtype of each cast that was elided."""
         self.wide: dict[ViewKey, tuple[torch.Tensor, str]] = {}
+        """For each narrow tensor its value before the cast, and where it was cast."""
 
     def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run one operation on what its operands were before they were cast."""
+        """Run one operation on the values of its operands before they were cast, and return its result."""
         kwargs = kwargs or {}
-        made = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if is_narrowing(func, args, kwargs):
             before, place = self.wide.get(view_key(args[0]), (args[0], ""))
-            self._forget()
-            self.wide[view_key(made)] = before, place or f"{_place()} (to {_name(made.dtype)})"
-            return made
-        known = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        places = {self.wide[view_key(leaf)][1] for leaf in known if view_key(leaf) in self.wide}
-        if not places or not isinstance(made, torch.Tensor) or not made.is_floating_point():
-            return made
+            self._drop_stale()
+            self.wide[view_key(result)] = before, place or f"{_place()} (to {_name(result.dtype)})"
+            return result
+        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        places = {self.wide[view_key(leaf)][1] for leaf in operands if view_key(leaf) in self.wide}
+        if not places or not isinstance(result, torch.Tensor) or not result.is_floating_point():
+            return result
         if func.is_view:
-            self.wide[view_key(made)] = func(*tree_map(self._widened, args), **kwargs), "; ".join(sorted(places))
-            return made
+            self.wide[view_key(result)] = func(*tree_map(self._widened, args), **kwargs), "; ".join(sorted(places))
+            return result
         name = func._schema.name.partition("::")[2]
         is_fused = torch.Tag.pointwise in func.tags or name in _FUSED_SUMS or func is aten._to_copy.default
         if func._schema.is_mutable:
-            self._forget(written=made)
-            return made
+            self._drop_stale(written=result)
+            return result
         if not is_fused:
-            return made
+            return result
         exact = func(*tree_map(self._widened, args), **kwargs)
         self.elided |= places
-        if exact.dtype != made.dtype:
-            narrowed = exact.to(made.dtype)
+        if exact.dtype != result.dtype:
+            narrowed = exact.to(result.dtype)
             self.wide[view_key(narrowed)] = exact, "; ".join(sorted(places))
             return narrowed
         return exact
 
-    def _forget(self, written: torch.Tensor | None = None) -> None:
-        """Let go of what stands for tensors that are gone, or were written to."""
+    def _drop_stale(self, written: torch.Tensor | None = None) -> None:
+        """Drop the wide values of tensors that are freed, or share memory with the written one."""
         stale = None if written is None else view_key(written)[0]
         for key in [key for key in self.wide if key[0] == stale or key[0].expired()]:  # type: ignore[no-untyped-call]
             del self.wide[key]
 
     def _widened(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and (kept := self.wide.get(view_key(value))) is not None:
-            return kept[0]
+        """Return a tensor as it was before its cast; any other value unchanged."""
+        if isinstance(value, torch.Tensor) and (wide := self.wide.get(view_key(value))) is not None:
+            return wide[0]
         return value
 
 
 def _place() -> str:
-    """Return the line of the program that runs now: the innermost outside of torch and of this package."""
-    ours = str(Path(__file__).parent.parent)
+    """Return file and line of the innermost frame that is neither torch's nor ours; "the backward" if there is none."""
     frame = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((_TORCH, ours, "<")):
+        if not file.startswith(_PLUMBING):
             return f"{Path(file).name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "the backward"

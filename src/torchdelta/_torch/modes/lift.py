@@ -1,8 +1,13 @@
 """Run a program in double precision although it names lower dtypes itself.
 
-The tensors of the lifted program are float64 already; this mode answers for what the code asks of them. A cast to a
-lower float and a tensor made with one become float64, because a correct program need not round there. Random numbers
-are drawn in the dtype the program drew them in, so that the lifted run sees the same ones.
+The tensors of the lifted program are float64 already; the mode `Lift` handles the dtypes that the code names. A cast to
+a lower float and a new tensor of a lower float become float64, because a correct program need not round there. Random
+numbers are drawn in the dtype in which the program draws them, so that the lifted run gets the same ones.
+
+    with Lift(drawn_in=torch.float32):
+        truth = model_in_float64(inputs_in_float64)
+
+`graphs/lift_graph.py` does the same to the code of a captured graph.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ _WIDE = {
 }
 
 
-# what these return is drawn, and depends on the dtype it is drawn in; other operations may draw and compute too
+# operations that only draw: their result depends on the dtype in which they draw
 _DRAWS = frozenset(
     {
         "bernoulli", "bernoulli_", "binomial", "cauchy_", "exponential_", "geometric_", "inductor_randint",
@@ -36,19 +41,19 @@ _DRAWS = frozenset(
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that stands for this one in the lifted program."""
+    """Return the dtype that the lifted program has in place of this one: float64 of a lower float, else the same."""
     return _WIDE.get(dtype, dtype)
 
 
 def is_narrow(dtype: torch.dtype) -> bool:
-    """Tell whether another dtype stands for this one in the lifted program."""
+    """Tell whether the lifted program has a wider dtype in place of this one."""
     return dtype in _WIDE
 
 
 class Lift(OperationMode):
-    """While it is active, no operation rounds below float64; `drawn_in` is the dtype random numbers come in.
+    """While active, no operation rounds below float64; `drawn_in` is the dtype in which random numbers are drawn.
 
-    What has no float64 runs as it would natively, and is named in `unlifted`.
+    An operation that has no float64 kernel runs in its native dtype, and its name is added to `unlifted`.
     """
 
     def __init__(self, drawn_in: torch.dtype = torch.float32, unlifted: set[str] | None = None) -> None:
@@ -57,7 +62,7 @@ class Lift(OperationMode):
         self.unlifted = set() if unlifted is None else unlifted
 
     def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run one operation lifted."""
+        """Run one operation in float64, and return its result."""
         kwargs = dict(kwargs or {})
         name = func._schema.name.partition("::")[2]
         if name in _DRAWS:
@@ -65,10 +70,10 @@ class Lift(OperationMode):
         if name == "native_dropout":
             return self._drop(func, *args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if not tensors and computes(name):
+        if not tensors and is_computing_factory(name):
             return func(*args, **{**kwargs, "dtype": widened(kwargs.get("dtype") or torch.get_default_dtype())})
         if not tensors:
-            # a constant is made as the program made it and widened then: 0.1 in float32 is the program's 0.1
+            # a constant keeps the program's rounding: 0.1 in float32 is the program's 0.1
             return tree_map(_widen, func(*args, **kwargs))
         native = args, kwargs
         kwargs = {key: self._dtype(value) for key, value in kwargs.items()}
@@ -76,36 +81,41 @@ class Lift(OperationMode):
         if any(tensor.dtype in _WIDE for tensor in tensors) and not func._schema.is_mutable:
             args, kwargs = tree_map(_widen, (args, kwargs))
         try:
-            made = func(*args, **kwargs)
+            result = func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
             return self._run_native(func, *native, error)
-        is_rounded = any(isinstance(leaf, torch.Tensor) and leaf.dtype in _WIDE for leaf in tree_leaves(made))
+        is_rounded = any(isinstance(leaf, torch.Tensor) and leaf.dtype in _WIDE for leaf in tree_leaves(result))
         if is_rounded and not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
-            return func(*tree_map(_as_float64, args), **kwargs)  # an operation that makes floats of integers
-        return made
+            return func(*tree_map(_as_float64, args), **kwargs)  # integers in, floats out
+        return result
 
     def _dtype(self, value: Any) -> Any:
+        """Return the lifted dtype of a dtype, any other value unchanged; a float of one byte is noted as unlifted."""
         if isinstance(value, torch.dtype) and value.is_floating_point and value.itemsize == 1:
             self.unlifted.add(f"a cast to {str(value).removeprefix('torch.')}")
         return widened(value) if isinstance(value, torch.dtype) else value
 
     def _run_native(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
-        """Run what may have no float64 in the program's own dtype; what fails there too has another reason to."""
+        """Run an operation that failed in float64 in the program's own dtype, and return its result in float64.
+
+        Raise the error of float64 if it fails there too, or writes to its operands.
+        """
         narrow_args, narrow_kwargs = tree_map(self._narrow, (args, kwargs))
         try:
-            made = func(*narrow_args, **narrow_kwargs)
+            result = func(*narrow_args, **narrow_kwargs)
         except (NotImplementedError, RuntimeError):
             raise error from None
         if func._schema.is_mutable:
             raise error
         self.unlifted.add(func._schema.name)
-        return tree_map(_widen, made)
+        return tree_map(_widen, result)
 
     def _narrow(self, value: Any) -> Any:
         is_wide = isinstance(value, torch.Tensor) and value.dtype is torch.float64
         return value.to(self.drawn_in) if is_wide else value
 
     def _draw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Draw in the program's dtype, and return the numbers in float64."""
         narrow_args, narrow_kwargs = tree_map(self._narrow, (args, kwargs))
         drawn = func(*narrow_args, **narrow_kwargs)
         if args and isinstance(args[0], torch.Tensor) and drawn is narrow_args[0]:  # drawn in place
@@ -113,13 +123,14 @@ class Lift(OperationMode):
         return tree_map(_widen, drawn)
 
     def _drop(self, func: Callable[..., Any], input: torch.Tensor, p: float, train: bool | None) -> Any:
-        kept, mask = func(torch.ones_like(input, dtype=self.drawn_in), p, train)
-        return input * (kept != 0) / (1.0 - p if 0.0 < p < 1.0 and train is not False else 1.0), mask
+        """Draw the mask of a dropout in the program's dtype, and apply it in float64."""
+        survivors, mask = func(torch.ones_like(input, dtype=self.drawn_in), p, train)
+        return input * (survivors != 0) / (1.0 - p if 0.0 < p < 1.0 and train is not False else 1.0), mask
 
 
-def computes(factory: str) -> bool:
-    """Tell whether what makes a tensor of no other rounds on the way: between its ends, a line of numbers does."""
-    return factory in ("linspace", "logspace") or factory.endswith("_window")
+def is_computing_factory(name: str) -> bool:
+    """Tell whether a function that makes a tensor of plain numbers computes its elements, and so rounds them."""
+    return name in ("linspace", "logspace") or name.endswith("_window")
 
 
 def _as_float64(value: Any) -> Any:

@@ -1,9 +1,16 @@
-"""Run a program as another correct implementation of it might: every rounding lands elsewhere.
+"""Run a program with other roundings, as another correct implementation of it might round.
 
-Each inexact operation's result moves by one unit in the last place: up, down, or half of the time not at all. What
-merely moves or selects values is left alone, and so is what depends on constants only (a table of position buckets is
-no rounding). Fused norms and softmax round inside, so they run decomposed; a long sum rounds at each of its terms, so
-it gets what a plain running sum would.
+The result of each inexact operation moves by one unit in the last place: up, down, or half of the time not at all.
+Operations that only move or select values are exact, and so are values that depend on constants alone (a table of
+position buckets is not rounded). Fused norms and softmax round inside, so they run decomposed. A long sum rounds at
+each of its terms, so it gets the error of a plain running sum.
+
+    mode = Noisy(seed=0)
+    mode.start_from(parameters_and_inputs)
+    with mode:
+        noisy = program(inputs)
+
+Start reading at `Noisy.operate`.
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ from torchdelta._torch.modes.elided_casts import coarser, is_narrowing
 
 aten = torch.ops.aten
 
-# operations that move, select, compare or draw values: what they return was rounded elsewhere, if at all
+# operations that move, select, compare or draw values: they do not round
 # fmt: off
 _EXACT = frozenset(
     {
@@ -65,7 +72,7 @@ _ROUND_INSIDE = get_decompositions(
         aten.tanh_backward,
     ]
 )
-# what each output of a reduction is of its terms
+# for each output of a reduction: the sum of its terms, their mean, or a root of a sum of squares
 _REDUCTIONS = {
     "linalg_vector_norm": ("root",),
     "mean": ("mean",),
@@ -75,19 +82,23 @@ _REDUCTIONS = {
     "var": ("root",),
     "var_mean": ("root", "mean"),
 }
-# gradients of parameters that are sums over the batch, taken inside one operation
+# operations that sum the gradient of a parameter over the batch inside
 _SUM_INSIDE = frozenset({"convolution_backward", "embedding_dense_backward", "mkldnn_rnn_layer_backward"})
-# these accumulate in float32 whatever they return, and round to their own dtype once
+# operations of these dtypes accumulate in float32, and round to their own dtype once
 _NARROW = (torch.bfloat16, torch.float16)
 
 _POOL = 1 << 20
-# a step of a whole unit, taken half of the time, is so much more than a rounding of up to half a unit: so much more a
-# running sum gets too, and the policy takes it back from both
+"""Steps that are drawn in advance for each dtype."""
 EXAGGERATION = math.sqrt(6.0)
+"""How much larger the noise is than real rounding, in standard deviations.
+
+A step of a whole unit, taken half of the time, has a variance of 1/2; a rounding of up to half a unit has 1/12. A
+running sum is exaggerated by the same factor. `compare/noise.py` divides noisy runs by an exaggeration again.
+"""
 
 
 class Noisy(OperationMode):
-    """While it is active, everything that depends on what `start_from` named is rounded anew.
+    """While active, every value that depends on the sources given to `start_from` or `depend_on` is rounded anew.
 
     The same seed rounds the same way. With a `unit`, every dtype is rounded to that relative precision instead of its
     own.
@@ -103,12 +114,12 @@ class Noisy(OperationMode):
         """The coarsest dtype that the program casts something finer to."""
 
     def depend_on(self, sources: Iterable[torch.Tensor]) -> None:
-        """From now on, what is computed from the sources is rounded anew; they themselves are exact."""
+        """Round values anew that are computed from the sources; the sources themselves stay exact."""
         for tensor in sources:
             self._mark(tensor)
 
     def start_from(self, sources: Iterable[torch.Tensor]) -> None:
-        """Round the sources anew, in place; from now on, what is computed from them is."""
+        """Round the sources anew, in place, and all values that are computed from them."""
         for tensor in sources:
             if tensors.storage_key(tensor) and tensors.storage_reference(tensor) not in self.dependent:
                 self._mark(tensor)
@@ -118,7 +129,7 @@ class Noisy(OperationMode):
                         self.steps.take(whole)
 
     def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run one operation, and move what it rounded."""
+        """Run one operation, move the elements that it rounded, and return its result."""
         kwargs = kwargs or {}
         self.has_chosen |= is_choice(func, args)
         if is_narrowing(func, args, kwargs):
@@ -128,32 +139,33 @@ class Noisy(OperationMode):
         if func in _ROUND_INSIDE:
             with self:
                 return _ROUND_INSIDE[func](*args, **kwargs)
-        returned = func(*args, **kwargs)
-        for leaf in tree_leaves(returned):
+        result = func(*args, **kwargs)
+        for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self._mark(leaf)
         name = func._schema.name.partition("::")[2]
         if name not in _EXACT and not func.is_view:
-            outputs = returned if isinstance(returned, (tuple, list)) else (returned,)
+            outputs = result if isinstance(result, (tuple, list)) else (result,)
             for index, (output, slot) in enumerate(zip(outputs, func._schema.returns, strict=False)):
                 is_new = slot.alias_info is None or slot.alias_info.is_write
                 if isinstance(output, torch.Tensor) and is_new and _is_rounded(output):
                     self._move(name, index, args, output)
-        return returned
+        return result
 
     def _move(self, name: str, index: int, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        """Add noise to one output of an operation, in place."""
         if output.dtype not in _NARROW:
             if name in _REDUCTIONS:
-                self._running_sum(name, _REDUCTIONS[name][index], args, output)
+                self._add_error_of_sum(name, _REDUCTIONS[name][index], args, output)
             elif name in _SUM_INSIDE:
-                self._sum_inside(args, output)
+                self._add_error_of_inner_sum(args, output)
         self.steps.take(output)
 
-    def _running_sum(self, name: str, kind: str, args: tuple[Any, ...], output: torch.Tensor) -> None:
-        """Add the rounding of a sum that is taken term by term: Σ S_k·δ_k over its partial sums S_k.
+    def _add_error_of_sum(self, name: str, kind: str, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        """Add the error of a sum that is taken term by term to an output: Σ S_k·δ_k over its partial sums S_k.
 
-        With terms of mean μ and variance σ², E S_k² = k²μ² + kσ²; their sum over k gives the spread without running
-        the sum.
+        With terms of mean μ and variance σ², E S_k² = k²μ² + kσ². The sum of these over k gives the spread of the
+        error, so the sum itself need not be run.
         """
         terms = args[0]
         count = terms.numel() // output.numel()
@@ -172,7 +184,8 @@ class Noisy(OperationMode):
             error = 0.5 * error / total * output.reshape(error.shape)
         output.add_(torch.nan_to_num(error, nan=0.0, posinf=0.0, neginf=0.0).reshape(output.shape))
 
-    def _sum_inside(self, args: tuple[Any, ...], output: torch.Tensor) -> None:
+    def _add_error_of_inner_sum(self, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        """Add the error of a long sum inside of an operation to its output."""
         terms = max((arg.numel() for arg in args if isinstance(arg, torch.Tensor)), default=1) / output.numel()
         if terms < 8:
             return
@@ -184,6 +197,7 @@ class Noisy(OperationMode):
             self.dependent.add(tensors.storage_reference(tensor))
 
     def _is_dependent(self, values: Any) -> bool:
+        """Tell whether one of the tensors among these values depends on a source."""
         return any(
             isinstance(leaf, torch.Tensor)
             and tensors.storage_key(leaf) is not None
@@ -204,7 +218,7 @@ class Steps:
         """Move each element by one unit in the last place, with a probability of a quarter up and a quarter down."""
         for piece in _pieces(tensor):
             factors = self._factors(piece)
-            # a mask constant at the end of the range must not become infinite
+            # a mask constant near the largest float must not become infinite
             is_near_end = float(piece.abs().max()) > torch.finfo(piece.dtype).max / 2
             if is_near_end:
                 moved = piece * factors
@@ -221,10 +235,11 @@ class Steps:
         return torch.randn(like.shape, generator=self.generator, dtype=like.dtype).to(like.device)
 
     def _factors(self, piece: torch.Tensor) -> torch.Tensor:
+        """Return a factor for each element, from a random place of the pool of its dtype and device."""
         key = piece.dtype, piece.device
         if key not in self.pools:
             drawn = torch.randint(0, 4, (2 * _POOL,), generator=self.generator, dtype=torch.int8)
-            # in place: a pool is large beside what lockstep holds
+            # in place, because a pool is large beside the values that lockstep holds
             step = (drawn == 0).to(piece.dtype).sub_((drawn == 1).to(torch.int8))
             self.pools[key] = step.mul_(self.unit_of(piece)).add_(1).to(piece.device)
         start = int(torch.randint(0, _POOL, (), generator=self.generator))
@@ -232,7 +247,7 @@ class Steps:
 
 
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return the tensor as views of at most a pool's size; in the order of its memory where that has no gaps."""
+    """Return views of at most a pool's size that cover the tensor, in memory order if its memory has no gaps."""
     strides = tensor.stride()
     dense = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: strides[dim], reverse=True))
     if dense.is_contiguous():
@@ -244,6 +259,7 @@ def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def _reduced_dims(name: str, args: tuple[Any, ...], rank: int) -> list[int]:
+    """Return the dimensions that a reduction of a tensor of this rank sums over."""
     position = 2 if name == "linalg_vector_norm" else 1
     dims = args[position] if len(args) > position else None
     if isinstance(dims, int):
@@ -252,5 +268,5 @@ def _reduced_dims(name: str, args: tuple[Any, ...], rank: int) -> list[int]:
 
 
 def _is_rounded(tensor: torch.Tensor) -> bool:
-    # a float of a single byte has no arithmetic, and is what something wider was cast to
+    # a float of a single byte has no arithmetic: it was cast from a wider one
     return tensor.is_floating_point() and tensor.itemsize > 1 and tensor.layout == torch.strided and tensor.numel() > 0

@@ -1,4 +1,8 @@
-"""Real tensors handled as such, although a tracer or a compiler is at work around it."""
+"""Contexts that take code out of the modes around it, so that it handles real tensors while a compiler is at work.
+
+`outside_modes` takes off the modes alone, `without_modes_or_hooks` also the hooks on tensors that autograd saves.
+`preserved_dispatch` puts the dispatcher back after a kernel raised.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 @contextmanager
-def as_nobody() -> Iterator[None]:
-    """Run what is inside as if nobody stood around it: no mode, and no hook on what autograd saves.
+def without_modes_or_hooks() -> Iterator[None]:
+    """Run the body without any mode around it, and without a hook on the tensors that autograd saves.
 
-    Whether gradients are recorded stays as it is; where nothing can record them, nothing does.
+    The body records gradients exactly if the caller did.
     """
     is_recording = torch.is_grad_enabled()
-    # functions of tensors keep their overrides, which a compiler needs: only the modes go
+    # a compiler needs the overrides of tensor functions, so only the modes go
     with (
         _disable_current_modes(),
         _without_function_modes(),
@@ -33,19 +37,19 @@ def as_nobody() -> Iterator[None]:
 
 @contextmanager
 def _without_function_modes() -> Iterator[None]:
-    taken = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+    modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
     try:
         yield
     finally:
-        for mode in reversed(taken):
+        for mode in reversed(modes):
             torch._C._push_on_torch_function_stack(mode)
 
 
 @contextmanager
-def dispatch_kept() -> Iterator[None]:
-    """Leave the dispatcher as it was, although a kernel written in Python raises inside.
+def preserved_dispatch() -> Iterator[None]:
+    """Leave the dispatcher as it was, even if a kernel written in Python raises in the body.
 
-    What torch sets for the call of such a kernel it puts back when the traceback is gone, which may be much later.
+    Torch puts its dispatch state back only when the traceback of such a kernel is freed, which may be much later.
     """
     before = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     with torch._C._ForceDispatchKeyGuard(*before):
@@ -57,6 +61,6 @@ def dispatch_kept() -> Iterator[None]:
 
 @contextmanager
 def outside_modes() -> Iterator[None]:
-    """Run what is inside as if no mode were active: a backend is called with one that makes every tensor fake."""
+    """Run the body as if no mode were active, because a backend is called under one that makes every tensor fake."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode(False):
         yield

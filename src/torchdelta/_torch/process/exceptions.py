@@ -1,4 +1,4 @@
-"""Exceptions: where one comes from, and whether it is of memory that was refused."""
+"""Exceptions: the line of the user's code that one comes from, and whether it means that memory ran out."""
 
 from __future__ import annotations
 
@@ -13,47 +13,47 @@ import torchdelta
 
 _PLUMBING = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(torchdelta.__file__) + os.sep)
 
-_REFUSED = ("can't allocate memory", "not enough memory")
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory")
 
 
 def place_of(error: BaseException) -> str:
-    """Return file and line of whoever raised it, or called torch when it was raised; empty where torch did by itself.
+    """Return file and line of the innermost frame of the user's code, or "" if there is none.
 
-    A compiler wraps what it catches: it is the innermost exception that counts, and its frames begin where it was
-    caught.
+    The frames are those of the innermost cause, because a compiler wraps the exceptions that it catches.
     """
     inner = error
     while inner.__cause__ is not None:
         inner = inner.__cause__
     frames = traceback.extract_tb(inner.__traceback__)
-    own = [frame for frame in frames if _is_written(frame.filename)]
+    own = [frame for frame in frames if _is_user_file(frame.filename)]
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an allocation was refused."""
+    """Tell whether an exception means that an allocation failed."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in _REFUSED)
+        isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
     )
 
 
-def is_refused_memory(name: str, message: str) -> bool:
-    """Tell the same of an exception that only its name and its words are left of."""
-    return name.rpartition(".")[2] in ("MemoryError", "OutOfMemoryError") or any(each in message for each in _REFUSED)
+def names_out_of_memory(name: str, message: str) -> bool:
+    """Tell by its class name and message whether an exception meant that an allocation failed."""
+    is_named = name.rpartition(".")[2] in ("MemoryError", "OutOfMemoryError")
+    return is_named or any(words in message for words in _OUT_OF_MEMORY)
 
 
 def without_frames(error: Exception) -> Exception:
-    """Return an exception without its frames, and those of whatever it comes from: they keep what was in them."""
-    seen: BaseException | None = error
-    while seen is not None:
-        seen = seen.with_traceback(None).__cause__ or seen.__context__
+    """Remove the frames of an exception and of its causes, which keep local variables alive; return the exception."""
+    current: BaseException | None = error
+    while current is not None:
+        current = current.with_traceback(None).__cause__ or current.__context__
     return error
 
 
-def _is_written(file: str) -> bool:
-    """Tell whether somebody wrote this file, other than torch and we."""
+def _is_user_file(file: str) -> bool:
+    """Tell whether a file is an imported module that is neither torch's nor ours nor generated."""
     if file.startswith(_PLUMBING) or not os.path.isfile(file):
         return False
-    # what inductor generates lies in files, too: in folders of its caches, and is nobody's module
+    # inductor's generated code lies in files of its cache folders, which are not imported modules
     known = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
     return "torchinductor" not in file and f"{os.sep}cache{os.sep}" not in file and file in known

@@ -1,9 +1,8 @@
-"""Which vector instructions inductor may use, found out in forks of this process.
+"""Inductor in processes that fork: what they share is prepared before the fork, what they must not share is set apart.
 
-Inductor itself starts a new Python that loads torch for each kind. This needs nothing of torchdelta: a process that is
-to have nothing of it runs this file by its path.
-
-Inductor before a fork and after it: what processes share is made ready, what they must not share is set apart.
+`warm_up` runs before forks, `use_private_cache` after. `probe` finds the vector instructions of this machine in forks,
+because inductor itself starts a new Python for each kind. This file imports nothing of torchdelta: a process that must
+not contain torchdelta runs `probe` by the path of this file.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa
 from torch._inductor.utils import clear_caches
 
-_PATIENCE_S = 60
+_PROBE_TIMEOUT_S = 60
 
 
 def probe() -> None:
-    """Find out once what every compile asks; it is remembered by inductor."""
+    """Find the vector instructions that inductor may use; inductor remembers them for every later compile."""
     with mock.patch.object(VecISA, "_probe_load", _is_loaded):
         pick_vec_isa()
 
 
 def _is_loaded(_: VecISA, library: str) -> bool:
-    """Tell whether a library of vector instructions can be loaded here, which may end the process that tries."""
+    """Tell whether a library of vector instructions can be loaded here; a fork tries, because that may kill it."""
     process = os.fork()
     if process == 0:
         try:
-            signal.alarm(_PATIENCE_S)
+            signal.alarm(_PROBE_TIMEOUT_S)
             ctypes.CDLL(library)
             os._exit(0)
         finally:
@@ -52,41 +51,40 @@ def _is_loaded(_: VecISA, library: str) -> bool:
 
 
 def compile_alone() -> None:
-    """Have this process, and those forked from it, compile without helpers that would outlive it or have threads."""
+    """Let this process and its forks compile by themselves, without helper processes or threads."""
     torch._inductor.config.compile_threads = 1
 
 
 def compile_in_threads() -> None:
-    """Have this process compile as many C++ kernels at once as torch would, without helpers that would outlive it."""
+    """Let this process compile as many C++ kernels at once as torch would, in threads and not in helper processes."""
     torch._inductor.config.compile_threads = torch._inductor.config.decide_compile_threads()
-    # what helpers are for, kernels of Triton, is compiled here
+    # kernels of Triton are compiled here too, for which torch has the helper processes
     AsyncCompile.use_process_pool = classmethod(lambda _: False)  # type: ignore[method-assign,assignment]
     AsyncCompile.warm_pool = classmethod(lambda _: None)  # type: ignore[method-assign,assignment]
 
 
 def headers_directory() -> Path:
-    """Return where inductor keeps precompiled C++ headers: one place for all, whatever their caches are."""
+    """Return the directory of inductor's precompiled C++ headers, which all processes share, whatever their caches."""
     return Path(torch._inductor.codecache._HEADER_DIR)
 
 
 def warm_up(backend: str) -> None:
-    """Compile something small, so that those forked afterwards find headers, patterns and probed instructions ready.
+    """Compile a small function, so that later forks find headers, patterns and vector instructions ready.
 
-    It has too few elements for a second thread. The backward is left out: the autograd engine must not see a fork.
-    The cache is the user's own, where the instructions may have been probed before; a graph that was found there would
-    warm nothing. What every key of a cache starts with is a hash over all of torch. The C++ compiler itself has nothing
-    to get warm: it is given the headers, and not the kernel.
+    The function has too few elements for a second thread, and no backward, because the autograd engine must not see a
+    fork. The cache is the user's, which may have the vector instructions already. The graph cache is off, because a
+    cached graph would warm up nothing. The kernel itself is not compiled, because that prepares nothing for others.
     """
-    # a progress bar would start a thread, and nobody forks beside one
+    # a progress bar would start a thread, and a process with threads must not fork
     torch.hub.tqdm.monitor_interval = 0  # type: ignore[attr-defined]
     compile_alone()
-    torch._inductor.codecache.torch_key()
+    torch._inductor.codecache.torch_key()  # a hash over all of torch, which every cache key starts with
     if backend == "inductor":
         probe()
     with (
         torch._inductor.config.patch(fx_graph_cache=False),
         mock.patch.object(CppPythonBindingsCodeCache, "load_pybinding", _prepare_kernel),
-        contextlib.suppress(_Enough),
+        contextlib.suppress(_WarmedUp),
     ):
         torch.compile(_small, backend=backend)(torch.zeros(8, requires_grad=True))
     torch._dynamo.reset()
@@ -94,7 +92,7 @@ def warm_up(backend: str) -> None:
 
 
 def use_private_cache(directory: Path, *, scratch: Path | None = None) -> None:
-    """Keep what is compiled from now on in a directory of this process, and temporary files in its scratch."""
+    """Set the directory of inductor's cache for this process, and that of temporary files if one is given."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory)
     if scratch is not None:
         os.environ["TMPDIR"] = str(scratch)
@@ -103,14 +101,14 @@ def use_private_cache(directory: Path, *, scratch: Path | None = None) -> None:
     torch._inductor.codecache.CacheBase.get_local_cache_path.cache_clear()
 
 
-class _Enough(BaseException):
-    """Everything but the C++ compiler has run; whoever handles errors of a compile is passed by."""
+class _WarmedUp(BaseException):
+    """Ends a compile before its C++ compiler runs; no handler of compile errors catches it."""
 
 
 def _prepare_kernel(*args: Any, **kwargs: Any) -> NoReturn:
-    """Do what comes before the kernel is compiled, the headers included, and no more."""
+    """Prepare a kernel, precompiled headers included, and end the compile by `_WarmedUp`."""
     CppPythonBindingsCodeCache.load_pybinding_async(*args, **kwargs)
-    raise _Enough
+    raise _WarmedUp
 
 
 def _small(x: torch.Tensor) -> torch.Tensor:

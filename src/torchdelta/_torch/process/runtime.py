@@ -1,6 +1,8 @@
-"""Whether random numbers are drawn, from whatever generator.
+"""The global state of a process as torch programs see it: saved, restored, seeded.
 
-The process's global state as far as torch programs see it: taken, and put back.
+`preserved` restores everything after its body: random generators, flags, environment variables, compiler settings.
+The smaller contexts restore a part. `generator_states` and `drawing_from` handle torch's random generators alone, and
+`DrawWatch` notices operations that draw.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notices operations that draw; what a branch, a loop or an operator of the user's own draws it does not see."""
+    """Notices operations that draw random numbers, except inside of a branch, a loop or a custom operator."""
 
     supports_higher_order_operators = True
 
@@ -29,16 +31,17 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.has_drawn = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and look at what torch says of it."""
+        """Run one operation, note by its tags whether it draws, and return its result."""
         self.has_drawn |= torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         return func(*args, **(kwargs or {}))
 
 
-_PATIENCE_S = 5.0
+_COMPILATION_TIMEOUT_S = 5.0
+"""The longest wait for the compilation of another thread."""
 _COMPILING = threading.Event()
-"""Whether a compilation did not end in time, and has not since."""
+"""Set while a compilation runs that did not end within the timeout."""
 
-# config modules of the compiler stack; one that is not loaded has nothing to put back
+# config modules of the compiler stack; a module that is not loaded has nothing to restore
 _CONFIGS = (
     "torch._dynamo.config",
     "torch._inductor.config",
@@ -51,7 +54,7 @@ _CONFIGS = (
 def preserved() -> Iterator[None]:
     """Leave random generators, flags, environment and compiler settings as they were, exceptions included."""
     with _between_compilations():
-        flags = _take_flags()
+        flags = _read_flags()
         environment = dict(os.environ)
         configs = {name: sys.modules[name].get_config_copy() for name in _CONFIGS if name in sys.modules}
     with preserved_generators():
@@ -60,50 +63,53 @@ def preserved() -> Iterator[None]:
         finally:
             with _between_compilations():
                 for name, saved in configs.items():
-                    _put_config(sys.modules[name], saved)
+                    _restore_config(sys.modules[name], saved)
                 if dict(os.environ) != environment:
                     os.environ.clear()
                     os.environ.update(environment)
-                _put_flags(flags)
+                _restore_flags(flags)
 
 
 @contextmanager
 def preserved_generators() -> Iterator[None]:
     """Leave random generators as they were."""
-    generators = _take_generators()
+    states = generator_states()
+    python, numpy = random.getstate(), np.random.get_state()
     try:
         yield
     finally:
-        _put_generators(generators)
+        _set_generator_states(states)
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
-Drawn = tuple[torch.Tensor, ...]
-"""Where torch's generators stand: those of operations, which is all that a node of a graph can draw from."""
+GeneratorStates = tuple[torch.Tensor, ...]
+"""The states of torch's generators, that of the CPU first: a node of a graph can draw from no other ones."""
 
 
-def drawn() -> Drawn:
-    """Return where torch's generators stand."""
+def generator_states() -> GeneratorStates:
+    """Return the present states of torch's generators."""
     return torch.get_rng_state(), *_accelerator_states()
 
 
-def has_drawn_since(state: Drawn) -> bool:
-    """Tell whether an operation drew random numbers since then."""
-    return not all(torch.equal(before, now) for before, now in zip(state, drawn(), strict=True))
+def has_drawn_since(states: GeneratorStates) -> bool:
+    """Tell whether an operation drew random numbers since torch's generators had these states."""
+    return not all(torch.equal(before, now) for before, now in zip(states, generator_states(), strict=True))
 
 
 @contextmanager
-def drawing_from(state: Drawn | None = None) -> Iterator[None]:
-    """Draw as one did who stood there, or as one does now; afterwards the generators stand where they did."""
-    now = drawn()
-    _put_drawn(state or now)
+def drawing_from(states: GeneratorStates | None = None) -> Iterator[None]:
+    """Run the body with torch's generators in these states, or the present ones; restore them afterwards."""
+    now = generator_states()
+    _set_generator_states(states or now)
     try:
         yield
     finally:
-        _put_drawn(now)
+        _set_generator_states(now)
 
 
 def autocast() -> tuple[str, str] | None:
-    """Return the device and the dtype of the autocast that is on; None where none is."""
+    """Return the device and the dtype of the active autocast; None if there is none."""
     accelerator = torch.accelerator.current_accelerator()
     for device in ("cpu", *([accelerator.type] if accelerator is not None else [])):
         if torch.is_autocast_enabled(device):
@@ -112,28 +118,28 @@ def autocast() -> tuple[str, str] | None:
 
 
 def seed_everything(seed: int) -> None:
-    """Rewind the generators of torch (every device), random and numpy."""
+    """Seed the generators of torch (on every device), random and numpy."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
 def random_state() -> tuple[Any, ...]:
-    """Return something that changes exactly when a global generator was drawn from."""
+    """Return a value that changes exactly if a global generator of torch, random or numpy was drawn from."""
     devices = [bytes(state.numpy()) for state in _accelerator_states()]
     torch_state = bytes(torch.get_rng_state().numpy())
-    # to write its numbers out as text would take longer than most programs do
+    # pickled, because its text takes longer than most programs run
     return (torch_state, *devices, random.getstate(), pickle.dumps(np.random.get_state(legacy=False)))
 
 
 def synchronise() -> None:
-    """Wait for the accelerator, so that a fault shows in the run that caused it."""
+    """Wait for the accelerator, so that an error is raised in the run that caused it."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
 
 
 def release_memory() -> None:
-    """Give cached accelerator memory back."""
+    """Free the cached memory of the accelerator."""
     if torch.accelerator.is_available():
         torch.accelerator.memory.empty_cache()
 
@@ -142,58 +148,51 @@ def release_memory() -> None:
 def preserved_flags() -> Iterator[None]:
     """Leave torch's flags as they were."""
     with _between_compilations():
-        flags = _take_flags()
+        flags = _read_flags()
     try:
         yield
     finally:
         with _between_compilations():
-            _put_flags(flags)
+            _restore_flags(flags)
 
 
 def use_deterministic() -> None:
-    """Ask for deterministic algorithms, with the workspace that cuBLAS needs for them."""
+    """Switch deterministic algorithms on, with the workspace that cuBLAS needs for them."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
 
-def _put_config(config: Any, saved: dict[str, Any]) -> None:
-    # only what changed is written: torch warns about each deprecated setting that is touched
+def _restore_config(config: Any, saved: dict[str, Any]) -> None:
+    # only changed settings are written, because torch warns about each deprecated setting that is
     for name, value in config.get_config_copy().items():
         if name in saved and value != saved[name]:
             setattr(config, name, saved[name])
 
 
 def _accelerator_states() -> list[torch.Tensor]:
+    """Return the states of the accelerator's generators, one for each device; none without an accelerator."""
     if not torch.accelerator.is_available():
         return []
     module = torch.get_device_module(torch.accelerator.current_accelerator())
     return [module.get_rng_state(index).cpu() for index in range(torch.accelerator.device_count())]
 
 
-def _take_generators() -> tuple[Any, ...]:
-    return drawn(), random.getstate(), np.random.get_state()
-
-
-def _put_drawn(state: Drawn) -> None:
-    cpu, *devices = state
+def _set_generator_states(states: GeneratorStates) -> None:
+    cpu, *devices = states
     torch.set_rng_state(cpu)
     for index, device_state in enumerate(devices):
         torch.get_device_module(torch.accelerator.current_accelerator()).set_rng_state(device_state, index)
 
 
-def _put_generators(state: tuple[Any, ...]) -> None:
-    drawn_state, python, numpy = state
-    _put_drawn(drawn_state)
-    random.setstate(python)
-    np.random.set_state(numpy)
-
-
 @contextmanager
 def _between_compilations() -> Iterator[None]:
-    """Hold while no other thread compiles: a compilation sets flags for its own while, which would stay for good."""
+    """Run the body while no other thread compiles, because a compilation changes flags for its duration.
+
+    Such flags would be saved or restored as if they were the user's. After a timeout, the body runs all the same.
+    """
     lock: Any = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
-    # a compilation may take minutes, or wait for this thread itself: it is waited for once
-    is_held = lock is not None and lock.acquire(timeout=0.0 if _COMPILING.is_set() else _PATIENCE_S)
+    # one wait at most, because a compilation may take minutes, or wait for this thread itself
+    is_held = lock is not None and lock.acquire(timeout=0.0 if _COMPILING.is_set() else _COMPILATION_TIMEOUT_S)
     (_COMPILING.clear if is_held or lock is None else _COMPILING.set)()
     try:
         yield
@@ -202,7 +201,8 @@ def _between_compilations() -> Iterator[None]:
             lock.release()
 
 
-def _take_flags() -> dict[str, Any]:
+def _read_flags() -> dict[str, Any]:
+    """Return torch's global flags, as `_restore_flags` takes them."""
     return {
         "deterministic": (
             torch.are_deterministic_algorithms_enabled(),
@@ -221,13 +221,15 @@ def _take_flags() -> dict[str, Any]:
 
 
 def _matmul_precision() -> str | None:
+    """Return the precision of float32 matrix products, or None if it is set for each backend separately."""
     try:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # set per backend, which this setting cannot express
+    except RuntimeError:  # the precision is set per backend, which this setting cannot express
         return None
 
 
-def _put_flags(flags: dict[str, Any]) -> None:
+def _restore_flags(flags: dict[str, Any]) -> None:
+    """Set torch's global flags to the values that `_read_flags` returned."""
     enabled, warn_only = flags["deterministic"]
     torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
     torch.utils.deterministic.fill_uninitialized_memory = flags["fill"]  # type: ignore[attr-defined]
@@ -236,10 +238,10 @@ def _put_flags(flags: dict[str, Any]) -> None:
         torch.set_default_device(flags["device"])
     torch.set_grad_enabled(flags["grad"])
     torch.set_anomaly_enabled(*flags["anomaly"])
-    # torch keeps two kinds of this setting that must not be mixed: one that is as it was is not written
+    # written only if changed, because torch has two forms of this setting that must not be mixed
     if _matmul_precision() != flags["precision"] and flags["precision"] is not None:
         torch.set_float32_matmul_precision(flags["precision"])
-    # a process in which torch's own tests are imported may not set these otherwise
+    # the context is needed in a process that has imported torch's own tests
     with torch.backends.__allow_nonbracketed_mutation():
         for name, value in flags["cudnn"].items():
             if getattr(torch.backends.cudnn, name) != value:

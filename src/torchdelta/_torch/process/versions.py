@@ -1,4 +1,4 @@
-"""Which torch is here, and whether it is one that is promised to work."""
+"""The versions of this process: torch, Python and platform, and whether torch is new enough."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from torchdelta.errors import EnvironmentUnfit
 from torchdelta.records.report import Environment
 
 OLDEST = (2, 13)
+"""The oldest torch that is tested."""
 
 
 def require_supported() -> None:
     """Raise EnvironmentUnfit on a torch older than the oldest tested."""
-    found = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if found < OLDEST:
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise EnvironmentUnfit(
             f"torchdelta needs torch {oldest} or newer, and this is {torch.__version__}: upgrade torch"
@@ -23,7 +24,7 @@ def require_supported() -> None:
 
 
 def environment() -> Environment:
-    """Describe what this process runs on."""
+    """Return the versions of torch and Python, and the platform, of this process."""
     return Environment(
         torch=torch.__version__, python=platform.python_version(), platform=f"{platform.system()} {platform.machine()}"
     )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchdelta import errors
-from torchdelta._torch.modes.outside import dispatch_kept
+from torchdelta._torch.modes.outside import preserved_dispatch
 from torchdelta._torch.operators import fake_kernels
 from torchdelta._torch.process import runtime
 from torchdelta._torch.pytree import tree_leaves
@@ -32,7 +32,7 @@ _SYMBOL = re.compile(r"\bSym(Int|Float|Bool)s?\b(?!\??\[|\?| \w+[,=)])|symbolic 
 def fake(name: str, baseline: Baseline) -> Probe:
     """Hold what the fake kernel says of the results against what the real one returned."""
     side = Side.copied_from(baseline.program)
-    with runtime.preserved_generators(), dispatch_kept():
+    with runtime.preserved_generators(), preserved_dispatch():
         try:
             returned = fake_kernels.call_faked(side.call, side.args, side.kwargs)
         except errors.caught_from_user_code() as error:  # a fake kernel is the user's code
@@ -45,7 +45,7 @@ def symbolic(name: str, given: Baseline, other: Baseline) -> Probe | str:
     """Run the fake kernel with sizes that are symbols, and put other numbers in their place; or say why not."""
     side = Side.copied_from(given.program)
     tensors = [leaf for leaf in tree_leaves((other.program.args, dict(other.program.kwargs))) if _is_tensor(leaf)]
-    with runtime.preserved_generators(), dispatch_kept():
+    with runtime.preserved_generators(), preserved_dispatch():
         try:
             made = fake_kernels.Symbolic(side.call, side.args, side.kwargs)
             is_elsewhere = made.goes_other_ways_for(tensors)

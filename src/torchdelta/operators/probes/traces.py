@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torchdelta import transforms
-from torchdelta._torch.modes.outside import dispatch_kept
+from torchdelta._torch.modes.outside import preserved_dispatch
 from torchdelta.check.baseline import Baseline
 from torchdelta.check.candidate import run_candidate
 from torchdelta.check.check import Check
@@ -72,7 +72,7 @@ class Tracing:
         others = inputs.resized if is_resized or inputs.others else inputs.fresh
         transform = transforms.build(trace.transform, trace.options)
         side, draws_random = Side.copied_from(inputs.given.program), inputs.given.reference.draws_random
-        with dispatch_kept(), applied_once(transform, side, draws_random=draws_random) as once:
+        with preserved_dispatch(), applied_once(transform, side, draws_random=draws_random) as once:
             probe = self._run(trace, once, inputs.given)
             for other in others if probe.verdict is Verdict.EQUIVALENT else ():
                 second = self._run(trace, once, other)
