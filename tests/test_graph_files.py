@@ -744,7 +744,7 @@ class TestModules:
             write_graph(graph, tmp_path / "graph.json")
 
     def test_that_are_no_graph_are_refused(self, tmp_path):
-        with pytest.raises(UsageError, match="Linear is no graph: trace it"):
+        with pytest.raises(UsageError, match="Linear is not a graph: trace it"):
             write_graph(nn.Linear(2, 2), tmp_path / "graph.json")
 
     def test_that_are_not_in_order_are_refused(self, tmp_path):
@@ -879,7 +879,7 @@ class TestADamagedFile:
         [
             (lambda d: d.update(graph_version=2), "upgrade torchdelta"),
             (lambda d: d.update(graph_version=0), "write the graph again"),
-            (lambda d: d.update(format="something"), "no graph that write_graph wrote"),
+            (lambda d: d.update(format="something"), "not a graph that torchdelta wrote"),
             (lambda d: d.pop("modules"), "modules: expected a list"),
             (lambda d: d["modules"].clear(), "no graph"),
             (lambda d: d["modules"][0].update(modules={"child": 0}), "among the 0 before it"),
@@ -895,7 +895,7 @@ class TestADamagedFile:
             (lambda d: d["tensors"][0].update(storage=3), r"tensors\[0\]"),
             (lambda d: d["tensors"][0].update(is_parameter=False), "no parameter"),
             (lambda d: d["tensors"][0].update(extra=1), "unknown extra"),
-            (lambda d: d["storages"][0].update(size=8), "has not its 8 bytes"),
+            (lambda d: d["storages"][0].update(size=8), "does not have its 8 bytes"),
             (lambda d: d["storages"][0].update(checksum=1), "not those that were written"),
             (lambda d: d["storages"][0].update(device="nowhere"), "nowhere"),
         ],
@@ -909,7 +909,7 @@ class TestADamagedFile:
         text = path.read_text()
         for length in (0, 1, len(text) // 2, len(text) - 2):
             path.write_text(text[:length])
-            with pytest.raises(ReportUnreadable, match=r"graph\.json: this is no JSON"):
+            with pytest.raises(ReportUnreadable, match=r"graph\.json: this is not JSON"):
                 read_graph(path)
 
     @pytest.mark.parametrize("content", ["NaN", "[]", '{"format": "torchdelta graph", "x": Infinity}', "[" * 100_000])
@@ -922,7 +922,7 @@ class TestADamagedFile:
     def test_may_be_bytes_or_missing(self, tmp_path):
         (tmp_path / "graph.json").write_bytes(b"\x80\x04\x95")
 
-        with pytest.raises(ReportUnreadable, match="this is no JSON"):
+        with pytest.raises(ReportUnreadable, match="this is not JSON"):
             read_graph(tmp_path / "graph.json")
         with pytest.raises(ReportUnreadable, match=r"cannot read .*absent\.json: No such file"):
             read_graph(tmp_path / "absent.json")

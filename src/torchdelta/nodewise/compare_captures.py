@@ -19,13 +19,13 @@ from torchdelta.compare.judge import Judge
 from torchdelta.compare.leaves import Leaves
 from torchdelta.compare.policy_parser import parse
 from torchdelta.compare.statistics import Statistics, compare_statistics, statistics_of
-from torchdelta.nodewise.capture import Capture
 from torchdelta.nodewise.matching import Alignment, align
 from torchdelta.records.case import VALUES, Case
 from torchdelta.records.comparison import Comparison
 from torchdelta.records.location import Location, NodeRecord, Row
 from torchdelta.records.report import Coverage
 from torchdelta.records.verdict import Verdict, worst_of
+from torchdelta.storage.captures import Capture
 
 _NO_TRUTH = "captures have no truth to be held against: judged by torch.testing's tolerances"
 _NOTHING_MATCHED = "no node of one side was found on the other; what both return is {verdict}"
