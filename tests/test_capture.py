@@ -544,7 +544,7 @@ def test_graphs_with_nothing_in_common_are_inconclusive():
     assert location.verdict is Verdict.EQUIVALENT
     assert apart.coverage.matched == 0
     assert apart.verdict is Verdict.INCONCLUSIVE
-    assert any("what both return is diverged" in note for note in apart.notes)
+    assert any("their outputs are diverged" in note for note in apart.notes)
 
 
 def test_a_candidate_that_raised_has_crashed_and_is_compared_up_to_there():

@@ -660,7 +660,7 @@ class TestCallables:
         graph = GraphModule({}, Graph())
         vars(graph)["_graph"] = made
 
-        with pytest.raises(UsageError, match=rf"odd calls what another process would not find: .*{why}"):
+        with pytest.raises(UsageError, match=rf"odd calls a function that another process would not find: .*{why}"):
             write_graph(graph, tmp_path / "graph.json")
 
     def test_of_the_main_script_are_refused(self, tmp_path, monkeypatch):
@@ -869,7 +869,7 @@ class TestAHostileFile:
             nodes(document).insert(0, {"op": "placeholder", "name": "x", "target": "x", "args": [], "kwargs": {}})
             document["modules"][0]["convention"] = {"names": [name], "taken": taken, "returned": None}
 
-        with pytest.raises(ReportUnreadable, match="is no name of an argument"):
+        with pytest.raises(ReportUnreadable, match="is not the name of an argument"):
             read_graph(written(plant))
 
 
@@ -881,11 +881,11 @@ class TestADamagedFile:
             (lambda d: d.update(graph_version=0), "write the graph again"),
             (lambda d: d.update(format="something"), "not a graph that torchdelta wrote"),
             (lambda d: d.pop("modules"), "modules: expected a list"),
-            (lambda d: d["modules"].clear(), "no graph"),
+            (lambda d: d["modules"].clear(), "not a graph"),
             (lambda d: d["modules"][0].update(modules={"child": 0}), "among the 0 before it"),
             (lambda d: d["modules"][0].update(parameters={}), "reads or calls weight"),
             (lambda d: d["modules"][0].update(parameters={"weight": 1}), "among the 1 before it"),
-            (lambda d: d["modules"][0].update(name=None), "no name of a class"),
+            (lambda d: d["modules"][0].update(name=None), "not the name of a class"),
             (lambda d: d["modules"][0].update(convention="none"), "convention"),
             (lambda d: nodes(d).append(nodes(d)[0]), "or another's"),
             (lambda d: nodes(d)[0].pop("args"), r"nodes\[0\]\.args"),
@@ -893,7 +893,7 @@ class TestADamagedFile:
             (lambda d: d["tensors"][0].update(offset=-1), "negative"),
             (lambda d: d["tensors"][0].update(dtype="load"), "no dtype"),
             (lambda d: d["tensors"][0].update(storage=3), r"tensors\[0\]"),
-            (lambda d: d["tensors"][0].update(is_parameter=False), "no parameter"),
+            (lambda d: d["tensors"][0].update(is_parameter=False), "not a parameter"),
             (lambda d: d["tensors"][0].update(extra=1), "unknown extra"),
             (lambda d: d["storages"][0].update(size=8), "does not have its 8 bytes"),
             (lambda d: d["storages"][0].update(checksum=1), "not those that were written"),

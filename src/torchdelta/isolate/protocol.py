@@ -1,4 +1,4 @@
-"""What parent, zygote and workers say to each other: strict JSON, in lines and in files; nothing is ever unpickled."""
+"""The messages between parent, zygote and workers: strict JSON, in lines and in files; nothing is ever unpickled."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from torchdelta.records.strict_json import replace_file
 from torchdelta.storage.values import Unwritable
 
 _ALIGNMENT = 64
-"""A trimmed storage starts at a multiple of this many bytes, because then every offset is a whole number of elements."""
+"""A trimmed storage starts at a multiple of this many bytes, so that every offset is a whole number of elements."""
 
 
 @dataclass(frozen=True, kw_only=True)
