@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
-from torchdelta.minify.subject import Draw, Subject, rebuilt
+from torchdelta.minify.subject import Draw, Subject, rebuild
 from torchdelta.program.copies import copy_together
 
 
@@ -102,7 +102,7 @@ class Edit:
         inputs = {name: self._detached(self._input(name, value, drawn.get(name))) for name, value in before.items()}
         instead = {name: value for name, value in self.instead.items() if name in names}
         outputs = subject.outputs if self.outputs is None else tuple(name for name in self.outputs if name in names)
-        made = rebuilt(
+        made = rebuild(
             subject.graph,
             inputs,
             [name for name in outputs if name not in self.unreturned],

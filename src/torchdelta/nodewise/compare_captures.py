@@ -33,6 +33,7 @@ from torchdelta.storage.captures import Capture
 
 _NO_TRUTH = "captures have no truth: judged by torch.testing's tolerances"
 _NOTHING_MATCHED = "no node of one side was found on the other; their outputs are {verdict}"
+_NO_VALUE = "neither side logged a value: it did not run, or the inside of its operator was not logged"
 _ONLY_STATISTICS = (
     "of some values only statistics were kept: those show identical values and gaps that are too large, and nothing "
     "in between"
@@ -103,11 +104,7 @@ class _CapturePair:
             lambda batch: self.reference.leaves(batch, node.name),
             lambda batch: self.candidate.leaves(batch, other.name),
         )
-        reason = (
-            ""
-            if inherited
-            else "neither side logged a value: it did not run, or the inside of its operator was not logged"
-        )
+        reason = "" if inherited else _NO_VALUE
         return Row(reference=node, candidate=other, how=how, inherited=inherited, reason=reason)
 
     def compare_outputs(self) -> Row:
