@@ -24,7 +24,7 @@ from torchdelta.program.programs import load_object
 from torchdelta.records.case import Case
 from torchdelta.records.codec import decode, encode
 from torchdelta.records.report import Report
-from torchdelta.records.signatures import guilty_of, signatures_of
+from torchdelta.records.signatures import diverged_leaves, signatures_of
 from torchdelta.records.strict_json import from_text, to_text
 from torchdelta.records.verdict import Verdict
 from torchdelta.transforms.base import Transform
@@ -263,7 +263,7 @@ def answer_from(report: Report) -> Answer:
     """Return what a report says about a subject."""
     return Answer(
         signatures=signatures_of(report),
-        guilty=guilty_of(report),
+        guilty=diverged_leaves(report),
         has_passed=report.verdict is Verdict.EQUIVALENT,
         message=report.failure.message if report.failure is not None else "",
         report=report,
