@@ -887,7 +887,7 @@ class TestADamagedFile:
             (lambda d: d["modules"][0].update(parameters={"weight": 1}), "among the 1 before it"),
             (lambda d: d["modules"][0].update(name=None), "not the name of a class"),
             (lambda d: d["modules"][0].update(convention="none"), "convention"),
-            (lambda d: nodes(d).append(nodes(d)[0]), "or another's"),
+            (lambda d: nodes(d).append(nodes(d)[0]), "or is another's"),
             (lambda d: nodes(d)[0].pop("args"), r"nodes\[0\]\.args"),
             (lambda d: d["tensors"][0].update(shape=[5]), "beyond its storage"),
             (lambda d: d["tensors"][0].update(offset=-1), "negative"),

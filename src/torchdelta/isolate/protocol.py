@@ -31,14 +31,14 @@ def write_message(path: Path, message: Message) -> None:
 
 
 class Lines:
-    """The messages of a pipe, as they become complete."""
+    """Reads the messages of a pipe, as they become complete."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._rest = b""
 
     def read(self) -> list[Message] | None:
-        """Wait for more, and return what is complete by now; None when the other end is closed."""
+        """Wait for more bytes, and return the messages that are complete; None if the other end is closed."""
         piece = os.read(self._descriptor, 1 << 16)
         if not piece:
             return None

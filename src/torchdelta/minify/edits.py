@@ -106,7 +106,7 @@ class Edit:
             subject.graph,
             inputs,
             [name for name in outputs if name not in self.unreturned],
-            given=given,
+            cut=given,
             instead={**literals, **instead},
             dropped=self.dropped,
         )

@@ -161,18 +161,18 @@ def rebuild(
     inputs: Mapping[str, Any],
     outputs: Sequence[str],
     *,
-    given: Mapping[str, Any] | None = None,
+    cut: Mapping[str, Any] | None = None,
     instead: Mapping[str, Any] | None = None,
     dropped: frozenset[str] = frozenset(),
 ) -> Subject:
     """Return a subject of the nodes that the outputs need, and of nodes with an effect that are not dropped.
 
-    `inputs` has a value for each placeholder and constant. A node in `given` becomes an input of that value for its
+    `inputs` has a value for each placeholder and constant. A node in `cut` becomes an input of that value for its
     readers; the node itself stays if it is returned. `instead` replaces a node by another one, as a `Name`, or by a
     literal.
     """
     ordered = list(source.graph.nodes)
-    cut, other = given or {}, instead or {}
+    cut, other = cut or {}, instead or {}
 
     def resolve(name: str) -> Any:
         while name in other:

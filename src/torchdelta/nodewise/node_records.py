@@ -67,6 +67,7 @@ def _find_attribute(node: Node, owner: GraphModule) -> Any:
 
 
 def _describe(name: str, placed: PlacedNode) -> NodeRecord:
+    """Return the record of a node under a name."""
     node = placed.node
     handles = handles_of(node)
     if node.target is operator.getitem and isinstance(node.args[0], Node):

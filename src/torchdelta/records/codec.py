@@ -226,6 +226,7 @@ def _decode_plain(data: Any) -> Any:
 
 
 def _decode_float(data: Any, where: str) -> float:
+    """Return a number as a float, also one that is not finite; raise ReportUnreadable if it is not a number."""
     if isinstance(data, str) and data in NON_FINITE:
         return NON_FINITE[data]
     if isinstance(data, bool) or not isinstance(data, (int, float)):
@@ -264,5 +265,5 @@ def _expect(kind: type, data: Any, where: str) -> Any:
 
 
 def _refuse(data: Any, expected: str, where: str) -> NoReturn:
-    found = f"a {type(data).__name__}" if isinstance(data, (dict, list)) else reprlib.repr(data)
-    raise ReportUnreadable(f"{where}: expected {expected}, found {found}")
+    text = f"a {type(data).__name__}" if isinstance(data, (dict, list)) else reprlib.repr(data)
+    raise ReportUnreadable(f"{where}: expected {expected}, found {text}")

@@ -261,7 +261,7 @@ def _encode_batch(batch: Batch) -> dict[str, Any]:
 
 
 def _decode_batch(data: Any, where: str, header: _Header) -> Batch:
-    """Return the batch that was encoded; raise ReportUnreadable with the place of what is wrong."""
+    """Return the batch that was encoded; raise ReportUnreadable, with the place, if it is damaged."""
     entries = expect(data, dict, where)
     if unknown := entries.keys() - {"values", "results", "failure"}:
         raise ReportUnreadable(f"{where}: unknown {', '.join(sorted(unknown))}")
@@ -281,6 +281,7 @@ def _decode_leaves(data: Any, where: str, header: _Header) -> Leaves:
     """Return the leaves that were encoded; raise ReportUnreadable if one refers to a tensor that no table has."""
 
     def fetch(tag: str, content: Any, place: str) -> Any:
+        """Return the leaf that is a record."""
         if tag not in _RECORDS:
             raise ReportUnreadable(f"{place}: {tag!r} is not a kind of leaf")
         leaf = decode(_RECORDS[tag], content, place)

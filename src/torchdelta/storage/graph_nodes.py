@@ -80,6 +80,7 @@ def make_fetch(find: Find) -> Fetch:
     """Return the function that reads the references of `refer_to_callable`."""
 
     def fetch(tag: str, data: Any, where: str) -> Any:
+        """Return the callable, the member or the structure that a reference stands for."""
         if tag == "target":
             return find(expect(data, str, where), where)
         if tag == "enum":
@@ -259,6 +260,7 @@ def _read_meta(data: Any, where: str, find: Find, builder: descriptions.ValueBui
     """Return the `meta` of a node; raise ReportUnreadable if an entry is damaged."""
 
     def fetch(tag: str, content: Any, place: str) -> Any:
+        """Return the member of an enumeration, or the fake value of a description."""
         if tag == "enum":
             return _read_member(content, place, find)
         if tag != "described":

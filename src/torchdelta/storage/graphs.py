@@ -113,6 +113,7 @@ def _make_finder(allow: tuple[str, ...]) -> Callable[[str, str], Any]:
     callables: dict[str, Any] = {}
 
     def find(name: str, where: str) -> Any:
+        """Return the callable of a name; raise ReportUnreadable if there is none or it is not allowed."""
         if name not in callables:
             try:
                 callables[name] = targets.find_target(name, allow)
@@ -151,6 +152,7 @@ def _graph_returning(values: Any) -> GraphModule:
     numbers = itertools.count()
 
     def as_argument(value: Any) -> Any:
+        """Return a value as an argument of a node, with a node that reads an attribute in the place of each tensor."""
         if isinstance(value, torch.Tensor):
             name = f"input_{next(numbers)}"
             setattr(root, name, value)
