@@ -32,12 +32,12 @@ NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _ESCAPE = "\\"
 
 
-def to_text(data: Any, *, indent: int | None = None) -> str:
-    """Return JSON's own types as strict JSON, on one line unless `indent` is set.
+def to_text(data: Any, *, indent: int | None = None, is_compact: bool = False) -> str:
+    """Return JSON's own types as strict JSON, on one line unless `indent` is set; compact text has no spaces.
 
-    Raise ValueError or TypeError if `data` holds anything else, such as a NaN.
+    Raise ValueError or TypeError if `data` holds any other value, such as a NaN.
     """
-    separators = (",", ":") if indent is None else None
+    separators = (",", ":") if is_compact else None
     return json.dumps(data, allow_nan=False, indent=indent, separators=separators)
 
 
@@ -78,8 +78,8 @@ def read_json(path: Path, *, remedy: str) -> Any:
 
 
 def write_json(path: Path, data: Any, *, indent: int | None = None) -> None:
-    """Replace a file by strict JSON; raise UsageError if the file cannot be written."""
-    text = to_text(data, indent=indent) + "\n"
+    """Replace a file by strict JSON, compact unless `indent` is set; raise UsageError if it cannot be written."""
+    text = to_text(data, indent=indent, is_compact=indent is None) + "\n"
     try:
         replace_file(path, lambda file: file.write_text(text, encoding="utf-8"))
     except OSError as error:
