@@ -1,9 +1,11 @@
 """A capture holds what each node computed, as it was then, and two of them can be compared later."""
 
 import json
+import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,8 +14,10 @@ from torch.nn import functional as F
 from torchdelta import Verdict
 from torchdelta.compare.statistics import Statistics, statistics_of
 from torchdelta.errors import ReportUnreadable, UsageError
-from torchdelta.nodewise.capture import capture, read_capture
+from torchdelta.nodewise.capture import capture
 from torchdelta.nodewise.compare_captures import compare_captures
+from torchdelta.storage import captures
+from torchdelta.storage.captures import read_capture
 
 
 class Small(nn.Module):
@@ -314,21 +318,104 @@ def test_a_directory_that_is_taken_is_refused(tmp_path):
         capture(traced(lambda x: x + 1), [(torch.ones(2),)], out=tmp_path)
 
 
-def test_a_damaged_capture_is_refused_and_nothing_outside_of_it_is_read(tmp_path):
-    with pytest.raises(ReportUnreadable, match="holds no capture that was finished"):
+def test_a_damaged_capture_is_refused(tmp_path):
+    with pytest.raises(ReportUnreadable, match=r"does not hold a finished capture: cannot read .*capture\.json"):
         read_capture(tmp_path)
     capture(traced(lambda x: x + 1), [(torch.ones(2),)], out=tmp_path)
     manifest = tmp_path / "capture.json"
     whole = manifest.read_text()
-    for part in ("values", "results"):
-        data = json.loads(whole)
-        data["batches"][0][part] = json.loads(json.dumps(data["batches"][0][part]).replace("values-0", "../values-0"))
-        manifest.write_text(json.dumps(data))
-        with pytest.raises(ReportUnreadable, match="is not beside it"):
-            read_capture(tmp_path)
-    manifest.write_text(json.dumps({**json.loads(whole), "capture_version": 99}))
-    with pytest.raises(ReportUnreadable, match="version 99"):
+    manifest.write_text(whole[:-10])
+    with pytest.raises(ReportUnreadable, match=r"does not hold a finished capture: .*not JSON, or not all of it"):
         read_capture(tmp_path)
+    manifest.write_text("{}")
+    with pytest.raises(ReportUnreadable, match=r"capture\.json: this is JSON, but not a capture"):
+        read_capture(tmp_path)
+    manifest.write_text(whole)
+    (file,) = tmp_path.glob("values-*")
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(
+        ReportUnreadable, match=r"values-00000\.safetensors: storages\[0\]: .*not those that were written"
+    ):
+        read_capture(tmp_path).outputs(0)
+    file.unlink()
+    with pytest.raises(ReportUnreadable, match=r"values-00000\.safetensors cannot be read"):
+        read_capture(tmp_path).outputs(0)
+
+
+@pytest.mark.parametrize(
+    ("edit", "what"),
+    [
+        (lambda d: d.update(capture_version=99), "version 99.*: upgrade torchdelta"),
+        (lambda d: d.update(capture_version=1), "version 1, .* reads 2: capture the graph again"),
+        (lambda d: (d.pop("format"), d.update(capture_version=1)), "version 1, .* reads 2: capture the graph again"),
+        (lambda d: d.pop("nodes"), "capture: nodes missing"),
+        (lambda d: d.update(batches={}), "batches: expected a list"),
+        (lambda d: d["batches"][0].update(extra=1), r"batches\[0\]: unknown extra"),
+        (
+            lambda d: d["batches"][0].update(results={"outputs": {"stored": {"file": 1, "row": 0}}}),
+            "no tensor 0 in file 1",
+        ),
+        (lambda d: d["batches"][0].update(results={"outputs": {"stored": {"file": 0, "row": -1}}}), "no tensor -1"),
+        (lambda d: d["batches"][0].update(results={"outputs": {"stored": {"file": "../x"}}}), "row missing"),
+        (lambda d: d["batches"][0]["values"]["add"].update(value={"pickle": "x"}), "'pickle' is not a kind of leaf"),
+    ],
+)
+def test_a_capture_that_was_changed_or_is_of_another_version_is_refused(edit, what, tmp_path):
+    capture(traced(lambda x: x + 1), [(torch.ones(2),)], out=tmp_path)
+    manifest = tmp_path / "capture.json"
+    document = json.loads(manifest.read_text())
+    edit(document)
+    manifest.write_text(json.dumps(document))
+
+    with pytest.raises(ReportUnreadable, match=rf"capture\.json: .*{what}"):
+        read_capture(tmp_path)
+
+
+def test_leaves_that_are_no_tensors_come_back_from_disk(tmp_path):
+    graph = torch.fx.Graph()
+    numbers = [math.nan, -math.inf, 1 + 2j, True, "nan", None, 2**70, torch.float16, slice(1, None)]
+    graph.output((numbers, graph.placeholder("x")))
+    graph_module = torch.fx.GraphModule({}, graph)
+
+    in_memory = capture(graph_module, [(torch.ones(2),)]).outputs(0)
+    capture(graph_module, [(torch.ones(2),)], out=tmp_path)
+
+    read = read_capture(tmp_path).outputs(0)
+    assert repr(read) == repr(in_memory)
+
+
+def test_a_number_of_numpy_comes_back_from_disk_as_a_number(tmp_path):
+    capture(traced(lambda x: (x, np.float64(0.5))), [(torch.ones(2),)], out=tmp_path)
+
+    assert read_capture(tmp_path).outputs(0)["outputs[1]"] == 0.5
+
+
+def test_views_of_one_storage_are_written_once_and_a_small_part_is_written_alone(tmp_path):
+    def program(x):
+        y = x + 1
+        return y.view(64, 64), y.t(), y[:1]
+
+    capture(traced(program), [(torch.ones(64, 64),)], out=tmp_path)
+
+    whole, turned, part = (read_capture(tmp_path).outputs(0)[f"outputs[{index}]"] for index in range(3))
+    size = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    assert size < 1.5 * 64 * 64 * 4
+    assert (turned.stride(), part.untyped_storage().nbytes()) == ((1, 64), 64 * 4)
+    assert torch.equal(whole, turned.t())
+    shared = read_capture(tmp_path).outputs(0)
+    assert shared["outputs[0]"].data_ptr() == shared["outputs[1]"].data_ptr()
+
+
+def test_a_capture_is_written_while_the_graph_runs_and_holds_no_tensors_then(tmp_path, monkeypatch):
+    monkeypatch.setattr(captures, "GROUP_BYTES", 1000)
+
+    captured = capture(traced(lambda x: ((x + 1) * 2).sin()), [(torch.ones(200),), (torch.zeros(200),)], out=tmp_path)
+
+    leaves = [leaf for batch in captured.batches for leaves in batch.values.values() for leaf in leaves.values()]
+    assert all(isinstance(leaf, captures.StoredTensor) for leaf in leaves)
+    assert len(list(tmp_path.glob("values-*.safetensors"))) == len(captured.files) == 4
+    assert torch.equal(read_capture(tmp_path).leaves(1, "add")["value"], torch.ones(200))
 
 
 # comparing
@@ -457,7 +544,7 @@ def test_graphs_with_nothing_in_common_are_inconclusive():
     assert location.verdict is Verdict.EQUIVALENT
     assert apart.coverage.matched == 0
     assert apart.verdict is Verdict.INCONCLUSIVE
-    assert any("what both return is diverged" in note for note in apart.notes)
+    assert any("their outputs are diverged" in note for note in apart.notes)
 
 
 def test_a_candidate_that_raised_has_crashed_and_is_compared_up_to_there():
@@ -508,7 +595,7 @@ def test_nodes_may_be_given_and_unknown_ones_are_refused():
 
 COMPARE = """
 import sys
-from torchdelta.nodewise.capture import read_capture
+from torchdelta.storage.captures import read_capture
 from torchdelta.nodewise.compare_captures import compare_captures
 location = compare_captures(*map(read_capture, sys.argv[1:]))
 print(location.verdict.value, *[row.reference.name for row in location.table if row.inherited[0].error])

@@ -660,7 +660,7 @@ class TestCallables:
         graph = GraphModule({}, Graph())
         vars(graph)["_graph"] = made
 
-        with pytest.raises(UsageError, match=rf"odd calls what another process would not find: .*{why}"):
+        with pytest.raises(UsageError, match=rf"odd calls a function that another process would not find: .*{why}"):
             write_graph(graph, tmp_path / "graph.json")
 
     def test_of_the_main_script_are_refused(self, tmp_path, monkeypatch):
@@ -744,7 +744,7 @@ class TestModules:
             write_graph(graph, tmp_path / "graph.json")
 
     def test_that_are_no_graph_are_refused(self, tmp_path):
-        with pytest.raises(UsageError, match="Linear is no graph: trace it"):
+        with pytest.raises(UsageError, match="Linear is not a graph: trace it"):
             write_graph(nn.Linear(2, 2), tmp_path / "graph.json")
 
     def test_that_are_not_in_order_are_refused(self, tmp_path):
@@ -869,7 +869,7 @@ class TestAHostileFile:
             nodes(document).insert(0, {"op": "placeholder", "name": "x", "target": "x", "args": [], "kwargs": {}})
             document["modules"][0]["convention"] = {"names": [name], "taken": taken, "returned": None}
 
-        with pytest.raises(ReportUnreadable, match="is no name of an argument"):
+        with pytest.raises(ReportUnreadable, match="is not the name of an argument"):
             read_graph(written(plant))
 
 
@@ -879,23 +879,23 @@ class TestADamagedFile:
         [
             (lambda d: d.update(graph_version=2), "upgrade torchdelta"),
             (lambda d: d.update(graph_version=0), "write the graph again"),
-            (lambda d: d.update(format="something"), "no graph that write_graph wrote"),
+            (lambda d: d.update(format="something"), "not a graph that torchdelta wrote"),
             (lambda d: d.pop("modules"), "modules: expected a list"),
-            (lambda d: d["modules"].clear(), "no graph"),
+            (lambda d: d["modules"].clear(), "not a graph"),
             (lambda d: d["modules"][0].update(modules={"child": 0}), "among the 0 before it"),
             (lambda d: d["modules"][0].update(parameters={}), "reads or calls weight"),
             (lambda d: d["modules"][0].update(parameters={"weight": 1}), "among the 1 before it"),
-            (lambda d: d["modules"][0].update(name=None), "no name of a class"),
+            (lambda d: d["modules"][0].update(name=None), "not the name of a class"),
             (lambda d: d["modules"][0].update(convention="none"), "convention"),
-            (lambda d: nodes(d).append(nodes(d)[0]), "or another's"),
+            (lambda d: nodes(d).append(nodes(d)[0]), "or is another's"),
             (lambda d: nodes(d)[0].pop("args"), r"nodes\[0\]\.args"),
             (lambda d: d["tensors"][0].update(shape=[5]), "beyond its storage"),
             (lambda d: d["tensors"][0].update(offset=-1), "negative"),
             (lambda d: d["tensors"][0].update(dtype="load"), "no dtype"),
             (lambda d: d["tensors"][0].update(storage=3), r"tensors\[0\]"),
-            (lambda d: d["tensors"][0].update(is_parameter=False), "no parameter"),
+            (lambda d: d["tensors"][0].update(is_parameter=False), "not a parameter"),
             (lambda d: d["tensors"][0].update(extra=1), "unknown extra"),
-            (lambda d: d["storages"][0].update(size=8), "has not its 8 bytes"),
+            (lambda d: d["storages"][0].update(size=8), "does not have its 8 bytes"),
             (lambda d: d["storages"][0].update(checksum=1), "not those that were written"),
             (lambda d: d["storages"][0].update(device="nowhere"), "nowhere"),
         ],
@@ -909,7 +909,7 @@ class TestADamagedFile:
         text = path.read_text()
         for length in (0, 1, len(text) // 2, len(text) - 2):
             path.write_text(text[:length])
-            with pytest.raises(ReportUnreadable, match=r"graph\.json: this is no JSON"):
+            with pytest.raises(ReportUnreadable, match=r"graph\.json: this is not JSON"):
                 read_graph(path)
 
     @pytest.mark.parametrize("content", ["NaN", "[]", '{"format": "torchdelta graph", "x": Infinity}', "[" * 100_000])
@@ -922,7 +922,7 @@ class TestADamagedFile:
     def test_may_be_bytes_or_missing(self, tmp_path):
         (tmp_path / "graph.json").write_bytes(b"\x80\x04\x95")
 
-        with pytest.raises(ReportUnreadable, match="this is no JSON"):
+        with pytest.raises(ReportUnreadable, match="this is not JSON"):
             read_graph(tmp_path / "graph.json")
         with pytest.raises(ReportUnreadable, match=r"cannot read .*absent\.json: No such file"):
             read_graph(tmp_path / "absent.json")

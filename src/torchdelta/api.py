@@ -21,7 +21,7 @@ from torchdelta.minify.minifier import TIMEOUT_S, Minifier
 from torchdelta.minify.reducer import Budget
 from torchdelta.minify.reducer import Progress as Reducing
 from torchdelta.minify.result import MinifiedGraph
-from torchdelta.nodewise.capture import capture, read_capture
+from torchdelta.nodewise.capture import capture
 from torchdelta.nodewise.compare_captures import compare_captures
 from torchdelta.nodewise.matching import assign_handles, handles_of
 from torchdelta.operators.check import check_op
@@ -35,6 +35,7 @@ from torchdelta.records.recording import completed
 from torchdelta.records.report import Report, evidence_of
 from torchdelta.records.verdict import Verdict
 from torchdelta.repro.confirm import CleanProcess
+from torchdelta.storage.captures import read_capture
 from torchdelta.transforms.base import Transform
 
 __all__ = [

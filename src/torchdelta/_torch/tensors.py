@@ -1,4 +1,14 @@
-"""What a tensor is made of: its components, its memory and its names."""
+"""Facts about one tensor: its components, its memory, its version and its names.
+
+Torch has several kinds of tensors whose elements do not lie in one buffer (sparse, nested, quantized, wrapper
+subclasses, lazy, fake). This module is the one place that knows them. `components` takes such a tensor apart into
+ordinary ones:
+
+    components(torch.eye(2).to_sparse())  ->  [(".indices()", tensor(…)), (".values()", tensor(…))]
+    components(torch.eye(2))              ->  None, because it is an ordinary tensor
+
+Start reading at `components`; `storage_key` and `view_key` tell which tensors share memory.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +48,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def class_of(tensor: torch.Tensor) -> type:
-    """Return the tensor's class; a parameter counts as a tensor, since what is computed from one is no parameter."""
+    """Return the tensor's class; that of a parameter is `Tensor`, because values computed from it are plain tensors."""
     return torch.Tensor if type(tensor) in _PLAIN else type(tensor)
 
 
 def describe(tensor: torch.Tensor) -> str:
-    """Say what a tensor is besides its values."""
+    """Return layout, class and shape of a tensor in words, as in `sparse_coo tensor of shape (2, 2)`."""
     layout = "" if tensor.layout is torch.strided else f"{str(tensor.layout).removeprefix('torch.')} "
     name = "tensor" if class_of(tensor) is torch.Tensor else class_of(tensor).__qualname__
     # a nested tensor has no shape, or one with a symbol that no other tensor has
@@ -52,7 +62,7 @@ def describe(tensor: torch.Tensor) -> str:
 
 
 def without_class(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a plain tensor: operators of a subclass may do anything."""
+    """Return a plain tensor of the same memory, because operators of a subclass may do anything."""
     if type(tensor) in _PLAIN:
         return tensor
     with torch._C.DisableTorchFunctionSubclass():
@@ -60,7 +70,7 @@ def without_class(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def element(tensor: torch.Tensor, index: tuple[int, ...]) -> bool | int | float | complex:
-    """Return one element of an ordinary tensor as Python's own number."""
+    """Return the element of an ordinary tensor at an index, as a number of Python's own."""
     if tensor.dtype in _READ_BY_NUMPY and tensor.is_cpu and not tensor.is_neg():
         # numpy takes a third of the time that torch does
         array = (tensor.detach() if tensor.requires_grad else tensor).numpy()
@@ -69,7 +79,10 @@ def element(tensor: torch.Tensor, index: tuple[int, ...]) -> bool | int | float 
 
 
 def components(tensor: torch.Tensor) -> list[Component] | None:
-    """Return the parts of a tensor whose elements cannot be read from one buffer; None of an ordinary tensor."""
+    """Return the named parts of a tensor whose elements cannot be read from one buffer; None of an ordinary tensor.
+
+    Raise ValueError if the tensor is not initialized.
+    """
     is_plain = type(tensor) in _PLAIN
     if is_plain and tensor.layout is torch.strided and tensor.dtype not in _SPECIAL and not tensor.is_nested:
         return None
@@ -79,28 +92,28 @@ def components(tensor: torch.Tensor) -> list[Component] | None:
         return [(f"[{index}]", part) for index, part in enumerate(tensor.unbind())]
     if not is_plain and is_traceable_wrapper_subclass(tensor):
         names, context = tensor.__tensor_flatten__()
-        return [*((f".{name}", getattr(tensor, name)) for name in names), (".context", context), *_outside(tensor)]
+        return [*((f".{name}", getattr(tensor, name)) for name in names), (".context", context), *_outer_facts(tensor)]
     if tensor.layout is not torch.strided:
         return _components_by_layout(tensor)
     if tensor.is_quantized:
-        return [(".int_repr()", tensor.int_repr()), *_quantizer(tensor)]
+        return [(".int_repr()", tensor.int_repr()), *_quantizer_parameters(tensor)]
     if tensor.dtype in _RAW:
         bits = torch.uint8 if tensor.itemsize == 1 else torch.uint16
         return [(f".view({dtype_name(bits)})", tensor.view(bits)), (".dtype", tensor.dtype)]
     if not is_plain and not _is_fake(tensor) and not _has_memory(tensor):
-        return [*((f".{name}", item) for name, item in vars(tensor).items()), *_outside(tensor)]
+        return [*((f".{name}", item) for name, item in vars(tensor).items()), *_outer_facts(tensor)]
     return None
 
 
 def attributes(tensor: torch.Tensor) -> list[Component]:
-    """Return what the instance of a subclass carries besides its elements."""
+    """Return the named attributes of an instance of a subclass; none of a plain tensor."""
     if type(tensor) in _PLAIN or _is_fake(tensor):
         return []
     return [(f".{name}", item) for name, item in vars(tensor).items()]
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Tell whether there is anything in the tensor to compare: not on the meta device, nor in a fake tensor."""
+    """Tell whether the tensor has values: on the meta device and in a fake tensor there are none."""
     return not tensor.is_meta and not _is_fake(tensor)
 
 
@@ -110,17 +123,17 @@ def has_own_buffer(tensor: torch.Tensor) -> bool:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """Return a number that grows with each change in place; an inference tensor does not count."""
+    """Return a number that grows with each change in place; 0 of an inference tensor, which does not count them."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return what a tensor is a view of; None where it is none."""
+    """Return the tensor that this one is a view of; None if it is not a view."""
     return tensor._base
 
 
 def copy_hooks(tensor: torch.Tensor, duplicate: torch.Tensor, copied: Callable[[Any], Any]) -> None:
-    """Register copies of a leaf's hooks on its duplicate."""
+    """Register a copy of each hook of a leaf on its duplicate; `copied` copies a hook."""
     for hook in (tensor._backward_hooks or {}).values():
         duplicate.register_hook(copied(hook))  # type: ignore[no-untyped-call]
     for hook in (tensor._post_accumulate_grad_hooks or {}).values():
@@ -128,7 +141,7 @@ def copy_hooks(tensor: torch.Tensor, duplicate: torch.Tensor, copied: Callable[[
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
-    """Return what two tensors have in common exactly when they share memory; None of one that has no memory."""
+    """Return a number that two tensors have in common exactly if they share a storage; None without memory."""
     if not has_own_buffer(tensor):
         return None
     pointer = tensor.untyped_storage().data_ptr()
@@ -136,6 +149,7 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 
 
 def _components_by_layout(tensor: torch.Tensor) -> list[Component]:
+    """Return the indices and values of a sparse tensor, or a dense copy of another layout."""
     if tensor.layout is torch.sparse_coo:
         merged = tensor.coalesce()
         return [(".indices()", merged.indices()), (".values()", merged.values())]
@@ -145,7 +159,8 @@ def _components_by_layout(tensor: torch.Tensor) -> list[Component]:
     return [(".to_dense()", tensor.to_dense())]
 
 
-def _quantizer(tensor: torch.Tensor) -> list[Component]:
+def _quantizer_parameters(tensor: torch.Tensor) -> list[Component]:
+    """Return scale and zero point of a quantized tensor, or those of its channels."""
     if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
         return [(".q_scale()", tensor.q_scale()), (".q_zero_point()", tensor.q_zero_point())]
     return [
@@ -155,8 +170,8 @@ def _quantizer(tensor: torch.Tensor) -> list[Component]:
     ]
 
 
-def _outside(tensor: torch.Tensor) -> list[Component]:
-    """Return what a wrapper shows that its parts need not have."""
+def _outer_facts(tensor: torch.Tensor) -> list[Component]:
+    """Return dtype, device and `requires_grad` of a wrapper, which may differ from those of its parts."""
     return [(".dtype", tensor.dtype), (".device", tensor.device), (".requires_grad", tensor.requires_grad)]
 
 
@@ -176,18 +191,18 @@ ViewKey = tuple[StorageWeakRef, int, tuple[int, ...], tuple[int, ...]]
 
 
 def view_key(tensor: torch.Tensor) -> ViewKey:
-    """Return what stands for the elements of a tensor: two views of the same ones have the same.
+    """Return a key of the elements of a tensor: two views of the same elements have equal keys.
 
-    A weak reference keeps the identity of a storage from being given to another one, and not its memory.
+    The weak reference in it does not keep the memory alive, but no later storage can be mistaken for this one.
     """
     return storage_reference(tensor), int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
 
 
 def storage_reference(tensor: torch.Tensor) -> StorageWeakRef:
-    """Return a weak reference to the memory of a tensor, which equals that of any other view of it."""
+    """Return a weak reference to the storage of a tensor; the references of two views of one storage are equal."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
-def resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with the values that it stands for: a conjugate or a negative may be no more than a bit."""
+def resolve(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with its values in memory: torch may keep a conjugate or a negative as a bit of the view."""
     return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor

@@ -84,8 +84,8 @@ class Judge:
     def _sample(
         self, reference: torch.Tensor, candidate: torch.Tensor, truth: torch.Tensor | None, noisy: tuple[Any, ...]
     ) -> Sample:
-        reference, candidate = tensors.resolved(reference), tensors.resolved(candidate)
-        truth = tensors.resolved(truth) if truth is not None and _is_like(truth, reference) else None
+        reference, candidate = tensors.resolve(reference), tensors.resolve(candidate)
+        truth = tensors.resolve(truth) if truth is not None and _is_like(truth, reference) else None
         rtol, atol = self.policy.rtol, self.policy.atol
         if rtol is None or atol is None:
             rtol, atol = default_tolerance(reference.dtype, candidate.dtype)
@@ -100,7 +100,7 @@ class Judge:
             atol=atol,
             lowered_to=self.terms.lowered_to,
             noisy=tuple(
-                tensors.resolved(run) for run in noisy if isinstance(run, torch.Tensor) and _is_like(run, reference)
+                tensors.resolve(run) for run in noisy if isinstance(run, torch.Tensor) and _is_like(run, reference)
             ),
             is_stepped=self.is_stepped,
         )

@@ -1,4 +1,11 @@
-"""A tensor in a few numbers: enough to say that two are the same, or that they are at least so far apart."""
+"""Statistics of a tensor, and the judgement of two tensors of which only statistics were kept.
+
+The checksum shows that two tensors are identical. The other numbers give a lower bound of the error: no two tensors are
+closer to each other than their means, norms and extremes are. There is no upper bound, so two tensors that differ a
+little are inconclusive.
+
+Start reading at `statistics_of` and `compare_statistics`.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +22,12 @@ from torchdelta.records.comparison import Comparison
 from torchdelta.records.verdict import Verdict
 
 _PIECE = 1 << 20
+"""Elements that are reduced at a time, so that the float64 copies stay small."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """What is kept of a tensor whose values are not; of a complex one, over its components."""
+    """The numbers that are kept of a tensor instead of its values; of a complex tensor, over its components."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -30,13 +38,13 @@ class Statistics:
     maximum: float
     mean: float
     rms: float
-    """These four are of the finite elements; NaN where there are none."""
+    """Minimum, maximum, mean and rms are those of the finite elements; NaN if there are none."""
     checksum: str
-    """Of every bit in order, except that any NaN is like any other."""
+    """A hash of every bit in order, in which all NaNs are the same."""
 
 
 def statistics_of(tensor: torch.Tensor) -> Statistics:
-    """Reduce an ordinary tensor to its statistics, piece by piece."""
+    """Return the statistics of an ordinary tensor, computed piece by piece."""
     values = tensor.detach().resolve_conj().resolve_neg()
     flat = (torch.view_as_real(values) if values.is_complex() else values).contiguous().reshape(-1).cpu()
     digest = hashlib.blake2b(digest_size=16)
@@ -76,22 +84,22 @@ def statistics_of(tensor: torch.Tensor) -> Statistics:
 def compare_statistics(
     path: str, reference: Statistics, candidate: Statistics, policy: Policy, terms: Terms
 ) -> Comparison:
-    """Say what statistics can tell: the same bits, an error of at least so much, or nothing."""
-    broken = []
+    """Return the comparison of two tensors by their statistics: equivalent, diverged, or inconclusive."""
+    breaches = []
     if reference.dtype != candidate.dtype:
-        broken.append(terms.breach_of_dtype(_dtype(reference), _dtype(candidate)))
+        breaches.append(terms.breach_of_dtype(_dtype(reference), _dtype(candidate)))
     if reference.shape != candidate.shape:
-        broken.append(terms.breach("shape", reference.shape, candidate.shape))
-    is_same = (reference.dtype, reference.shape, reference.checksum) == (
+        breaches.append(terms.breach("shape", reference.shape, candidate.shape))
+    is_identical = (reference.dtype, reference.shape, reference.checksum) == (
         candidate.dtype,
         candidate.shape,
         candidate.checksum,
     )
-    if is_same:
+    if is_identical:
         verdict, reason, error, allowed = Verdict.EQUIVALENT, "bitwise identical, by checksum", 0.0, 0.0
     else:
-        verdict, reason, error, allowed = _held_apart(reference, candidate, policy)
-    decisive = [str(breach) for breach in broken if not breach.excused]
+        verdict, reason, error, allowed = _judge_gap(reference, candidate, policy)
+    decisive = [str(breach) for breach in breaches if not breach.excused]
     if decisive:
         verdict, reason = Verdict.DIVERGED, "; ".join(decisive)
     return Comparison(
@@ -101,7 +109,7 @@ def compare_statistics(
         kind="statistics",
         dtype=reference.dtype,
         shape=reference.shape,
-        contract=tuple(broken),
+        contract=tuple(breaches),
         error=error,
         allowed=allowed,
         resolution=None if allowed is None else relative(allowed, reference.rms),
@@ -109,8 +117,8 @@ def compare_statistics(
     )
 
 
-def _held_apart(reference: Statistics, candidate: Statistics, policy: Policy) -> tuple[Verdict, str, float, float]:
-    """Judge two tensors of which only the statistics are there, and differ."""
+def _judge_gap(reference: Statistics, candidate: Statistics, policy: Policy) -> tuple[Verdict, str, float, float]:
+    """Return verdict, reason, error and allowed error of two tensors whose checksums differ."""
     if (reference.nan, reference.inf) != (candidate.nan, candidate.inf):
         counts = f"{reference.nan} NaN and {reference.inf} Inf in the reference, {candidate.nan} and {candidate.inf}"
         return Verdict.DIVERGED, f"{counts} in the candidate", math.inf, 0.0
@@ -118,25 +126,25 @@ def _held_apart(reference: Statistics, candidate: Statistics, policy: Policy) ->
         return Verdict.DIVERGED, "the checksums differ, and integers have no rounding noise", math.inf, 0.0
     if isinstance(policy, Bitwise):
         return Verdict.DIVERGED, "the checksums differ", _gap(reference.rms, candidate.rms), 0.0
-    # no two tensors are closer than their means, their sizes or their extremes are
+    # no two tensors are closer to each other than their norms, their means or their extremes are
     by_rms = max(_gap(reference.rms, candidate.rms), _gap(reference.mean, candidate.mean))
     by_peak = max(by_rms, _gap(reference.minimum, candidate.minimum), _gap(reference.maximum, candidate.maximum))
-    known = "of which only statistics were kept"
+    caveat = "of which only statistics were kept"
     if isinstance(policy, Threshold):
         allowed = reference.rms * math.pow(10.0, -policy.bound / 20.0) if policy.metric == "sqnr" else math.inf
-        error, what = by_rms, "rms"
+        error, norm = by_rms, "rms"
     elif policy.needs_truth:
-        return Verdict.INCONCLUSIVE, f"the checksums differ, {known}, and there is no truth", by_rms, 0.0
+        return Verdict.INCONCLUSIVE, f"the checksums differ, {caveat}, and there is no truth", by_rms, 0.0
     else:
         rtol, atol = policy.rtol, policy.atol
         if rtol is None or atol is None:
             rtol, atol = default_tolerance(_dtype(reference), _dtype(candidate))
         allowed = atol + rtol * max(abs(reference.minimum), abs(reference.maximum))
-        error, what = by_peak, "largest"
+        error, norm = by_peak, "largest"
     if error > allowed:
-        reason = f"the {what} error is at least {error:.3g}, and {allowed:.3g} is allowed"
+        reason = f"the {norm} error is at least {error:.3g}, and {allowed:.3g} is allowed"
         return Verdict.DIVERGED, reason, error, allowed
-    reason = f"the values, {known}, differ by {error:.3g} at least; by how much at most cannot be told"
+    reason = f"the values, {caveat}, differ by at least {error:.3g}; an upper bound is not known"
     return Verdict.INCONCLUSIVE, reason, error, allowed
 
 
@@ -146,6 +154,6 @@ def _gap(reference: float, candidate: float) -> float:
 
 
 def _dtype(statistics: Statistics) -> torch.dtype:
-    found = getattr(torch, statistics.dtype)
-    assert isinstance(found, torch.dtype)
-    return found
+    dtype = getattr(torch, statistics.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

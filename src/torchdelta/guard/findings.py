@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import tempfile
 import threading
 import time
@@ -19,6 +18,7 @@ from torchdelta.guard.followup import Followup
 from torchdelta.passes.real_calls import UncheckedCall
 from torchdelta.records.codec import encode
 from torchdelta.records.guard import GuardedGraphRecord, GuardSummary
+from torchdelta.records.strict_json import to_text
 from torchdelta.records.verdict import Verdict
 
 INDEX = "index.jsonl"
@@ -138,7 +138,7 @@ class GuardFindings:
         # one line for each thing that was learnt: whoever is killed leaves the lines that are there
         try:
             with (self.out / INDEX).open("a", encoding="utf-8") as index:
-                index.write(json.dumps(encode(seen), allow_nan=False) + "\n")
+                index.write(to_text(encode(seen)) + "\n")
         except OSError as error:
             self.note(f"the index could not be written: {error}")
 

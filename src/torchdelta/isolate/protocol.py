@@ -1,50 +1,46 @@
-"""What parent, zygote and workers say to each other: strict JSON, in lines and in files; nothing is ever unpickled."""
+"""The messages between parent, zygote and workers: strict JSON, in lines and in files; nothing is ever unpickled."""
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+from torchdelta.records.strict_json import from_text, replace_file, to_text
 
 Message = dict[str, Any]
 
 
 def line_of(message: Message) -> bytes:
-    """Return a message as one line; ValueError or TypeError for what strict JSON cannot hold."""
-    return json.dumps(message, allow_nan=False).encode() + b"\n"
+    """Return a message as one line; raise ValueError or TypeError if strict JSON cannot hold it."""
+    return to_text(message).encode() + b"\n"
 
 
 def message_in(text: bytes | str) -> Message:
-    """Return the message that a line or a file holds."""
-    message = json.loads(text, parse_constant=_refuse_constant)
+    """Return the message that a line or a file holds; raise ValueError if it holds none."""
+    message = from_text(text)
     if not isinstance(message, dict):
         raise ValueError(f"expected a JSON object, found {type(message).__name__}")
     return message
 
 
 def write_message(path: Path, message: Message) -> None:
-    """Write a message so that whoever finds the file finds all of it."""
-    unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_bytes(line_of(message))
-    unfinished.replace(path)
+    """Write a message to a file; a reader never sees a part of it."""
+    line = line_of(message)
+    replace_file(path, lambda file: file.write_bytes(line))
 
 
 class Lines:
-    """The messages of a pipe, as they become complete."""
+    """Reads the messages of a pipe, as they become complete."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._rest = b""
 
     def read(self) -> list[Message] | None:
-        """Wait for more, and return what is complete by now; None when the other end is closed."""
+        """Wait for more bytes, and return the messages that are complete; None if the other end is closed."""
         piece = os.read(self._descriptor, 1 << 16)
         if not piece:
             return None
         *complete, self._rest = (self._rest + piece).split(b"\n")
         return [message_in(line) for line in complete]
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")

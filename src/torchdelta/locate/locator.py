@@ -17,7 +17,7 @@ from torchdelta.locate.ladder import BACKEND, DECOMPOSED, climb, find_cause
 from torchdelta.nodewise.findings import NodeFindings, found_behind_taps
 from torchdelta.program.memory import peak_bytes
 from torchdelta.records.location import Location, Rung
-from torchdelta.records.report import Cost, Culprit, Report, reason_of, wrong_in
+from torchdelta.records.report import Cost, Culprit, Report, diverged_comparisons, reason_of
 from torchdelta.records.verdict import Verdict
 from torchdelta.transforms.base import Transform
 from torchdelta.transforms.compiler import Compiler
@@ -49,7 +49,7 @@ class Locator:
         """Check, then look for the node in the precision in which the check failed."""
         report = self.check.run()
         self.compiles += self.check.transform.is_compiler
-        is_lifted = any(seen.details.get("question") == "semantic" for seen in wrong_in(report))
+        is_lifted = any(seen.details.get("question") == "semantic" for seen in diverged_comparisons(report))
         self.walk = node_walk(
             self.check, is_lifted=is_lifted, mapping=self.mapping, limit_bytes=self.limit_bytes, notes=self.notes
         )
@@ -110,7 +110,7 @@ class Locator:
             return found
         if found.culprits:
             return replace(found, culprits=tuple(replace(each, cause=str(cause)) for each in found.culprits))
-        worst = max(wrong_in(report), key=lambda seen: seen.rank)
+        worst = max(diverged_comparisons(report), key=lambda seen: seen.rank)
         culprit = Culprit(
             op="",
             node="",

@@ -20,7 +20,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
-from torchdelta.minify.subject import Draw, Subject, rebuilt
+from torchdelta.minify.subject import Draw, Subject, rebuild
 from torchdelta.program.copies import copy_together
 
 
@@ -77,11 +77,11 @@ class Edit:
             for name, value in subject.named_inputs.items()
         }
         outputs = subject.outputs if self.outputs is None else tuple(name for name in self.outputs if name in names)
-        result = rebuilt(
+        result = rebuild(
             subject.graph,
             inputs,
             [name for name in outputs if name not in self.removed_outputs],
-            given=new_inputs,
+            cut=new_inputs,
             instead={**literals, **{name: value for name, value in self.replacements.items() if name in names}},
             dropped=self.dropped,
         )

@@ -1,9 +1,15 @@
-"""The journal of a reduction on disk: whenever it is interrupted, the best so far is there and can be gone on from."""
+"""The journal of a reduction on disk: after an interruption, `--resume` continues from the smallest graph so far.
+
+    out/journal.json                          the wanted signature, the budget spent, the known answers
+    out/best-1f09a2c3/graph.json, inputs.json the smallest subject that fails, as `storage.graphs` writes it
+    out/twin/graph.json, inputs.json          a neighbour of it that passes
+
+A new best subject is written to a directory of its own before the journal names it. So an interruption leaves the old
+state or the new one. Start reading at `Journal.write`.
+"""
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,17 +19,18 @@ from torchdelta.errors import ReportUnreadable
 from torchdelta.minify.subject import Draw, Subject
 from torchdelta.records.codec import decode, encode
 from torchdelta.records.failure import Signature
+from torchdelta.records.strict_json import read_json, write_json
 
 _FILE = "journal.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """Where a reduction stands."""
+    """The state of a reduction."""
 
     wanted: Signature
     level: str
-    """Of the graph that was captured."""
+    """The level of the graph that was captured: `dynamo` or `aot`."""
     nodes_before: int
     queries: int
     seconds: float
@@ -35,44 +42,39 @@ class Entry:
 
 @dataclass(kw_only=True)
 class Journal:
-    """A directory of one reduction."""
+    """The directory of one reduction."""
 
     directory: Path
 
     @property
     def is_there(self) -> bool:
-        """Tell whether there is something to go on from."""
+        """Whether the directory has a reduction that can be continued."""
         return (self.directory / _FILE).is_file()
 
     def write(self, subject: Subject, entry: Entry) -> None:
-        """Write the best subject, then the entry that points to it: a reader sees the old state or the new."""
+        """Write the best subject, then the entry that names it, and remove older subjects."""
         self.directory.mkdir(parents=True, exist_ok=True)
         place = self.directory / entry.best
         place.mkdir()
         subject.write(place)
-        self._point_to(entry)
+        write_json(self.directory / _FILE, encode(entry), indent=1)
         for other in self.directory.glob("best-*"):
             if other != place:
                 shutil.rmtree(other, ignore_errors=True)
 
     def write_twin(self, subject: Subject) -> None:
-        """Write a neighbour of the best that passes."""
+        """Write a neighbour of the best subject that passes."""
         place = self.directory / "twin"
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         subject.write(place)
 
-    def _point_to(self, entry: Entry) -> None:
-        unfinished = self.directory / f".{_FILE}"
-        unfinished.write_text(json.dumps(encode(entry), allow_nan=False, indent=1) + "\n", encoding="utf-8")
-        os.replace(unfinished, self.directory / _FILE)
-
     def read(self, *, allow: Sequence[str] = ()) -> tuple[Subject, Entry]:
-        """Return where it stands; ReportUnreadable says what is wrong with the files."""
+        """Return the best subject and the state; raise ReportUnreadable if the files are missing or damaged."""
         path = self.directory / _FILE
         try:
-            entry = decode(Entry, json.loads(path.read_text(encoding="utf-8")), _FILE)
-        except (OSError, ValueError) as error:
-            raise ReportUnreadable(f"{path}: there is no reduction to go on with: {error}") from error
+            entry = decode(Entry, read_json(path, remedy="minify again without --resume"), _FILE)
+        except ReportUnreadable as error:
+            raise ReportUnreadable(f"{path} has no reduction to continue: {error}") from error
         subject = Subject.read(self.directory / entry.best, allow=allow)
         return Subject(graph=subject.graph, inputs=subject.inputs, drawn=entry.drawn), entry

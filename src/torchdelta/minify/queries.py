@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -25,7 +24,8 @@ from torchdelta.program.programs import load_object
 from torchdelta.records.case import Case
 from torchdelta.records.codec import decode, encode
 from torchdelta.records.report import Report
-from torchdelta.records.signatures import guilty_of, signatures_of
+from torchdelta.records.signatures import diverged_leaves, signatures_of
+from torchdelta.records.strict_json import from_text, to_text
 from torchdelta.records.verdict import Verdict
 from torchdelta.transforms.base import Transform
 
@@ -263,7 +263,7 @@ def answer_from(report: Report) -> Answer:
     """Return what a report says about a subject."""
     return Answer(
         signatures=signatures_of(report),
-        failing_leaves=guilty_of(report),
+        failing_leaves=diverged_leaves(report),
         has_passed=report.verdict is Verdict.EQUIVALENT,
         message=report.failure.message if report.failure is not None else "",
         report=report,
@@ -289,7 +289,7 @@ def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
     def is_plain(value: Any) -> bool:
         try:
-            return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
+            return bool(from_text(to_text(value)) == value)
         except (TypeError, ValueError):
             return False
 

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from torchdelta.records.case import Case
 from torchdelta.records.failure import Signature
 from torchdelta.records.report import Reduction, Report, Repro
-from torchdelta.records.signatures import showing_only
+from torchdelta.records.signatures import keep_only
 from torchdelta.repro import script
 from torchdelta.repro.confirm import CleanProcess, begin
 from torchdelta.repro.finding import Finding
@@ -114,7 +114,7 @@ class MinifiedGraph:
             graph=self.graph,
             inputs=self.inputs,
             case=self.case,
-            report=showing_only(self.report, self.signature),
+            report=keep_only(self.report, self.signature),
             tries=1 if rate == 1.0 else math.ceil(math.log(LOST) / math.log(1.0 - rate)),
             config=self.settings,
             **limits,

@@ -1,8 +1,16 @@
-"""Numbers that stand for the user's: an expression makes them again, for each shape others.
+"""A subject: a graph with its inputs while it is being minified.
 
-A subject: a graph with its inputs while it is being minified.
+It has a normal form: one placeholder for each input, the graph's constants among them, and one flat tuple of outputs.
+So every reduction pass can cut at any node: the node becomes a placeholder, and its value becomes an input.
 
-It has a normal form: one placeholder for each input, constants of the graph among them, and one flat tuple of outputs.
+    graph():  %x = placeholder        inputs = (tensor(…), tensor(…))
+              %weight = placeholder
+              %mm = call_function[torch.mm](%x, %weight)
+              return (mm,)
+
+The numbers of an input may be replaced by a `Draw`, an expression that makes them: the script then needs no data file.
+
+Start reading at `Subject.of`, which makes the normal form, and `rebuild`, which makes a smaller subject.
 """
 
 from __future__ import annotations
@@ -28,32 +36,32 @@ from torchdelta.storage.graphs import modules_named, read_graph, read_values, wr
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """How an input is made instead of kept."""
+    """An expression for the numbers of an input: how the input is made instead of stored."""
 
     by: str
     """`randn`, `zeros` or `ones`."""
     seed: int = 0
-    """What random numbers are drawn from."""
+    """The seed of the generator that random numbers come from."""
 
     def like(self, value: torch.Tensor) -> torch.Tensor:
-        """Return numbers in the place of a tensor's own."""
+        """Return a tensor of the same shape, dtype and device with these numbers instead."""
         if self.by == "randn":
             dtype = torch.complex64 if value.is_complex() else torch.float32
             generator = torch.Generator().manual_seed(self.seed)
-            made = torch.randn(value.shape, dtype=dtype, generator=generator).to(value.dtype)
+            numbers = torch.randn(value.shape, dtype=dtype, generator=generator).to(value.dtype)
         else:
-            made = getattr(torch, self.by)(value.shape, dtype=value.dtype)
-        return made.to(value.device).requires_grad_(value.requires_grad)
+            numbers = getattr(torch, self.by)(value.shape, dtype=value.dtype)
+        return numbers.to(value.device).requires_grad_(value.requires_grad)
 
     def text(self, value: torch.Tensor) -> str:
-        """Return the expression that makes them on the CPU."""
+        """Return the code of an expression that makes these numbers on the CPU, in the shape of a tensor."""
         shape = tuple(value.shape)
         if self.by != "randn":
             return f"torch.{self.by}({shape}, dtype={value.dtype})"
         sizes = ", ".join(map(str, shape)) or "()"
         generator = f"generator=torch.Generator().manual_seed({self.seed})"
-        drawn = f"torch.randn({sizes}, {'dtype=torch.complex64, ' if value.is_complex() else ''}{generator})"
-        return drawn if value.dtype in (torch.float32, torch.complex64) else f"{drawn}.to({value.dtype})"
+        call = f"torch.randn({sizes}, {'dtype=torch.complex64, ' if value.is_complex() else ''}{generator})"
+        return call if value.dtype in (torch.float32, torch.complex64) else f"{call}.to({value.dtype})"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,15 +73,15 @@ class Subject:
     drawn: Mapping[str, Draw] = field(default_factory=dict)
     """Inputs whose numbers are not the user's, by name."""
     origin: str = ""
-    """Who made the graph, where that was captured and not cut out of another: dynamo, or forward or backward of AOT."""
+    """What captured the graph: dynamo, or AOT's forward or backward; empty if it was cut out of another graph."""
 
     @classmethod
     def of(cls, graph_module: GraphModule, inputs: Sequence[Any]) -> Subject:
-        """Return the normal form of any graph with flat inputs."""
-        held = {node.name: node for node in graph_module.graph.nodes if _is_constant(node, graph_module)}
-        constants = {name: graphs.attribute(graph_module, str(node.target)) for name, node in held.items()}
-        given = dict(zip((node.name for node in placeholders(graph_module.graph)), inputs, strict=True))
-        return rebuilt(graph_module, {**given, **constants}, _outputs(graph_module.graph))
+        """Return the normal form of a graph with flat inputs."""
+        readers = {node.name: node for node in graph_module.graph.nodes if _is_constant(node, graph_module)}
+        constants = {name: graphs.attribute(graph_module, str(node.target)) for name, node in readers.items()}
+        arguments = dict(zip((node.name for node in placeholders(graph_module.graph)), inputs, strict=True))
+        return rebuild(graph_module, {**arguments, **constants}, _output_names(graph_module.graph))
 
     @property
     def size(self) -> int:
@@ -82,18 +90,18 @@ class Subject:
 
     @property
     def nodes(self) -> list[Node]:
-        """What the graph computes, without its inputs and its output."""
+        """The nodes that compute: all but the placeholders and the output."""
         return [node for node in self.graph.graph.nodes if node.op not in ("placeholder", "output")]
 
     @property
     def modules(self) -> list[str]:
-        """Where the functions are that the graph calls: who reads it in another process has to import them."""
+        """The modules of the functions that the graph calls, which another process has to import to read it."""
         return modules_named(self.graph)
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The names of what the graph returns."""
-        return _outputs(self.graph.graph)
+        """The names of the nodes that the graph returns."""
+        return _output_names(self.graph.graph)
 
     @property
     def named_inputs(self) -> dict[str, Any]:
@@ -102,10 +110,10 @@ class Subject:
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        """What each node is when the graph runs eagerly, as it was before anything wrote to it."""
+        """The value of each input and node in an eager run, by name, before any node wrote to it."""
         values: dict[str, Any] = {}
 
-        class Noting(Interpreter):
+        class ValueInterpreter(Interpreter):
             def run_node(self, n: Node) -> Any:
                 value = super().run_node(n)
                 if n.op not in ("placeholder", "output"):
@@ -114,98 +122,100 @@ class Subject:
 
         with runtime.preserved(), stances.eager_here(), torch.enable_grad():
             runtime.seed_everything(0)
-            noting = Noting(self.graph, garbage_collect_values=True)
-            noting.extra_traceback = False
-            noting.run(*copy_together(self.inputs, name="the inputs"), enable_io_processing=False)
+            interpreter = ValueInterpreter(self.graph, garbage_collect_values=True)
+            interpreter.extra_traceback = False
+            interpreter.run(*copy_together(self.inputs, name="the inputs"), enable_io_processing=False)
         return {**self.named_inputs, **values}
 
     @cached_property
     def key(self) -> str:
-        """What two subjects have in common exactly when they are the same graph on the same inputs."""
+        """A hash of the graph and its inputs: two subjects have the same key exactly if both are the same."""
         names: dict[Node, str] = {}
 
         def canonical(value: Any) -> str:
-            return repr(map_arg(value, lambda node: _Name(names[node])))
+            return repr(map_arg(value, lambda node: _Unquoted(names[node])))
 
         digest = hashlib.sha256()
         for index, node in enumerate(self.graph.graph.nodes):
-            target = "" if node.op in ("placeholder", "output") else _target(node)
+            target = "" if node.op in ("placeholder", "output") else _name_target(node)
             names[node] = f"%{index}"
             digest.update(f"{node.op} {target} {canonical((node.args, node.kwargs))}\n".encode())
         for value in self.inputs:
-            _digest(value, digest)
+            _add_to_digest(value, digest)
         return digest.hexdigest()
 
     def write(self, directory: Any) -> None:
-        """Write graph and inputs into a directory, without pickling anything."""
+        """Write graph and inputs to a directory; nothing is pickled."""
         write_graph(self.graph, directory / "graph.json")
         write_values(self.inputs, directory / "inputs.json")
 
     @classmethod
     def read(cls, directory: Any, *, allow: Sequence[str] = ()) -> Subject:
-        """Read what `write` wrote."""
+        """Return the subject that `write` wrote; `allow` names the modules whose functions it may call."""
         graph = read_graph(directory / "graph.json", allow=allow)
         return cls(graph=graph, inputs=tuple(read_values(directory / "inputs.json", allow=allow)))
 
 
-def rebuilt(
+def rebuild(
     source: GraphModule,
     inputs: Mapping[str, Any],
     outputs: Sequence[str],
     *,
-    given: Mapping[str, Any] | None = None,
+    cut: Mapping[str, Any] | None = None,
     instead: Mapping[str, Any] | None = None,
     dropped: frozenset[str] = frozenset(),
 ) -> Subject:
-    """Build a subject of the nodes that the outputs need, and of those that have an effect and are not dropped.
+    """Return a subject of the nodes that the outputs need, and of nodes with an effect that are not dropped.
 
-    `inputs` has a value for each placeholder and constant. Who reads a node that is `given` reads an input of that
-    value; the node itself stays where it is returned. `instead` has for a node another one, as a `Name`, or a literal.
+    `inputs` has a value for each placeholder and constant. A node in `cut` becomes an input of that value for its
+    readers; the node itself stays if it is returned. `instead` replaces a node by another one, as a `Name`, or by a
+    literal.
     """
     ordered = list(source.graph.nodes)
-    cut, other = given or {}, instead or {}
+    cut, other = cut or {}, instead or {}
 
-    def found(name: str) -> Any:
+    def resolve(name: str) -> Any:
         while name in other:
             if not isinstance(other[name], Name):
                 return other[name]
             name = other[name].name
         return Name(name)
 
-    # what writes, draws or asserts is not needed for its result: it goes when somebody proposes that
+    # a node that writes, draws or asserts stays although its result is not needed, until an edit drops it
     effects = [node.name for node in ordered if _has_effect(node) and node.name not in dropped | other.keys()]
-    returned = [each.name for each in map(found, outputs) if isinstance(each, Name)]
-    kept, read_cut = _needed({node.name: node for node in ordered}, [*returned, *effects], inputs, cut, found)
+    returned = [each.name for each in map(resolve, outputs) if isinstance(each, Name)]
+    needed, read_cut = _find_needed({node.name: node for node in ordered}, [*returned, *effects], inputs, cut, resolve)
     graph = Graph()
-    made: dict[str, Node] = {}
-    placed: dict[str, Node] = {}
+    copies: dict[str, Node] = {}
+    new_inputs: dict[str, Node] = {}
     taken = {node.name for node in ordered}
     for node in ordered:
-        if node.name in inputs and node.name in kept:
-            made[node.name] = placed[node.name] = graph.placeholder(node.name)
+        if node.name in inputs and node.name in needed:
+            copies[node.name] = new_inputs[node.name] = graph.placeholder(node.name)
         elif node.name in read_cut:
-            placed[node.name] = graph.placeholder(_beside(node.name, taken) if node.name in kept else node.name)
-        if node.name in placed:
-            placed[node.name].meta = _provenance(node)
+            new_name = _take_free_name(node.name, taken) if node.name in needed else node.name
+            new_inputs[node.name] = graph.placeholder(new_name)
+        if node.name in new_inputs:
+            new_inputs[node.name].meta = _provenance(node)
 
     def read(node: Node) -> Any:
-        name = found(node.name)
-        return placed.get(name.name, made.get(name.name)) if isinstance(name, Name) else name
+        name = resolve(node.name)
+        return new_inputs.get(name.name, copies.get(name.name)) if isinstance(name, Name) else name
 
     for node in ordered:
-        if node.name in kept and node.name not in inputs:
-            made[node.name] = graph.create_node(
+        if node.name in needed and node.name not in inputs:
+            copies[node.name] = graph.create_node(
                 node.op, node.target, *map_arg((node.args, node.kwargs), read), name=node.name, type_expr=node.type
             )
-            made[node.name].meta = dict(node.meta)
-    graph.output(tuple(made[name] for name in dict.fromkeys(returned)))
-    values = [inputs[name] if name in inputs else cut[name] for name in placed]
+            copies[node.name].meta = dict(node.meta)
+    graph.output(tuple(copies[name] for name in dict.fromkeys(returned)))
+    values = [inputs[name] if name in inputs else cut[name] for name in new_inputs]
     return Subject(graph=GraphModule(source, graph), inputs=tuple(values))
 
 
 @dataclass(frozen=True)
 class Name:
-    """A node by its name, where a literal could stand as well."""
+    """A node by its name, to tell it from a literal."""
 
     name: str
 
@@ -216,7 +226,7 @@ def placeholders(graph: Graph) -> list[Node]:
 
 
 def as_inputs(value: Any) -> Any:
-    """Return what a graph may be given instead of computing a value: leaves of their own, laid out in the same way."""
+    """Return a copy of a value that can be an input instead: tensors become leaves with the same memory layout."""
     if isinstance(value, (tuple, list)):
         return type(value)(as_inputs(item) for item in value) if type(value) in (tuple, list) else value
     if not isinstance(value, torch.Tensor):
@@ -225,36 +235,39 @@ def as_inputs(value: Any) -> Any:
     return copied.requires_grad_(value.requires_grad)
 
 
-def _beside(name: str, taken: set[str]) -> str:
-    """Return, and take, a name for the input that stands for a node which stays."""
+def _take_free_name(name: str, taken: set[str]) -> str:
+    """Return a name that is not taken, and take it: for the input that replaces a node which stays in the graph."""
     while name in taken:
         name += "_given"
     taken.add(name)
     return name
 
 
-def _needed(
+def _find_needed(
     by_name: Mapping[str, Node],
-    asked: Sequence[str],
+    wanted: Sequence[str],
     inputs: Mapping[str, Any],
     cut: Mapping[str, Any],
-    found: Callable[[str], Any],
+    resolve: Callable[[str], Any],
 ) -> tuple[set[str], set[str]]:
-    """Return what has to be there or be computed for what is asked, and which cut nodes it reads."""
-    kept: set[str] = set()
+    """Return the nodes that the wanted ones need, themselves included, and the cut nodes that those read.
+
+    `resolve` returns the `Name` or the literal that replaces a node.
+    """
+    needed: set[str] = set()
     read_cut: set[str] = set()
-    waiting = list(asked)
+    waiting = list(wanted)
     while waiting:
         name = waiting.pop()
-        if name in kept:
+        if name in needed:
             continue
-        kept.add(name)
+        needed.add(name)
         if name in inputs:
             continue
-        for each in map(found, (source.name for source in by_name[name].all_input_nodes)):
+        for each in map(resolve, (source.name for source in by_name[name].all_input_nodes)):
             if isinstance(each, Name):
                 (read_cut.add if each.name in cut else waiting.append)(each.name)
-    return kept, read_cut
+    return needed, read_cut
 
 
 def _has_effect(node: Node) -> bool:
@@ -265,30 +278,33 @@ def _is_constant(node: Node, graph_module: GraphModule) -> bool:
     return node.op == "get_attr" and isinstance(graphs.attribute(graph_module, str(node.target)), torch.Tensor)
 
 
-def _outputs(graph: Graph) -> tuple[str, ...]:
-    found: dict[str, None] = {}
-    map_arg(graph.output_node().args, lambda node: found.setdefault(node.name, None))
-    return tuple(found)
+def _output_names(graph: Graph) -> tuple[str, ...]:
+    names: dict[str, None] = {}
+    map_arg(graph.output_node().args, lambda node: names.setdefault(node.name, None))
+    return tuple(names)
 
 
 def _provenance(node: Node) -> dict[str, Any]:
     return {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
 
 
-def _target(node: Node) -> str:
-    """Return what a node calls without its address, which is another one in each process."""
+def _name_target(node: Node) -> str:
+    """Return the name of a node's target without its address, which differs between processes."""
     name = getattr(node.target, "__qualname__", None)
     return f"{getattr(node.target, '__module__', '')}.{name}" if name else str(node.target)
 
 
-class _Name(str):
+class _Unquoted(str):
+    """Text whose `repr` has no quotes."""
+
     __slots__ = ()
 
     def __repr__(self) -> str:
         return str(self)
 
 
-def _digest(value: Any, digest: Any) -> None:
+def _add_to_digest(value: Any, digest: Any) -> None:
+    """Add a value to a hash; of a tensor, its shape, strides, dtype, `requires_grad` and elements."""
     if not isinstance(value, torch.Tensor):
         digest.update(repr(value).encode())
         return

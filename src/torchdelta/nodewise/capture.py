@@ -1,12 +1,16 @@
-"""Keep what nodes make: as it is, and copied only when something is about to write to its memory.
+"""Log the value of every node of one graph, batch by batch, so that another side can be compared with it later.
 
-An `add` whose result `relu_` overwrites is logged as the sum. What goes beyond the limit is kept as statistics, and
-the notes say so.
+The two sides of a comparison need not be in memory together: a capture is in memory, or in a directory that any
+process reads (`storage.captures`).
 
-Log what every node of one graph computes, batch by batch, so that another side can be held against it later.
+A value is logged without a copy, and copied only when a node is about to write to its memory. So the log of an `add`
+whose result `relu_` overwrites has the sum, and no other value costs memory twice. Beyond the limit only statistics of
+values are kept, and the notes say so.
 
-The sides of a comparison need never be alive together: a capture is in memory, or in a directory that any process
-reads.
+    before = capture(graph_module, [(x,), (y,)], out="before")
+    before.leaves(0, "add")     ->  {"value": tensor(…)}
+
+Start reading at `capture`.
 """
 
 from __future__ import annotations
@@ -31,192 +35,12 @@ from torchdelta.program.copies import copy_together
 from torchdelta.program.restore import restored
 from torchdelta.program.sides import state_of
 from torchdelta.records.location import NodeRecord
-from torchdelta.records.report import Environment
-from torchdelta.storage.captures import LeafDescription, StoredTensor, Writer, load, read_manifest, write_manifest
-
-_PLAIN = (bool, int, float, complex, str, type(None), Container, Unreadable)
-_NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format, Enum, type, slice, range)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """What one call of the graph left: the leaves of each node that ran, and of the outputs."""
-
-    values: dict[str, Leaves] = field(default_factory=dict)
-    results: Leaves = field(default_factory=dict)
-    failure: str = ""
-    """Which node raised what; the nodes before it are there."""
-
-
-@dataclass(kw_only=True)
-class _Held:
-    """A value that was logged without a copy: where it is logged, and what it was then."""
-
-    leaves: Leaves
-    path: str
-    tensor: torch.Tensor
-    version: int
-
-
-@dataclass(kw_only=True)
-class Recorder:
-    """Logs one batch after the other."""
-
-    keep: str
-    limit_bytes: int
-    writer: Writer | None
-    notes: list[str] = field(default_factory=list)
-    kept_bytes: int = 0
-    is_full: bool = False
-    batch: Batch = field(default_factory=Batch)
-    held: dict[int, list[_Held]] = field(default_factory=dict)
-    """By the memory that they are in."""
-    own: frozenset[int] = frozenset()
-    """The memory of the graph's state, which outlives the batch and may be written to later."""
-    constants: dict[Any, Any] = field(default_factory=dict)
-    """What is logged of state that no batch changed, by the elements that it is of."""
-    fresh: list[tuple[Any, Leaves, str]] = field(default_factory=list)
-    """Where state was logged for the first time."""
-
-    def begin(self, graph_module: torch.nn.Module) -> None:
-        """Begin a batch."""
-        self.batch = Batch()
-        state = state_of(graph_module)
-        held: Mapping[str, Any] = {**state.parameters, **state.buffers, **state.attributes}
-        self.own = frozenset(key for tensor in held.values() if (key := tensors.storage_key(tensor)))
-
-    def fail(self, failure: str) -> None:
-        """End a batch early."""
-        self.batch = replace(self.batch, failure=failure)
-
-    def log(self, name: str, value: Any) -> None:
-        """Log what a node made."""
-        leaves = self.batch.values.setdefault(name, {})
-        # a graph that is called from two places runs each of its nodes twice
-        calls = 1 + sum(path == "value" or path.endswith("].value") for path in leaves)
-        self._log(leaves, leaves_of(value, "value" if calls == 1 else f"calls[{calls - 1}].value"))
-
-    def log_outputs(self, value: Any) -> None:
-        """Log what the graph returned."""
-        self._log(self.batch.results, leaves_of(value, "outputs"))
-
-    def _log(self, into: Leaves, found: Leaves) -> None:
-        for path, leaf in found.items():
-            into[path] = self._logged(into, path, leaf)
-        if self.writer and self.writer.is_due:
-            self._flush()
-
-    def _logged(self, into: Leaves, path: str, leaf: Any) -> Any:
-        if isinstance(leaf, _PLAIN):
-            return leaf
-        if isinstance(leaf, _NAMED):
-            return LeafDescription(kind=type(leaf).__name__, text=describe(leaf))
-        if not isinstance(leaf, torch.Tensor):
-            return Unreadable(type(leaf).__qualname__, "a capture does not hold objects of this kind")
-        if not tensors.has_values(leaf):
-            return Unreadable("tensor", "it has no values")
-        tensor = tensors.without_class(leaf).detach()
-        memory = tensors.storage_key(tensor)
-        if memory in self.own:
-            key = tensors.view_key(tensor), tensor.dtype, tensors.version(tensor)
-            if key in self.constants:
-                return self.constants[key]
-            self.fresh.append((key, into, path))
-        size = tensor.numel() * tensor.itemsize
-        if self.keep == "statistics" or not self._fits(size):
-            return statistics_of(tensor)
-        self.kept_bytes += size
-        if self.writer:
-            self.writer.add(into, path, tensor)
-        if memory:
-            held = _Held(leaves=into, path=path, tensor=tensor, version=tensors.version(tensor))
-            self.held.setdefault(memory, []).append(held)
-        return tensor
-
-    def _fits(self, size: int) -> bool:
-        # once one did not fit none does: a capture whose small values are there at random could not be understood
-        if not self.is_full and self.kept_bytes + size > self.limit_bytes:
-            self.is_full = True
-            self.notes.append(
-                f"the limit of {self.limit_bytes} bytes was reached after {self.kept_bytes}: from then on only "
-                "statistics were kept"
-            )
-        return not self.is_full
-
-    def before_write(self, written: Sequence[torch.Tensor]) -> None:
-        """Copy what is held in memory that is about to be written to."""
-        for tensor in written:
-            for held in self.held.pop(tensors.storage_key(tensor) or 0, []):
-                self._replace(held, held.tensor.clone())
-
-    def end(self) -> Batch:
-        """Return the batch; memory of the graph's state is not held any more."""
-        if self.writer:
-            self._flush()
-        for entries in self.held.values():
-            for held in entries:
-                if not self._is_overwritten(held) and tensors.storage_key(held.tensor) in self.own:
-                    self._replace(held, held.tensor.clone())
-        self.held.clear()
-        for key, leaves, path in self.fresh:
-            if not isinstance(leaves[path], Unreadable):
-                self.constants[key] = leaves[path]
-        self.fresh.clear()
-        return self.batch
-
-    def _replace(self, held: _Held, copied: torch.Tensor) -> None:
-        if held.leaves.get(held.path) is held.tensor:
-            held.leaves[held.path] = copied
-
-    def _is_overwritten(self, held: _Held) -> bool:
-        if tensors.version(held.tensor) == held.version or held.leaves.get(held.path) is not held.tensor:
-            return False
-        held.leaves[held.path] = Unreadable("tensor", "it was overwritten by an operation that does not say so")
-        self.notes.append("a node writes to memory without saying so: values that it overwrote are missing")
-        return True
-
-    def _flush(self) -> None:
-        assert self.writer is not None
-        for entries in self.held.values():
-            for held in entries:
-                self._is_overwritten(held)
-        self.writer.flush()
-        self.held.clear()
-
+from torchdelta.storage.captures import Batch, Capture, CaptureWriter, LeafDescription, StoredTensor
+from torchdelta.storage.tensors import TensorRow, TensorTable
 
 LIMIT_BYTES = 4 << 30
-
-
-@dataclass(frozen=True, kw_only=True)
-class Capture:
-    """One side of a comparison that can be made later, in another process."""
-
-    nodes: tuple[NodeRecord, ...]
-    batches: tuple[Batch, ...]
-    keep: str
-    environment: Environment
-    notes: tuple[str, ...] = ()
-    directory: Path | None = None
-    """Where the values are; None where they are in memory."""
-
-    def leaves(self, batch: int, node: str) -> Leaves:
-        """Return what a node made in a batch, by path; nothing where it did not run."""
-        return self._loaded(self.batches[batch].values.get(node, {}))
-
-    def outputs(self, batch: int) -> Leaves:
-        """Return what the graph returned for a batch, by path."""
-        return self._loaded(self.batches[batch].results)
-
-    @property
-    def failure(self) -> str:
-        """What went wrong in the first batch in which something did."""
-        return next((batch.failure for batch in self.batches if batch.failure), "")
-
-    def _loaded(self, leaves: Leaves) -> Leaves:
-        if self.directory is None:
-            return leaves
-        where = self.directory
-        return {path: load(where, leaf) if isinstance(leaf, StoredTensor) else leaf for path, leaf in leaves.items()}
+_PLAIN = (bool, int, float, complex, str, type(None), Container, Unreadable)
+_DESCRIBED = (torch.dtype, torch.device, torch.layout, torch.memory_format, Enum, type, slice, range)
 
 
 def capture(
@@ -228,77 +52,204 @@ def capture(
     limit_bytes: int = LIMIT_BYTES,
     seed: int = 0,
 ) -> Capture:
-    """Run a graph module or exported program over batches, and log every node.
+    """Run a graph module or exported program over batches, and return the values of every node.
 
-    A batch is a tuple of arguments, or a pair of such a tuple and a dict of keyword arguments. With `out`, values go
-    to that directory. The generators are rewound before each batch. State goes on from batch to batch, and is as
-    before afterwards, as inputs are. A batch in which a node raises is logged up to there, and ends the capture.
+    A batch is a tuple of arguments, or a pair of such a tuple and a dict of keyword arguments. With `out`, values are
+    written to that directory. The generators are rewound before each batch. The graph's state goes on from batch to
+    batch; afterwards state and inputs are as before. A batch in which a node raises is logged up to that node, and
+    ends the capture.
     """
     if keep not in ("values", "statistics"):
         raise UsageError(f"keep is 'values' or 'statistics', not {keep!r}")
     graph_module = as_graph_module(graph)
-    writer = Writer(Path(out)) if out is not None else None
+    writer = CaptureWriter(Path(out)) if out is not None else None
     recorder = Recorder(keep=keep, limit_bytes=limit_bytes, writer=writer)
-    done: list[Batch] = []
+    finished: list[Batch] = []
     unlogged: dict[str, str] = {}
     with runtime.preserved(), restored([graph_module]):
-        for given in batches:
-            args, kwargs = copy_together(_arguments(given), name="the batch")
-            runtime.seed_everything(seed + len(done))
-            watched = ObservingInterpreter(
+        for batch in batches:
+            args, kwargs = copy_together(_split_arguments(batch), name="the batch")
+            runtime.seed_everything(seed + len(finished))
+            interpreter = ObservingInterpreter(
                 graph_module, writes=recorder.before_write, made=recorder.log, unlogged=unlogged
             )
             recorder.begin(graph_module)
             try:
-                recorder.log_outputs(watched.run_on(args, kwargs))
+                recorder.log_outputs(interpreter.run_on(args, kwargs))
                 runtime.synchronise()
             except TorchDeltaError:
                 raise
             except Exception as error:
-                words = brief(f"{type(error).__name__}: {error}")
-                recorder.fail(f"batch {len(done)}: {watched.at or 'the graph'} raised {words}")
-            done.append(recorder.end())
-            if done[-1].failure:
+                summary = brief(f"{type(error).__name__}: {error}")
+                recorder.fail(f"batch {len(finished)}: {interpreter.at or 'the graph'} raised {summary}")
+            finished.append(recorder.end())
+            if finished[-1].failure:
                 break
-    if not done:
+    if not finished:
         raise UsageError("there is no batch to run: give at least one tuple of arguments")
     notes = [f"the inside of {name} ({op}) was not logged" for name, op in unlogged.items()]
     notes += recorder.notes
-    notes += [batch.failure for batch in done if batch.failure]
-    made = Capture(
-        nodes=_described(node_records(graph_module), done),
-        batches=tuple(done),
+    notes += [batch.failure for batch in finished if batch.failure]
+    files = tuple(writer.files) if writer else ()
+    result = Capture(
+        nodes=_add_kinds(node_records(graph_module), finished, files),
+        batches=tuple(finished),
         keep=keep,
         environment=versions.environment(),
         notes=tuple(dict.fromkeys(notes)),
+        files=files,
         directory=writer.directory if writer else None,
     )
     if writer:
-        write_manifest(writer.directory, made)
-    return made
+        writer.finish(result)
+    return result
 
 
-def read_capture(path: str | os.PathLike[str]) -> Capture:
-    """Read a capture from its directory; values are loaded when they are asked for."""
-    found = read_manifest(Path(path))
-    return Capture(
-        nodes=found.nodes,
-        batches=tuple(
-            Batch(
-                values={name: {leaf.path: leaf.value for leaf in leaves} for name, leaves in batch.values.items()},
-                results={leaf.path: leaf.value for leaf in batch.results},
-                failure=batch.failure,
+@dataclass(kw_only=True)
+class _LoggedTensor:
+    """A tensor that was logged without a copy: its place in the log, and its version at that time."""
+
+    leaves: Leaves
+    path: str
+    tensor: torch.Tensor
+    version: int
+
+
+@dataclass(kw_only=True)
+class Recorder:
+    """Logs one batch after the other, as the interpreter reports values and writes."""
+
+    keep: str
+    limit_bytes: int
+    writer: CaptureWriter | None
+    notes: list[str] = field(default_factory=list)
+    kept_bytes: int = 0
+    is_full: bool = False
+    batch: Batch = field(default_factory=Batch)
+    uncopied: dict[int, list[_LoggedTensor]] = field(default_factory=dict)
+    """Tensors that were logged without a copy, by the storage that they are in."""
+    state_storages: frozenset[int] = frozenset()
+    """The storages of the graph's state, which outlives the batch and may be written to later."""
+    state_leaves: dict[Any, Any] = field(default_factory=dict)
+    """The leaf that was logged for state that no batch changed, by view, dtype and version."""
+    new_state: list[tuple[Any, Leaves, str]] = field(default_factory=list)
+    """The places where state was logged for the first time in this batch, by the keys of `state_leaves`."""
+
+    def begin(self, graph_module: torch.nn.Module) -> None:
+        """Begin a batch."""
+        self.batch = Batch()
+        state = state_of(graph_module)
+        tensors_by_name: Mapping[str, Any] = {**state.parameters, **state.buffers, **state.attributes}
+        self.state_storages = frozenset(
+            key for tensor in tensors_by_name.values() if (key := tensors.storage_key(tensor))
+        )
+
+    def fail(self, failure: str) -> None:
+        """Note that a node of the batch raised."""
+        self.batch = replace(self.batch, failure=failure)
+
+    def log(self, name: str, value: Any) -> None:
+        """Log the value of a node."""
+        leaves = self.batch.values.setdefault(name, {})
+        # a graph that is called from two places runs each of its nodes twice
+        calls = 1 + sum(path == "value" or path.endswith("].value") for path in leaves)
+        self._log_leaves(leaves, leaves_of(value, "value" if calls == 1 else f"calls[{calls - 1}].value"))
+
+    def log_outputs(self, value: Any) -> None:
+        """Log the outputs of the graph."""
+        self._log_leaves(self.batch.results, leaves_of(value, "outputs"))
+
+    def before_write(self, targets: Sequence[torch.Tensor]) -> None:
+        """Copy every logged tensor whose memory a node is about to write to."""
+        for target in targets:
+            for logged in self.uncopied.pop(tensors.storage_key(target) or 0, []):
+                self._replace_by_copy(logged)
+
+    def end(self) -> Batch:
+        """Return the batch; afterwards it holds no memory of the graph's state."""
+        if self.writer:
+            self._flush()
+        for entries in self.uncopied.values():
+            for logged in entries:
+                if not self._drop_overwritten(logged) and tensors.storage_key(logged.tensor) in self.state_storages:
+                    self._replace_by_copy(logged)
+        self.uncopied.clear()
+        for key, leaves, path in self.new_state:
+            if not isinstance(leaves[path], Unreadable):
+                self.state_leaves[key] = leaves[path]
+        self.new_state.clear()
+        return self.batch
+
+    def _log_leaves(self, log: Leaves, leaves: Leaves) -> None:
+        """Add the leaves of a value to a log, and write tensors to the directory if enough of them wait."""
+        for path, leaf in leaves.items():
+            log[path] = self._keep_leaf(log, path, leaf)
+        if self.writer and self.writer.is_due:
+            self._flush()
+
+    def _keep_leaf(self, log: Leaves, path: str, leaf: Any) -> Any:
+        """Return a leaf as it is logged: itself, its statistics, or a record that stands for it."""
+        if isinstance(leaf, _PLAIN):
+            return leaf
+        if isinstance(leaf, _DESCRIBED):
+            return LeafDescription(kind=type(leaf).__name__, text=describe(leaf))
+        if not isinstance(leaf, torch.Tensor):
+            return Unreadable(type(leaf).__qualname__, "a capture does not hold objects of this kind")
+        if not tensors.has_values(leaf):
+            return Unreadable("tensor", "it has no values")
+        tensor = tensors.without_class(leaf).detach()
+        storage = tensors.storage_key(tensor)
+        if storage in self.state_storages:
+            key = tensors.view_key(tensor), tensor.dtype, tensors.version(tensor)
+            if key in self.state_leaves:
+                return self.state_leaves[key]
+            self.new_state.append((key, log, path))
+        size = tensor.numel() * tensor.itemsize
+        if self.keep == "statistics" or not self._fits(size):
+            return statistics_of(tensor)
+        self.kept_bytes += size
+        if self.writer:
+            self.writer.add(log, path, tensor)
+        if storage:
+            logged = _LoggedTensor(leaves=log, path=path, tensor=tensor, version=tensors.version(tensor))
+            self.uncopied.setdefault(storage, []).append(logged)
+        return tensor
+
+    def _fits(self, size: int) -> bool:
+        """Tell whether a tensor of so many bytes is within the limit, and note the first that is not."""
+        # once one tensor did not fit none does, because small values kept at random could not be understood
+        if not self.is_full and self.kept_bytes + size > self.limit_bytes:
+            self.is_full = True
+            self.notes.append(
+                f"the limit of {self.limit_bytes} bytes was reached after {self.kept_bytes}: from then on only "
+                "statistics were kept"
             )
-            for batch in found.batches
-        ),
-        keep=found.keep,
-        environment=found.environment,
-        notes=found.notes,
-        directory=Path(path),
-    )
+        return not self.is_full
+
+    def _replace_by_copy(self, logged: _LoggedTensor) -> None:
+        if logged.leaves.get(logged.path) is logged.tensor:
+            logged.leaves[logged.path] = logged.tensor.clone()
+
+    def _drop_overwritten(self, logged: _LoggedTensor) -> bool:
+        """Return whether a logged tensor was overwritten unannounced; then the log says so in its place."""
+        if tensors.version(logged.tensor) == logged.version or logged.leaves.get(logged.path) is not logged.tensor:
+            return False
+        logged.leaves[logged.path] = Unreadable("tensor", "it was overwritten by an operation that does not say so")
+        self.notes.append("a node writes to memory without saying so: values that it overwrote are missing")
+        return True
+
+    def _flush(self) -> None:
+        """Write the tensors that wait; none of them is in memory afterwards."""
+        assert self.writer is not None
+        for entries in self.uncopied.values():
+            for logged in entries:
+                self._drop_overwritten(logged)
+        self.writer.flush()
+        self.uncopied.clear()
 
 
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _split_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and keyword arguments of a batch; raise UsageError if it is not a tuple."""
     if not isinstance(batch, tuple):
         raise UsageError(
             f"a batch is a tuple of arguments or (arguments, keyword arguments), and this is a {type(batch).__name__}: "
@@ -309,18 +260,21 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return batch, {}
 
 
-def _described(nodes: Sequence[NodeRecord], batches: Sequence[Batch]) -> tuple[NodeRecord, ...]:
-    """Return the nodes with what each tensor is that they returned, where the graph does not say so itself."""
+def _add_kinds(
+    nodes: Sequence[NodeRecord], batches: Sequence[Batch], files: Sequence[TensorTable]
+) -> tuple[NodeRecord, ...]:
+    """Return the nodes, with the kinds of the tensors that were logged for those whose graph does not say them."""
 
     def kinds(node: NodeRecord) -> tuple[str, ...]:
         leaves: Leaves = next((batch.values[node.name] for batch in batches if node.name in batch.values), {})
-        return tuple(
-            _kind(leaf) for leaf in leaves.values() if isinstance(leaf, (torch.Tensor, Statistics, StoredTensor))
-        )
+        return tuple(kind for leaf in leaves.values() if (kind := _kind(leaf, files)))
 
     return tuple(node if node.kinds else replace(node, kinds=kinds(node)) for node in nodes)
 
 
-def _kind(leaf: torch.Tensor | Statistics | StoredTensor) -> str:
-    dtype = tensors.dtype_name(leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf.dtype
-    return f"{dtype}{list(leaf.shape)}"
+def _kind(leaf: Any, files: Sequence[TensorTable]) -> str | None:
+    """Return dtype and shape of a logged tensor, as in `float32[2, 3]`; None if the leaf is not a tensor."""
+    row = files[leaf.file].tensors[leaf.row] if isinstance(leaf, StoredTensor) else leaf
+    if isinstance(row, torch.Tensor):
+        return f"{tensors.dtype_name(row.dtype)}{list(row.shape)}"
+    return f"{row.dtype}{list(row.shape)}" if isinstance(row, (Statistics, TensorRow)) else None

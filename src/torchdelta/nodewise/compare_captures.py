@@ -1,7 +1,11 @@
-"""Hold two captures against each other: nodes are matched, and each batch of a match is judged.
+"""Compare two captures: match their nodes, and judge the values of each match in every batch.
 
-Both sides computed from what they had themselves, so an error here is inherited, or made at that node: which of the
-two a capture cannot tell. The first node that diverged, in the order of the reference, is the place to look at.
+Each side computed from its own values, so the error of a node may be its own or inherited; captures cannot tell which.
+The first node that diverged, in the order of the reference, is the place to look at.
+
+    location = compare_captures(read_capture("before"), read_capture("after"))
+
+Start reading at `compare_captures`.
 """
 
 from __future__ import annotations
@@ -19,18 +23,19 @@ from torchdelta.compare.judge import Judge
 from torchdelta.compare.leaves import Leaves
 from torchdelta.compare.policy_parser import parse
 from torchdelta.compare.statistics import Statistics, compare_statistics, statistics_of
-from torchdelta.nodewise.capture import Capture
 from torchdelta.nodewise.matching import Alignment, align
 from torchdelta.records.case import VALUES, Case
 from torchdelta.records.comparison import Comparison
 from torchdelta.records.location import Location, NodeRecord, Row
 from torchdelta.records.report import Coverage
 from torchdelta.records.verdict import Verdict, worst_of
+from torchdelta.storage.captures import Capture
 
-_NO_TRUTH = "captures have no truth to be held against: judged by torch.testing's tolerances"
-_NOTHING_MATCHED = "no node of one side was found on the other; what both return is {verdict}"
-_LITTLE = (
-    "of some values only statistics were kept: those tell identical values and gaps that are too large, and nothing "
+_NO_TRUTH = "captures have no truth: judged by torch.testing's tolerances"
+_NOTHING_MATCHED = "no node of one side was found on the other; their outputs are {verdict}"
+_NO_VALUE = "neither side logged a value: it did not run, or the inside of its operator was not logged"
+_ONLY_STATISTICS = (
+    "of some values only statistics were kept: those show identical values and gaps that are too large, and nothing "
     "in between"
 )
 
@@ -43,38 +48,40 @@ def compare_captures(
     policy: str | None = None,
     ignore: Iterable[str] = (),
 ) -> Location:
-    """Match the nodes of two captures and compare what they logged; each row has the worst of all batches.
+    """Match the nodes of two captures, compare their values, and return one row for each match.
 
-    `given` maps names of the reference's nodes to the candidate's. Without a `policy` torch.testing's tolerances hold,
-    and the notes say so. The last row is that of the outputs.
+    A row has each leaf in the batch where it is worst. `given` maps names of the reference's nodes to the candidate's.
+    Without a `policy` torch.testing's tolerances hold, and the notes say so. The last row is that of the outputs.
     """
     chosen = policy if policy is not None else "close"
     ignored = tuple(ignore)
     case = Case(program="two captures", transform="none", stages=(VALUES,), policy=chosen, ignore=ignored)
-    both = _Both(reference, candidate, Judge(policy=parse(chosen), terms=Terms(ignore=frozenset(ignored))))
-    alignment = _aligned(reference, candidate, given)
+    sides = _CapturePair(reference, candidate, Judge(policy=parse(chosen), terms=Terms(ignore=frozenset(ignored))))
+    alignment = _match_nodes(reference, candidate, given)
     nodes = {node.name: node for node in reference.nodes}
     others = {node.name: node for node in candidate.nodes}
-    table = [both.row(nodes[match.reference], others[match.candidate], match.how) for match in alignment.matches]
+    table = [
+        sides.compare_nodes(nodes[match.reference], others[match.candidate], match.how) for match in alignment.matches
+    ]
     first = next((row for row in table if _verdict(row) is Verdict.DIVERGED), None)
     notes = [*_notes(reference, candidate)]
     if policy is None:
         notes.append(_NO_TRUTH)
-    if both.had_statistics:
-        notes.append(_LITTLE)
+    if sides.had_statistics:
+        notes.append(_ONLY_STATISTICS)
     if first is not None:
         notes.append(
-            f"{first.reference.name} is the first node that diverged; whether it inherited that, captures cannot tell"
+            f"{first.reference.name} is the first node that diverged; captures cannot tell if it inherited its error"
         )
-    table.append(both.outputs())
+    table.append(sides.compare_outputs())
     if not alignment.matches:
         notes.append(_NOTHING_MATCHED.format(verdict=_verdict(table[-1]).value))
     return Location(
-        verdict=_overall(table, alignment, reference, candidate),
+        verdict=_decide(table, alignment, reference, candidate),
         environment=versions.environment(),
         case=case,
         table=tuple(table),
-        coverage=_covered(alignment.coverage, table[:-1]),
+        coverage=_drop_unlogged(alignment.coverage, table[:-1]),
         unmatched_reference=alignment.unmatched_reference,
         unmatched_candidate=alignment.unmatched_candidate,
         notes=tuple(dict.fromkeys(notes)),
@@ -82,93 +89,104 @@ def compare_captures(
 
 
 @dataclass
-class _Both:
+class _CapturePair:
+    """Two captures and the judge of their values."""
+
     reference: Capture
     candidate: Capture
     judge: Judge
     had_statistics: bool = False
+    """Whether any value so far was known by its statistics only."""
 
-    def row(self, node: NodeRecord, other: NodeRecord, how: str) -> Row:
-        inherited = self._worst(
+    def compare_nodes(self, node: NodeRecord, other: NodeRecord, how: str) -> Row:
+        """Return the row of a reference's node and the candidate's that was matched with it."""
+        inherited = self._compare_batches(
             lambda batch: self.reference.leaves(batch, node.name),
             lambda batch: self.candidate.leaves(batch, other.name),
         )
-        reason = "" if inherited else "neither side logged a value: it did not run, or is inside of what was not logged"
+        reason = "" if inherited else _NO_VALUE
         return Row(reference=node, candidate=other, how=how, inherited=inherited, reason=reason)
 
-    def outputs(self) -> Row:
-        inherited = self._worst(self.reference.outputs, self.candidate.outputs)
+    def compare_outputs(self) -> Row:
+        """Return the row of the outputs."""
+        inherited = self._compare_batches(self.reference.outputs, self.candidate.outputs)
         node = NodeRecord(name="output", op="output")
         reason = "" if inherited else "neither side has outputs"
         return Row(reference=node, candidate=node, how="name", inherited=inherited, reason=reason)
 
-    def _worst(
-        self, of_reference: Callable[[int], Leaves], of_candidate: Callable[[int], Leaves]
+    def _compare_batches(
+        self, reference_leaves: Callable[[int], Leaves], candidate_leaves: Callable[[int], Leaves]
     ) -> tuple[Comparison, ...]:
-        """Return the comparison of each path in the batch where it is worst, which its details name."""
-        found: dict[str, Comparison] = {}
-        # batches that only one side has are on the notes, and keep the verdict from being equivalent
+        """Return the comparison of each path in the batch where it is worst; its details name the batch."""
+        worst: dict[str, Comparison] = {}
+        # a batch that only one side has is in the notes, and the verdict cannot be equivalent then
         for batch in range(min(len(self.reference.batches), len(self.candidate.batches))):
-            for seen in self._compare(of_reference(batch), of_candidate(batch)):
-                if seen.path not in found or seen.rank > found[seen.path].rank:
-                    found[seen.path] = replace(seen, details={**seen.details, "batch": batch})
-        return tuple(found.values())
+            for comparison in self._compare_leaves(reference_leaves(batch), candidate_leaves(batch)):
+                path = comparison.path
+                if path not in worst or comparison.rank > worst[path].rank:
+                    worst[path] = replace(comparison, details={**comparison.details, "batch": batch})
+        return tuple(worst.values())
 
-    def _compare(self, reference: Leaves, candidate: Leaves) -> list[Comparison]:
-        reduced = [
+    def _compare_leaves(self, reference: Leaves, candidate: Leaves) -> list[Comparison]:
+        """Return the comparison of each leaf; by statistics if one side has no more of a tensor."""
+        statistics_paths = [
             path
             for path in reference
             if path in candidate
             and (isinstance(reference[path], Statistics) or isinstance(candidate[path], Statistics))
             and all(isinstance(side[path], (Statistics, torch.Tensor)) for side in (reference, candidate))
         ]
-        self.had_statistics |= bool(reduced)
-        comparisons, _ = self.judge.compare(_without(reference, reduced), _without(candidate, reduced))
+        self.had_statistics |= bool(statistics_paths)
+        comparisons, _ = self.judge.compare(
+            _without(reference, statistics_paths), _without(candidate, statistics_paths)
+        )
         return comparisons + [
             compare_statistics(
-                path, _reduced(reference[path]), _reduced(candidate[path]), self.judge.policy, self.judge.terms
+                path, _reduce(reference[path]), _reduce(candidate[path]), self.judge.policy, self.judge.terms
             )
-            for path in reduced
+            for path in statistics_paths
         ]
 
 
-def _covered(coverage: Coverage, rows: Sequence[Row]) -> Coverage:
-    """Return the coverage without what was matched and has no value: the branch that was not taken."""
+def _drop_unlogged(coverage: Coverage, rows: Sequence[Row]) -> Coverage:
+    """Return the coverage without matches that have no value on either side, such as a branch that was not taken."""
     how = Counter(coverage.how)
     for side in (attrgetter("reference.name"), attrgetter("candidate.name")):
-        seen = {side(row) for row in rows if row.inherited}
-        how.subtract({side(row): row.how for row in rows if side(row) not in seen}.values())
+        logged = {side(row) for row in rows if row.inherited}
+        how.subtract({side(row): row.how for row in rows if side(row) not in logged}.values())
     return Coverage(matched=how.total(), total=coverage.total, how={way: count for way, count in how.items() if count})
 
 
-def _aligned(reference: Capture, candidate: Capture, given: Mapping[str, str] | None) -> Alignment:
+def _match_nodes(reference: Capture, candidate: Capture, given: Mapping[str, str] | None) -> Alignment:
+    """Return the matches of two captures' nodes: by handle and name first, and by value for those that remain."""
     first = align(reference.nodes, candidate.nodes, given=given)
     if not (first.unmatched_reference and first.unmatched_candidate):
         return first
-    # reading every value of two captures is dear: only those are asked for that may decide something
-    prints = (
+    # reading every value of two captures is slow, so only the values of nodes without a match are read
+    fingerprints = (
         _fingerprints(reference, first.unmatched_reference),
         _fingerprints(candidate, first.unmatched_candidate),
     )
-    return align(reference.nodes, candidate.nodes, given=given, values=prints)
+    return align(reference.nodes, candidate.nodes, given=given, values=fingerprints)
 
 
 def _fingerprints(capture: Capture, nodes: Sequence[NodeRecord]) -> dict[str, Hashable]:
-    found: dict[str, Hashable] = {}
+    """Return the checksums of each node's tensors in all batches, by node; nodes without tensors are left out."""
+    fingerprints: dict[str, Hashable] = {}
     for node in nodes:
-        logged = [capture.leaves(batch, node.name) for batch in range(len(capture.batches))]
-        tensors = [
-            (batch, path, _reduced(leaf).checksum)
-            for batch, leaves in enumerate(logged)
+        batches = [capture.leaves(batch, node.name) for batch in range(len(capture.batches))]
+        checksums = [
+            (batch, path, _reduce(leaf).checksum)
+            for batch, leaves in enumerate(batches)
             for path, leaf in leaves.items()
             if isinstance(leaf, (torch.Tensor, Statistics))
         ]
-        if tensors:
-            found[node.name] = tuple(tensors)
-    return found
+        if checksums:
+            fingerprints[node.name] = tuple(checksums)
+    return fingerprints
 
 
-def _reduced(leaf: Statistics | torch.Tensor) -> Statistics:
+def _reduce(leaf: Statistics | torch.Tensor) -> Statistics:
     return leaf if isinstance(leaf, Statistics) else statistics_of(leaf)
 
 
@@ -177,10 +195,11 @@ def _without(leaves: Leaves, paths: Sequence[str]) -> Leaves:
 
 
 def _verdict(row: Row) -> Verdict:
-    return worst_of(seen.verdict for seen in row.inherited)
+    return worst_of(comparison.verdict for comparison in row.inherited)
 
 
 def _notes(reference: Capture, candidate: Capture) -> Iterator[str]:
+    """Yield the notes of both captures, and differences between them that are not values."""
     if len(reference.batches) != len(candidate.batches):
         yield (
             f"{len(reference.batches)} batches in the reference and {len(candidate.batches)} in the candidate: those "
@@ -192,11 +211,12 @@ def _notes(reference: Capture, candidate: Capture) -> Iterator[str]:
         yield f"captured on {reference.environment} and on {candidate.environment}"
 
 
-def _overall(table: Sequence[Row], alignment: Alignment, reference: Capture, candidate: Capture) -> Verdict:
+def _decide(table: Sequence[Row], alignment: Alignment, reference: Capture, candidate: Capture) -> Verdict:
+    """Return the verdict of the whole comparison: the worst of all rows, and never a pass if something is missing."""
     if candidate.failure and not reference.failure:
         return Verdict.CRASHED
     if not alignment.matches:
-        return Verdict.INCONCLUSIVE  # programs that have nothing in common may not have been meant to
+        return Verdict.INCONCLUSIVE  # programs without a common node may not have been meant to be compared
     verdicts = [_verdict(row) for row in table if row.inherited]
     if len(reference.batches) != len(candidate.batches) or reference.failure:
         verdicts.append(Verdict.INCONCLUSIVE)

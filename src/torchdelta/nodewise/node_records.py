@@ -1,4 +1,8 @@
-"""The nodes of a graph and of the bodies nested in it, as records that another process can read."""
+"""The nodes of a graph, and of the graphs nested in it, as records that another process can read.
+
+A node of a nested graph is named behind the attribute that holds its graph: the `add` in the body of a `cond` is
+`true_graph_0.add`. Start reading at `node_records`.
+"""
 
 from __future__ import annotations
 
@@ -27,50 +31,52 @@ class PlacedNode:
 def placed_nodes(graph_module: GraphModule) -> dict[str, PlacedNode]:
     """Return the nodes by the names that their records have, in the order of the graph.
 
-    Placeholders and outputs compute nothing and are left out, as are guards and the names of nested graphs.
+    Placeholders and outputs are left out because they compute nothing, and so are guards and names of nested graphs.
     """
     return dict(_walk(graph_module, ""))
 
 
 def node_records(graph_module: GraphModule) -> tuple[NodeRecord, ...]:
-    """Describe each of `placed_nodes`."""
-    return tuple(_record(name, placed) for name, placed in placed_nodes(graph_module).items())
+    """Return the record of each node of `placed_nodes`, in their order."""
+    return tuple(_describe(name, placed) for name, placed in placed_nodes(graph_module).items())
 
 
 def _walk(owner: GraphModule, path: str) -> Iterator[tuple[str, PlacedNode]]:
+    """Yield the nodes of a graph and of those nested in it, by name; `path` is in front of each name."""
     for node in owner.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        held = _held(node, owner)
-        if isinstance(held, GraphModule):
-            yield from _walk(held, f"{path}{node.target}.")
-        if isinstance(held, torch.nn.Module) and node.op == "get_attr":
+        target = _find_attribute(node, owner)
+        if isinstance(target, GraphModule):
+            yield from _walk(target, f"{path}{node.target}.")
+        if isinstance(target, torch.nn.Module) and node.op == "get_attr":
             continue
         if node.op == "call_module" and node.target == "_guards_fn":
             continue
         yield f"{path}{node.name}", PlacedNode(node=node, owner=owner)
 
 
-def _held(node: Node, owner: GraphModule) -> Any:
-    """Return the attribute that a node reads or the module that it calls."""
-    held: Any = None
+def _find_attribute(node: Node, owner: GraphModule) -> Any:
+    """Return the attribute that a node reads or the module that it calls; None if it does neither."""
+    attribute: Any = None
     if node.op in ("get_attr", "call_module"):
-        held = owner
+        attribute = owner
         for step in str(node.target).split("."):
-            held = getattr(held, step, None)
-    return held
+            attribute = getattr(attribute, step, None)
+    return attribute
 
 
-def _record(name: str, placed: PlacedNode) -> NodeRecord:
+def _describe(name: str, placed: PlacedNode) -> NodeRecord:
+    """Return the record of a node under a name."""
     node = placed.node
     handles = handles_of(node)
     if node.target is operator.getitem and isinstance(node.args[0], Node):
-        # saving, decomposition and tracing again may dissolve one part of a result in the operator that returns it
+        # saving, decomposition and tracing again may replace this node by the operator whose result it picks from
         handles |= handles_of(node.args[0])
     return NodeRecord(
         name=name,
         op=nodes.op_name(node),
-        kinds=kinds_of(_value(node, placed.owner)),
+        kinds=kinds_of(_find_example(node, placed.owner)),
         handles=tuple(sorted(handles)),
         module_path=nodes.module_path(node),
         source_line=nodes.source_line(node),
@@ -79,7 +85,7 @@ def _record(name: str, placed: PlacedNode) -> NodeRecord:
 
 
 def kinds_of(value: Any) -> tuple[str, ...]:
-    """Say what each tensor of a value is; a sequence of one is told apart from what is in it."""
+    """Return the kind of each tensor in a value, as in `float32[2, 3]`, or `(float32[2, 3],)` for a sequence of one."""
     if isinstance(value, (list, tuple)) and not _has_shape(value):
         inner = tuple(kind for item in value for kind in kinds_of(item))
         return (f"({inner[0]},)",) if len(inner) == 1 else inner
@@ -93,29 +99,29 @@ def kinds_of(value: Any) -> tuple[str, ...]:
 
 
 def _has_shape(value: Any) -> bool:
-    # a tensor, or what shape propagation noted of one
+    # a tensor, or the metadata that shape propagation keeps of one
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
-def _value(node: Node, owner: GraphModule) -> Any:
-    """Return an example of what a node returns: as it was traced, as it is held, or as what it passes on."""
+def _find_example(node: Node, owner: GraphModule) -> Any:
+    """Return an example of a node's value: traced, read from an attribute, or of the node that it observes; or None."""
     for key in ("val", "example_value", "tensor_meta"):
         if node.meta.get(key) is not None:
             return node.meta[key]
     if node.op == "get_attr":
-        return _held(node, owner)
+        return _find_attribute(node, owner)
     if is_observer(node) or is_dequantizing(node):
-        return _value_passed_on(node, owner)
+        return _find_observed_example(node, owner)
     return None
 
 
-def _value_passed_on(node: Node, owner: GraphModule) -> Any:
-    """Return an example of what is observed, in the dtype that a dequantize node returns."""
+def _find_observed_example(node: Node, owner: GraphModule) -> Any:
+    """Return an example of the value that is observed, in the dtype that a dequantize node returns; or None."""
     source: Node | None = node
     value: Any = None
     while source is not None and value is None:
         source = observed_by(source)
-        value = None if source is None else source.meta.get("val", _held(source, owner))
+        value = None if source is None else source.meta.get("val", _find_attribute(source, owner))
     if not isinstance(value, torch.Tensor):
         return None
     dtype = node.kwargs.get("out_dtype") or torch.float32

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import json
 import os
 import tempfile
 import time
@@ -26,6 +25,7 @@ from torchdelta.operators.isolated import WORKER
 from torchdelta.records.codec import decode, encode
 from torchdelta.records.operators import SCHEMA_VERSION, Sweep, SweepRow
 from torchdelta.records.report import environment_without_torch
+from torchdelta.records.strict_json import from_text, to_text
 from torchdelta.records.verdict import Verdict
 
 NAME = "swept.jsonl"
@@ -56,7 +56,7 @@ class SweepFile:
 
     def _append(self, data: Any) -> None:
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(data, allow_nan=False) + "\n")
+            file.write(to_text(data) + "\n")
 
     def _go_on(self, *, resume: bool) -> None:
         if not resume:
@@ -78,8 +78,8 @@ class SweepFile:
 
     def _read(self, line: str, number: int) -> dict[str, Any]:
         try:
-            data = json.loads(line)
-        except json.JSONDecodeError as error:
+            data = from_text(line)
+        except ValueError as error:
             raise UsageError(f"{self._path}, line {number}, is not JSON: remove the line, or the file") from error
         if not isinstance(data, dict):
             raise UsageError(f"{self._path}, line {number}, is no record of a sweep: remove the line, or the file")

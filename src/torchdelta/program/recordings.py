@@ -1,6 +1,12 @@
-"""Where modules come from: what another process needs in order to import what this one has.
+"""A recorded graph: a graph with its inputs in a directory, and a program of them again.
 
-A recorded graph: written before it runs, so that whatever running it does leaves it behind, and a program again.
+A guard records a graph before it runs, so the recording is there even if running it ends the process. The directory
+also says which modules another process has to import, and where they are.
+
+    recorded/graph.json, inputs.json     as `storage.graphs` writes them, with their tensors beside
+    recorded/recording.json              written last: a directory that has it is complete
+
+Start reading at `write` and `read`.
 """
 
 from __future__ import annotations
@@ -39,15 +45,15 @@ class ModuleOrigin:
     """How another process imports a module."""
 
     place: str
-    """Its name, or its file where it was loaded under a name that only this process has for it."""
+    """Its name, or its file if only this process knows it by its name."""
     folder: str | None = None
-    """Where its package lies; None where every process looks anyway."""
+    """The folder that contains its package; None if every process searches there anyway."""
 
 
 def origin_of(module: str) -> ModuleOrigin:
-    """Return how another process imports a module of this one; LookupError of what is bound to this process."""
+    """Return how another process imports a module of this one; raise LookupError if it cannot."""
     if module == "__main__":
-        raise LookupError("what is defined in __main__ is in another file in another process: move it to a module")
+        raise LookupError("__main__ is another file in another process: move the definition to a module")
     loaded = sys.modules.get(module)
     file = getattr(loaded, "__file__", None)
     if loaded is None or file is None or is_installed_module(loaded):
@@ -60,20 +66,21 @@ def origin_of(module: str) -> ModuleOrigin:
 
 
 def owners_of(graph_module: GraphModule) -> tuple[list[str], list[str]]:
-    """Return the modules that define what a graph calls and torch does not, and what nobody knows the module of."""
-    found = {name for name in modules_named(graph_module) if not targets.is_torchs_own(name)}
-    unknown: dict[str, None] = {}
-    for target in _called(graph_module):
+    """Return the modules that define the functions of a graph that are not torch's, and problems in finding them."""
+    owners = {name for name in modules_named(graph_module) if not targets.is_torchs_own(name)}
+    problems: dict[str, None] = {}
+    for target in _find_functions(graph_module):
         try:
             module = lookup.registered_by(target)
         except LookupError as error:
-            unknown[str(error.args[0])] = None
+            problems[str(error.args[0])] = None
         else:
-            found.update({module} if module is not None else ())
-    return sorted(found), list(unknown)
+            owners.update({module} if module is not None else ())
+    return sorted(owners), list(problems)
 
 
-def _called(graph_module: GraphModule) -> Iterator[Any]:
+def _find_functions(graph_module: GraphModule) -> Iterator[Any]:
+    """Yield the function of each node of a graph and of the graphs in it."""
     for module in graph_module.modules():
         if isinstance(module, GraphModule):
             yield from (node.target for node in module.graph.nodes if node.op == "call_function")
@@ -81,59 +88,59 @@ def _called(graph_module: GraphModule) -> Iterator[Any]:
 
 GRAPH, INPUTS = "graph.json", "inputs.json"
 READABLE = "graph.txt"
-"""A graph that cannot be read back, for a human."""
+"""The text of a graph that cannot be written as JSON, for a human."""
 
 
 def write(
     directory: str | os.PathLike[str], graph_module: GraphModule, inputs: Sequence[Any], recording: Recording
 ) -> Recording:
-    """Write a graph with its inputs, and last of all its record: with what others need to import, and what is lacking.
+    """Write a graph with its inputs and its record, and return the record with needed imports and lacks added.
 
-    Nothing is run and nothing changed. Gradients that were computed and hooks are not kept, and what was computed
-    under autograd is a leaf when it is read; a graph behind AOTAutograd asks for no gradients. UsageError where the
-    directory cannot be written to.
+    Nothing is run or changed. Gradients and hooks of tensors are not kept, and a tensor that was computed under
+    autograd is a leaf when it is read. Inputs of a graph behind AOTAutograd do not require gradients. Raise UsageError
+    if the directory cannot be written to.
     """
     place = Path(directory)
-    # a backend may be called where every tensor is fake, and a graph where none may be detached
+    # a backend may be called in a mode that makes every tensor fake, and a graph in one that refuses `detach`
     with outside.outside_modes():
-        found = _Found(lacks=list(recording.lacks))
+        needs = _Needs(lacks=list(recording.lacks))
         try:
-            _make_room(place)
-            _write_graph(graph_module, place, found)
-            _write_inputs(graph_module, inputs, place, found, asks_gradients=recording.level == "dynamo")
-            _find_owners(graph_module, recording, found)
-            whole = replace(
+            _clear_directory(place)
+            _write_graph(graph_module, place, needs)
+            _write_inputs(graph_module, inputs, place, needs, keeps_grad=recording.level == "dynamo")
+            _add_owners(graph_module, recording, needs)
+            complete = replace(
                 recording,
                 nodes=len(graph_module.graph.nodes),
-                transform=_found_from_anywhere(recording.transform, found),
-                imports=_united(recording.imports, found.imports),
-                path=_united(recording.path, found.path),
-                lacks=tuple(found.lacks),
+                transform=_make_absolute(recording.transform, needs),
+                imports=_merge(recording.imports, needs.imports),
+                path=_merge(recording.path, needs.path),
+                lacks=tuple(needs.lacks),
             )
-            write_recording(whole, place)
+            write_recording(complete, place)
         except OSError as error:
             raise UsageError(f"cannot write to {place}: {error.strerror or error}; name another place") from error
-    return whole
+    return complete
 
 
 def read(directory: str | os.PathLike[str]) -> tuple[Program, Recording]:
-    """Return a recorded graph as a program that runs as it did when it was recorded; see `make_ready` for what is set.
+    """Return a recorded graph as a program, and its record; `make_ready` applies the settings of that time.
 
-    ProgramError says what it lacks, ReportUnreadable what is wrong with its files.
+    Raise ProgramError if the recording lacks something, ReportUnreadable if its files are damaged.
     """
     place = Path(directory)
     recording = read_recording(place)
     if not (place / GRAPH).exists():
-        raise ProgramError(f"{place} has no graph that could be run{_lacking(recording)}")
+        raise ProgramError(f"{place} has no graph that could be run{_explain_lacks(recording)}")
     allow = make_ready(recording)
     try:
         graph = graphs.flattened(read_graph(place / GRAPH, allow=allow))
         values = read_values(place / INPUTS, allow=allow)
     except ReportUnreadable as error:
-        raise ReportUnreadable(f"{error}{_lacking(recording)}") from error
+        raise ReportUnreadable(f"{error}{_explain_lacks(recording)}") from error
     names = [node.name for node in _placeholders(graph)]
     if missing := [name for name in names if name not in values]:
-        raise ProgramError(f"{place} has no {', '.join(missing)} to run its graph on{_lacking(recording)}")
+        raise ProgramError(f"{place} has no {', '.join(missing)} to run its graph on{_explain_lacks(recording)}")
     call: torch.nn.Module = graph
     if recording.autocast is not None:
         call = _UnderAutocast(call, recording.autocast)
@@ -143,9 +150,9 @@ def read(directory: str | os.PathLike[str]) -> tuple[Program, Recording]:
 
 
 def make_ready(recording: Recording) -> tuple[str, ...]:
-    """Let this process import what a recorded graph needs, and set what was set: from now on, as an import does.
+    """Import the modules that a recorded graph needs, apply its compiler settings, and return the modules' names.
 
-    Returns the names of the modules. ProgramError where one does not import, or a setting cannot be set.
+    Both last for the rest of the process. Raise ProgramError if a module does not import or a setting cannot be set.
     """
     sys.path[:0] = [folder for folder in recording.path if folder not in sys.path]
     names = tuple(load_module(place, what="recorded graph").__name__ for place in recording.imports)
@@ -157,19 +164,19 @@ def make_ready(recording: Recording) -> tuple[str, ...]:
 
 
 @dataclass(kw_only=True)
-class _Found:
-    """What is found out while a recording is written."""
+class _Needs:
+    """The modules and folders that another process needs for a recording, and sentences on what it lacks."""
 
     imports: list[str] = field(default_factory=list)
     path: list[str] = field(default_factory=list)
     lacks: list[str] = field(default_factory=list)
 
-    def need(self, module: str, what: str) -> None:
-        """Note how another process imports a module."""
+    def add_module(self, module: str, content: str) -> None:
+        """Add how another process imports a module; if it cannot, add that `content` is lacking."""
         try:
             origin = origin_of(module)
         except LookupError as error:
-            self.lacks.append(f"{what} cannot be found by another process: {error.args[0]}")
+            self.lacks.append(f"{content} cannot be found by another process: {error.args[0]}")
             return
         self.imports.append(origin.place)
         if origin.folder is not None:
@@ -177,13 +184,13 @@ class _Found:
 
 
 class _UnderAutocast(torch.nn.Module):
-    """A graph that was recorded under autocast, under it."""
+    """Runs a graph under the autocast that it was recorded under."""
 
     def __init__(self, graph: torch.nn.Module, autocast: AutocastSetting) -> None:
         super().__init__()
         dtype = getattr(torch, autocast.dtype, None)
         if not isinstance(dtype, torch.dtype):
-            raise ReportUnreadable(f"it was recorded under autocast to {autocast.dtype!r}, which is no dtype here")
+            raise ReportUnreadable(f"it was recorded under autocast to {autocast.dtype!r}, which is not a dtype here")
         self.graph, self.device, self.dtype = graph, autocast.device, dtype
 
     def forward(self, *values: Any) -> Any:
@@ -193,7 +200,7 @@ class _UnderAutocast(torch.nn.Module):
 
 
 class _WithoutGradients(torch.nn.Module):
-    """A graph that was recorded while no gradients were, without them."""
+    """Runs a graph without gradients, because it was recorded so."""
 
     def __init__(self, graph: torch.nn.Module) -> None:
         super().__init__()
@@ -205,69 +212,72 @@ class _WithoutGradients(torch.nn.Module):
             return self.graph(*values)
 
 
-def _make_room(place: Path) -> None:
-    """Make the directory; what an earlier recording left in it must not be taken for part of this one."""
+def _clear_directory(place: Path) -> None:
+    """Create the directory if needed, and remove the files of an earlier recording."""
     place.mkdir(parents=True, exist_ok=True)
-    # the record goes first: without it nothing else counts
+    # the record goes first, because a directory without it is not a recording
     for name in (RECORDING, GRAPH, INPUTS, READABLE):
         (place / name).unlink(missing_ok=True)
     for name in (GRAPH, INPUTS):
         tensors_path(place / name).unlink(missing_ok=True)
 
 
-def _write_graph(graph_module: GraphModule, place: Path, found: _Found) -> None:
+def _write_graph(graph_module: GraphModule, place: Path, needs: _Needs) -> None:
+    """Write the graph as JSON; if that is impossible, write its text and note the reason."""
     try:
         write_graph(graph_module, place / GRAPH)
     except UsageError as error:
         text = graph_module.print_readable(print_output=False)
         (place / READABLE).write_text(f"{text.rstrip()}\n", encoding="utf-8")
-        found.lacks.append(f"the graph cannot be run elsewhere, only read in {READABLE}: {error}")
+        needs.lacks.append(f"the graph cannot be run elsewhere, only read in {READABLE}: {error}")
 
 
 def _write_inputs(
-    graph_module: GraphModule, inputs: Sequence[Any], place: Path, found: _Found, *, asks_gradients: bool
+    graph_module: GraphModule, inputs: Sequence[Any], place: Path, needs: _Needs, *, keeps_grad: bool
 ) -> None:
+    """Write the inputs by the names of their placeholders; note those that no file can hold."""
     nodes = _placeholders(graph_module)
     if len(nodes) != len(inputs):
         raise UsageError(f"the graph takes {len(nodes)} inputs and was given {len(inputs)}: give one for each")
-    kept: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     leaves: dict[int, Any] = {}
     for node, value in zip(nodes, inputs, strict=True):
         try:
-            leaf = leaves.setdefault(id(value), _leaf(value, asks_gradients=asks_gradients))
+            leaf = leaves.setdefault(id(value), _as_leaf(value, keeps_grad=keeps_grad))
             require_writable(leaf)
-        except Exception as error:  # an opaque object may raise whatever it likes when it is looked at
+        except Exception as error:  # an opaque object may raise any exception when its attributes are read
             kind = f"{type(value).__module__}.{type(value).__qualname__}"
-            found.lacks.append(f"the input {node.name} ({kind}) is left out, since no file can hold it: {error}")
+            needs.lacks.append(f"the input {node.name} ({kind}) is left out, because no file can hold it: {error}")
         else:
-            kept[node.name] = leaf
-    write_values(kept, place / INPUTS)
+            values[node.name] = leaf
+    write_values(values, place / INPUTS)
 
 
-def _leaf(value: Any, *, asks_gradients: bool) -> Any:
-    """Return a tensor of the same memory that has no history; what is none as it is."""
+def _as_leaf(value: Any, *, keeps_grad: bool) -> Any:
+    """Return a tensor without autograd history that shares memory with this one; other values unchanged."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         return value
-    requires_grad = value.requires_grad and asks_gradients
+    requires_grad = value.requires_grad and keeps_grad
     if value.is_leaf and value.requires_grad == requires_grad and not value.is_neg():
         return value
     return value.resolve_neg().detach().requires_grad_(requires_grad)
 
 
-def _find_owners(graph_module: GraphModule, recording: Recording, found: _Found) -> None:
-    owners, unknown = owners_of(graph_module)
+def _add_owners(graph_module: GraphModule, recording: Recording, needs: _Needs) -> None:
+    """Add the modules that define the graph's functions and the backend that it was recorded for."""
+    owners, problems = owners_of(graph_module)
     for module in owners:
-        found.need(module, f"what the graph calls of {module}")
-    found.lacks += [f"what the graph calls may be missing elsewhere: {why}" for why in unknown]
+        needs.add_module(module, f"functions of {module} that the graph calls")
+    needs.lacks += [f"functions that the graph calls may be missing elsewhere: {problem}" for problem in problems]
     kind, _, name = (recording.transform or "").partition(":")
     if kind == "backend":
         owner = getattr(dynamo.backend_named(name), "__module__", "torch")
         if owner.partition(".")[0] != "torch":
-            found.need(owner, f"the backend {name}")
+            needs.add_module(owner, f"the backend {name}")
 
 
-def _found_from_anywhere(spec: str | None, found: _Found) -> str | None:
-    """Return the name of a user's own transform as any process finds it, wherever it runs."""
+def _make_absolute(spec: str | None, needs: _Needs) -> str | None:
+    """Return a transform's name so that a process in any directory finds it; None if no other process can."""
     place, _, name = (spec or "").rpartition(":")
     if place.endswith(".py"):
         return f"{Path(place).resolve()}:{name}"
@@ -276,9 +286,9 @@ def _found_from_anywhere(spec: str | None, found: _Found) -> str | None:
     try:
         origin = origin_of(place)
     except LookupError as error:
-        found.lacks.append(f"the transform {spec} cannot be found by another process: {error.args[0]}")
+        needs.lacks.append(f"the transform {spec} cannot be found by another process: {error.args[0]}")
         return None
-    found.path += [origin.folder] if origin.folder is not None else []
+    needs.path += [origin.folder] if origin.folder is not None else []
     return f"{origin.place}:{name}"
 
 
@@ -286,9 +296,10 @@ def _placeholders(graph_module: GraphModule) -> list[torch.fx.Node]:
     return [node for node in graph_module.graph.nodes if node.op == "placeholder"]
 
 
-def _united(given: Iterable[str], found: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys((*given, *found)))
+def _merge(first: Iterable[str], second: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*first, *second)))
 
 
-def _lacking(recording: Recording) -> str:
+def _explain_lacks(recording: Recording) -> str:
+    """Return the end of an error message: what the recording lacks, or to record it again if it lacks nothing."""
     return "".join(f"; {each}" for each in recording.lacks) + ("" if recording.lacks else ": record it again")

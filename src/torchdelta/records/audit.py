@@ -1,4 +1,7 @@
-"""What an audit found: which of the faults planted in a program a check caught."""
+"""The result of an audit: faults are planted in a program one at a time, and a check catches each or misses it.
+
+Start reading at `Audit`.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ from torchdelta.records.case import Case
 from torchdelta.records.verdict import Verdict
 
 SCHEMA_VERSION = 1
-"""Of an audit's JSON, which is not that of a report."""
+"""The version of an audit's JSON, which differs from that of a report."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a fault is planted, or could be."""
+    """A node where a fault is planted, or could be."""
 
     kind: str
     node: str
@@ -23,7 +26,7 @@ class Place:
     module_path: str
     """The module that the node belongs to; empty for the outermost."""
     source_line: str
-    """`file:line: code` of the user's own code that the node comes from; empty where it is not known."""
+    """`file:line: code` of the user's own code that the node comes from; empty if it is not known."""
 
     def __str__(self) -> str:
         module = f" of {self.module_path}" if self.module_path else ""
@@ -32,20 +35,20 @@ class Place:
 
 
 class TrialOutcome(enum.Enum):
-    """What came of one planted fault."""
+    """The outcome of one planted fault."""
 
     CAUGHT = "caught"
     MISSED = "missed"
     INCONCLUSIVE = "inconclusive"
     CRASHED = "crashed"
-    """The transform of the faulty program raised, or did not end: nobody overlooks it, but no value was judged."""
+    """The transform of the faulty program raised or did not end: that is noticed, but no value was judged."""
     NO_EFFECT = "no_effect"
     """Without the transform the faulty program computes the same bits as the one without a fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FaultTrial:
-    """One planted fault, and what came of it."""
+    """One planted fault and its outcome."""
 
     place: Place
     outcome: TrialOutcome
@@ -59,9 +62,9 @@ class Audit:
 
     case: Case
     control: Verdict
-    """The verdict without a fault: where it is not equivalent, a catch means nothing."""
+    """The verdict without a fault: unless it is equivalent, a catch means nothing."""
     control_reason: str
-    """Why it is not; empty where it is."""
+    """Why the control is not equivalent; empty if it is."""
     trials: tuple[FaultTrial, ...]
     inapplicable: tuple[str, ...]
     """The kinds of fault that the program has no place for."""
@@ -78,11 +81,11 @@ class Audit:
 
     @property
     def catch_rate(self) -> float | None:
-        """The share of the faults with an effect that were caught; None where none had any."""
+        """The share of caught faults among those with an effect; None if no fault had an effect."""
         effective = len(self.trials) - count(self.trials, TrialOutcome.NO_EFFECT)
         return count(self.trials, TrialOutcome.CAUGHT) / effective if effective else None
 
 
 def count(trials: Iterable[FaultTrial], outcome: TrialOutcome) -> int:
-    """Return how many trials ended so."""
+    """Return how many trials have that outcome."""
     return sum(trial.outcome is outcome for trial in trials)

@@ -1,7 +1,14 @@
-"""Records to strict JSON and back, driven by their own type hints.
+"""Records to strict JSON and back, driven by the records' own type hints.
 
-Strict means that any JSON reader takes it: a number that is not finite is the string "nan", "inf" or "-inf". Text that
-is one of these words itself is written with a backslash in front, so that nothing is read back as what it was not.
+`encode` turns a record into JSON's own types and `decode` builds it again, so a new field needs no code here:
+
+    encode(Unmatched(path="outputs[1]", side="candidate", what="tensor"))
+    ->  {"path": "outputs[1]", "side": "candidate", "what": "tensor"}
+
+`decode` refuses unknown fields, missing fields and values of another type, and names the place: a file of another
+version is never read halfway. `strict_json` has the text of JSON and the files.
+
+Start reading at `write_report` and `read_report`, the files that a command writes and `torchdelta show` shows.
 """
 
 from __future__ import annotations
@@ -10,7 +17,6 @@ import dataclasses
 import enum
 import functools
 import json
-import math
 import os
 import reprlib
 import types
@@ -26,16 +32,22 @@ from torchdelta.records.operators import OpReport, Sweep
 from torchdelta.records.passes import Pipeline
 from torchdelta.records.report import Report
 from torchdelta.records.sensitivity import Sensitivity
-
-_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-_ESCAPE = "\\"
+from torchdelta.records.strict_json import (
+    NON_FINITE,
+    decode_text,
+    encode_float,
+    encode_text,
+    from_text,
+    replace_file,
+    to_text,
+)
 
 Saved = Report | Audit | Location | OpReport | Pipeline | Sensitivity | Sweep
-"""What a command writes, and `torchdelta show` shows."""
+"""The records that a command writes and `torchdelta show` shows."""
 _Saved = TypeVar("_Saved", Report, Audit, Location, OpReport, Pipeline, Sensitivity, Sweep)
 
 
-# a report says nothing of its kind: it was there first
+# the JSON of a report has no `kind`, because reports are older than the other kinds
 _REPORT = "report"
 _KINDS: dict[str, type[Saved]] = {
     _REPORT: Report,
@@ -46,7 +58,7 @@ _KINDS: dict[str, type[Saved]] = {
     "sensitivity": Sensitivity,
     "sweep": Sweep,
 }
-_AGAIN = {
+_REMEDIES = {
     _REPORT: "run the check again",
     "audit": "run the audit again",
     "location": "locate again",
@@ -58,10 +70,10 @@ _AGAIN = {
 
 
 def to_json(report: Saved) -> str:
-    """Return a report, an audit or a location as strict JSON."""
+    """Return a report, an audit or any other saved record as strict JSON."""
     name = _name_of(type(report))
     kind = {} if name == _REPORT else {"kind": name}
-    return json.dumps({**kind, **encode(report)}, indent=2, allow_nan=False) + "\n"
+    return to_text({**kind, **encode(report)}, indent=2) + "\n"
 
 
 @overload
@@ -71,43 +83,47 @@ def from_json(text: str, kind: type[_Saved]) -> _Saved: ...
 @overload
 def from_json(text: str, kind: None) -> Saved: ...
 def from_json(text: str, kind: Any = Report) -> Saved:
-    """Read a report back, exactly as it was; ReportUnreadable says where it is not one.
+    """Return the report that `to_json` was given; raise ReportUnreadable if the text is not one.
 
-    `kind` is the class of what is expected instead; with None any of them is read.
+    `kind` is the class of the record that is expected instead; with None any kind is read.
     """
     try:
-        data = json.loads(text, parse_constant=_refuse_constant)
+        data = from_text(text)
     except json.JSONDecodeError as error:
         raise ReportUnreadable(f"this is not JSON (line {error.lineno}: {error.msg})") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ReportUnreadable(f"this is not a torchdelta report: {error}") from error
     version = data.get("schema_version") if isinstance(data, dict) else None
     if not isinstance(version, int):
         raise ReportUnreadable("this is JSON but not a torchdelta report: it has no schema_version")
     name = data.pop("kind", _REPORT)
-    found = _KINDS.get(name) if isinstance(name, str) else None
-    if found is None:
+    record = _KINDS.get(name) if isinstance(name, str) else None
+    if record is None:
         raise ReportUnreadable(f"this is of kind {reprlib.repr(name)}, which this torchdelta does not read: upgrade it")
-    if kind not in (None, found):
+    if kind not in (None, record):
         raise ReportUnreadable(f"this is a torchdelta {name}, not a {_name_of(kind)}: `torchdelta show` shows it")
-    reads = found.schema_version
+    reads = record.schema_version
     if version != reads:
-        remedy = "upgrade torchdelta to read it" if version > reads else _AGAIN[name]
+        remedy = "upgrade torchdelta to read it" if version > reads else _REMEDIES[name]
         raise ReportUnreadable(f"this {name} has schema {version}, and this torchdelta reads {reads}: {remedy}")
-    saved = decode(found, data, name)
-    assert isinstance(saved, found)
+    saved = decode(record, data, name)
+    assert isinstance(saved, record)
     return saved
 
 
 def write_report(report: Saved, path: str | os.PathLike[str]) -> None:
-    """Write a report, an audit or a location whole or not at all: a reader never sees half of one."""
+    """Write a saved record to a file; a reader never sees a part of it.
+
+    Raise UsageError if the file cannot be written.
+    """
     text = to_json(report)
     try:
         if os.path.exists(path) and not os.path.isfile(path):
-            # a pipe or a device is written to: replacing it would take /dev/null from the whole machine
+            # a pipe or a device is written to, because replacing /dev/null would take it from the whole machine
             Path(path).write_text(text, encoding="utf-8")
         else:
-            replace_file(Path(os.path.realpath(path)), text)
+            # a link stays a link: the file that it points to is replaced
+            replace_file(Path(os.path.realpath(path)), lambda file: file.write_text(text, encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"cannot write {os.fspath(path)}: {error.strerror or error}") from error
 
@@ -119,7 +135,10 @@ def read_report(path: str | os.PathLike[str], kind: type[_Saved]) -> _Saved: ...
 @overload
 def read_report(path: str | os.PathLike[str], kind: None) -> Saved: ...
 def read_report(path: str | os.PathLike[str], kind: Any = Report) -> Saved:
-    """Read a report from a file, or what else `kind` says; the error names the file."""
+    """Return the report in a file, or a record of another `kind` (None: of any kind).
+
+    Raise ReportUnreadable, with the name of the file, if there is none.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -135,7 +154,7 @@ def _name_of(record: type[Saved]) -> str:
 
 
 def encode(value: Any) -> Any:
-    """Return the value as JSON's own types."""
+    """Return a record, or any value that a record holds, as JSON's own types."""
     if isinstance(value, enum.Enum):
         return value.value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -144,15 +163,18 @@ def encode(value: Any) -> Any:
         return {str(key): encode(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
         return [encode(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, str) and _reads_as_number(value):
-        return _ESCAPE + value
+    if isinstance(value, float):
+        return encode_float(value)
+    if isinstance(value, str):
+        return encode_text(value)
     return value
 
 
 def decode(hint: Any, data: Any, where: str) -> Any:
-    """Return the value of that type which `data` encodes; `where` is its place, for the error."""
+    """Return the value of type `hint` that `data` encodes.
+
+    Raise ReportUnreadable if `data` encodes no such value; `where` is the place that the message names.
+    """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         return _decode_union(arguments, data, where)
@@ -174,38 +196,39 @@ def decode(hint: Any, data: Any, where: str) -> Any:
     if hint is float:
         return _decode_float(data, where)
     if hint is str:
-        text = _expect(str, data, where)
-        return text.removeprefix(_ESCAPE) if _reads_as_number(text) else text
+        return decode_text(_expect(str, data, where))
     return _expect(hint, data, where)
 
 
 def _decode_union(members: tuple[Any, ...], data: Any, where: str) -> Any:
+    """Return the value that `data` encodes of an optional type (`X | None`) or of a `Scalar`."""
     if data is None and type(None) in members:
         return None
     others = [member for member in members if member is not type(None)]
     if len(others) == 1:
         return decode(others[0], data, where)
     # a union of several is a Scalar: JSON keeps its types apart, except for floats that are not finite
-    kind = float if isinstance(data, str) and data in _NON_FINITE else type(data)
+    kind = float if isinstance(data, str) and data in NON_FINITE else type(data)
     if kind not in others:
         _refuse(data, " or ".join(member.__name__ for member in others), where)
     return decode(kind, data, where)
 
 
 def _decode_plain(data: Any) -> Any:
-    """Return what JSON's own types stand for where nobody said more."""
+    """Return the value that `data` encodes where the type hint is `Any`."""
     if isinstance(data, dict):
         return {key: _decode_plain(item) for key, item in data.items()}
     if isinstance(data, list):
         return [_decode_plain(item) for item in data]
     if isinstance(data, str):
-        return _NON_FINITE[data] if data in _NON_FINITE else decode(str, data, "")
+        return NON_FINITE[data] if data in NON_FINITE else decode_text(data)
     return data
 
 
 def _decode_float(data: Any, where: str) -> float:
-    if isinstance(data, str) and data in _NON_FINITE:
-        return _NON_FINITE[data]
+    """Return a number as a float, also one that is not finite; raise ReportUnreadable if it is not a number."""
+    if isinstance(data, str) and data in NON_FINITE:
+        return NON_FINITE[data]
     if isinstance(data, bool) or not isinstance(data, (int, float)):
         _refuse(data, "number", where)
     try:
@@ -215,6 +238,7 @@ def _decode_float(data: Any, where: str) -> float:
 
 
 def _decode_record(record: Any, data: dict[str, Any], where: str) -> Any:
+    """Return an instance of a dataclass; raise ReportUnreadable if a field is unknown, missing or refused by it."""
     hints = _hints(record)
     names = [field.name for field in dataclasses.fields(record)]
     if unknown := [name for name in data if name not in names]:
@@ -234,31 +258,12 @@ def _hints(record: type) -> dict[str, Any]:
 
 
 def _expect(kind: type, data: Any, where: str) -> Any:
+    """Return the data if it is of that kind; raise ReportUnreadable otherwise. A bool is not an int here."""
     if not isinstance(data, kind) or (kind is int and isinstance(data, bool)):
         _refuse(data, kind.__name__, where)
     return data
 
 
 def _refuse(data: Any, expected: str, where: str) -> NoReturn:
-    found = f"a {type(data).__name__}" if isinstance(data, (dict, list)) else reprlib.repr(data)
-    raise ReportUnreadable(f"{where}: expected {expected}, found {found}")
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _reads_as_number(text: str) -> bool:
-    return text.lstrip(_ESCAPE) in _NON_FINITE
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a file whole or not at all: a reader sees what was there before, or all of the text."""
-    # not from `tempfile`, whose files are private: a report is as readable as any other file of the user
-    unfinished = path.parent / f".torchdelta-{os.urandom(8).hex()}"
-    try:
-        with unfinished.open("x", encoding="utf-8") as file:
-            file.write(text)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    text = f"a {type(data).__name__}" if isinstance(data, (dict, list)) else reprlib.repr(data)
+    raise ReportUnreadable(f"{where}: expected {expected}, found {text}")

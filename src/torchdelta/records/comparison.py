@@ -1,4 +1,8 @@
-"""What was seen when one leaf of the reference was held against its partner in the candidate."""
+"""The evidence for one leaf: the comparison of the reference's leaf with its partner in the candidate.
+
+`Measurement` has the raw numbers of one pass over both tensors, `Breach` a broken clause of the contract, and
+`Comparison` the verdict with all of it. Start reading at `Comparison`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ class Measurement:
     mismatches: int
     """Elements whose bits differ; any NaN equals any NaN. Between two dtypes: whose values differ."""
     misplaced: int
-    """Elements where one side has a NaN or an infinity and the other has not exactly that."""
+    """Elements where one side has a NaN or an infinity and the other does not have the same."""
     nan_reference: int
     nan_candidate: int
     inf_reference: int
@@ -47,10 +51,13 @@ class Measurement:
 
     @classmethod
     def of(cls, numbers: dict[str, Any]) -> Measurement:
-        """Build from all numbers by name, without the cost of setting each field apart: a small tensor takes less."""
-        made = object.__new__(cls)
-        made.__dict__.update(numbers)
-        return made
+        """Return a measurement of all numbers by name.
+
+        The constructor would set each field apart, which takes longer than measuring a small tensor.
+        """
+        measurement = object.__new__(cls)
+        measurement.__dict__.update(numbers)
+        return measurement
 
     @property
     def rms_error(self) -> float:
@@ -119,20 +126,20 @@ class Comparison:
     error: float | None = None
     """The candidate's error, in the unit of the values."""
     noise: float | None = None
-    """The error that a correct program would show; None under a policy that does not ask."""
+    """The error that a correct program would show; None under a policy that does not use it."""
     allowed: float | None = None
     """The largest error that would still have passed."""
     resolution: float | None = None
-    """The smallest relative error that would have been seen."""
+    """The smallest relative error that would have been a divergence."""
     worst: Worst | None = None
     measurement: Measurement | None = None
     """The candidate against the reference."""
     details: dict[str, Scalar] = field(default_factory=dict)
-    """What the policy looked at besides, by name."""
+    """Further numbers that the policy used, by name."""
 
     @property
     def ratio(self) -> float:
-        """Error over what is allowed: above 1 is a divergence; 0 where nothing differs or nothing was measured."""
+        """Error over allowed error: above 1 is a divergence; 0 if nothing differs or nothing was measured."""
         if not self.error or self.allowed is None:
             return 0.0
         ratio = self.error / self.allowed if self.allowed else math.inf
@@ -140,7 +147,7 @@ class Comparison:
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """The higher, the worse: by verdict, a broken contract, values out of place, ratio, and error."""
+        """A sort key that is higher for worse comparisons: verdict, broken contract, misplaced values, ratio, error."""
         is_broken = any(not breach.excused for breach in self.contract)
         misplaced = self.measurement.misplaced if self.measurement else 0
         error = self.error or 0.0

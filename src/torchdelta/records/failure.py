@@ -1,4 +1,11 @@
-"""A failure and what makes two failures the same one."""
+"""A failure of the candidate, and its signature: the part of it that another run of the same bug has in common.
+
+    RuntimeError: shape mismatch at 0x7f3a: [2, 3] and [4, 5]      (one run)
+    RuntimeError: shape mismatch at 0x91bc: [8, 3] and [4, 1]      (another)
+    exception/forward/RuntimeError: shape mismatch at …: [#, #] and [#, #]      (the signature of both)
+
+Start reading at `Signature.is_same_as`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,7 @@ import re
 from dataclasses import dataclass, replace
 
 CLEAR = 1
-"""Orders of magnitude beyond what is allowed from which on nobody would call a divergence near."""
+"""A divergence is clear if its error is at least this many orders of magnitude above the allowed error."""
 _DUMPED = re.compile(r"(target|args\[\d+\]|kwargs): ")
 _VOLATILE = (
     (re.compile(r"\b0x[0-9a-fA-F]+"), "…"),
@@ -19,24 +26,24 @@ _VOLATILE = (
 
 
 def normalise(message: str) -> str:
-    """Return the message without addresses, directories, numbers and line breaks: what two runs have in common."""
+    """Return the message without addresses, directories, numbers and line breaks, which differ between runs."""
     for pattern, replacement in _VOLATILE:
         message = pattern.sub(replacement, message)
     return message.strip()
 
 
 def essence(message: str) -> str:
-    """Return what of a message says what is wrong: a compiler's first error, or the first paragraph.
+    """Return the part of a message that says what is wrong: a compiler's first error, or the first paragraph.
 
-    A wrapper's own line does not count, and neither does the dump of arguments that inductor appends.
+    The line of a wrapper (`… raised:`) is skipped, and so is the dump of arguments that inductor appends.
     """
     lines = [line.strip() for line in message.strip().splitlines()]
     if errors := [line.partition(" error: ")[2] for line in lines if " error: " in line]:
         return errors[0]
     if lines and lines[0].endswith("raised:"):
         return next(filter(None, lines[1:]), lines[0])
-    said = itertools.takewhile(lambda line: line and not _DUMPED.match(line), lines)
-    return " ".join(said)
+    paragraph = itertools.takewhile(lambda line: line and not _DUMPED.match(line), lines)
+    return " ".join(paragraph)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,28 +55,33 @@ class Signature:
     type: str
     message: str
     where: str = ""
-    """File and line of an exception, where they are neither torch's nor torchdelta's."""
+    """File and line of an exception; empty if they are torch's or torchdelta's."""
     magnitude: int | None = None
-    """Of a divergence: how many orders of magnitude it lies beyond what is allowed, as far as that tells."""
+    """Of a divergence: how many orders of magnitude the error is above the allowed error, at most `signatures.MOST`."""
 
     def __str__(self) -> str:
-        beyond = "" if self.magnitude is None else f", beyond what is allowed by 10^{self.magnitude} or more"
+        beyond = "" if self.magnitude is None else f", 10^{self.magnitude} times the allowed error or more"
         return f"{self.kind}/{self.stage}/{self.type}{': ' if self.message else ''}{self.message}{beyond}"
 
-    def is_like(self, seen: Signature) -> bool:
-        """Tell whether a part of a program may fail so because the whole fails like that."""
-        same = (self.kind, self.type, self.message) == (seen.kind, seen.type, seen.message)
-        return same and (self.kind != "divergence" or self.stage == seen.stage)
+    def is_like(self, other: Signature) -> bool:
+        """Tell whether a part of a program that fails with `other` may be the cause that the whole fails with this."""
+        is_alike = (self.kind, self.type, self.message) == (other.kind, other.type, other.message)
+        return is_alike and (self.kind != "divergence" or self.stage == other.stage)
 
-    def is_same_as(self, seen: Signature) -> bool:
-        """Tell whether another failure is this one; it may be larger, and hardly smaller."""
-        same = (self.kind, self.type, self.message, self.where) == (seen.kind, seen.type, seen.message, seen.where)
-        # in which stage a process was that died is often not known
-        same = same and (self.stage == seen.stage or self.kind not in ("exception", "divergence"))
-        if not same or self.magnitude is None or seen.magnitude is None:
-            return same
-        # what was far off must not become what barely is: that is another failure, or none
-        return seen.magnitude >= min(self.magnitude, CLEAR)
+    def is_same_as(self, other: Signature) -> bool:
+        """Tell whether another failure is this one; its error may be larger, and a clear error must stay clear."""
+        is_same = (self.kind, self.type, self.message, self.where) == (
+            other.kind,
+            other.type,
+            other.message,
+            other.where,
+        )
+        # the stage of a process that died is often not known
+        is_same = is_same and (self.stage == other.stage or self.kind not in ("exception", "divergence"))
+        if not is_same or self.magnitude is None or other.magnitude is None:
+            return is_same
+        # a large error that shrinks to a doubtful one is another failure, or none
+        return other.magnitude >= min(self.magnitude, CLEAR)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +89,8 @@ class Failure:
     """How the candidate failed.
 
     `kind` is `exception`, or how its process ended without one: `signal` (`type` is its name), `timeout`, `exit`
-    (`type` is the status), `memory` (also where it was refused more than a limit allows), `output`; `cancelled` means
-    that nobody wanted the answer any more.
+    (`type` is the status), `memory` (also if memory beyond a limit was refused), `output`; `cancelled` means that the
+    answer was no longer wanted.
     """
 
     kind: str
@@ -89,13 +101,13 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, *, stage: str, traceback: str = "", where: str = "") -> Failure:
-        """Describe an exception that the candidate raised in a stage."""
+        """Return the failure of a candidate that raised an exception in a stage."""
         name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
         return cls.of_exception(name, str(error), stage=stage, traceback=traceback, where=where)
 
     @classmethod
     def of_exception(cls, name: str, message: str, *, stage: str, traceback: str = "", where: str = "") -> Failure:
-        """Describe an exception that was raised in another process."""
+        """Return the failure of a candidate that raised an exception in another process, by name and message."""
         signature = Signature(
             kind="exception", stage=stage, type=name, message=normalise(essence(message)), where=where
         )
@@ -103,42 +115,45 @@ class Failure:
 
     @classmethod
     def of_signal(cls, name: str, *, stage: str) -> Failure:
-        """Describe a process that a signal ended."""
-        return cls._made("signal", name, f"the process was ended by {name}", stage=stage)
+        """Return the failure of a process that a signal ended."""
+        return cls._of_end("signal", name, f"the process was ended by {name}", stage=stage)
 
     @classmethod
     def of_timeout(cls, deadline_s: float, *, stage: str) -> Failure:
-        """Describe a process that did not finish in time."""
-        return cls._made("timeout", "", f"not finished after {deadline_s:g} s", stage=stage)
+        """Return the failure of a process that did not finish in time."""
+        return cls._of_end("timeout", "", f"not finished after {deadline_s:g} s", stage=stage)
 
     @classmethod
     def of_exit(cls, status: int, *, stage: str) -> Failure:
-        """Describe a process that left without an answer."""
-        return cls._made("exit", str(status), f"the process exited with status {status} and no answer", stage=stage)
+        """Return the failure of a process that exited without an answer."""
+        return cls._of_end("exit", str(status), f"the process exited with status {status} and no answer", stage=stage)
 
     @classmethod
     def of_memory(cls, limit_bytes: int, *, stage: str) -> Failure:
-        """Describe a process that held more memory than it might."""
-        return cls._made("memory", "", f"more than {limit_bytes / 2**20:.0f} MiB of memory", stage=stage)
+        """Return the failure of a process that used more memory than its limit."""
+        return cls._of_end("memory", "", f"more than {limit_bytes / 2**20:.0f} MiB of memory", stage=stage)
 
     @classmethod
     def of_refused_memory(cls, message: str, *, stage: str, traceback: str = "") -> Failure:
-        """Describe a process that was refused memory, and said so itself: who asks for less dies of the same."""
-        made = cls._made("memory", "", message, stage=stage)
-        return replace(made, traceback=traceback)
+        """Return the failure of a process that was refused memory and reported so.
+
+        The signature has no message: the same failure in a smaller program asks for another amount.
+        """
+        return replace(cls._of_end("memory", "", message, stage=stage), traceback=traceback)
 
     @classmethod
     def of_output(cls, limit_bytes: int, *, stage: str) -> Failure:
-        """Describe a process that printed without end."""
-        return cls._made("output", "", f"more than {limit_bytes / 2**20:.0f} MiB of output", stage=stage)
+        """Return the failure of a process that printed more than its limit."""
+        return cls._of_end("output", "", f"more than {limit_bytes / 2**20:.0f} MiB of output", stage=stage)
 
     @classmethod
     def of_cancelled(cls, *, stage: str) -> Failure:
-        """Describe a process that was ended because its answer was no longer wanted."""
-        return cls._made("cancelled", "", "cancelled", stage=stage)
+        """Return the failure of a process that was ended because its answer was no longer wanted."""
+        return cls._of_end("cancelled", "", "cancelled", stage=stage)
 
     @classmethod
-    def _made(cls, kind: str, name: str, message: str, *, stage: str) -> Failure:
-        # the numbers of these messages are limits, and no part of what happened
+    def _of_end(cls, kind: str, name: str, message: str, *, stage: str) -> Failure:
+        """Return the failure of a process that ended without an exception."""
+        # the numbers in these messages are limits, which are not part of the failure
         signature = Signature(kind=kind, stage=stage, type=name, message="")
         return cls(kind=kind, type=name, message=message, signature=signature)

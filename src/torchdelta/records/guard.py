@@ -1,4 +1,4 @@
-"""What a guard saw: one record for each graph, and a summary of them all."""
+"""The records of a guard: one for each graph that it watched, and a summary of them all."""
 
 from __future__ import annotations
 
@@ -14,46 +14,46 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "minify": (False, True, "wait"),
     "graph": ("dynamo", "aten"),
 }
-"""What a guard may be told, for the words that are one of a few."""
+"""The values that an option of a guard may have, for options with few values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuardedGraphRecord:
-    """One graph that a compiler was given under guard."""
+    """One graph that was handed to a guarded compiler."""
 
     number: int
-    """In the order in which graphs came, from 1."""
+    """Its place in the order of compilation, from 1."""
     name: str
-    """Where the graph comes from: the user's first line in it."""
+    """Its origin: the first line of the user's code in it."""
     backend: str
     level: str
     """`dynamo`, or after AOTAutograd `forward`, `backward` or `inference`."""
     nodes: int
     verdict: Verdict | None = None
-    """None where it was not checked, and `unchecked` says why."""
+    """None if it was not checked; then `unchecked` says why."""
     unchecked: str = "it was compiled, and never called"
     reason: str = ""
     call: int = 0
-    """Which call of the graph this is about, from 1; 0 is its compilation."""
+    """The call of the graph that the verdict is about, from 1; 0 is its compilation."""
     culprit: Culprit | None = None
     directory: str | None = None
-    """Where its recording and its report are."""
+    """The directory of its recording and its report."""
     repro: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuardSummary:
-    """What came of a guarded run."""
+    """The result of a guarded run."""
 
     graphs: int
     checked: int
     verdicts: dict[str, int] = field(default_factory=dict)
     """How many graphs have each verdict."""
     unchecked: dict[str, int] = field(default_factory=dict)
-    """How many graphs were not checked, by why not."""
+    """How many graphs were not checked, by the reason."""
     findings: tuple[GuardedGraphRecord, ...] = ()
     out: str | None = None
-    """Where the index is, and a directory for each finding."""
+    """The directory of the index, which has one directory for each finding."""
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
-    """What the checks cost."""
+    """The time that the checks took."""

@@ -1,4 +1,8 @@
-"""Where a difference comes from: nodes of both sides, matched, each judged by itself."""
+"""The location of a difference: the nodes of both sides, matched, and each pair judged by itself.
+
+A pair has two errors. Its local error is that of the candidate's node when it is fed the reference's values; only that
+makes a culprit. Its inherited error is the difference of the two values as they were. Start reading at `Location`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from torchdelta.records.report import Cost, Coverage, Culprit, Environment
 from torchdelta.records.verdict import Verdict
 
 SCHEMA_VERSION = 1
-"""Of a location's JSON, which is not that of a report."""
+"""The version of a location's JSON, which differs from that of a report."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,17 +25,17 @@ class NodeRecord:
     """Unique in its program; a node of a nested graph is behind the name of that graph, as in `true_graph_0.add`."""
     op: str
     kinds: tuple[str, ...] = ()
-    """What each tensor that it returns is, as in `float32[2, 3]`; empty where nobody said."""
+    """Dtype and shape of each tensor that it returns, as in `float32[2, 3]`; empty if they are not known."""
     handles: tuple[int, ...] = ()
     module_path: str = ""
     source_line: str = ""
     inputs: tuple[str, ...] = ()
-    """The names of the nodes that it reads, those included that compute nothing and have no record."""
+    """The names of the nodes that it reads, also of those that have no record because they compute nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """Nodes of both sides that should compute the same, and how that was found."""
+    """Nodes of both sides that should compute the same, and how they were matched."""
 
     reference: str
     candidate: str
@@ -41,7 +45,7 @@ class Match:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One matched pair: what it does wrong by itself, and what it was given wrong already."""
+    """One matched pair: its local comparisons, and those that include inherited error."""
 
     reference: NodeRecord
     candidate: NodeRecord
@@ -49,16 +53,16 @@ class Row:
     local: tuple[Comparison, ...] = ()
     """The candidate's node, fed the reference's values, against the reference's node."""
     local_gradients: tuple[Comparison, ...] = ()
-    """The same for the gradients of what the node reads, given the same cotangent."""
+    """The same for the gradients of the node's inputs, with the same cotangent on both sides."""
     inherited: tuple[Comparison, ...] = ()
     """The candidate's own value against the reference's."""
     reason: str = ""
-    """Why it could not be judged, where it could not."""
+    """Why it could not be judged; empty if it was."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
-    """One step of the ladder from eager to the candidate, held against the eager program."""
+    """One step of the ladder from eager to the candidate, compared with the eager program."""
 
     name: str
     verdict: Verdict
@@ -67,13 +71,13 @@ class Rung:
 
 @dataclass(frozen=True, kw_only=True)
 class Location:
-    """What was found out about where the two sides part."""
+    """The answer of `locate`: where the two sides begin to differ, with the evidence."""
 
     verdict: Verdict
     environment: Environment
     case: Case
     reason: str = ""
-    """The worst that the check saw, or what the candidate raised."""
+    """The reason of the check's worst comparison, or the exception that the candidate raised."""
     culprits: tuple[Culprit, ...] = ()
     """The first is the one that goes wrong first."""
     table: tuple[Row, ...] = ()

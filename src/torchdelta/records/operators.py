@@ -1,4 +1,8 @@
-"""What was found out about operators: one looked at closely, or many of torch's own database."""
+"""The results of checking operators: a report on one operator, or a sweep over many of torch's own database.
+
+A probe is one question about an operator: does its schema hold, is its fake kernel right, is its derivative? Start
+reading at `OpReport` and `Sweep`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from torchdelta.records.report import Environment, Report
 from torchdelta.records.verdict import Verdict, worst_of
 
 SCHEMA_VERSION = 1
-"""Of the JSON of both, which is not that of a report."""
+"""The version of the JSON of both, which differs from that of a check's report."""
 OWN_PROBES = (
     "schema",
     "repeat",
@@ -23,35 +27,35 @@ OWN_PROBES = (
     "fake/resized",
     "fake/symbolic",
 )
-"""What an operator is asked itself."""
+"""The probes of the operator itself."""
 TRACES = ("aot", "backend")
-"""What the names of the other probes begin with: there are several of each, and of backends those asked for."""
+"""The beginnings of the names of the other probes, which trace or compile the operator in several ways."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """One question that was put to an operator, and its answer."""
+    """One question about an operator, and its answer."""
 
     name: str
     """`schema`, `fake/resized`, `aot/dynamic/min-cut`, `backend/inductor/static`, …"""
     verdict: Verdict
     reason: str = ""
-    """What was seen, with numbers; empty where it is equivalent and there is no more to say."""
+    """The evidence, with numbers; may be empty if the verdict is equivalent."""
     remedy: str = ""
-    """What to register or to mend."""
+    """What to register or to repair."""
     report: Report | None = None
-    """Of the run that the answer rests on, where two programs were compared."""
+    """The report of the check behind the answer, if two programs were compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpReport:
-    """What came of every question that an operator was asked."""
+    """The answers of every probe of one operator."""
 
     op: str
     arguments: tuple[str, ...]
-    """Each of them in short: `float32[3, 4]`, `dim=1`."""
+    """Each argument in short: `float32[3, 4]`, `dim=1`."""
     verdict: Verdict
-    """The worst of the probes."""
+    """The worst verdict of the probes."""
     probes: tuple[Probe, ...]
     unasked: dict[str, str]
     """Probes that do not apply to this operator or were left out on request, and why."""
@@ -61,7 +65,7 @@ class OpReport:
     schema_version: int = SCHEMA_VERSION
 
     def probe(self, name: str) -> Probe:
-        """Return the probe of that name; KeyError where it was not asked."""
+        """Return the probe of that name; raise KeyError if it was not asked."""
         for probe in self.probes:
             if probe.name == name:
                 return probe
@@ -69,7 +73,7 @@ class OpReport:
 
     @property
     def worst(self) -> Probe | None:
-        """The first of the probes that the verdict comes from; None where all are equivalent."""
+        """The first of the probes that have the worst verdict; None if all are equivalent."""
         guilty = [probe for probe in self.probes if probe.verdict is self.verdict]
         return guilty[0] if guilty and self.verdict is not Verdict.EQUIVALENT else None
 
@@ -81,46 +85,46 @@ class SweepRow:
     op: str
     dtype: str
     samples: int
-    """How many of its sample inputs were checked."""
+    """The number of its sample inputs that were checked."""
     verdict: Verdict
     probes: dict[str, Verdict]
     """The worst verdict of each probe over all samples."""
     probe: str = ""
-    """The probe that the verdict comes from; empty where it is equivalent or the process ended."""
+    """The probe that has the verdict; empty if it is equivalent or the process ended."""
     reason: str = ""
     sample: str = ""
-    """The arguments that it was seen with."""
+    """The arguments that show it."""
     remedy: str = ""
     unasked: int = 0
     """Samples that eager itself rejects."""
     left_out: dict[str, int] = field(default_factory=dict)
-    """Samples that the database has and nobody can check, by the reason."""
+    """How many samples of the database cannot be checked, by the reason."""
     seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """Many operators, each with the worst that was seen of it."""
+    """Many operators, each with the worst verdict of its samples."""
 
     swept: tuple[SweepRow, ...]
     total: int
-    """How many there would have been: more than were swept where somebody interrupted it."""
+    """How many rows a finished sweep has: more than `swept` if it was interrupted."""
     environment: Environment
     words: dict[str, str]
-    """What was asked: operators, dtypes, probes, backends, policy, gradients, samples, seed."""
+    """The options of the sweep: operators, dtypes, probes, backends, policy, gradients, samples, seed."""
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     schema_version: int = SCHEMA_VERSION
 
     def by_verdict(self, dtype: str | None = None) -> Counter[Verdict]:
-        """Return how many operators ended so, of one dtype or of all."""
+        """Return how many operators have each verdict, of one dtype or of all."""
         return Counter(each.verdict for each in self.swept if dtype in (None, each.dtype))
 
     @property
     def verdict(self) -> Verdict:
-        """The worst that was seen, where it is a failure.
+        """The worst verdict if it is a failure, otherwise equivalent.
 
-        That something could not be decided of one operator of hundreds says nothing of the others.
+        An inconclusive operator among hundreds says nothing about the others.
         """
         worst = worst_of(each.verdict for each in self.swept)
         return worst if worst.is_failure or not self.swept else Verdict.EQUIVALENT

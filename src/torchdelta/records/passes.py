@@ -1,6 +1,9 @@
-"""What passes did to a graph: one row each, which tells what it does wrong from what it was given wrong.
+"""The effect of passes on a graph, in two kinds of records.
 
-What comes of watching the passes of a compiler.
+`Pipeline` is a user's list of passes. Each row compares the graph behind a pass twice: with the graph before it, which
+shows what this pass introduced, and with the original graph, which includes what earlier passes did.
+
+`PassSummary` is the result of watching the passes of inductor while it compiles.
 """
 
 from __future__ import annotations
@@ -14,39 +17,39 @@ from torchdelta.records.report import Culprit, Environment
 from torchdelta.records.verdict import Verdict
 
 SCHEMA_VERSION = 1
-"""Of a pipeline's JSON, which is not that of a report."""
+"""The version of a pipeline's JSON, which differs from that of a report."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassRow:
-    """One pass of a list: what it did to the graph that it was given."""
+    """One pass of a list, and its effect on the graph."""
 
     name: str
     has_run: bool = True
     changed: bool = False
-    """Whether the graph behind it is another one at all."""
+    """Whether the graph behind the pass differs from the one before it."""
     introduced: Verdict | None = None
-    """Its graph against the one that it was given; None where that could not be asked."""
+    """The graph behind the pass compared with the one before it; None if that could not be asked."""
     against_original: Verdict | None = None
-    """Its graph against the one that the first pass was given."""
+    """The graph behind the pass compared with the one before the first pass."""
     error: float | None = None
-    """How far its graph is from the truth of the original, where that is worst."""
+    """The error of the graph behind the pass against the truth of the original, at the worst leaf."""
     noise: float | None = None
     culprit: Culprit | None = None
-    """The node of the graph it was given that it does wrong."""
+    """The node of the graph before it that the pass made wrong."""
     reason: str = ""
     failure: Failure | None = None
-    """What it raised, or what its graph does."""
+    """The exception of the pass, or the failure of the graph behind it."""
     note: str = ""
 
     @property
     def is_guilty(self) -> bool:
-        """Whether the graph goes wrong by this pass."""
+        """Whether this pass made the graph wrong."""
         return self.introduced is not None and self.introduced.is_failure
 
     @property
     def effect(self) -> str:
-        """What became of the graph, in a word or two."""
+        """The effect on the graph in a word or two: `unchanged`, `equivalent`, `diverged`, `inherited`, …"""
         if not self.has_run:
             return "not run"
         if not self.changed and self.failure is None:
@@ -58,7 +61,7 @@ class PassRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """A list of passes, each held against the graph that it was given and against the original one."""
+    """A list of passes, each compared with the graph before it and with the original graph."""
 
     verdict: Verdict
     environment: Environment
@@ -70,7 +73,7 @@ class Pipeline:
 
     @property
     def first(self) -> PassRow | None:
-        """The first pass by which the graph goes wrong; None where there is none."""
+        """The first pass that made the graph wrong; None if there is none."""
         return next((row for row in self.rows if row.is_guilty), None)
 
     def __str__(self) -> str:
@@ -79,68 +82,70 @@ class Pipeline:
 
 @dataclass(frozen=True, kw_only=True)
 class PassFinding:
-    """A pass of inductor's behind which a graph computes something else."""
+    """A pass of inductor that made a graph compute something else."""
 
     name: str
-    """The pass; of a hook, with the user's function behind it."""
+    """The name of the pass; that of a hook is followed by the user's function."""
     phase: str
     """`pre-grad`, `joint` or `post-grad`."""
     graph: str
-    """Which of the graphs that were compiled, as in `graph 0 (backward)`."""
+    """The compiled graph that it ran on, as in `graph 0 (backward)`."""
     culprit: Culprit | None
     reason: str
     error: float | None = None
     noise: float | None = None
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.phase}, {self.graph}): {_blamed(self.culprit)}{self.reason}"
+        return f"{self.name} ({self.phase}, {self.graph}): {_name_culprit(self.culprit)}{self.reason}"
 
 
 def _lines(pipeline: Pipeline) -> Iterator[str]:
+    """Yield the text of a pipeline: a headline, one line for each pass, and the notes."""
     first = pipeline.first
     where = f", and {first.name} is the first to go wrong" if first is not None else ""
     yield f"{pipeline.case.program} under {len(pipeline.rows)} passes: {pipeline.verdict.value}{where}"
     width = max((len(row.name) for row in pipeline.rows), default=0)
     for number, row in enumerate(pipeline.rows, 1):
-        told = f"{_blamed(row.culprit)}{row.reason}" if row.changed or row.failure else ""
-        told = "; ".join(filter(None, (told, row.note)))
-        yield f"  {number:>2}  {row.name:<{width}}  {row.effect:<12}  {told}".rstrip()
+        reason = f"{_name_culprit(row.culprit)}{row.reason}" if row.changed or row.failure else ""
+        remark = "; ".join(filter(None, (reason, row.note)))
+        yield f"  {number:>2}  {row.name:<{width}}  {row.effect:<12}  {remark}".rstrip()
     yield from (f"  note: {note}" for note in pipeline.notes)
 
 
-def _blamed(culprit: Culprit | None) -> str:
+def _name_culprit(culprit: Culprit | None) -> str:
+    """Return the culprit's operator, node and source line as the beginning of a sentence; empty without a culprit."""
     if culprit is None:
         return ""
     at = f" at {culprit.source_line}" if culprit.source_line else ""
     return f"{culprit.op} ({culprit.node}){at}: "
 
 
-# not frozen: it is read while the run that fills it goes on
+# not frozen, because it is read while the run that fills it continues
 @dataclass(kw_only=True, eq=False)
 class PassSummary:
-    """What was seen so far: every pass, and those that change what is computed."""
+    """The passes that were watched so far, and those among them that change the results."""
 
     findings: list[PassFinding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What could not be checked, and why."""
+    """Which passes could not be checked, and why."""
     passes: int = 0
-    """How many ran."""
+    """How many passes ran."""
     graphs: int = 0
-    """Over how many graphs; each phase has its own."""
+    """On how many graphs they ran; each phase has graphs of its own."""
     changed: int = 0
-    """How many of the graphs passes changed at all."""
+    """How many of the graphs a pass changed."""
     checked: int = 0
-    """How many of those were held against what they were, on real inputs, with an answer."""
+    """How many of the changed graphs were compared with the graphs before them, on real inputs, with an answer."""
 
     @property
     def seen(self) -> str:
-        """How much was looked at, in one sentence."""
+        """The counts of passes and graphs in one sentence."""
         return (
             f"{self.passes} passes over {self.graphs} graphs: {self.changed} were changed, and {self.checked} of those "
             "checked"
         )
 
     def note(self, words: str) -> None:
-        """Say something once."""
+        """Add a note, unless it is there already."""
         if words not in self.notes:
             self.notes.append(words)

@@ -5,7 +5,6 @@ Beside the record lie the graph and its inputs. The record is written last, so a
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,13 +13,14 @@ from typing import Any
 
 from torchdelta.errors import ReportUnreadable, UsageError
 from torchdelta.records.case import Case
-from torchdelta.records.codec import decode, encode, replace_file
+from torchdelta.records.codec import decode, encode
 from torchdelta.records.comparison import Scalar
+from torchdelta.records.strict_json import FileFormat
 
 RECORDING = "recording.json"
 RECORDING_VERSION = 1
 LEVELS = ("dynamo", "forward", "backward", "inference")
-_FORMAT = "torchdelta recording"
+_FORMAT = FileFormat(kind="recording", version=RECORDING_VERSION, remedy="record the graph again")
 _DEFAULT_POLICY = "noise"
 
 
@@ -78,38 +78,22 @@ def recording_of(program: object) -> Recording | None:
 
 
 def write_recording(recording: Recording, directory: str | os.PathLike[str]) -> None:
-    """Write the record whole or not at all; UsageError where that is impossible."""
-    document = {"format": _FORMAT, "recording_version": RECORDING_VERSION, **encode(recording)}
-    path = Path(directory) / RECORDING
-    try:
-        replace_file(path, json.dumps(document, allow_nan=False, indent=2) + "\n")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror or error}") from error
+    """Write the record of a directory; raise UsageError if it cannot be written."""
+    _FORMAT.write(Path(directory) / RECORDING, encode(recording), indent=2)
 
 
 def read_recording(directory: str | os.PathLike[str]) -> Recording:
-    """Read the record of a directory; ReportUnreadable says why there is none."""
+    """Return the record of a directory; raise ReportUnreadable if there is none, or none that can be read."""
     path = Path(directory) / RECORDING
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        document = _FORMAT.read(path)
+    except ReportUnreadable as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
         raise ReportUnreadable(
-            f"{os.fspath(directory)} has no {RECORDING}: nothing was recorded there, or who recorded it died before it "
-            "was written; record the graph again, or name a program as path/file.py:factory"
+            f"{os.fspath(directory)} has no {RECORDING}: nothing was recorded there, or the process that recorded it "
+            "died before it was written; record the graph again, or name a program as path/file.py:factory"
         ) from None
-    except OSError as error:
-        raise ReportUnreadable(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise ReportUnreadable(f"{path}: this is no JSON, or not all of it: {error}; record the graph again") from error
-    if not isinstance(document, dict) or document.pop("format", None) != _FORMAT:
-        raise ReportUnreadable(f"{path}: this is JSON, but no recording; name a directory that a guard recorded")
-    version = document.pop("recording_version", None)
-    if version != RECORDING_VERSION:
-        is_newer = isinstance(version, int) and version > RECORDING_VERSION
-        remedy = "upgrade torchdelta to read it" if is_newer else "record the graph again"
-        raise ReportUnreadable(
-            f"{path}: it has version {version!r}, and this torchdelta reads {RECORDING_VERSION}: {remedy}"
-        )
     try:
         return decode(Recording, document, "recording")  # type: ignore[no-any-return]
     except ReportUnreadable as error:

@@ -1,8 +1,12 @@
-"""The answer with all its evidence: what every face renders and every file holds.
+"""The report of a check: the verdict with all its evidence, which every face renders and every file holds.
 
-What this process runs on, told without importing torch.
+A report has stages, a stage has comparisons, and each of the three has a verdict: the worst of those inside it.
 
-Why a report says what it says.
+    report.verdict                                   Verdict.DIVERGED
+    report.stage("forward").comparisons[0].path      "outputs[0]"
+    reason_of(report)                                one line: the exception, or the reason of the worst comparison
+
+Start reading at `Report`. At the end are functions that put a report into one line, or into an exception's message.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ ASKED = "asked"
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """What the case ran on."""
+    """The versions and the platform that the case ran on."""
 
     torch: str
     python: str
@@ -38,11 +42,11 @@ class Stage:
     verdict: Verdict
     comparisons: tuple[Comparison, ...] = ()
     reason: str = ""
-    """Why the stage as a whole is not equivalent when no single comparison says so."""
+    """Why the stage as a whole is not equivalent, if no single comparison says so."""
 
     @classmethod
     def of(cls, name: str, comparisons: tuple[Comparison, ...], reason: str = "") -> Stage:
-        """Build a stage whose verdict is the worst of its comparisons; with a reason it is at best inconclusive."""
+        """Return a stage whose verdict is the worst of its comparisons; with a reason it is at best inconclusive."""
         verdicts = [comparison.verdict for comparison in comparisons]
         if reason:
             verdicts.append(Verdict.INCONCLUSIVE)
@@ -51,7 +55,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Questions:
-    """Which of the three questions was asked; otherwise why it was not."""
+    """The three questions: of each, that it was asked or why it was not."""
 
     native: str = ASKED
     semantic: str = "not asked"
@@ -60,7 +64,7 @@ class Questions:
 
 @dataclass(frozen=True, kw_only=True)
 class Graphs:
-    """How much of the candidate really was transformed."""
+    """How much of the candidate was really transformed."""
 
     captured: int
     transformed_calls: int
@@ -70,7 +74,7 @@ class Graphs:
 
 @dataclass(frozen=True, kw_only=True)
 class Culprit:
-    """The first node that is wrong when fed the reference's own inputs."""
+    """A node that is wrong although it is fed the reference's own inputs."""
 
     op: str
     node: str
@@ -79,16 +83,16 @@ class Culprit:
     local_error: float
     noise: float
     stage: str | None = None
-    """`forward` or `gradients`: in which of them the node is wrong."""
+    """The stage in which the node is wrong: `forward` or `gradients`."""
     reason: str = ""
     rung: str | None = None
     cause: str | None = None
-    """What the difference vanishes with, where a setting makes it vanish."""
+    """The setting that makes the difference vanish; None if none does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Coverage:
-    """How many nodes of both graphs were matched, and by what."""
+    """How many nodes of both graphs were matched, and how many by which method."""
 
     matched: int
     total: int
@@ -97,16 +101,16 @@ class Coverage:
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """What minifying achieved and cost."""
+    """The result and the cost of minifying."""
 
     nodes_before: int
     nodes_after: int
     queries: int
     seconds: float
     is_minimal: bool = True
-    """Whether no single edit is left that still shows the failure; not so when the budget ended first."""
+    """Whether every further edit loses the failure; False if the budget ended first."""
     rate: float = 1.0
-    """In which part of the runs it fails."""
+    """The share of the runs that fail."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +123,7 @@ class Repro:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """Seconds by part, and the highest memory the process reached."""
+    """Seconds by part of the run, and the most memory that the process used."""
 
     seconds: dict[str, float]
     peak_bytes: int
@@ -127,7 +131,7 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Everything a run found out."""
+    """Everything that a check, and what followed it, found out."""
 
     verdict: Verdict
     environment: Environment
@@ -151,7 +155,7 @@ class Report:
         return tuple(comparison for stage in self.stages for comparison in stage.comparisons)
 
     def stage(self, name: str) -> Stage:
-        """Return the stage of that name; KeyError where it was not run."""
+        """Return the stage of that name; raise KeyError if it was not run."""
         for stage in self.stages:
             if stage.name == name:
                 return stage
@@ -159,7 +163,7 @@ class Report:
 
 
 def environment_without_torch() -> Environment:
-    """Describe the torch that is installed, Python and the platform."""
+    """Return the environment of this process without importing torch, whose version is read from its metadata."""
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -170,45 +174,45 @@ def environment_without_torch() -> Environment:
 
 
 def reason_of(report: Report) -> str:
-    """Return in one line what was raised, what a stage says of itself, or the reason of the worst comparison."""
+    """Return one line: the failure, the first reason that a stage has, or the reason of the worst comparison."""
     if report.failure is not None:
         return f"{report.failure.type}: {report.failure.message}".splitlines()[0]
-    worst = max(report.comparisons, key=lambda seen: seen.rank, default=None)
+    worst = max(report.comparisons, key=lambda comparison: comparison.rank, default=None)
     return next((stage.reason for stage in report.stages if stage.reason), worst.reason if worst else "")
 
 
-def wrong_in(report: Report) -> list[Comparison]:
-    """Return the comparisons that diverged."""
-    return [seen for seen in report.comparisons if seen.verdict is Verdict.DIVERGED]
+def diverged_comparisons(report: Report) -> list[Comparison]:
+    """Return the comparisons whose verdict is `diverged`."""
+    return [comparison for comparison in report.comparisons if comparison.verdict is Verdict.DIVERGED]
 
 
-def telling(report: Report) -> str:
-    """Return in one line why a report is not equivalent: where, why, and the values there."""
+def explain_verdict(report: Report) -> str:
+    """Return one line on why a report is not equivalent: the stage, the leaf, the reason and the values there."""
     if report.failure is not None:
         return reason_of(report)
     worst = max(report.stages, key=lambda stage: stage.verdict.severity)
-    guilty = [seen for seen in worst.comparisons if seen.verdict is worst.verdict]
+    guilty = [comparison for comparison in worst.comparisons if comparison.verdict is worst.verdict]
     if not guilty:
         return f"{worst.name}: {worst.reason}"
-    return f"{worst.name} {_line(max(guilty, key=lambda seen: seen.rank))}"
+    return f"{worst.name} {_line(max(guilty, key=lambda comparison: comparison.rank))}"
 
 
 def evidence_of(report: Report) -> str:
-    """Return what an exception says: the verdict, the worst comparisons with their values, the notes."""
+    """Return the message of an exception: the verdict, the worst comparisons with their values, and the notes."""
     lines = [f"{report.case.program} under {report.case.transform}: {report.verdict.value}"]
     for stage in report.stages:
         if stage.reason:
             lines.append(f"  {stage.name}: {stage.reason}")
-        guilty = [seen for seen in stage.comparisons if seen.verdict is not Verdict.EQUIVALENT]
-        lines += [
-            f"  {stage.name} {_line(seen)}" for seen in sorted(guilty, key=lambda seen: seen.rank, reverse=True)[:5]
-        ]
+        guilty = [comparison for comparison in stage.comparisons if comparison.verdict is not Verdict.EQUIVALENT]
+        guilty.sort(key=lambda comparison: comparison.rank, reverse=True)
+        lines += [f"  {stage.name} {_line(comparison)}" for comparison in guilty[:5]]
     return "\n".join([*lines, *(f"  note: {note}" for note in report.notes)])
 
 
-def _line(seen: Comparison) -> str:
-    if seen.worst is None:
-        return f"{seen.path}: {seen.reason}"
-    worst = seen.worst
+def _line(comparison: Comparison) -> str:
+    """Return a comparison in one line: path, reason, and the worst element with its values if there is one."""
+    if comparison.worst is None:
+        return f"{comparison.path}: {comparison.reason}"
+    worst = comparison.worst
     values = f"reference {worst.reference}, candidate {worst.candidate}, truth {worst.truth}"
-    return f"{seen.path}: {seen.reason}; worst at {list(worst.index)}: {values}"
+    return f"{comparison.path}: {comparison.reason}; worst at {list(worst.index)}: {values}"

@@ -1,4 +1,7 @@
-"""Which layer loses most when it alone is quantized."""
+"""The sensitivity of a model's layers: how much the outputs lose when one layer alone is quantized.
+
+Start reading at `Sensitivity`.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,12 @@ from torchdelta.records.comparison import Measurement
 from torchdelta.records.report import Environment
 
 SCHEMA_VERSION = 1
-"""Of a sensitivity's JSON, which is not that of a report."""
+"""The version of a sensitivity's JSON, which differs from that of a report."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """What quantizing did to one tensor that the program returns."""
+    """The effect of quantizing on one tensor that the program returns."""
 
     path: str
     measurement: Measurement
@@ -24,36 +27,36 @@ class Effect:
 
     @property
     def sqnr_db(self) -> float:
-        """Signal to noise in dB, the reference being the signal; nothing is left of it where a NaN or Inf came in."""
+        """Signal to noise in dB, the reference being the signal; minus infinity if a NaN or Inf was added."""
         return -math.inf if self.measurement.misplaced else self.measurement.sqnr_db
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerEffect:
-    """One module, quantized while everything else is left as it is."""
+    """One module that is quantized while the others are not."""
 
     module_path: str
-    """Empty for the outermost: what the program computes in none of its modules."""
+    """Empty for the outermost module: operations that are in none of its submodules."""
     ops: tuple[str, ...] = ()
-    """Those of its operations that read what was quantized."""
+    """The operations of the module that read quantized values."""
     effects: tuple[Effect, ...] = ()
     reason: str = ""
-    """Why it could not be quantized alone; empty where it could."""
+    """Why it could not be quantized alone; empty if it could."""
 
     @property
     def sqnr_db(self) -> float | None:
-        """That of the worst output; None where nothing was measured."""
+        """Signal to noise of the worst output; None if nothing was measured."""
         return worst_sqnr_db(self.effects)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sensitivity:
-    """Every module that a quantizer quantizes, one at a time."""
+    """The answer of `locate --sensitivity`: every module that a quantizer quantizes, one at a time."""
 
     case: Case
     environment: Environment
     modules: tuple[LayerEffect, ...]
-    """The one that loses most first; those that could not be quantized alone last."""
+    """The module that loses most comes first; those that could not be quantized alone come last."""
     together: tuple[Effect, ...] = ()
     """All of them quantized at once."""
     notes: tuple[str, ...] = ()
@@ -62,5 +65,5 @@ class Sensitivity:
 
 
 def worst_sqnr_db(effects: Iterable[Effect]) -> float | None:
-    """Return the lowest signal to noise; None where there is none."""
+    """Return the lowest signal to noise of several effects; None if there are none."""
     return min((effect.sqnr_db for effect in effects), default=None)

@@ -1,4 +1,8 @@
-"""The failures that a report shows, by what makes them the same as others."""
+"""The signatures of the failures that a report shows.
+
+A crash has one signature. A report that diverged may have several: leaves with the same stage, the same broken clauses
+and an error of the same order of magnitude share one. Start reading at `signatures_of`.
+"""
 
 from __future__ import annotations
 
@@ -11,41 +15,41 @@ from torchdelta.records.report import Report
 from torchdelta.records.verdict import Verdict
 
 MOST = 3
-"""Orders of magnitude that are told apart."""
+"""The largest order of magnitude in a signature: beyond it, errors are all alike."""
 
 
 def signatures_of(report: Report) -> tuple[Signature, ...]:
-    """Return each failure once, the earliest stage first, and in a stage the worst."""
+    """Return each signature once: the earliest stage first, and in a stage the worst leaf's first."""
     if report.failure is not None:
         return (report.failure.signature,)
-    found = dict.fromkeys(signature for signature, _ in guilty_of(report))
+    signatures = dict.fromkeys(signature for signature, _ in diverged_leaves(report))
     for stage in report.stages:
-        if stage.verdict is Verdict.DIVERGED and not any(signature.stage == stage.name for signature in found):
-            found[Signature(kind="divergence", stage=stage.name, type="structure", message="")] = None
-    return tuple(found)
+        if stage.verdict is Verdict.DIVERGED and not any(signature.stage == stage.name for signature in signatures):
+            signatures[Signature(kind="divergence", stage=stage.name, type="structure", message="")] = None
+    return tuple(signatures)
 
 
-def guilty_of(report: Report) -> tuple[tuple[Signature, str], ...]:
-    """Return the leaves that differ, each with its failure: the earliest stage first, and in a stage the worst."""
+def diverged_leaves(report: Report) -> tuple[tuple[Signature, str], ...]:
+    """Return signature and path of each leaf that diverged: the earliest stage first, and in a stage the worst."""
     return tuple(
-        (_of(seen, stage.name), seen.path)
+        (_describe(comparison, stage.name), comparison.path)
         for stage in report.stages
-        for seen in sorted(stage.comparisons, key=lambda seen: seen.rank, reverse=True)
-        if seen.verdict is Verdict.DIVERGED
+        for comparison in sorted(stage.comparisons, key=lambda comparison: comparison.rank, reverse=True)
+        if comparison.verdict is Verdict.DIVERGED
     )
 
 
-def showing_only(report: Report, wanted: Signature) -> Report:
-    """Return the report without what differs in another way."""
+def keep_only(report: Report, wanted: Signature) -> Report:
+    """Return the report without the comparisons that diverged with another signature."""
     if report.failure is not None:
         return report
     stages = tuple(
         replace(
             stage,
             comparisons=tuple(
-                seen
-                for seen in stage.comparisons
-                if seen.verdict is not Verdict.DIVERGED or wanted.is_same_as(_of(seen, stage.name))
+                comparison
+                for comparison in stage.comparisons
+                if comparison.verdict is not Verdict.DIVERGED or wanted.is_same_as(_describe(comparison, stage.name))
             ),
         )
         for stage in report.stages
@@ -53,22 +57,24 @@ def showing_only(report: Report, wanted: Signature) -> Report:
     return replace(report, stages=stages)
 
 
-def _of(seen: Comparison, stage: str) -> Signature:
-    clauses = sorted({breach.clause for breach in seen.contract if not breach.excused})
+def _describe(comparison: Comparison, stage: str) -> Signature:
+    """Return the signature of a leaf that diverged."""
+    clauses = sorted({breach.clause for breach in comparison.contract if not breach.excused})
     if clauses:
         return Signature(kind="divergence", stage=stage, type=",".join(clauses), message="")
-    is_misplaced = seen.measurement is not None and seen.measurement.misplaced > 0
+    is_misplaced = comparison.measurement is not None and comparison.measurement.misplaced > 0
     return Signature(
         kind="divergence",
         stage=stage,
         type="not finite" if is_misplaced else "values",
         message="",
-        magnitude=_magnitude(seen),
+        magnitude=_magnitude(comparison),
     )
 
 
-def _magnitude(seen: Comparison) -> int:
-    ratio = seen.ratio
-    if ratio == 0.0 or math.isinf(ratio):  # exact: there is no more or less of it
+def _magnitude(comparison: Comparison) -> int:
+    """Return the order of magnitude of error over allowed error, from 0 to MOST."""
+    ratio = comparison.ratio
+    if ratio == 0.0 or math.isinf(ratio):  # an exact comparison knows only equal and different
         return MOST
     return max(0, min(MOST, math.floor(math.log10(ratio)))) if ratio > 0 else 0

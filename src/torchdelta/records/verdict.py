@@ -1,4 +1,4 @@
-"""The five answers, and which of several is the worst."""
+"""The five verdicts, and the worst of several."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NoReturn
 
 
 class Verdict(enum.Enum):
-    """An answer without a truth value: `if verdict:` is a TypeError, because no two answers are one yes."""
+    """An answer without a truth value: `if verdict:` is a TypeError, because five answers are not a yes and a no."""
 
     EQUIVALENT = "equivalent"
     INCONCLUSIVE = "inconclusive"
@@ -26,7 +26,7 @@ class Verdict(enum.Enum):
 
     @property
     def is_failure(self) -> bool:
-        """Whether the candidate does something else, or does not come to an end."""
+        """Whether the candidate computes something else, crashes, or does not finish in time."""
         return self in (Verdict.DIVERGED, Verdict.TIMED_OUT, Verdict.CRASHED)
 
 
@@ -34,5 +34,5 @@ _SEVERITY = {verdict: rank for rank, verdict in enumerate(Verdict)}
 
 
 def worst_of(verdicts: Iterable[Verdict]) -> Verdict:
-    """Return the worst verdict; of none at all, `inconclusive`: nothing passes vacuously."""
+    """Return the worst verdict; `inconclusive` if there are none, because nothing passes vacuously."""
     return max(verdicts, key=lambda verdict: verdict.severity, default=Verdict.INCONCLUSIVE)

@@ -1,61 +1,63 @@
-"""A capture on disk: tensors in safetensors files, all else in one strict JSON manifest, and nothing unpickled.
+"""A capture: the values that every node of a graph computed, batch by batch, in memory or in a directory.
 
-A dtype that safetensors does not know is stored as its bytes, and strides as the order of the dimensions in memory.
+A directory has one JSON file and any number of tensor files. Tensors are written a group at a time while the graph
+runs, so that a capture never holds all of them, and are read only for the node that is looked at.
+
+    run/values-00000.safetensors      the tensors of the first group, as `storage.tensors` writes them
+    run/values-00001.safetensors      …
+    run/capture.json                  written last: a capture that has it is complete
+
+    {"format": "torchdelta capture", "capture_version": 2, "keep": "values", "environment": {…}, "notes": […],
+     "nodes": [{"name": "add", "op": "aten.add.Tensor", …}],
+     "files": [{"tensors": […], "storages": […]}, …],
+     "batches": [{"values": {"add": {"value": {"stored": {"file": 0, "row": 3}}}},
+                  "results": {"outputs": {"container": {"kind": "tuple"}}, "outputs[0]": 3},
+                  "failure": ""}]}
+
+A leaf is a value as in `storage.values`, or one of `_RECORDS` by its tag. The names of the tensor files follow from
+their numbers, so a capture cannot make its reader open any other file.
+
+Start reading at `Capture`; `nodewise.capture` makes one.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from torchdelta._torch import tensors
+from torchdelta._torch.modes import outside
 from torchdelta.compare.leaves import Container, Leaves, Unreadable
 from torchdelta.compare.statistics import Statistics
 from torchdelta.errors import ReportUnreadable, UsageError
 from torchdelta.records.codec import decode, encode
 from torchdelta.records.location import NodeRecord
 from torchdelta.records.report import Environment
+from torchdelta.records.strict_json import FileFormat
+from torchdelta.storage.tensors import TensorTable, TensorWriter, read_tensors
+from torchdelta.storage.values import Unwritable, decode_value, encode_value, expect
 
-CAPTURE_VERSION = 1
-MANIFEST = "capture.json"
+CAPTURE_VERSION = 2
 GROUP_BYTES = 64 << 20
-_DIRECT = frozenset(
-    {
-        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
-    }
-)
-_NUMBERS: dict[str, Callable[[str], Any]] = {
-    "bool": lambda text: text == "True",
-    "int": int,
-    "float": float,
-    "complex": complex,
-    "str": str,
-}
+"""Tensors of about this size are written together: the most that waits in memory."""
+_MANIFEST = "capture.json"
+_FORMAT = FileFormat(kind="capture", version=CAPTURE_VERSION, remedy="capture the graph again")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """A tensor in a file."""
+    """Stands for a tensor that is in a file of the capture: the file's number, and the row in its table."""
 
-    file: str
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
-    """The dimensions as they lie in memory, the slowest first."""
+    file: int
+    row: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeafDescription:
-    """A plain object, such as a dtype, by its text."""
+    """Stands for an object without values, such as a dtype, by its text."""
 
     kind: str
     text: str
@@ -64,220 +66,242 @@ class LeafDescription:
         return self.text
 
 
+_RECORDS: dict[str, type] = {
+    "stored": StoredTensor,
+    "statistics": Statistics,
+    "description": LeafDescription,
+    "container": Container,
+    "unreadable": Unreadable,
+}
+"""The leaves that are records, by their tags in the file."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class LeafRecord:
-    """One leaf as JSON can hold it."""
+class Batch:
+    """The results of one call of the graph: the leaves of each node that ran, and of the outputs."""
 
-    path: str
-    kind: str
-    text: str = ""
-    stored: StoredTensor | None = None
-    statistics: Statistics | None = None
-    described: LeafDescription | None = None
+    values: dict[str, Leaves] = field(default_factory=dict)
+    results: Leaves = field(default_factory=dict)
+    failure: str = ""
+    """Which node raised which exception; the nodes before it are in `values`."""
 
-    @classmethod
-    def of(cls, path: str, leaf: Any) -> LeafRecord:
-        """Write a leaf down."""
-        if isinstance(leaf, StoredTensor):
-            return cls(path=path, kind="tensor", stored=leaf)
-        if isinstance(leaf, Statistics):
-            return cls(path=path, kind="statistics", statistics=leaf)
-        if isinstance(leaf, LeafDescription):
-            return cls(path=path, kind="described", described=leaf)
-        if isinstance(leaf, Container):
-            return cls(path=path, kind="container", text=leaf.kind)
-        if isinstance(leaf, Unreadable):
-            return cls(path=path, kind="unreadable", text=f"{leaf.kind}\n{leaf.error}")
-        if leaf is None:
-            return cls(path=path, kind="None")
-        return cls(path=path, kind=type(leaf).__name__, text=str(leaf))
+
+@dataclass(frozen=True, kw_only=True)
+class Capture:
+    """One side of a comparison that can be made later, in another process."""
+
+    nodes: tuple[NodeRecord, ...]
+    batches: tuple[Batch, ...]
+    keep: str
+    environment: Environment
+    notes: tuple[str, ...] = ()
+    files: tuple[TensorTable, ...] = ()
+    """The tables of the tensor files, by their numbers."""
+    directory: Path | None = None
+    """The directory of the tensor files; None if the values are in memory."""
+
+    def leaves(self, batch: int, node: str) -> Leaves:
+        """Return the leaves of a node's value in a batch, by path; an empty dict if the node did not run."""
+        return self._load(self.batches[batch].values.get(node, {}))
+
+    def outputs(self, batch: int) -> Leaves:
+        """Return the leaves of the graph's outputs for a batch, by path."""
+        return self._load(self.batches[batch].results)
 
     @property
-    def value(self) -> Any:
-        """The leaf; ReportUnreadable where the record does not make one."""
-        whole = self.stored or self.statistics or self.described
-        if whole is not None:
-            return whole
-        if self.kind == "container":
-            return Container(self.text)
-        if self.kind == "unreadable":
-            kind, _, error = self.text.partition("\n")
-            return Unreadable(kind, error)
-        if self.kind == "None":
-            return None
+    def failure(self) -> str:
+        """The failure of the first batch that has one; empty if none has."""
+        return next((batch.failure for batch in self.batches if batch.failure), "")
+
+    def _load(self, leaves: Leaves) -> Leaves:
+        """Return leaves with tensors in the place of those that are in files; views of one storage share it."""
+        rows: dict[int, list[int]] = {}
+        for leaf in leaves.values():
+            if isinstance(leaf, StoredTensor):
+                rows.setdefault(leaf.file, []).append(leaf.row)
+        if self.directory is None or not rows:
+            return leaves
+        loaded: dict[tuple[int, int], torch.Tensor] = {}
+        with outside.outside_modes():
+            for file, indices in rows.items():
+                path = _name_file(self.directory, file)
+                try:
+                    tensors = read_tensors(path, self.files[file], indices)
+                except ReportUnreadable as error:
+                    raise ReportUnreadable(f"{path}: {error}") from error
+                loaded.update(((file, index), tensor) for index, tensor in zip(indices, tensors, strict=True))
+        return {
+            path: loaded[leaf.file, leaf.row] if isinstance(leaf, StoredTensor) else leaf
+            for path, leaf in leaves.items()
+        }
+
+
+class CaptureWriter:
+    """Writes a capture to an empty directory while the graph runs: tensors a group at a time, the JSON last."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.files: list[TensorTable] = []
+        self._waiting: list[tuple[Leaves, str]] = []
+        self._waiting_bytes = 0
         try:
-            return _NUMBERS[self.kind](self.text)
-        except (KeyError, ValueError) as error:
-            raise ReportUnreadable(f"{self.path}: no leaf is a {self.kind} {self.text!r}") from error
+            directory.mkdir(parents=True, exist_ok=True)
+            is_taken = any(directory.iterdir())
+        except OSError as error:
+            raise UsageError(f"cannot write a capture to {directory}: {error.strerror or error}") from error
+        if is_taken:
+            raise UsageError(f"{directory} is not empty: give a capture a directory of its own")
+
+    def add(self, leaves: Leaves, path: str, tensor: torch.Tensor) -> None:
+        """Plan to write the tensor that `leaves` has, or will have, at this path."""
+        self._waiting.append((leaves, path))
+        self._waiting_bytes += tensor.numel() * tensor.itemsize
+
+    @property
+    def is_due(self) -> bool:
+        """Whether enough tensors wait to be written."""
+        return self._waiting_bytes >= GROUP_BYTES
+
+    def flush(self) -> None:
+        """Write the tensors that wait to the next file, and put a `StoredTensor` in the place of each."""
+        group = TensorWriter()
+        rows: list[tuple[Leaves, str, int]] = []
+        with outside.outside_modes():
+            for leaves, path in self._waiting:
+                tensor = leaves[path]
+                # something else is in its place if the tensor was overwritten meanwhile
+                if isinstance(tensor, torch.Tensor):
+                    try:
+                        rows.append((leaves, path, group.add(_prepare(tensor))))
+                    except Unwritable as error:
+                        leaves[path] = Unreadable("tensor", str(error))
+            self._waiting, self._waiting_bytes = [], 0
+            if not rows:
+                return
+            table = group.write(_name_file(self.directory, len(self.files)))
+        for leaves, path, row in rows:
+            leaves[path] = StoredTensor(file=len(self.files), row=row)
+        self.files.append(table)
+
+    def finish(self, capture: Capture) -> None:
+        """Write everything but the tensors; raise UsageError if that is impossible."""
+        header = _Header(
+            keep=capture.keep,
+            environment=capture.environment,
+            notes=capture.notes,
+            nodes=capture.nodes,
+            files=capture.files,
+        )
+        batches = [_encode_batch(batch) for batch in capture.batches]
+        _FORMAT.write(self.directory / _MANIFEST, {**encode(header), "batches": batches}, indent=1)
+
+
+def read_capture(path: str | os.PathLike[str]) -> Capture:
+    """Return the capture in a directory; its tensors are read when they are needed.
+
+    Raise ReportUnreadable if there is no capture, or if it is damaged or of another version.
+    """
+    directory = Path(path)
+    file = directory / _MANIFEST
+    try:
+        document = _FORMAT.read(file)
+    except ReportUnreadable as error:
+        if error.__cause__ is None:
+            raise
+        raise ReportUnreadable(f"{directory} does not hold a finished capture: {error}") from error
+    try:
+        batches = expect(document.pop("batches", None), list, "batches")
+        header = decode(_Header, document, "capture")
+        return Capture(
+            nodes=header.nodes,
+            batches=tuple(_decode_batch(batch, f"batches[{index}]", header) for index, batch in enumerate(batches)),
+            keep=header.keep,
+            environment=header.environment,
+            notes=header.notes,
+            files=header.files,
+            directory=directory,
+        )
+    except RecursionError as error:
+        raise ReportUnreadable(f"{file}: it is nested too deeply") from error
+    except ReportUnreadable as error:
+        raise ReportUnreadable(f"{file}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchRecord:
-    """One batch as JSON can hold it."""
+class _Header:
+    """The JSON of a capture without its batches."""
 
-    values: dict[str, tuple[LeafRecord, ...]]
-    results: tuple[LeafRecord, ...]
-    failure: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """A capture without its tensors."""
-
-    capture_version: int
     keep: str
     environment: Environment
     notes: tuple[str, ...]
     nodes: tuple[NodeRecord, ...]
-    batches: tuple[BatchRecord, ...]
+    files: tuple[TensorTable, ...]
 
 
-class _Batch(Protocol):
-    @property
-    def values(self) -> dict[str, Leaves]: ...
-    @property
-    def results(self) -> Leaves: ...
-    @property
-    def failure(self) -> str: ...
+def _name_file(directory: Path, number: int) -> Path:
+    return directory / f"values-{number:05}.safetensors"
 
 
-class _Capture(Protocol):
-    @property
-    def nodes(self) -> tuple[NodeRecord, ...]: ...
-    @property
-    def batches(self) -> tuple[Any, ...]: ...
-    @property
-    def keep(self) -> str: ...
-    @property
-    def environment(self) -> Environment: ...
-    @property
-    def notes(self) -> tuple[str, ...]: ...
+def _prepare(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as it is written: on the CPU, and copied if its storage is more than twice as large as itself.
+
+    Reading a view reads its storage, so a small view of a large storage would make files large and reading slow.
+    """
+    plain = tensor.resolve_neg().cpu()
+    is_small_part = 2 * plain.numel() * plain.itemsize < plain.untyped_storage().nbytes()
+    return plain.clone() if is_small_part else plain
 
 
-@dataclass
-class Writer:
-    """Collects tensors and writes them a group at a time; each is then a `Stored` where it was logged."""
-
-    directory: Path
-    waiting: list[tuple[Leaves, str]] = field(default_factory=list)
-    waiting_bytes: int = 0
-    files: int = 0
-
-    def __post_init__(self) -> None:
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            is_taken = any(self.directory.iterdir())
-        except OSError as error:
-            raise UsageError(f"cannot write a capture to {self.directory}: {error.strerror or error}") from error
-        if is_taken:
-            raise UsageError(f"{self.directory} is not empty: give a capture a directory of its own")
-
-    def add(self, leaves: Leaves, path: str, tensor: torch.Tensor) -> None:
-        """Remember a tensor that is logged at this place."""
-        self.waiting.append((leaves, path))
-        self.waiting_bytes += tensor.numel() * tensor.itemsize
-
-    @property
-    def is_due(self) -> bool:
-        """Whether what waits is a group."""
-        return self.waiting_bytes >= GROUP_BYTES
-
-    def flush(self) -> None:
-        """Write what waits."""
-        file = f"values-{self.files:05}.safetensors"
-        data: dict[str, torch.Tensor] = {}
-        for leaves, path in self.waiting:
-            tensor = leaves[path]
-            if isinstance(tensor, torch.Tensor):  # what was overwritten is none any more
-                key = str(len(data))
-                order = tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
-                data[key] = _storable(tensor.permute(order))
-                leaves[path] = StoredTensor(
-                    file=file,
-                    key=key,
-                    dtype=tensors.dtype_name(tensor.dtype),
-                    shape=tuple(tensor.shape),
-                    order=order,
-                )
-        self.waiting, self.waiting_bytes = [], 0
-        if data:
-            try:
-                save_file(data, self.directory / file)
-            except (OSError, SafetensorError) as error:
-                raise UsageError(f"cannot write {self.directory / file}: {error}") from error
-            self.files += 1
+def _encode_batch(batch: Batch) -> dict[str, Any]:
+    return {
+        "values": {node: _encode_leaves(leaves) for node, leaves in batch.values.items()},
+        "results": _encode_leaves(batch.results),
+        "failure": encode(batch.failure),
+    }
 
 
-def load(directory: Path, stored: StoredTensor) -> torch.Tensor:
-    """Read one tensor back as it was."""
-    try:
-        with safe_open(directory / stored.file, framework="pt") as file:
-            raw = file.get_tensor(stored.key)
-        dtype = getattr(torch, stored.dtype)
-        shape = [stored.shape[dim] for dim in stored.order]
-        whole: torch.Tensor = raw if raw.dtype is dtype else raw.view(dtype)
-        inverse = sorted(range(len(stored.order)), key=stored.order.__getitem__)
-        return whole.reshape(shape).permute(inverse)
-    except (OSError, SafetensorError, RuntimeError, AttributeError, TypeError, IndexError) as error:
-        raise ReportUnreadable(f"cannot read {stored.key} of {directory / stored.file}: {error}") from error
-
-
-def write_manifest(directory: Path, capture: _Capture) -> None:
-    """Write everything but the tensors; it comes last, so that a capture with a manifest is whole."""
-    manifest = Manifest(
-        capture_version=CAPTURE_VERSION,
-        keep=capture.keep,
-        environment=capture.environment,
-        notes=capture.notes,
-        nodes=capture.nodes,
-        batches=tuple(_record(batch) for batch in capture.batches),
-    )
-    text = json.dumps(encode(manifest), indent=1, allow_nan=False)
-    try:
-        (directory / MANIFEST).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {directory / MANIFEST}: {error.strerror or error}") from error
-
-
-def read_manifest(directory: Path) -> Manifest:
-    """Read everything but the tensors; ReportUnreadable says what is wrong with it."""
-    file = directory / MANIFEST
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-    except (OSError, ValueError, RecursionError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise ReportUnreadable(f"{directory} holds no capture that was finished: {file.name}: {why}") from error
-    version = data.get("capture_version") if isinstance(data, dict) else None
-    if version != CAPTURE_VERSION:
-        raise ReportUnreadable(f"{file} has version {version}, and this torchdelta reads {CAPTURE_VERSION}")
-    try:
-        manifest = decode(Manifest, data, "capture")
-    except ReportUnreadable as error:
-        raise ReportUnreadable(f"{file}: {error}") from error
-    assert isinstance(manifest, Manifest)
-    every = (leaves for batch in manifest.batches for leaves in (*batch.values.values(), batch.results))
-    for leaf in (leaf for leaves in every for leaf in leaves):
-        if leaf.stored and Path(leaf.stored.file).name != leaf.stored.file:
-            raise ReportUnreadable(f"{file}: {leaf.stored.file} is not beside it")
-    return manifest
-
-
-def _record(batch: _Batch) -> BatchRecord:
-    return BatchRecord(
-        values={
-            name: tuple(LeafRecord.of(path, leaf) for path, leaf in leaves.items())
-            for name, leaves in batch.values.items()
-        },
-        results=tuple(LeafRecord.of(path, leaf) for path, leaf in batch.results.items()),
-        failure=batch.failure,
+def _decode_batch(data: Any, where: str, header: _Header) -> Batch:
+    """Return the batch that was encoded; raise ReportUnreadable, with the place, if it is damaged."""
+    entries = expect(data, dict, where)
+    if unknown := entries.keys() - {"values", "results", "failure"}:
+        raise ReportUnreadable(f"{where}: unknown {', '.join(sorted(unknown))}")
+    values = expect(entries.get("values"), dict, f"{where}.values")
+    return Batch(
+        values={node: _decode_leaves(leaves, f"{where}.values.{node}", header) for node, leaves in values.items()},
+        results=_decode_leaves(entries.get("results"), f"{where}.results", header),
+        failure=decode(str, entries.get("failure"), f"{where}.failure"),
     )
 
 
-def _storable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in memory of its own, as safetensors asks; as bytes where it does not know the dtype."""
-    owned = tensor.resolve_conj().resolve_neg().cpu().clone(memory_format=torch.contiguous_format)
-    return owned if owned.dtype in _DIRECT else owned.reshape(-1).view(torch.uint8)
+def _encode_leaves(leaves: Leaves) -> dict[str, Any]:
+    return {path: encode_value(_strip_subclass(leaf), _refer) for path, leaf in leaves.items()}
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+def _decode_leaves(data: Any, where: str, header: _Header) -> Leaves:
+    """Return the leaves that were encoded; raise ReportUnreadable if one refers to a tensor that no table has."""
+
+    def fetch(tag: str, content: Any, place: str) -> Any:
+        """Return the leaf that is a record."""
+        if tag not in _RECORDS:
+            raise ReportUnreadable(f"{place}: {tag!r} is not a kind of leaf")
+        leaf = decode(_RECORDS[tag], content, place)
+        if isinstance(leaf, StoredTensor):
+            is_known = 0 <= leaf.file < len(header.files) and 0 <= leaf.row < len(header.files[leaf.file].tensors)
+            if not is_known:
+                raise ReportUnreadable(f"{place}: there is no tensor {leaf.row} in file {leaf.file}")
+        return leaf
+
+    entries = expect(data, dict, where)
+    return {path: decode_value(leaf, f"{where}.{path}", fetch) for path, leaf in entries.items()}
+
+
+def _refer(leaf: Any) -> dict[str, Any] | None:
+    tag = next((tag for tag, record in _RECORDS.items() if isinstance(leaf, record)), None)
+    return None if tag is None else {tag: encode(leaf)}
+
+
+def _strip_subclass(leaf: Any) -> Any:
+    """Return a number or text of a subclass, such as one of numpy's, as Python's own; any other leaf unchanged."""
+    own = (bool, int, float, complex, str)
+    kind = next((kind for kind in own if isinstance(leaf, kind)), None)
+    return leaf if kind in (None, type(leaf)) else kind(leaf)

@@ -1,11 +1,18 @@
-"""A graph module and everything in it as a table of modules, each after those that it holds, and back.
+"""A graph module and everything in it as a table of modules, and back.
 
-A nested graph is a table row like the outer one; a module that a graph calls as a whole is kept as its class and its
-attributes. Reading one runs no constructor: an instance is made bare and its attributes are put in place. Every graph
-comes back as a plain `GraphModule`, whatever subclass it was.
+Each module is one row, after the rows of the modules that it contains. A nested graph is a row like the outer one. A
+module that a graph calls as a whole is kept as its class and its attributes:
 
-What `torch.export` adds to check the inputs of `ep.module()` (`_guards_fn`, and hooks that run before the call) is
-generated code, and is left out: a graph that was read takes any input that its operators take.
+    {"class": {"target": "function torch.nn.modules.activation:ReLU"}, "training": true, "modules": {},
+     "parameters": {}, "buffers": {}, "not_persistent": [], "attributes": {"inplace": false}}
+
+Reading runs no constructor: an instance is created empty, and its attributes are put in place. Every graph is read as a
+plain `GraphModule`, whatever subclass it was.
+
+`torch.export` adds generated code that checks the inputs of `ep.module()`: `_guards_fn`, and hooks that run before the
+call. It is not written, so a graph that was read takes any input that its operators take.
+
+Start reading at `ModuleWriter.add` and `read_modules`; `graph_nodes` has the nodes of one graph.
 """
 
 from __future__ import annotations
@@ -20,56 +27,59 @@ from torch.fx import Graph, GraphModule, Node
 
 from torchdelta._torch.graphs import descriptions
 from torchdelta.errors import ReportUnreadable, UsageError
-from torchdelta.storage.graph_nodes import Find, fetching, read_nodes, refer_to_callable, write_nodes
+from torchdelta.storage.graph_nodes import Find, make_fetch, read_nodes, refer_to_callable, write_nodes
 from torchdelta.storage.tensors import TensorWriter
-from torchdelta.storage.values import Unwritable, decode_value, encode_value
+from torchdelta.storage.values import Unwritable, decode_value, encode_value, expect, is_plain
 
 _GUARDS = "_guards_fn"
 _MACHINERY = frozenset(vars(torch.nn.Module()))
+"""The attributes that torch itself keeps in every module."""
 _HOOKS = tuple(name for name in vars(torch.nn.Module()) if name.endswith("_hooks"))
 
 
 class ModuleWriter:
-    """Writes modules, each once."""
+    """Collects the rows of modules, each module once."""
 
     def __init__(self, tensors: TensorWriter) -> None:
         self.records: list[dict[str, Any]] = []
         self._tensors = tensors
-        self._index: dict[int, int] = {}
-        self._read: set[tuple[int, str]] = set()
+        self._rows: dict[int, int] = {}
+        self._attributes_of_graphs: set[tuple[int, str]] = set()
+        """The attributes that nodes read, as (id of the module, name)."""
 
     def add(self, module: torch.nn.Module, path: str = "") -> int:
-        """Return the row of a module; UsageError says what in it cannot be written."""
-        if id(module) not in self._index:
-            record = self._record(module, path)
-            self._index[id(module)] = len(self.records)
+        """Return the number of a module's row; raise UsageError if something in it cannot be written."""
+        if id(module) not in self._rows:
+            record = self._describe(module, path)
+            self._rows[id(module)] = len(self.records)
             self.records.append(record)
-        return self._index[id(module)]
+        return self._rows[id(module)]
 
-    def _record(self, module: torch.nn.Module, path: str) -> dict[str, Any]:
+    def _describe(self, module: torch.nn.Module, path: str) -> dict[str, Any]:
+        """Return the row of a module; raise UsageError if it has hooks, or attributes that are not data."""
         where = path or "the graph"
         _refuse_hooks(module, where)
-        held = vars(module)
+        state = vars(module)
         is_graph = isinstance(module, GraphModule)
         if isinstance(module, GraphModule):
-            self._read.update((id(owner), name) for owner, name in _attributes_read(module))
+            self._attributes_of_graphs.update((id(owner), name) for owner, name in _find_attributes(module))
         modules = {
             name: None if child is None else self.add(child, f"{path}.{name}" if path else name)
-            for name, child in held["_modules"].items()
+            for name, child in state["_modules"].items()
             if not (is_graph and name == _GUARDS and _is_of_export(type(child)))
         }
         try:
             record = {
                 "training": bool(module.training),
                 "modules": modules,
-                "parameters": {name: self._tensor(value) for name, value in held["_parameters"].items()},
-                "buffers": {name: self._tensor(value) for name, value in held["_buffers"].items()},
-                "not_persistent": sorted(held["_non_persistent_buffers_set"]),
-                "attributes": self._attributes(module),
+                "parameters": {name: self._add_tensor(value) for name, value in state["_parameters"].items()},
+                "buffers": {name: self._add_tensor(value) for name, value in state["_buffers"].items()},
+                "not_persistent": sorted(state["_non_persistent_buffers_set"]),
+                "attributes": self._describe_attributes(module),
             }
             if not isinstance(module, GraphModule):
                 return {"class": refer_to_callable(type(module)), **record}
-            return {"name": type(module).__name__, **record, **self._graph(module, path)}
+            return {"name": type(module).__name__, **record, **self._describe_graph(module, path)}
         except Unwritable as error:
             kind = "" if is_graph else f" ({type(module).__qualname__})"
             raise UsageError(
@@ -77,7 +87,8 @@ class ModuleWriter:
                 "or give it only tensors, numbers, text and functions of modules as attributes"
             ) from error
 
-    def _graph(self, module: GraphModule, path: str) -> dict[str, Any]:
+    def _describe_graph(self, module: GraphModule, path: str) -> dict[str, Any]:
+        """Return the entries that only the row of a graph has; raise Unwritable if its code cannot be described."""
         try:
             convention = descriptions.describe_convention(
                 module.graph, lambda context: encode_value(context, refer_to_callable)
@@ -87,39 +98,40 @@ class ModuleWriter:
         return {
             "nodes": write_nodes(module.graph, f"{path}." if path else "", _is_guard),
             "convention": convention,
-            "meta": {key: encode_value(value) for key, value in module.meta.items() if _is_plain(value)},
+            "meta": {key: encode_value(value) for key, value in module.meta.items() if is_plain(value)},
         }
 
-    def _attributes(self, module: torch.nn.Module) -> dict[str, Any]:
+    def _describe_attributes(self, module: torch.nn.Module) -> dict[str, Any]:
+        """Return the encoded attributes of a module; raise Unwritable if one is not data."""
         own = {name: value for name, value in vars(module).items() if name not in _MACHINERY}
         if isinstance(module, GraphModule):
-            # the rest belongs to whoever traced it
-            own = {name: value for name, value in own.items() if (id(module), name) in self._read}
+            # the other attributes of a graph belong to its tracer
+            own = {name: value for name, value in own.items() if (id(module), name) in self._attributes_of_graphs}
         return {name: encode_value(value, self._refer) for name, value in own.items()}
 
-    def _tensor(self, value: Any) -> int | None:
+    def _add_tensor(self, value: Any) -> int | None:
         return None if value is None else self._tensors.add(value)
 
     def _refer(self, value: Any) -> dict[str, Any] | None:
+        """Return the reference to a tensor or a callable; None if the value is neither."""
         if isinstance(value, torch.Tensor):
             return {"tensor": self._tensors.add(value)}
         if isinstance(value, weakref.ref) and isinstance(value(), torch.Tensor):
-            # recurrent layers keep such of their weights
+            # recurrent layers keep weak references to their weights
             return {"weak": self._tensors.add(cast(torch.Tensor, value()))}
         return refer_to_callable(value)
 
 
 def read_modules(records: Any, tensors: Sequence[torch.Tensor], find: Find) -> GraphModule:
-    """Return the outermost graph of a table; ReportUnreadable says which row is none."""
-    made: list[torch.nn.Module] = []
-    if not isinstance(records, list):
-        raise ReportUnreadable(f"modules: expected a list, found {reprlib.repr(records)}")
-    redrawing = descriptions.Redrawing()
+    """Return the outermost graph of a table; raise ReportUnreadable if a row is not a module."""
+    modules: list[torch.nn.Module] = []
+    expect(records, list, "modules")
+    builder = descriptions.ValueBuilder()
     for index, record in enumerate(records):
-        made.append(_read_module(record, f"modules[{index}]", made, tensors, find, redrawing))
-    if not made or not isinstance(made[-1], GraphModule):
-        raise ReportUnreadable("modules: the last of them is no graph")
-    return made[-1]
+        modules.append(_read_module(record, f"modules[{index}]", modules, tensors, find, builder))
+    if not modules or not isinstance(modules[-1], GraphModule):
+        raise ReportUnreadable("modules: the last of them is not a graph")
+    return modules[-1]
 
 
 def _read_module(
@@ -128,80 +140,82 @@ def _read_module(
     modules: Sequence[torch.nn.Module],
     tensors: Sequence[torch.Tensor],
     find: Find,
-    redrawing: descriptions.Redrawing,
+    builder: descriptions.ValueBuilder,
 ) -> torch.nn.Module:
+    """Return the module of a row, given the modules of the rows before it."""
     if not isinstance(record, dict):
-        raise ReportUnreadable(f"{where}: {reprlib.repr(record)} is no module")
+        raise ReportUnreadable(f"{where}: {reprlib.repr(record)} is not a module")
 
-    fetch_other = fetching(find)
+    fetch_other = make_fetch(find)
 
     def fetch(tag: str, data: Any, place: str) -> Any:
         if tag == "tensor":
-            return _member(tensors, data, place)
+            return _pick(tensors, data, place)
         if tag == "weak":
-            return weakref.ref(_member(tensors, data, place))
+            return weakref.ref(_pick(tensors, data, place))
         return fetch_other(tag, data, place)
 
-    module = _bare(record, where, find)
+    module = _create_empty(record, where, find)
     state = vars(module)
     state["training"] = record.get("training") is True
     for key, table in (("modules", modules), ("parameters", tensors), ("buffers", tensors)):
-        for name, index in _entries(record, key, where).items():
-            state[f"_{key}"][name] = None if index is None else _member(table, index, f"{where}.{key}.{name}")
+        for name, index in expect(record.get(key), dict, f"{where}.{key}").items():
+            state[f"_{key}"][name] = None if index is None else _pick(table, index, f"{where}.{key}.{name}")
     if not all(isinstance(value, (torch.nn.Parameter, type(None))) for value in state["_parameters"].values()):
-        raise ReportUnreadable(f"{where}.parameters: one of them is a tensor, and no parameter")
+        raise ReportUnreadable(f"{where}.parameters: one of them is a tensor, and not a parameter")
     state["_non_persistent_buffers_set"].update(decode_value(record.get("not_persistent"), where))
-    for name, value in _entries(record, "attributes", where).items():
-        # what a graph module has itself is called while its code is made
+    for name, value in expect(record.get("attributes"), dict, f"{where}.attributes").items():
+        # torch calls methods of a graph module while it generates the code: the file must not replace them
         if name in _MACHINERY or (isinstance(module, GraphModule) and hasattr(module, name)):
             raise ReportUnreadable(f"{where}.attributes: {name} is torch's own")
         state[name] = decode_value(value, f"{where}.attributes.{name}", fetch)
     if isinstance(module, GraphModule):
-        _read_graph(module, record, where, find, redrawing)
+        _read_graph(module, record, where, find, builder)
     return module
 
 
-def _bare(record: Mapping[str, Any], where: str, find: Find) -> torch.nn.Module:
-    """Return a module without anything in it."""
+def _create_empty(record: Mapping[str, Any], where: str, find: Find) -> torch.nn.Module:
+    """Return an instance of a row's class without attributes; raise ReportUnreadable if it is not a module's class."""
     if "nodes" in record:
         name = record.get("name")
         if not isinstance(name, str) or not name.isprintable():
-            raise ReportUnreadable(f"{where}.name: {reprlib.repr(name)} is no name of a class")
+            raise ReportUnreadable(f"{where}.name: {reprlib.repr(name)} is not the name of a class")
         return GraphModule({}, Graph(), name)
-    kind = decode_value(record.get("class"), f"{where}.class", fetching(find))
+    kind = decode_value(record.get("class"), f"{where}.class", make_fetch(find))
     if not isinstance(kind, type) or not issubclass(kind, torch.nn.Module) or issubclass(kind, GraphModule):
-        raise ReportUnreadable(f"{where}.class: {kind!r} is no module")
+        raise ReportUnreadable(f"{where}.class: {kind!r} is not a module")
     module: torch.nn.Module = object.__new__(kind)
     vars(module).update(vars(torch.nn.Module()))
     return module
 
 
 def _read_graph(
-    module: GraphModule, record: Mapping[str, Any], where: str, find: Find, redrawing: descriptions.Redrawing
+    module: GraphModule, record: Mapping[str, Any], where: str, find: Find, builder: descriptions.ValueBuilder
 ) -> None:
-    graph = read_nodes(record["nodes"], f"{where}.nodes", find, redrawing)
+    """Give a graph module its nodes and meta; raise ReportUnreadable if torch cannot generate code for them."""
+    graph = read_nodes(record["nodes"], f"{where}.nodes", find, builder)
     place = f"{where}.convention"
 
     def decode(context: Any) -> Any:
-        return decode_value(context, place, fetching(find))
+        return decode_value(context, place, make_fetch(find))
 
     try:
         descriptions.set_convention(graph, record.get("convention"), decode, lambda name: find(name, place))
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ReportUnreadable(f"{place}: {error}") from error
-    meta = _entries(record, "meta", where)
+    meta = expect(record.get("meta"), dict, f"{where}.meta")
     module.meta.update({key: decode_value(value, f"{where}.meta.{key}") for key, value in meta.items()})
-    for owner, name in _attributes_read(module, graph):
+    for owner, name in _find_attributes(module, graph):
         if not _has(owner, name):
             raise ReportUnreadable(f"{where}.nodes: one of them reads or calls {name}, which no module has")
     try:
         module.graph = graph
     except Exception as error:
-        raise ReportUnreadable(f"{where}: its nodes make no code: {error}") from error
+        raise ReportUnreadable(f"{where}: no code can be generated for its nodes: {error}") from error
 
 
-def _attributes_read(module: GraphModule, graph: Graph | None = None) -> Iterator[tuple[Any, str]]:
-    """Yield each attribute that a graph's nodes read or call, with the module that it belongs to."""
+def _find_attributes(module: GraphModule, graph: Graph | None = None) -> Iterator[tuple[Any, str]]:
+    """Yield each attribute that a graph's nodes read or call, as (the module that it belongs to, name)."""
     for node in (graph or module.graph).nodes:
         if node.op in ("get_attr", "call_module"):
             *path, name = str(node.target).split(".")
@@ -212,27 +226,23 @@ def _attributes_read(module: GraphModule, graph: Graph | None = None) -> Iterato
 
 
 def _has(owner: Any, name: str) -> bool:
+    """Tell whether a module has an attribute, a parameter, a buffer, a module or a method of that name."""
     if not isinstance(owner, torch.nn.Module):
         return False
     state = vars(owner)
-    held = (state, state["_modules"], state["_parameters"], state["_buffers"])
-    return any(name in names for names in held) or hasattr(type(owner), name)
+    tables = (state, state["_modules"], state["_parameters"], state["_buffers"])
+    return any(name in table for table in tables) or hasattr(type(owner), name)
 
 
-def _entries(record: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
-    entries = record.get(key)
-    if not isinstance(entries, dict):
-        raise ReportUnreadable(f"{where}.{key}: expected a dict, found {reprlib.repr(entries)}")
-    return entries
-
-
-def _member(table: Sequence[Any], index: Any, where: str) -> Any:
+def _pick(table: Sequence[Any], index: Any, where: str) -> Any:
+    """Return the row of that number; raise ReportUnreadable if the table has none."""
     if type(index) is not int or not 0 <= index < len(table):
         raise ReportUnreadable(f"{where}: there is no {reprlib.repr(index)} among the {len(table)} before it")
     return table[index]
 
 
 def _refuse_hooks(module: torch.nn.Module, where: str) -> None:
+    """Raise UsageError if a module has hooks, other than those that export adds."""
     for name in _HOOKS:
         hooks = (vars(module)[name] or {}).values()
         foreign = [hook for hook in hooks if not (isinstance(module, GraphModule) and _is_of_export(hook))]
@@ -248,6 +258,7 @@ def _is_of_export(value: Any) -> bool:
 
 
 def _is_guard(node: Node) -> bool:
+    """Tell whether a node calls the checks that export adds."""
     owner = node.graph.owning_module
     return (
         node.op == "call_module"
@@ -255,11 +266,3 @@ def _is_guard(node: Node) -> bool:
         and not node.users
         and _is_of_export(type(getattr(owner, _GUARDS, None)))
     )
-
-
-def _is_plain(value: Any) -> bool:
-    try:
-        encode_value(value)
-    except Unwritable:
-        return False
-    return True

@@ -1,11 +1,16 @@
 """The nodes of one graph as JSON's own types, and a graph of them again.
 
-Names, order, arguments and annotations are kept exactly. Of what a node knows about itself, plain data is kept, and so
-are the modules it was traced in (their classes by name) and what its value was, as a fake tensor. The rest refers to
-the process that traced it, and is left out: the objects that dynamo guards on, callables and earlier nodes.
+    {"op": "call_function", "name": "add", "target": "operator aten::add.Tensor", "args": [{"node": "x"}, 2.0],
+     "kwargs": {}, "meta": {"val": {"described": {"tensor": ["float32", [2, 3], [3, 1], "cpu", false]}}, …}}
 
-Torch turns names of nodes, methods, attributes and arguments into text of the code that it generates and runs, so each
-is read only if it can be nothing but a name.
+Names, order, arguments and annotations are kept exactly. Of a node's `meta`, plain data is kept, and so are the modules
+that it was traced in (their classes by name) and its value, described as a fake tensor. Other entries refer to the
+process that traced the graph, and are not written: objects that dynamo guards on, callables and earlier nodes.
+
+Torch puts the names of nodes, methods, attributes and arguments into the code that it generates and runs. So each is
+read only if it can be nothing but a name.
+
+Start reading at `write_nodes` and `read_nodes`.
 """
 
 from __future__ import annotations
@@ -20,18 +25,21 @@ from torch.fx import Graph, Node
 
 from torchdelta._torch.graphs import descriptions, targets
 from torchdelta.errors import ReportUnreadable, UsageError
-from torchdelta.storage.values import Fetch, Unwritable, decode_value, encode_value
+from torchdelta.storage.values import Fetch, Unwritable, decode_value, encode_value, expect, is_plain
 
 _OPS = ("placeholder", "get_attr", "call_function", "call_method", "call_module", "output")
 _DESCRIBED = ("val", "example_value", "tensor_meta")
 _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 
 Find = Callable[[str, str], Any]
-"""Returns the callable of a name, given where it stands."""
+"""Returns the callable of a name; the second argument is the place in the file, for the error message."""
 
 
 def write_nodes(graph: Graph, where: str, is_left_out: Callable[[Node], bool]) -> list[dict[str, Any]]:
-    """Return the nodes of a graph in their order; UsageError says which of them cannot be written."""
+    """Return the nodes of a graph in their order, without those left out; raise UsageError if one cannot be written.
+
+    `where` is put in front of a node's name in the message.
+    """
     written: set[Node] = set()
     records = []
     for node in graph.nodes:
@@ -41,53 +49,58 @@ def write_nodes(graph: Graph, where: str, is_left_out: Callable[[Node], bool]) -
     return records
 
 
-def read_nodes(records: Any, where: str, find: Find, redrawing: descriptions.Redrawing) -> Graph:
-    """Return a graph of the nodes that were written; ReportUnreadable says which of them is none."""
+def read_nodes(records: Any, where: str, find: Find, builder: descriptions.ValueBuilder) -> Graph:
+    """Return a graph of the nodes that were written; raise ReportUnreadable if a record is not a node."""
     graph = Graph()
-    made: dict[str, Node] = {}
-    for index, record in enumerate(_expect(records, list, where)):
+    nodes: dict[str, Node] = {}
+    for index, record in enumerate(expect(records, list, where)):
         place = f"{where}[{index}]"
-        node = _read_node(graph, _expect(record, dict, place), place, made, find)
-        node.meta = _read_meta(record.get("meta", {}), f"{place}.meta", find, redrawing)
-        made[node.name] = node
+        node = _read_node(graph, expect(record, dict, place), place, nodes, find)
+        node.meta = _read_meta(record.get("meta", {}), f"{place}.meta", find, builder)
+        nodes[node.name] = node
     return graph
 
 
 def refer_to_callable(value: Any) -> dict[str, Any] | None:
-    """Write down a callable, a member of an enumeration or the description of a structure."""
+    """Return the reference to a callable, a member of an enumeration or a pytree's structure; None of other values.
+
+    Raise Unwritable if another process could not find the callable.
+    """
     if descriptions.is_tree_spec(value):
         return {"tree": descriptions.describe_tree(value, lambda context: encode_value(context, refer_to_callable))}
     if isinstance(value, enum.Enum):
-        return {"enum": [_named(type(value)), value.name]}
+        return {"enum": [_name(type(value)), value.name]}
     # a device can be called too, as a decorator
     if callable(value) and not isinstance(value, (torch.device, torch.nn.Module, torch.Tensor)):
-        return {"target": _named(value)}
+        return {"target": _name(value)}
     return None
 
 
-def fetching(find: Find) -> Fetch:
-    """Return what finds what `refer_to_callable` wrote down."""
+def make_fetch(find: Find) -> Fetch:
+    """Return the function that reads the references of `refer_to_callable`."""
 
     def fetch(tag: str, data: Any, where: str) -> Any:
+        """Return the callable, the member or the structure that a reference stands for."""
         if tag == "target":
-            return find(_expect(data, str, where), where)
+            return find(expect(data, str, where), where)
         if tag == "enum":
-            return _member(data, where, find)
+            return _read_member(data, where, find)
         if tag != "tree":
-            raise ReportUnreadable(f"{where}: {tag!r} is no kind of value")
+            raise ReportUnreadable(f"{where}: {tag!r} is not a kind of value")
         try:
             return descriptions.rebuild_tree(
                 data, lambda context: decode_value(context, where, fetch), lambda name: find(name, where)
             )
         except (LookupError, TypeError, ValueError) as error:
-            raise ReportUnreadable(f"{where}: it describes no structure: {error}") from error
+            raise ReportUnreadable(f"{where}: it does not describe a structure: {error}") from error
 
     return fetch
 
 
-def _member(data: Any, where: str, find: Find) -> Any:
+def _read_member(data: Any, where: str, find: Find) -> Any:
+    """Return the member of an enumeration that [class, name] refers to; raise ReportUnreadable if there is none."""
     if not isinstance(data, list) or len(data) != 2 or not all(isinstance(part, str) for part in data):
-        raise ReportUnreadable(f"{where}: {reprlib.repr(data)} is no member of an enumeration")
+        raise ReportUnreadable(f"{where}: {reprlib.repr(data)} is not a member of an enumeration")
     kind = find(data[0], where)
     if not isinstance(kind, enum.EnumMeta) or data[1] not in kind.__members__:
         raise ReportUnreadable(f"{where}: {data[0]} has no member {data[1]!r}")
@@ -95,6 +108,7 @@ def _member(data: Any, where: str, find: Find) -> Any:
 
 
 def _write_node(node: Node, where: str, written: Set[Node]) -> dict[str, Any]:
+    """Return the record of a node, given those before it; raise UsageError if it cannot be written."""
     for source in node.all_input_nodes:
         if source not in written:
             raise UsageError(
@@ -103,7 +117,7 @@ def _write_node(node: Node, where: str, written: Set[Node]) -> dict[str, Any]:
     try:
         target = targets.name_target(node.target) if node.op == "call_function" else node.target
     except ValueError as error:
-        raise UsageError(f"{where} calls what another process would not find: {error}") from error
+        raise UsageError(f"{where} calls a function that another process would not find: {error}") from error
     try:
         record = {
             "op": node.op,
@@ -129,33 +143,35 @@ def _refer(value: Any) -> dict[str, Any] | None:
     return {"node": value.name} if isinstance(value, Node) else refer_to_callable(value)
 
 
-def _named(value: Any) -> str:
+def _name(value: Any) -> str:
+    """Return the name of a callable; raise Unwritable if another process could not find it."""
     try:
         return targets.name_target(value)
     except ValueError as error:
         raise Unwritable(str(error)) from error
 
 
-def _read_node(graph: Graph, record: dict[str, Any], where: str, made: Mapping[str, Node], find: Find) -> Node:
+def _read_node(graph: Graph, record: dict[str, Any], where: str, nodes: Mapping[str, Node], find: Find) -> Node:
+    """Add the node of a record to a graph and return it; raise ReportUnreadable if the record is not a node."""
     if unknown := record.keys() - {"op", "name", "target", "args", "kwargs", "type", "meta"}:
         raise ReportUnreadable(f"{where}: unknown {', '.join(sorted(unknown))}")
-    op, name, target = (_expect(record.get(key), str, f"{where}.{key}") for key in ("op", "name", "target"))
-    args = _expect(record.get("args"), list, f"{where}.args")
-    kwargs = _expect(record.get("kwargs"), dict, f"{where}.kwargs")
+    op, name, target = (expect(record.get(key), str, f"{where}.{key}") for key in ("op", "name", "target"))
+    args = expect(record.get("args"), list, f"{where}.args")
+    kwargs = expect(record.get("kwargs"), dict, f"{where}.kwargs")
 
-    fetch_other = fetching(find)
+    fetch_other = make_fetch(find)
 
     def fetch(tag: str, data: Any, place: str) -> Any:
         if tag != "node":
             return fetch_other(tag, data, place)
-        if not isinstance(data, str) or data not in made:
+        if not isinstance(data, str) or data not in nodes:
             raise ReportUnreadable(f"{place}: no node before it is called {data!r}")
-        return made[data]
+        return nodes[data]
 
     if op not in _OPS:
-        raise ReportUnreadable(f"{where}: {op!r} is nothing that a node does")
-    if not descriptions.is_plain_name(name) or name in made:
-        raise ReportUnreadable(f"{where}: {name!r} is no name for a node, or another's")
+        raise ReportUnreadable(f"{where}: {op!r} is not an op of a node")
+    if not descriptions.is_plain_name(name) or name in nodes:
+        raise ReportUnreadable(f"{where}: {name!r} is not a name for a node, or is another's")
     _refuse_strange_names(op, target, kwargs, where)
     node = graph.create_node(
         op,
@@ -170,20 +186,24 @@ def _read_node(graph: Graph, record: dict[str, Any], where: str, made: Mapping[s
 
 
 def _refuse_strange_names(op: str, target: str, kwargs: Mapping[str, Any], where: str) -> None:
+    """Raise ReportUnreadable if a target or keyword could be more than a name in the code that torch generates."""
     parts = [target.lstrip("*")] if op == "placeholder" else target.split(".")
     if op in ("get_attr", "call_module"):
         is_fine = all(part.isprintable() and not set(part) & {'"', "\\"} and part for part in parts)
     else:
         is_fine = op == "call_function" or all(map(descriptions.is_plain_name, parts))
     if not is_fine:
-        raise ReportUnreadable(f"{where}.target: {target!r} is no name that a {op} could have")
+        raise ReportUnreadable(f"{where}.target: {target!r} is not a name that a {op} could have")
     for name in kwargs:
         if not descriptions.is_plain_name(name):
-            raise ReportUnreadable(f"{where}.kwargs: {name!r} is no name of an argument")
+            raise ReportUnreadable(f"{where}.kwargs: {name!r} is not the name of an argument")
 
 
 def _write_annotation(annotation: Any) -> str | None:
-    """Return a class of torch's or Python's own by name; others are left out, since an annotation computes nothing."""
+    """Return the name of an annotation that is a class of torch's or Python's own; None of any other.
+
+    Others are left out because an annotation computes nothing.
+    """
     try:
         name = targets.name_target(annotation) if isinstance(annotation, type) else None
         if name is not None:
@@ -194,67 +214,60 @@ def _write_annotation(annotation: Any) -> str | None:
 
 
 def _read_annotation(data: Any, where: str, find: Find) -> Any:
-    return None if data is None else find(_expect(data, str, where), where)
+    return None if data is None else find(expect(data, str, where), where)
 
 
 def _write_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Write what is known about a node as far as it means something elsewhere."""
-    written: dict[str, Any] = {}
+    """Return the entries of a node's `meta` that have a meaning in another process, encoded."""
+    entries: dict[str, Any] = {}
     for key, value in meta.items():
         try:
             if key in _DESCRIBED:
-                written[key] = {"described": descriptions.describe_value(value)}
+                entries[key] = {"described": descriptions.describe_value(value)}
             elif key in _STACKS and isinstance(value, dict):
-                written[key] = encode_value({name: _plain_place(place) for name, place in value.items()})
+                entries[key] = encode_value({name: _name_class(place) for name, place in value.items()})
             elif key == "custom" and isinstance(value, dict):
-                # each tool has an entry of its own, and not all of them plain data
-                written[key] = encode_value({name: item for name, item in value.items() if _is_plain(item)})
+                # each tool has an entry of its own, and not all of them are plain data
+                entries[key] = encode_value({name: item for name, item in value.items() if is_plain(item)})
             else:
-                written[key] = encode_value(value, _refer_to_member)
+                entries[key] = encode_value(value, _refer_to_member)
         except ValueError:
             continue
-    return written
+    return entries
 
 
-def _is_plain(value: Any) -> bool:
-    try:
-        encode_value(value)
-    except Unwritable:
-        return False
-    return True
-
-
-def _plain_place(place: Any) -> Any:
+def _name_class(place: Any) -> Any:
+    """Return an entry of a module stack, which is a path and a class, with the class by its name."""
     path, kind = place
     return path, kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _refer_to_member(value: Any) -> dict[str, Any] | None:
-    """Write down a member of an enumeration that every reader may look up."""
+    """Return the reference to a member of an enumeration; None of other values.
+
+    Raise Unwritable if a reader may not look the enumeration up.
+    """
     if not isinstance(value, enum.Enum):
         return None
     try:
-        targets.find_target(_named(type(value)))
+        targets.find_target(_name(type(value)))
     except LookupError as error:
         raise Unwritable(str(error)) from error
     return refer_to_callable(value)
 
 
-def _read_meta(data: Any, where: str, find: Find, redrawing: descriptions.Redrawing) -> dict[str, Any]:
+def _read_meta(data: Any, where: str, find: Find, builder: descriptions.ValueBuilder) -> dict[str, Any]:
+    """Return the `meta` of a node; raise ReportUnreadable if an entry is damaged."""
+
     def fetch(tag: str, content: Any, place: str) -> Any:
+        """Return the member of an enumeration, or the fake value of a description."""
         if tag == "enum":
-            return _member(content, place, find)
+            return _read_member(content, place, find)
         if tag != "described":
-            raise ReportUnreadable(f"{place}: {tag!r} is no kind of plain data")
+            raise ReportUnreadable(f"{place}: {tag!r} is not a kind of plain data")
         try:
-            return redrawing.redraw(content)
+            return builder.build(content)
         except Exception as error:
-            raise ReportUnreadable(f"{place}: {reprlib.repr(content)} describes nothing: {error}") from error
+            raise ReportUnreadable(f"{place}: {reprlib.repr(content)} does not describe a value: {error}") from error
 
-    return {key: decode_value(value, f"{where}.{key}", fetch) for key, value in _expect(data, dict, where).items()}
-
-
-def _expect(data: Any, kind: type, where: str) -> Any:
-    if not isinstance(data, kind):
-        raise ReportUnreadable(f"{where}: expected a {kind.__name__}, found {reprlib.repr(data)}")
-    return data
+    return {key: decode_value(value, f"{where}.{key}", fetch) for key, value in expect(data, dict, where).items()}

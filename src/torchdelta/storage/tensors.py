@@ -1,25 +1,38 @@
-"""Tensors as views of storages: what shares memory when written shares it when read.
+"""Tensors in a safetensors file, as views of storages: tensors that shared memory when written share it when read.
 
-Each storage is one run of bytes in a safetensors file, trimmed to what its tensors can reach, with a checksum in the
-table; each tensor is one row: storage, offset, shape, strides, dtype and whether it is a parameter. Gradients and
-attributes that were hung on a tensor are not kept.
+The file holds one run of bytes for each storage, trimmed to the bytes that its tensors can reach. A table in a JSON
+file beside it describes them. Each tensor is one row (storage, offset, shape, strides, dtype, whether it is a
+parameter), and each storage is one row (device, size, checksum). A matrix and its transpose:
+
+    {"tensors":  [{"storage": 0, "offset": 0, "shape": [2, 3], "stride": [3, 1], "dtype": "float32", …},
+                  {"storage": 0, "offset": 0, "shape": [3, 2], "stride": [1, 3], "dtype": "float32", …}],
+     "storages": [{"device": "cpu", "size": 24, "checksum": 1103515245}]}
+
+Gradients, and attributes that were set on a tensor, are not written.
+
+Graphs write all their tensors to one file; captures write one file after the other, so that they never hold all values.
+Start reading at `TensorWriter.write` and `read_tensors`.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from torchdelta._torch import tensors
-from torchdelta.errors import EnvironmentUnfit, ReportUnreadable
+from torchdelta.errors import EnvironmentUnfit, ReportUnreadable, UsageError
+from torchdelta.records.strict_json import replace_file
 from torchdelta.storage.values import Unwritable
 
 _ALIGNMENT = 64
-"""What a trimmed storage starts at a multiple of, so that every dtype's elements stay where they can be."""
+"""A trimmed storage starts at a multiple of this many bytes, so that every offset is a whole number of elements."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,44 +51,61 @@ class TensorRow:
 
 @dataclass(frozen=True, kw_only=True)
 class StorageRow:
-    """One storage; None for the checksum of one on the meta device, which has no bytes."""
+    """One storage; the checksum is None on the meta device, where a storage has no bytes."""
 
     device: str
     size: int
     checksum: int | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class TensorTable:
+    """The description of every tensor of one file."""
+
+    tensors: tuple[TensorRow, ...]
+    storages: tuple[StorageRow, ...]
+
+
 class TensorWriter:
-    """Collects tensors, each once."""
+    """Collects the tensors of one file, each once."""
 
     def __init__(self) -> None:
-        self._kept: list[torch.Tensor] = []
-        self._index: dict[int, int] = {}
+        self._tensors: list[torch.Tensor] = []
+        self._rows: dict[int, int] = {}
 
     def add(self, tensor: torch.Tensor) -> int:
-        """Return the row that a tensor will have; Unwritable says why it can have none."""
-        if id(tensor) not in self._index:
+        """Return the number of the row that a tensor will have; raise Unwritable if no file can hold it."""
+        if id(tensor) not in self._rows:
             refuse_special(tensor)
-            self._index[id(tensor)] = len(self._kept)
-            self._kept.append(tensor)
-        return self._index[id(tensor)]
+            self._rows[id(tensor)] = len(self._tensors)
+            self._tensors.append(tensor)
+        return self._rows[id(tensor)]
 
-    def rows(self) -> tuple[list[TensorRow], list[StorageRow], dict[str, torch.Tensor]]:
-        """Return the tables, and the bytes by the names that they have in the file."""
-        shared: dict[Any, list[int]] = {}
-        for index, tensor in enumerate(self._kept):
-            shared.setdefault(tensors.storage_reference(tensor), []).append(index)
+    def write(self, path: Path) -> TensorTable:
+        """Write the bytes of every tensor to a file, and return the table; raise UsageError if that is impossible."""
+        table, contents = self._describe()
+        try:
+            replace_file(path, lambda file: save_file(contents, file))
+        except (OSError, SafetensorError) as error:
+            raise UsageError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
+        return table
+
+    def _describe(self) -> tuple[TensorTable, dict[str, torch.Tensor]]:
+        """Return the table, and the bytes of each storage by the name that it has in the file: its row's number."""
+        members_by_storage: dict[Any, list[int]] = {}
+        for index, tensor in enumerate(self._tensors):
+            members_by_storage.setdefault(tensors.storage_reference(tensor), []).append(index)
         rows: dict[int, TensorRow] = {}
         storages: list[StorageRow] = []
-        data: dict[str, torch.Tensor] = {}
-        for indices in shared.values():
-            members = [self._kept[index] for index in indices]
-            start, stop = _reach(members)
-            content = None if members[0].is_meta else _bytes(members[0], start, stop)
+        contents: dict[str, torch.Tensor] = {}
+        for indices in members_by_storage.values():
+            members = [self._tensors[index] for index in indices]
+            start, stop = _find_reach(members)
+            content = None if members[0].is_meta else _read_bytes(members[0], start, stop)
             if content is not None:
-                data[str(len(storages))] = content
+                contents[str(len(storages))] = content
             for index, tensor in zip(indices, members, strict=True):
-                rows[index] = _row(tensor, len(storages), start)
+                rows[index] = _describe_tensor(tensor, len(storages), start)
             storages.append(
                 StorageRow(
                     device=str(members[0].device),
@@ -83,52 +113,68 @@ class TensorWriter:
                     checksum=None if content is None else zlib.crc32(content.numpy().data),
                 )
             )
-        return [rows[index] for index in range(len(rows))], storages, data
+        table = TensorTable(tensors=tuple(rows[index] for index in range(len(rows))), storages=tuple(storages))
+        return table, contents
 
 
-def read_tensors(
-    rows: Sequence[TensorRow], storages: Sequence[StorageRow], data: Mapping[str, torch.Tensor]
-) -> list[torch.Tensor]:
-    """Return the tensors of a table; ReportUnreadable says which of them its file does not hold."""
-    memory = [_storage(index, row, data) for index, row in enumerate(storages)]
-    return [_tensor(f"tensors[{index}]", row, memory) for index, row in enumerate(rows)]
+def read_tensors(path: Path, table: TensorTable, rows: Iterable[int] | None = None) -> list[torch.Tensor]:
+    """Return the tensors of a file, all of them or those of some rows; only the storages that they need are read.
+
+    Raise ReportUnreadable if the file does not hold them, EnvironmentUnfit if this machine lacks a device.
+    """
+    indices = range(len(table.tensors)) if rows is None else list(rows)
+    needed = {table.tensors[index].storage for index in indices}
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+            memory = {
+                index: _load_storage(index, row, file.get_tensor(str(index)) if str(index) in names else None)
+                for index, row in enumerate(table.storages)
+                if index in needed
+            }
+    except (OSError, SafetensorError) as error:
+        raise ReportUnreadable(f"its tensors in {path.name} cannot be read: {error}") from error
+    return [_build_tensor(f"tensors[{index}]", table.tensors[index], memory) for index in indices]
 
 
 def refuse_special(tensor: torch.Tensor) -> None:
-    """Raise Unwritable of a tensor that is more than a view of a storage."""
+    """Raise Unwritable if a tensor is more than a view of a storage."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise Unwritable(f"a tensor is of class {type(tensor).__qualname__}, and only plain tensors can be kept")
-    what = tensors.describe(tensor)
+    description = tensors.describe(tensor)
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         kind = "quantized" if tensor.is_quantized else "not strided"
-        raise Unwritable(f"a {what} is {kind}, and only ordinary strided tensors can be kept")
+        raise Unwritable(f"a {description} is {kind}, and only ordinary strided tensors can be kept")
     if not tensor.is_leaf:
-        raise Unwritable(f"a {what} was computed under autograd, and its history cannot be kept: detach it")
+        raise Unwritable(f"a {description} was computed under autograd, and its history cannot be kept: detach it")
     if tensor.is_neg():
-        raise Unwritable(f"a {what} is a negated view: call resolve_neg() on it")
+        raise Unwritable(f"a {description} is a negated view: call resolve_neg() on it")
 
 
-def _reach(members: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """Return the first and the last byte that any view of a storage can touch."""
-    spans = [_span(tensor) for tensor in members if tensor.numel()]
+def _find_reach(members: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """Return the first byte that any view of a storage can touch, rounded down, and the byte after the last."""
+    spans = [_find_span(tensor) for tensor in members if tensor.numel()]
     if not spans:
         return 0, 0
     return min(start for start, _ in spans) // _ALIGNMENT * _ALIGNMENT, max(stop for _, stop in spans)
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
+def _find_span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor that is not empty, and the byte after its last."""
     first = int(tensor.storage_offset())
     last = first + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return first * tensor.itemsize, (last + 1) * tensor.itemsize
 
 
-def _bytes(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+def _read_bytes(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Return some bytes of a tensor's storage; on the CPU they are not copied."""
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     return whole[start:stop].cpu().contiguous()
 
 
-def _row(tensor: torch.Tensor, storage: int, start: int) -> TensorRow:
-    # an empty view may lie anywhere, also outside of what is kept
+def _describe_tensor(tensor: torch.Tensor, storage: int, start: int) -> TensorRow:
+    """Return the row of a tensor in a storage that is kept from byte `start` on."""
+    # an empty view may lie anywhere, also outside of the bytes that are kept
     offset = int(tensor.storage_offset()) - start // tensor.itemsize if tensor.numel() else 0
     return TensorRow(
         storage=storage,
@@ -142,7 +188,8 @@ def _row(tensor: torch.Tensor, storage: int, start: int) -> TensorRow:
     )
 
 
-def _storage(index: int, row: StorageRow, data: Mapping[str, torch.Tensor]) -> torch.UntypedStorage:
+def _load_storage(index: int, row: StorageRow, content: torch.Tensor | None) -> torch.UntypedStorage:
+    """Return a storage on its device, filled with the content that the file has for it (None: it has none)."""
     where = f"storages[{index}]"
     try:
         device = torch.device(row.device)
@@ -150,28 +197,30 @@ def _storage(index: int, row: StorageRow, data: Mapping[str, torch.Tensor]) -> t
             return torch.empty(row.size, dtype=torch.uint8, device=device).untyped_storage()
     except RuntimeError as error:
         raise ReportUnreadable(f"{where}: no storage of {row.size} bytes on {row.device!r}: {error}") from error
-    content = data.get(str(index))
     if content is None or content.dtype is not torch.uint8 or content.dim() != 1 or len(content) != row.size:
-        raise ReportUnreadable(f"{where}: the file of tensors has not its {row.size} bytes")
+        raise ReportUnreadable(f"{where}: the file of tensors does not have its {row.size} bytes")
     if zlib.crc32(content.numpy().data) != row.checksum:
         raise ReportUnreadable(f"{where}: its bytes are not those that were written")
     try:
-        # a copy: what was read may lie in the mapped file, at any address
+        # a copy, because the content may lie in the mapped file, at any address
         return content.to(device, copy=True).untyped_storage()
     except (RuntimeError, AssertionError) as error:
         raise EnvironmentUnfit(f"{where}: it was on {row.device}, which this machine does not have: {error}") from error
 
 
-def _tensor(where: str, row: TensorRow, memory: Sequence[torch.UntypedStorage]) -> torch.Tensor:
+def _build_tensor(where: str, row: TensorRow, memory: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+    """Return the tensor of a row; raise ReportUnreadable if its storage cannot hold it."""
     try:
-        if row.storage < 0 or row.offset < 0 or min((*row.shape, *row.stride), default=0) < 0:
+        if row.offset < 0 or min((*row.shape, *row.stride), default=0) < 0:
             raise ValueError("a negative number")
+        if row.storage not in memory:
+            raise ValueError(f"there is no storage {row.storage}")
         storage = memory[row.storage]
         dtype = getattr(torch, row.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"this torch has no dtype {row.dtype!r}")
         blank = torch.empty(0, dtype=dtype, device=storage.device)
-        if blank.itemsize * (row.offset + _extent(row)) > storage.nbytes():
+        if blank.itemsize * (row.offset + _count_elements(row)) > storage.nbytes():
             raise ValueError("it reaches beyond its storage")
         tensor = blank.set_(storage, row.offset, row.shape, row.stride)
         if row.is_conjugate:
@@ -179,11 +228,12 @@ def _tensor(where: str, row: TensorRow, memory: Sequence[torch.UntypedStorage]) 
         if row.is_parameter:
             return torch.nn.Parameter(tensor, requires_grad=row.requires_grad)
         return tensor.requires_grad_(row.requires_grad)
-    except (IndexError, RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError) as error:
         raise ReportUnreadable(f"{where}: {error}") from error
 
 
-def _extent(row: TensorRow) -> int:
+def _count_elements(row: TensorRow) -> int:
+    """Return how many elements lie from the first of a tensor to its last, gaps included."""
     if 0 in row.shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(row.shape, row.stride, strict=True))

@@ -1,13 +1,21 @@
 """Literal values as strict JSON and back, exactly: types, order and non-finite numbers included.
 
-A list, a string, a number, a boolean and None are JSON's own; all else is an object with one entry, whose key says
-what it is. What a value refers to (a node, a tensor, a callable) is written and read by the caller.
+A list, a string, a number, a boolean and None are JSON's own. Every other value is an object with one entry, whose key
+is a tag that names the type:
+
+    (1, [2.5, nan])             ->  {"tuple": [1, [2.5, "nan"]]}
+    {"dim": torch.float16}      ->  {"dict": [["dim", {"dtype": "float16"}]]}
+    slice(None, 3)              ->  {"slice": [null, 3, null]}
+
+A value may refer to something that is stored elsewhere: a node, a tensor, a callable. The caller writes and reads
+references, under tags of its own: `Refer` when writing, `Fetch` when reading.
+
+Start reading at `encode_value` and `decode_value`.
 """
 
 from __future__ import annotations
 
 import enum
-import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -15,9 +23,8 @@ from typing import Any, NoReturn
 import torch
 
 from torchdelta.errors import ReportUnreadable
+from torchdelta.records.strict_json import NON_FINITE, decode_text, encode_float, encode_text
 
-_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-_ESCAPE = "\\"
 _CONSTANT_KINDS = {
     "dtype": torch.dtype,
     "layout": torch.layout,
@@ -30,35 +37,35 @@ _CONSTANTS: dict[str, dict[str, Any]] = {
 }
 
 Refer = Callable[[Any], dict[str, Any] | None]
-"""Writes down what a value refers to; None of what it cannot."""
+"""Returns the tagged reference that stands for a value, or None if the value is not one to refer to."""
 Fetch = Callable[[str, Any, str], Any]
-"""Finds what was written under a tag, given what was written and where."""
+"""Returns the value of a reference, from its tag, its content and its place for the error message."""
 
 
 class Unwritable(ValueError):
-    """A value that has no place in a file."""
+    """No file can hold this value; the message says why."""
 
 
 def refer_to_nothing(_: Any) -> None:
-    """Refuse every reference: the value must be plain data."""
+    """Make no references: the value must be plain data."""
 
 
 def fetch_nothing(tag: str, _: Any, where: str) -> NoReturn:
-    """Refuse every reference: the value must be plain data."""
-    raise ReportUnreadable(f"{where}: {tag!r} is no kind of plain data")
+    """Refuse every reference, because the value must be plain data."""
+    raise ReportUnreadable(f"{where}: {tag!r} is not a kind of plain data")
 
 
 def encode_value(value: Any, refer: Refer = refer_to_nothing) -> Any:
-    """Return a value as JSON's own types; Unwritable says what cannot be."""
+    """Return a value as JSON's own types; raise Unwritable if it, or a value inside it, has no encoding."""
     if value is None or type(value) in (bool, int):
         return value
     if type(value) is str:
-        return _ESCAPE + value if _reads_as_number(value) else value
+        return encode_text(value)
     if type(value) is float:
-        return value if math.isfinite(value) else str(value)
-    referred = refer(value)
-    if referred is not None:
-        return referred
+        return encode_float(value)
+    reference = refer(value)
+    if reference is not None:
+        return reference
     if isinstance(value, torch.Size):
         return {"Size": [encode_value(size, refer) for size in value]}
     if isinstance(value, tuple) and not hasattr(value, "_fields") and not hasattr(value, "n_fields"):
@@ -73,15 +80,18 @@ def encode_value(value: Any, refer: Refer = refer_to_nothing) -> Any:
 
 
 def decode_value(data: Any, where: str, fetch: Fetch = fetch_nothing) -> Any:
-    """Return the value that was encoded; `where` is its place, for the error."""
+    """Return the value that `encode_value` was given.
+
+    Raise ReportUnreadable if `data` encodes no value; `where` is the place that the message names.
+    """
     if data is None or isinstance(data, (bool, int, float)):
         return data
     if isinstance(data, str):
-        return _NON_FINITE[data] if data in _NON_FINITE else unescaped(data)
+        return NON_FINITE[data] if data in NON_FINITE else decode_text(data)
     if isinstance(data, list):
         return [decode_value(item, f"{where}[{index}]", fetch) for index, item in enumerate(data)]
     if not isinstance(data, dict) or len(data) != 1:
-        raise ReportUnreadable(f"{where}: {reprlib.repr(data)} is no value")
+        raise ReportUnreadable(f"{where}: {reprlib.repr(data)} is not a value")
     ((tag, content),) = data.items()
     if tag in _CONTAINERS:
         if not isinstance(content, list):
@@ -89,7 +99,7 @@ def decode_value(data: Any, where: str, fetch: Fetch = fetch_nothing) -> Any:
         try:
             return _CONTAINERS[tag](decode_value(content, where, fetch))
         except (TypeError, ValueError) as error:
-            raise ReportUnreadable(f"{where}: {reprlib.repr(content)} makes no {tag}: {error}") from error
+            raise ReportUnreadable(f"{where}: {reprlib.repr(content)} does not make a {tag}: {error}") from error
     if tag in _CONSTANTS:
         if not isinstance(content, str) or content not in _CONSTANTS[tag]:
             raise ReportUnreadable(f"{where}: this torch has no {tag} {content!r}")
@@ -97,16 +107,28 @@ def decode_value(data: Any, where: str, fetch: Fetch = fetch_nothing) -> Any:
     if tag == "ellipsis":
         return Ellipsis
     if tag == "device":
-        return _device(content, where)
+        return _decode_device(content, where)
     return fetch(tag, content, where)
 
 
-def unescaped(text: str) -> str:
-    """Return text as it was before it was told apart from a number that is not finite."""
-    return text.removeprefix(_ESCAPE) if _reads_as_number(text) else text
+def is_plain(value: Any) -> bool:
+    """Tell whether a value is plain data: `encode_value` takes it without references."""
+    try:
+        encode_value(value)
+    except Unwritable:
+        return False
+    return True
+
+
+def expect(data: Any, kind: type, where: str) -> Any:
+    """Return the data if it is of that kind; raise ReportUnreadable with its place otherwise."""
+    if not isinstance(data, kind):
+        raise ReportUnreadable(f"{where}: expected a {kind.__name__}, found {reprlib.repr(data)}")
+    return data
 
 
 def _encode_atom(value: Any) -> dict[str, Any]:
+    """Return a value that contains no others as a tagged object; raise Unwritable if there is no tag for its type."""
     if value is Ellipsis:
         return {"ellipsis": None}
     if type(value) is complex:
@@ -117,35 +139,32 @@ def _encode_atom(value: Any) -> dict[str, Any]:
         if isinstance(value, kind):
             return {tag: str(value).removeprefix("torch.")}
     kind = type(value)
-    what = "named tuple " if isinstance(value, tuple) else "member of " if isinstance(value, enum.Enum) else ""
-    raise Unwritable(f"{reprlib.repr(value)} is a {what}{kind.__module__}.{kind.__qualname__}")
+    role = "named tuple " if isinstance(value, tuple) else "member of " if isinstance(value, enum.Enum) else ""
+    raise Unwritable(f"{reprlib.repr(value)} is a {role}{kind.__module__}.{kind.__qualname__}")
 
 
 def _decode_dict(pairs: Sequence[Any]) -> dict[Any, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
         raise ValueError("a key is there twice")
-    return made
+    return entries
 
 
 def _decode_complex(parts: Sequence[Any]) -> complex:
     real, imaginary = parts
     if not isinstance(real, (int, float)) or not isinstance(imaginary, (int, float)):
-        raise TypeError("its parts are no numbers")
+        raise TypeError("its parts are not numbers")
     return complex(real, imaginary)
 
 
-def _device(content: Any, where: str) -> torch.device:
+def _decode_device(content: Any, where: str) -> torch.device:
+    """Return the device of that name; raise ReportUnreadable if this torch has none."""
     try:
         if isinstance(content, str):
             return torch.device(content)
     except RuntimeError:
         pass
     raise ReportUnreadable(f"{where}: this torch has no device {content!r}")
-
-
-def _reads_as_number(text: str) -> bool:
-    return text.lstrip(_ESCAPE) in _NON_FINITE
 
 
 _CONTAINERS: Mapping[str, Callable[[Sequence[Any]], Any]] = {

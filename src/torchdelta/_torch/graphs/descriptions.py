@@ -1,16 +1,22 @@
-"""What a traced value was, without the value: fake tensors as shape, dtype, strides and device, and back.
+"""Traced values and calling conventions of graphs as JSON's own types, and back.
 
-A size that is a symbol is written as its text and its hint. Read back, equal texts are one symbol; that one expression
-was computed from another is lost.
+A traced value is described without its numbers: a fake tensor as dtype, shape, strides, device and `requires_grad`.
 
-How a graph is called: value by value, or with structures that it takes apart and puts together.
+    describe_value(torch.empty(2, 3, device="meta"))  ->  {"tensor": ["float32", [2, 3], [3, 1], "meta", false]}
+
+A size that is a symbol is written as its text and its hint. When it is read, equal texts become one symbol; how one
+expression was computed from another is lost.
+
+A calling convention says whether a graph takes its inputs one by one (`"values"`), in one list (`"boxed"`), or as
+pytrees that it flattens itself.
+
+Start reading at `describe_value` and `ValueBuilder.build`, then `describe_convention` and `set_convention`.
 """
 
 from __future__ import annotations
 
 import collections
 import keyword
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,12 +32,13 @@ from torch.utils import _pytree as pytree
 
 from torchdelta._torch.graphs.targets import name_target
 from torchdelta._torch.tensors import dtype_name
+from torchdelta.records.strict_json import encode_float
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
 def describe_value(value: Any) -> Any:
-    """Return a description of JSON's own types; ValueError of what is neither tensors nor sizes."""
+    """Return the description of a tensor, a size, or a sequence of them; raise ValueError of any other value."""
     if isinstance(value, TensorMetadata):
         if value.is_quantized:
             raise ValueError("a quantized tensor is more than its shape")
@@ -46,6 +53,7 @@ def describe_value(value: Any) -> Any:
 
 
 def _describe_tensor(tensor: torch.Tensor) -> list[Any]:
+    """Return dtype, shape, strides, device and `requires_grad`; raise ValueError if the tensor has more than these."""
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_quantized:
         raise ValueError(f"{type(tensor).__name__} is more than a strided tensor")
     try:
@@ -53,16 +61,17 @@ def _describe_tensor(tensor: torch.Tensor) -> list[Any]:
             [_describe_size(size) for size in tensor.shape],
             [_describe_size(size) for size in tensor.stride()],
         )
-    except RuntimeError as error:  # inside of vmap it has none
+    except RuntimeError as error:  # inside of vmap a tensor has no strides
         raise ValueError(str(error)) from error
     return [dtype_name(tensor.dtype), shape, stride, str(tensor.device), tensor.requires_grad]
 
 
 def _describe_size(size: Any) -> Any:
+    """Return a number, None, or a symbol as its expression and hint; raise ValueError of any other value."""
     if size is None or type(size) in (bool, int):
         return size
     if type(size) is float:
-        return size if math.isfinite(size) else str(size)
+        return encode_float(size)
     if isinstance(size, torch.SymInt):
         hint = size.node.hint
         return {"symbol": [str(size.node.expr), hint if type(hint) is int else None]}
@@ -71,7 +80,7 @@ def _describe_size(size: Any) -> Any:
 
 @dataclass(frozen=True)
 class _StoredPlace(Source):
-    """Where a symbol comes from; those of dynamo take as long to import as all of torch."""
+    """The origin of a symbol. Dynamo has such classes too, but importing them takes as long as all of torch."""
 
     text: str
 
@@ -80,19 +89,19 @@ class _StoredPlace(Source):
         return self.text
 
 
-class Redrawing:
-    """Makes values of descriptions: fake tensors and symbols that belong together."""
+class ValueBuilder:
+    """Builds values from their descriptions; all its fake tensors and symbols belong to one mode."""
 
     def __init__(self) -> None:
         self._shapes = ShapeEnv()
         self._mode = FakeTensorMode(shape_env=self._shapes)
         self._symbols: dict[str, Any] = {}
 
-    def redraw(self, data: Any) -> Any:
-        """Return what was described; an error of Python's own where nothing was."""
+    def build(self, data: Any) -> Any:
+        """Return a value as it was described; raise any of Python's own errors if `data` is not a description."""
         ((kind, content),) = data.items()
         if kind in ("list", "tuple"):
-            items = [self.redraw(item) for item in content]
+            items = [self.build(item) for item in content]
             return items if kind == "list" else tuple(items)
         if kind == "size":
             return self._size(content)
@@ -108,7 +117,7 @@ class Redrawing:
                 qparams={},
             )
         if kind != "tensor":
-            raise ValueError(f"{kind!r} describes nothing")
+            raise ValueError(f"{kind!r} is not a kind of description")
         dtype, shape, stride, device, requires_grad = content
         sizes, steps = [self._size(size) for size in shape], [self._size(size) for size in stride]
         empty = torch.empty_strided(sizes, steps, dtype=_constant(dtype, torch.dtype), device="meta")
@@ -116,16 +125,18 @@ class Redrawing:
         return fake.requires_grad_() if requires_grad is True else fake
 
     def _size(self, data: Any) -> Any:
+        """Return a size: a number, or the symbol of that text; raise ValueError if it is neither."""
         if not isinstance(data, dict):
             return float(data) if isinstance(data, str) else data
         ((kind, (text, hint)),) = data.items()
         if kind != "symbol" or not isinstance(text, str) or not (hint is None or type(hint) is int):
-            raise ValueError(f"{data} is no size")
+            raise ValueError(f"{data} is not a size")
         if text not in self._symbols:
             self._symbols[text] = self._shapes.create_unbacked_symint() if hint is None else self._symbol(hint)
         return self._symbols[text]
 
     def _symbol(self, hint: int) -> Any:
+        """Return a new symbolic size whose value in the traced run was `hint`."""
         source = _StoredPlace(f"size_{len(self._symbols)}")
         symbol = self._shapes.create_symbol(
             hint, source, DimDynamic.DYNAMIC, None, positive=None, do_not_specialize_zero_one=True
@@ -134,17 +145,18 @@ class Redrawing:
 
 
 def _constant(name: Any, kind: type) -> Any:
-    found = getattr(torch, name, None) if isinstance(name, str) else None
-    if not isinstance(found, kind):
+    """Return torch's dtype or memory format of that name; raise ValueError if there is none."""
+    constant = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(constant, kind):
         raise ValueError(f"this torch has no {kind.__name__} {name!r}")
-    return found
+    return constant
 
 
 _STANDARD: dict[str, Any] = {
     "tuple": tuple,
     "list": list,
     "dict": dict,
-    "namedtuple": collections.namedtuple,  # torch knows all of them under this key
+    "namedtuple": collections.namedtuple,  # torch registers every named tuple under this key
     "OrderedDict": collections.OrderedDict,
     "defaultdict": collections.defaultdict,
     "deque": collections.deque,
@@ -152,12 +164,12 @@ _STANDARD: dict[str, Any] = {
 
 
 def is_tree_spec(value: Any) -> bool:
-    """Tell whether a value is the description of a structure."""
+    """Tell whether a value is a `TreeSpec`, torch's description of a pytree's structure."""
     return isinstance(value, pytree.TreeSpec)
 
 
 def describe_tree(spec: Any, encode: Callable[[Any], Any]) -> Any:
-    """Return the description of a structure as JSON's own types; None is a leaf."""
+    """Return a `TreeSpec` as JSON's own types; a leaf is None. `encode` encodes the context of a node."""
     if spec.is_leaf():
         return None
     standard = next((name for name, kind in _STANDARD.items() if kind is spec.type), None)
@@ -169,18 +181,21 @@ def describe_tree(spec: Any, encode: Callable[[Any], Any]) -> Any:
 
 
 def rebuild_tree(data: Any, decode: Callable[[Any], Any], find: Callable[[str], Any]) -> Any:
-    """Return the structure that was described; LookupError or ValueError where none was."""
+    """Return the `TreeSpec` that `describe_tree` was given; raise LookupError or ValueError if there is none.
+
+    `decode` decodes the context of a node, `find` returns the class of a name.
+    """
     if data is None:
         return pytree.treespec_leaf()
     kind = _STANDARD.get(data["type"]) or find(data["type"])
     if kind not in pytree.SUPPORTED_NODES:
-        raise LookupError(f"{kind} is no structure that torch knows: first import what registers it")
+        raise LookupError(f"{kind} is not a structure that torch knows: first import the module that registers it")
     children = [rebuild_tree(child, decode, find) for child in data["children"]]
     return pytree.TreeSpec(kind, decode(data["context"]), children)
 
 
 def describe_convention(graph: Graph, encode: Callable[[Any], Any]) -> Any:
-    """Return how a graph is called as JSON's own types; ValueError of what only its own code knows."""
+    """Return a graph's calling convention as JSON's own types; raise ValueError if its code generator is custom."""
     codegen = graph._codegen
     if codegen._body_transformer is not None:
         raise ValueError("its code is changed by a function when it is generated")
@@ -200,7 +215,7 @@ def describe_convention(graph: Graph, encode: Callable[[Any], Any]) -> Any:
 
 
 def set_convention(graph: Graph, data: Any, decode: Callable[[Any], Any], find: Callable[[str], Any]) -> None:
-    """Let a graph be called as described; LookupError or ValueError where it is not described."""
+    """Give a graph the calling convention that was described; raise LookupError or ValueError if it is damaged."""
     if data == "values":
         return
     _refuse_defaults(graph)
@@ -210,28 +225,29 @@ def set_convention(graph: Graph, data: Any, decode: Callable[[Any], Any], find: 
     names = data["names"]
     taken = rebuild_tree(data["taken"], decode, find)
     returned = None if data["returned"] is None else rebuild_tree(data["returned"]["tree"], decode, find)
-    # these become text of the code that torch generates for the graph
+    # torch puts these names into the code that it generates for the graph
     keys = [key for child in taken.children() if child.type is dict for key in child.context]
     for name in (*names, *keys):
         if not is_plain_name(name):
-            raise ValueError(f"{name!r} is no name of an argument")
+            raise ValueError(f"{name!r} is not the name of an argument")
     graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(names, taken, returned)))
 
 
 def _refuse_defaults(graph: Graph) -> None:
-    # torch cuts the text of such placeholders at signs that the text of a default may have in it
+    """Raise ValueError if a placeholder has a default value."""
+    # torch splits the text of such placeholders at characters that the text of a default may contain
     for node in graph.nodes:
         if node.op == "placeholder" and node.args:
             raise ValueError(f"{node.name} has a default, which a graph that takes structures cannot have")
 
 
 def is_plain_name(name: Any) -> bool:
-    """Tell whether text can be a name in code, and nothing else."""
+    """Tell whether a value is text that can be nothing but a name in code."""
     return isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
 
 
 def rename(node: Node, name: str) -> None:
-    """Give a node exactly this name, also where torch would have made another of it."""
+    """Give a node exactly this name, also if torch would have changed it."""
     if node.name != name:
         node.graph._graph_namespace._rename_object(node, name)
         node.name = name

@@ -1,9 +1,14 @@
-"""What a node calls, by a name that another process can find it under: never by its code.
+"""The callables of nodes by names that another process can find: a file holds names, never code.
 
-A name is one of `operator aten::add.Tensor`, `packet aten::add`, `higher_order cond torch._higher_order_ops.cond` and
-`function torch.nn.functional:relu`. Finding one imports the module that is named, if it is allowed to, and looks
-attributes up; it calls nothing. Torch, operator, math and the builtins that compute are always allowed, and nothing
-else is unless the caller says so.
+    operator aten::add.Tensor
+    packet aten::add
+    higher_order cond torch._higher_order_ops.cond
+    function torch.nn.functional:relu
+
+Finding a callable imports the module that is named, if that is allowed, and looks attributes up; it calls nothing.
+Torch, operator, math and the builtins that compute are always allowed. Other modules are allowed only by the caller.
+
+Start reading at `name_target` and `find_target`.
 """
 
 from __future__ import annotations
@@ -24,19 +29,19 @@ _BUILTINS = frozenset(
         *("print", "range", "repr", "reversed", "round", "set", "slice", "sorted", "str", "sum", "tuple", "zip"),
     }
 )
-"""Those that neither run text as code nor reach for files."""
+"""Builtins that neither run text as code nor open files."""
 _ROOTS = ("torch", "operator", "_operator", "math")
 _LOADERS = (
     *("torch.hub", "torch.serialization", "torch.package", "torch.utils.cpp_extension", "torch.utils.model_zoo"),
     *("torch.jit", "torch.ops", "torch._ops"),
 )
-"""Modules of torch whose work is to run code from elsewhere: no graph that was traced calls them."""
+"""Modules of torch that run code from elsewhere; no traced graph calls them."""
 _PROCESS_BOUND = ("triton_kernel_wrapper_mutation", "triton_kernel_wrapper_functional")
-"""Operators whose arguments are places in a table of the process that traced them."""
+"""Operators whose arguments are indices into a table of the process that traced them."""
 
 
 def name_target(target: Any) -> str:
-    """Return the name of a callable; ValueError says why it has none."""
+    """Return the name of a callable; raise ValueError if another process could not find it."""
     if isinstance(target, OpOverload):
         return f"operator {_registered_name(target)}"
     if isinstance(target, OpOverloadPacket):
@@ -50,7 +55,10 @@ def name_target(target: Any) -> str:
 
 
 def find_target(name: str, allow: Iterable[str] = ()) -> Callable[..., Any]:
-    """Return the callable of that name; LookupError says why there is none, or why it may not be used."""
+    """Return the callable of that name; raise LookupError if there is none or its module is not allowed.
+
+    `allow` names packages whose callables may be used besides torch's own.
+    """
     kind, _, rest = name.partition(" ")
     if kind == "operator":
         return _find_operator(rest)
@@ -59,14 +67,14 @@ def find_target(name: str, allow: Iterable[str] = ()) -> Callable[..., Any]:
     if kind == "higher_order":
         operator, _, module = rest.partition(" ")
         if operator not in _higher_order_ops:
-            _imported(module, allow)
+            _import(module, allow)
         if operator not in _higher_order_ops:
             raise LookupError(f"this torch has no higher-order operator {operator}")
         return _higher_order_ops[operator]
     if kind == "function":
         module, _, path = rest.partition(":")
         return _find_function(module, path, tuple(allow))
-    raise LookupError(f"{name!r} names nothing that can be called")
+    raise LookupError(f"{name!r} is not the name of a callable")
 
 
 def _registered_name(target: OpOverload | HigherOrderOperator) -> str:
@@ -74,8 +82,9 @@ def _registered_name(target: OpOverload | HigherOrderOperator) -> str:
 
 
 def _name_function(target: Any) -> str:
+    """Return the `module:path` under which a callable can be found; raise ValueError if there is none."""
     if not callable(target):
-        raise ValueError(f"it is a {type(target).__name__}, which nothing can call")
+        raise ValueError(f"it is a {type(target).__name__}, which cannot be called")
     module = _module_of(target)
     path = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
     if module is None or path is None:
@@ -84,17 +93,17 @@ def _name_function(target: Any) -> str:
         )
     if module == "__main__":
         raise ValueError(f"{path} is in __main__, which is another file in another process: move it to a module")
-    for place, steps in _guesses(target, module, path):
-        found = _walked(sys.modules.get(place), steps)
-        if found is target or (isinstance(target, (MethodType, BuiltinMethodType)) and found == target):
+    for place, steps in _guess_places(target, module, path):
+        match = _walk(sys.modules.get(place), steps)
+        if match is target or (isinstance(target, (MethodType, BuiltinMethodType)) and match == target):
             return f"{place}:{steps}"
     if "<lambda>" in path or "<locals>" in path:
         raise ValueError(f"{path} of {module} is inside of a function: define it at the top of a module")
-    raise ValueError(f"{module} has something else under the name {path}")
+    raise ValueError(f"{module} has another object under the name {path}")
 
 
-def _guesses(target: Any, module: str, path: str) -> Iterator[tuple[str, str]]:
-    """Yield where a callable may be found: many of torch's say that they are elsewhere than they are."""
+def _guess_places(target: Any, module: str, path: str) -> Iterator[tuple[str, str]]:
+    """Yield (module, path) pairs where a callable may be, because many of torch's callables name a wrong module."""
     yield module, path
     short = getattr(target, "__name__", path)
     yield module, short
@@ -106,44 +115,47 @@ def _guesses(target: Any, module: str, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _module_of(target: Any) -> str | None:
+    """Return the name of the module that a callable says it is defined in; None if it does not say."""
     owner = getattr(target, "__objclass__", target)
     module = getattr(owner, "__module__", None)
     return module if isinstance(module, str) else None
 
 
 def _find_function(module: str, path: str, allow: tuple[str, ...]) -> Callable[..., Any]:
-    place = _imported(module, allow)
-    found = _walked(place, path)
-    if found is None:
+    """Return the callable at a path of a module; raise LookupError if there is none or it is not allowed."""
+    place = _import(module, allow)
+    match = _walk(place, path)
+    if match is None:
         raise LookupError(f"{module} has no {path}")
-    if not callable(found):
+    if not callable(match):
         raise LookupError(f"{module}:{path} cannot be called")
-    # a module may hold what it imported from another one
-    home = _module_of(found)
+    # the callable may have been imported from another module
+    home = _module_of(match)
     if home is not None and home != module:
         _refuse_unless_allowed(home, allow)
-    if home == "builtins" and getattr(found, "__name__", None) not in _BUILTINS:
-        raise LookupError(f"{module}:{path} is none of the builtins that compute")
-    return found  # type: ignore[no-any-return]
+    if home == "builtins" and getattr(match, "__name__", None) not in _BUILTINS:
+        raise LookupError(f"{module}:{path} is not one of the builtins that compute")
+    return match  # type: ignore[no-any-return]
 
 
-def _walked(place: Any, path: str) -> Any:
-    """Return what the path leads to, through classes and submodules only; None where it leads nowhere."""
-    found = place
+def _walk(start: Any, path: str) -> Any:
+    """Return the object at a path from a module, through classes and submodules only; None if there is none."""
+    place = start
     for step in path.split("."):
-        is_class = isinstance(found, type)
-        if not step.isidentifier() or not (is_class or isinstance(found, ModuleType)):
+        is_class = isinstance(place, type)
+        if not step.isidentifier() or not (is_class or isinstance(place, ModuleType)):
             return None
-        following = getattr(found, step, None)
-        if isinstance(following, ModuleType) and (is_class or following.__name__ != f"{found.__name__}.{step}"):
+        member = getattr(place, step, None)
+        if isinstance(member, ModuleType) and (is_class or member.__name__ != f"{place.__name__}.{step}"):
             return None
-        found = following
-    return found
+        place = member
+    return place
 
 
-def _imported(module: str, allow: Iterable[str]) -> ModuleType:
+def _import(module: str, allow: Iterable[str]) -> ModuleType:
+    """Import and return a module; raise LookupError if it is not allowed or does not import."""
     if not all(part.isidentifier() for part in module.split(".")):
-        raise LookupError(f"{module!r} is no name of a module")
+        raise LookupError(f"{module!r} is not the name of a module")
     _refuse_unless_allowed(module, allow)
     try:
         return importlib.import_module(module)
@@ -152,12 +164,13 @@ def _imported(module: str, allow: Iterable[str]) -> ModuleType:
 
 
 def is_torchs_own(module: str) -> bool:
-    """Tell whether a module is torch's or Python's own, and may be named by any graph."""
+    """Tell whether a module is torch's or Python's own, so that every graph may name it."""
     return module == "builtins" or any(_is_within(module, root) for root in _ROOTS)
 
 
 def _refuse_unless_allowed(module: str, allow: Iterable[str]) -> None:
-    if any(_is_within(module, given) for given in allow):
+    """Raise LookupError if a graph may not use a module."""
+    if any(_is_within(module, package) for package in allow):
         return
     if any(_is_within(module, loader) for loader in _LOADERS):
         raise LookupError(f"{module} runs code from elsewhere, which no traced graph does: it is not allowed")
@@ -170,20 +183,22 @@ def _is_within(module: str, package: str) -> bool:
 
 
 def _find_packet(name: str) -> OpOverloadPacket:
+    """Return the operator `namespace::name` with all its overloads; raise LookupError if none is registered."""
     namespace, _, operator = name.partition("::")
     packet = None
     if namespace.isidentifier() and operator.isidentifier():
-        known = getattr(torch.ops, namespace, None)
-        packet = getattr(known, operator, None) if isinstance(known, _OpNamespace) else None
+        operators = getattr(torch.ops, namespace, None)
+        packet = getattr(operators, operator, None) if isinstance(operators, _OpNamespace) else None
     if not isinstance(packet, OpOverloadPacket):
         raise LookupError(f"no operator {name} is registered here: first import the package that registers it")
     return packet
 
 
 def _find_operator(name: str) -> OpOverload:
+    """Return the overload `namespace::name.overload`; raise LookupError if none is registered."""
     qualified, _, overload = name.partition(".")
     packet = _find_packet(qualified)
-    found = getattr(packet, overload or "default", None) if (overload or "default").isidentifier() else None
-    if not isinstance(found, OpOverload):
+    operator = getattr(packet, overload or "default", None) if (overload or "default").isidentifier() else None
+    if not isinstance(operator, OpOverload):
         raise LookupError(f"{qualified} has no overload {overload or 'default'} in this torch")
-    return found
+    return operator

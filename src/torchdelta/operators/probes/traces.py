@@ -17,7 +17,7 @@ from torchdelta.program.sides import Side
 from torchdelta.records.case import Case
 from torchdelta.records.comparison import Scalar
 from torchdelta.records.operators import Probe
-from torchdelta.records.report import Report, telling, wrong_in
+from torchdelta.records.report import Report, diverged_comparisons, explain_verdict
 from torchdelta.records.verdict import Verdict
 from torchdelta.transforms.base import Transform
 from torchdelta.transforms.wrappers import applied_once
@@ -121,7 +121,7 @@ class Tracing:
         report = check.run()
         if report.verdict is Verdict.EQUIVALENT:
             return Probe(name=trace.name, verdict=report.verdict, report=report)
-        reason, remedy = telling(report), _remedy(report)
+        reason, remedy = explain_verdict(report), _remedy(report)
         # what torch cannot fake at all (quantized, nested) no operator could mend
         is_beyond = report.failure is not None and UNSUPPORTED in report.failure.type
         verdict = Verdict.INCONCLUSIVE if is_beyond else report.verdict
@@ -151,7 +151,7 @@ def _remedy(report: Report) -> str:
     """Return what to do about it, as far as what was seen tells that."""
     if report.failure is not None:
         return fake.remedy_of(report.failure.message)
-    wrong = wrong_in(report)
+    wrong = diverged_comparisons(report)
     if any(breach.clause == "aliasing" for seen in wrong for breach in seen.contract):
         return "return a copy of what it would alias"
     forward = report.stages[0].comparisons
