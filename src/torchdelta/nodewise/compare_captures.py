@@ -142,7 +142,7 @@ def _covered(coverage: Coverage, rows: Sequence[Row]) -> Coverage:
 
 
 def _aligned(reference: Capture, candidate: Capture, given: Mapping[str, str] | None) -> Alignment:
-    first = align(reference.nodes, candidate.nodes, given=given)
+    first = align(reference.nodes, candidate.nodes, mapping=given)
     if not (first.unmatched_reference and first.unmatched_candidate):
         return first
     # reading every value of two captures is dear: only those are asked for that may decide something
@@ -150,7 +150,7 @@ def _aligned(reference: Capture, candidate: Capture, given: Mapping[str, str] | 
         _fingerprints(reference, first.unmatched_reference),
         _fingerprints(candidate, first.unmatched_candidate),
     )
-    return align(reference.nodes, candidate.nodes, given=given, values=prints)
+    return align(reference.nodes, candidate.nodes, mapping=given, values=prints)
 
 
 def _fingerprints(capture: Capture, nodes: Sequence[NodeRecord]) -> dict[str, Hashable]:

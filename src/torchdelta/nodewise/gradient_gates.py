@@ -21,7 +21,7 @@ from torchdelta._torch.graphs import graphs
 from torchdelta._torch.graphs.nodes import reads_memory, writes_to_first
 from torchdelta._torch.process import runtime
 from torchdelta.nodewise.local import LocalJudge
-from torchdelta.nodewise.regions import Region, copied, read_writers
+from torchdelta.nodewise.regions import Region, copy_tensors, redirect_reads
 from torchdelta.nodewise.taps import FEW_NAMES, TappedNode, is_tappable, tap, unsteady_nodes, values_between
 
 
@@ -116,12 +116,12 @@ class Gates:
     def __call__(self, handed: HandedGraph) -> Callable[..., Any]:
         """Hand the graph on with taps and gates in it."""
         original = graphs.copied_graph(handed.graph)
-        read_writers(original)
+        redirect_reads(original)
         inputs = graphs.flat_inputs(handed.graph, handed.example_inputs)
         edges = _edges(original, trained_nodes(original, inputs))
         names = [node.name for node in original.graph.nodes if is_tappable(node)]
         gated, plain = tap(handed.graph, names)
-        read_writers(gated)
+        redirect_reads(gated)
         _gate(gated, edges)
         made = handed.make(gated, [*inputs, *_zeros(original, edges).values()])
         restore = graphs.restored_outputs(handed.graph)
@@ -129,7 +129,7 @@ class Gates:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             given = graphs.flat_inputs(handed.graph, args, kwargs)
-            before = copied(tuple(given))
+            before = copy_tensors(tuple(given))
             zeros = _zeros(original, edges)
             returned = made(*given, *zeros.values())
             if not any(run.graph is original for run in self.runs):

@@ -33,17 +33,17 @@ from torchdelta.nodewise.matching import Alignment
 from torchdelta.nodewise.regions import (
     Region,
     call_node,
-    changed,
-    copied,
+    changed_values,
+    copy_tensors,
+    copy_written_inputs,
+    directly_written_nodes,
     has_writers,
     is_discontinuous,
     is_identical,
-    region_from,
-    run_writing,
-    safe_from,
+    region_reading,
+    run_with_writes,
     storages_of,
     tensors_of,
-    written_directly,
 )
 from torchdelta.nodewise.trials import RegionPair, Trial, is_wrong
 from torchdelta.records.comparison import Comparison
@@ -75,7 +75,7 @@ class GraphRun:
         self.initial: dict[Node, Any] = {}
         """Those that were written to, as they were before."""
         self.last_writer: dict[Node, Node] = {}
-        self._as_computed = written_directly(module)
+        self._as_computed = directly_written_nodes(module)
         self.awaited: Counter[Node] = Counter()
         """How often somebody has yet to judge a node's own value."""
         self.readers = readers
@@ -150,21 +150,21 @@ class GraphRun:
         storages = storages_of([read[source] for source in may_write(node)])
         for held in self.before_write.values():
             exposed = {each: value for each, value in held.items() if not storages.isdisjoint(storages_of(value))}
-            held |= copied(exposed)
-        self.before_write[node] = before = safe_from(node, read)
+            held |= copy_tensors(exposed)
+        self.before_write[node] = before = copy_written_inputs(node, read)
         for other, value in self.kept.items():
             is_wanted = self.awaited[other] > 0 or (other in self._as_computed and other not in self.touched)
             if is_wanted and not storages.isdisjoint(storages_of(value)):
-                self.kept[other] = before[other] if other in before else copied(value)
+                self.kept[other] = before[other] if other in before else copy_tensors(value)
         for given, value in (self.state or {}).items():
             if given not in self.initial and not storages.isdisjoint(storages_of(value)):
-                self.initial[given] = before[given] if given in before else copied(value)
+                self.initial[given] = before[given] if given in before else copy_tensors(value)
 
     def _note_write(self, node: Node) -> None:
         before = self.before_write[node]
-        now = changed(before, {source: self.live[source] for source in before})
+        now = changed_values(before, {source: self.live[source] for source in before})
         storages = storages_of(tuple(now.values()))
-        self.after_write[node] = copied(now)
+        self.after_write[node] = copy_tensors(now)
         for other, value in self.live.items():
             if not storages.isdisjoint(storages_of(value)):
                 self.touched.setdefault(other, node)
@@ -279,7 +279,7 @@ class FinalWrites:
     def hold(self, writer: Node, ours: GraphRun) -> None:
         """Keep what a writer of the reference read until the candidate has written, too."""
         if writer in ours.last_writer.values():
-            self._read[writer] = copied(ours.before_write[writer])
+            self._read[writer] = copy_tensors(ours.before_write[writer])
 
     def judged(self, ours: GraphRun, theirs: GraphRun, culprits: Collection[Node]) -> Iterator[NodeJudgement]:
         """Judge every input and attribute that one side wrote to; whoever is a culprit already explains his own."""
@@ -312,7 +312,7 @@ class FinalWrites:
         again, values = itemgetter(given), {given: reference}
         if writer is not None and (read := self._read.get(writer) or ours.before_write.get(writer)) and given in read:
             region = Region(self.reference, (writer,), tuple(read))
-            again, values = (lambda values: region.run_writing(values)[1][given]), read  # type: ignore[assignment]
+            again, values = (lambda values: region.run_with_writes(values)[1][given]), read  # type: ignore[assignment]
         path = f"{writer.name if writer else other} → {given.name}"
         found = self.judge.judge(path, reference, local, again, values)
         blamed = writer or self.partners.get(other, given) if other is not None else writer
@@ -377,7 +377,7 @@ class Lockstep:
                 continue
             candidate = Region.before(theirs, self.candidate, self.partners)
             fed = {self.partners[node] for node in candidate.reads}
-            reference = region_from(fed, ours, self.reference, known)
+            reference = region_reading(fed, ours, self.reference, known)
             found[theirs] = RegionPair(
                 reference=reference,
                 candidate=candidate,
@@ -397,10 +397,10 @@ class Lockstep:
             for source in node.all_input_nodes
             if source in self.partners
         )
-        ours = GraphRun(self.reference, copied(tuple(inputs)), readers_within(self.reference) + needed + fed)
+        ours = GraphRun(self.reference, copy_tensors(tuple(inputs)), readers_within(self.reference) + needed + fed)
         ours.awaited.update(pair.reference.result for pair in self.pairs.values())
         own = inputs if candidate_inputs is None else candidate_inputs
-        theirs = GraphRun(self.candidate, copied(tuple(own)), readers_within(self.candidate))
+        theirs = GraphRun(self.candidate, copy_tensors(tuple(own)), readers_within(self.candidate))
         same: set[Node] = set()
         culprits: set[Node] = set()
         with torch.no_grad():
@@ -500,7 +500,7 @@ class Lockstep:
         self, given: Mapping[Node, Any], node: Node, theirs: GraphRun, drawn: runtime.Drawn | None
     ) -> tuple[Any, dict[Node, Any]]:
         with runtime.drawing_from(drawn):
-            return run_writing(theirs.interpreter, node, given)
+            return run_with_writes(theirs.interpreter, node, given)
 
     def _judge(
         self,

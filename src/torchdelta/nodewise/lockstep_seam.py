@@ -18,7 +18,7 @@ from torchdelta.nodewise.local import LocalJudge, NodeJudgement
 from torchdelta.nodewise.lockstep import Lockstep, paired_inputs, placeholders
 from torchdelta.nodewise.matching import Alignment, align_outermost, assign_handles, is_nested
 from torchdelta.nodewise.node_records import node_records
-from torchdelta.nodewise.regions import reading_writers
+from torchdelta.nodewise.regions import copy_with_redirected_reads
 from torchdelta.records.location import NodeRecord
 from torchdelta.registry import nearest
 
@@ -121,7 +121,7 @@ def compare_graphs(
     candidate = graphs.sharing_parameters(candidate)
     candidate.graph.eliminate_dead_code(lambda node: node.is_impure() or writes_to(node))
     candidate.recompile()
-    reference, candidate = reading_writers(reference), reading_writers(candidate)
+    reference, candidate = copy_with_redirected_reads(reference), copy_with_redirected_reads(candidate)
     ours, theirs = node_records(reference), node_records(candidate)
     if is_one_of_several:
         names, others = ({record.name for record in records} for records in (ours, theirs))

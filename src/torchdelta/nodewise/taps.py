@@ -19,7 +19,7 @@ from torchdelta._torch.graphs import graphs
 from torchdelta._torch.graphs.nodes import is_bounded, is_unset, is_wide_float, may_share, reads_memory, widens
 from torchdelta._torch.process import runtime
 from torchdelta.nodewise.local import LocalJudge
-from torchdelta.nodewise.regions import Region, copied, is_discontinuous, read_writers, run_node, stale_edges
+from torchdelta.nodewise.regions import Region, copy_tensors, is_discontinuous, redirect_reads, run_node, stale_edges
 from torchdelta.records.comparison import Comparison
 
 FEW_NAMES = 5
@@ -59,7 +59,7 @@ class Taps:
     def __call__(self, handed: HandedGraph) -> Callable[..., Any]:
         """Hand the graph on with taps in it."""
         original = graphs.copied_graph(handed.graph)
-        read_writers(original)
+        redirect_reads(original)
         tappable = [node for node in original.graph.nodes if is_tappable(node)]
         chosen = self._within_limit([node for node in tappable if self.chosen(node)])
         self.total += len(tappable)
@@ -72,7 +72,7 @@ class Taps:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal has_run
             inputs = graphs.flat_inputs(handed.graph, args, kwargs)
-            before = None if has_run else copied(tuple(inputs))
+            before = None if has_run else copy_tensors(tuple(inputs))
             returned = made(*inputs)
             if before is not None:
                 has_run = True
@@ -195,7 +195,7 @@ def _named_outputs(graph_module: GraphModule, returned: Sequence[Any]) -> dict[s
     nodes = output.args[0] if isinstance(output.args[0], (list, tuple)) else (output.args[0],)
     stale = stale_edges(graph_module)
     return {
-        node.name: copied(value)
+        node.name: copy_tensors(value)
         for node, value in zip(nodes, returned, strict=True)
         if isinstance(node, Node) and is_tappable(node) and (node, output) not in stale
     }

@@ -137,7 +137,7 @@ class Trial:
 
             def again(values: Mapping[Any, Any], written: Node = ours) -> Any:
                 with runtime.drawing_from(self.drawn):
-                    return self.pair.reference.run_writing(values)[1][written]
+                    return self.pair.reference.run_with_writes(values)[1][written]
 
             path = f"{self.pair.reference.result.name} → {ours.name}"
             found += self.by.judge(path, reference[ours], left, again, self.given)
