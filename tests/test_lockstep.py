@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, symbolic_trace
 import torchdelta as td
 from torchdelta._torch.graphs.nodes import may_write
 from torchdelta.nodewise.local import LocalJudge
-from torchdelta.nodewise.lockstep import GraphRun, readers_within
+from torchdelta.nodewise.lockstep import GraphRun, count_readers
 from torchdelta.nodewise.lockstep_seam import compare_graphs
 from torchdelta.records.verdict import Verdict
 
@@ -577,7 +577,7 @@ def test_what_a_writer_read_is_still_as_it_was_when_another_wrote_to_it():
         return total + read
 
     module = traced(program)
-    running = GraphRun(module, (torch.ones(3), torch.zeros(3)), readers_within(module))
+    running = GraphRun(module, (torch.ones(3), torch.zeros(3)), count_readers(module))
     writers = [node for node in module.graph.nodes if node.target in (aten.add_.Tensor, aten.mul_.Tensor)]
     running.advance_to(writers[-1])
 

@@ -15,7 +15,7 @@ from torchdelta._torch.graphs.nodes import writes_to
 from torchdelta.errors import UsageError
 from torchdelta.nodewise.gradient_gates import trained_nodes
 from torchdelta.nodewise.local import LocalJudge, NodeJudgement
-from torchdelta.nodewise.lockstep import Lockstep, paired_inputs, placeholders
+from torchdelta.nodewise.lockstep import Lockstep, pair_inputs, placeholders
 from torchdelta.nodewise.matching import Alignment, align_outermost, assign_handles, is_nested
 from torchdelta.nodewise.node_records import node_records
 from torchdelta.nodewise.regions import copy_with_redirected_reads
@@ -134,7 +134,7 @@ def compare_graphs(
         judge=judge,
         trained=trained_nodes(reference, inputs) if with_gradients and level not in AFTER_AOT else (),
     )
-    pairs = paired_inputs(reference, candidate)
+    pairs = pair_inputs(reference, candidate)
     if candidate_inputs is None:
         known = dict(zip(placeholders(reference), inputs, strict=False))  # what lacks a value raises, and is noted
         candidate_inputs = [known.get(pairs[node]) if node in pairs else None for node in placeholders(candidate)]

@@ -346,13 +346,11 @@ def end_pairs(reference: NodeRecords, candidate: NodeRecords) -> Iterator[tuple[
         # the same operation is matched even if its kinds differ, because that difference must be reported
         yield last, other
     elif last.op == _GETITEM:
-        yield from _if_unambiguous(
-            [(part, other) for part in reference if part.op == _GETITEM and _can_be_equal(part, other)]
-        )
+        parts = [part for part in reference if part.op == _GETITEM and _can_be_equal(part, other)]
+        yield from ((part, other) for part in parts if len(parts) == 1)
     elif other.op == _GETITEM:
-        yield from _if_unambiguous(
-            [(last, part) for part in candidate if part.op == _GETITEM and _can_be_equal(last, part)]
-        )
+        parts = [part for part in candidate if part.op == _GETITEM and _can_be_equal(last, part)]
+        yield from ((last, part) for part in parts if len(parts) == 1)
 
 
 def without_float_widths(kinds: tuple[str, ...]) -> tuple[str, ...]:
