@@ -22,11 +22,11 @@ def compared(reference, candidate, *inputs, **options):
 
 
 def culprits(found):
-    return [judged.culprit.name for judged in found.judged if judged.culprit is not None]
+    return [judged.culprit.name for judged in found.judgements if judged.culprit is not None]
 
 
 def by_name(found):
-    return {judged.reference.name: judged for judged in found.judged}
+    return {judged.reference.name: judged for judged in found.judgements}
 
 
 def traced(function):
@@ -71,7 +71,7 @@ def test_equal_graphs_have_no_culprit():
     found = compared(module, copy.deepcopy(module), torch.randn(32))
 
     assert culprits(found) == []
-    assert all(judged.local == () and judged.inherited == () for judged in found.judged)
+    assert all(judged.local == () and judged.inherited == () for judged in found.judgements)
 
 
 def test_a_value_is_compared_as_it_was_before_it_was_overwritten():
@@ -193,7 +193,7 @@ def test_a_graph_that_raises_midway_is_reported_up_to_there():
 
     found = compared(module, spoiled(module, "cos", refuse), torch.randn(4))
 
-    assert [judged.reference.name for judged in found.judged] == ["sin"]
+    assert [judged.reference.name for judged in found.judgements] == ["sin"]
     assert found.notes == ("cos raised ValueError: no; up to there both were run",)
 
 

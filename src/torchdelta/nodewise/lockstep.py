@@ -117,9 +117,8 @@ class Lockstep:
             for source in node.all_input_nodes
             if source in self.partners
         )
-        ours = GraphRun(
-            self.reference, copy_tensors(tuple(inputs)), count_readers(self.reference) + needed + read_as_partner
-        )
+        readers = count_readers(self.reference) + needed + read_as_partner
+        ours = GraphRun(self.reference, copy_tensors(tuple(inputs)), readers)
         ours.judgements_due.update(pair.reference.result for pair in self.pairs.values())
         own = inputs if candidate_inputs is None else candidate_inputs
         theirs = GraphRun(self.candidate, copy_tensors(tuple(own)), count_readers(self.candidate))
@@ -346,7 +345,7 @@ class FinalWrites:
     judge: LocalJudge
     notes: list[str]
     _candidate_state: dict[Node, Any] = field(default_factory=dict)
-    """Inputs and attributes of the candidate as their last writer leaves them when it runs on the reference's values."""
+    """Inputs and attributes of the candidate after their last writer, which ran on the reference's values."""
     _writer_inputs: dict[Node, dict[Node, Any]] = field(default_factory=dict)
     """The inputs of a writer of the reference whose partner does not write itself."""
 
@@ -370,10 +369,8 @@ class FinalWrites:
             (*ours.last_writer, *(start for start, node in candidate_starts.items() if node in theirs.initial_state))
         )
         for start in starts:
-            our_writer, their_writer = (
-                ours.last_writer.get(start),
-                theirs.last_writer.get(candidate_starts.get(start, start)),
-            )
+            our_writer = ours.last_writer.get(start)
+            their_writer = theirs.last_writer.get(candidate_starts.get(start, start))
             partner = self.partners.get(their_writer) if their_writer is not None else None
             if (partner is not None and partner is our_writer) or our_writer in culprits or partner in culprits:
                 continue  # a matched pair of writers was judged when it ran, and a culprit explains its own writes
@@ -425,7 +422,7 @@ def _memory_owner(node: Node) -> Node:
 
 
 class GraphRun:
-    """One side of a lockstep: runs a graph node by node, drops values after their last use, copies them before writes."""
+    """One side of a lockstep: runs a graph node by node, and keeps values only as long as they are needed."""
 
     def __init__(self, module: GraphModule, inputs: Sequence[Any], readers: Counter[Node]) -> None:
         self.interpreter = Interpreter(module, garbage_collect_values=False)
