@@ -33,8 +33,6 @@ from torchdelta.nodewise.taps import FEW_NAMES, TappedNode, is_tappable, tap, un
 
 Edge = tuple[str, str]
 """The name of a node, and that of the node that reads it."""
-
-
 OUTPUT = "output"
 """The name of the reader in an edge to the graph's output."""
 

@@ -47,35 +47,17 @@ __all__ = [
     "is_nested",
     "merge_handles",
 ]
-
-
 NodeRecords = Sequence[NodeRecord]
-
-
 Fingerprints = tuple[Mapping[str, Hashable], Mapping[str, Hashable]]
 """A key for the value of each node, by the node's name: of the reference, and of the candidate."""
-
-
 Positions = tuple[int, int]
 """The position of an item in the first sequence, and that of the same item in the second."""
-
-
 Span = tuple[int, int, int, int]
 """Start and end in the first sequence, start and end in the second."""
-
-
 _IntArray = NDArray[Any]
-
-
 _GETITEM = "getitem"
-
-
 _FLOAT = re.compile(r"\b(?:bfloat|float)\d\w*")
-
-
 _NUMBER = re.compile(r"_\d+$")
-
-
 _LARGEST_TABLE = 1_000_000
 """Cells. A larger table is split in halves until it fits, which takes twice the time and hardly any memory."""
 

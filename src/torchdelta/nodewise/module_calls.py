@@ -115,8 +115,6 @@ def _source_line(module: torch.nn.Module) -> str:
 
 OnEnter = Callable[[ModuleCall, tuple[Any, ...], dict[str, Any]], None]
 """Is called before a module runs, with the call and its arguments."""
-
-
 OnReturn = Callable[[ModuleCall, tuple[Any, ...], dict[str, Any], Any], None]
 
 

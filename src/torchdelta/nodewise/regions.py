@@ -39,16 +39,10 @@ from torchdelta.compare.leaves import leaves_of
 
 Values = Mapping[Node, Any]
 """The value of each node."""
-
-
 EdgeValues = Mapping[tuple[Node, Node], Any]
 """Values for single edges; the key is the node that is read and the node that reads it."""
-
-
 LARGEST_REGION = 32
 """A region with more nodes than this is not the work of one node any more."""
-
-
 # operators at whose thresholds a rounding error becomes a jump
 _DISCONTINUOUS_OPS = frozenset(
     {

@@ -31,11 +31,7 @@ from torchdelta.records.comparison import Comparison
 
 FEW_NAMES = 5
 """At most so many nodes are named in a note."""
-
-
 aten = torch.ops.aten
-
-
 APPROXIMATE = 8
 """Correct approximations of a function whose values are at most one may differ by this many units of float32.
 Measured: a vectorised error function is off by more than four."""

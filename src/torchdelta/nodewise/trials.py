@@ -30,8 +30,6 @@ from torchdelta.records.verdict import Verdict
 
 MOST_TRIALS = 64
 """Replacements that are tried before the last node of a region is blamed."""
-
-
 Replacements = Mapping[tuple[Node, Node], Node]
 """The node of the reference to read instead, for a (producer, reader) edge of the candidate."""
 
