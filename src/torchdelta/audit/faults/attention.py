@@ -1,4 +1,4 @@
-"""Attention: its scale, its mask, its softmax and the order of its heads."""
+"""Faults in attention: its scale, its mask, its softmax and the order of its heads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from torchdelta._torch.graphs.nodes import arguments, set_argument
 from torchdelta.audit.faults.base import Fault
-from torchdelta.audit.faults.nodes import aten, is_call, is_floating, precede, tensor_of
+from torchdelta.audit.faults.nodes import add_before, aten, is_call, is_floating, tensor_of
 
 _SDPA = aten.scaled_dot_product_attention.default
 _SCALINGS = (aten.mul.Tensor, aten.div.Tensor)
@@ -54,7 +54,7 @@ def _is_causal(node: Node) -> bool:
     mask = tensor_of(node)
     if mask is None or mask.dim() < 2:
         return False
-    # positions are compared as integers
+    # a mask may come from a comparison of positions, which are integers
     return is_call(node, *_TRIANGLES) or (is_call(node, aten.le.Tensor) and not any(map(is_floating, node.args)))
 
 
@@ -64,7 +64,7 @@ def _look_ahead(node: Node) -> None:
     elif is_call(node, *_TRIANGLES):
         set_argument(node, "diagonal", arguments(node)["diagonal"] + 1)
     else:
-        precede(node, 1, aten.add.Tensor, 1)
+        add_before(node, 1, aten.add.Tensor, 1)
 
 
 def _has_another_dimension(node: Node) -> bool:
@@ -113,6 +113,6 @@ FAULTS = (
         summary="repeated key and value heads are tiled and not interleaved",
         needs="a grouped attention that repeats its heads by expand and reshape",
         is_eligible=_repeats_heads,
-        plant=lambda node: precede(node, 0, aten.transpose.int, 1, 2),
+        plant=lambda node: add_before(node, 0, aten.transpose.int, 1, 2),
     ),
 )
