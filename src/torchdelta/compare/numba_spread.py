@@ -28,8 +28,8 @@ _compile_sums = cast(
 def scan(truth: torch.Tensor, run: torch.Tensor, length: int, mask: float, squares: Array) -> ScanResult:
     """Return the largest error, its position and the numbers of skipped elements, as `spread.scan_with_torch` does.
 
-    The mean square error of each block of `length` elements is written to `squares`. Elements whose truth exceeds `mask`
-    are skipped.
+    The mean square error of each block of `length` elements is written to `squares`; elements whose truth exceeds
+    `mask` are skipped.
     """
     if run.dtype == torch.bfloat16:
         result = _scan_bfloat16(truth.numpy(), run.view(torch.int16).numpy(), length, mask, squares)

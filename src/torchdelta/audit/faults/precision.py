@@ -56,7 +56,7 @@ def addmm_in_low_precision(
 
 
 def rsqrt_by_newton(x: torch.Tensor, steps: int) -> torch.Tensor:
-    """Return the inverse square root by a guess from its bits and Newton steps; the gradient has the same relative error."""
+    """Return the inverse square root by a guess from its bits and Newton steps; the gradient is as inexact."""
     exact = torch.rsqrt(x)
     wide = x.detach().double()
     guess = (_RSQRT_MAGIC - (wide.view(torch.int64) >> 1)).view(torch.float64)
