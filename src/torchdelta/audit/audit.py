@@ -143,6 +143,7 @@ class _Auditor:
             used_nodes.append(fault_only.place.node)
 
     def _check(self, transform: Transform) -> Report:
+        """Return the report of a check of the program under this transform."""
         return Check(
             case=self.case,
             baseline=self._baseline,
@@ -165,6 +166,7 @@ class _Auditor:
 
     @cached_property
     def _baseline(self) -> Baseline:
+        """The reference runs of the program, which all checks share."""
         plan = Plan(
             stages=self.case.stages,
             seed=self.case.seed,

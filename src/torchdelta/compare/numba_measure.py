@@ -153,6 +153,7 @@ def _scan_bfloat16(reference: Array, candidate: Array, rtol: float, atol: float,
 
 @_compile_inner
 def _widen_bfloat16(narrow: Array, wide: Array) -> Array:
+    """Write bfloat16 bits to the upper half of int32, and return the part of `wide` that was written."""
     for i in range(narrow.size):
         wide[i] = np.int32(narrow[i]) << 16
     return wide[: narrow.size]

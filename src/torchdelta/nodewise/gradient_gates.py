@@ -47,7 +47,10 @@ class Gates:
     notes: list[str] = field(default_factory=list)
 
     def __call__(self, handed: HandedGraph) -> Callable[..., Any]:
-        """Hand the graph on with taps and gates, and return a callable that has the original inputs and outputs."""
+        """Let the transform compile the graph with taps and gates.
+
+        Return a callable with the graph's original inputs and outputs, whose first call is recorded in `runs`.
+        """
         original = graphs.copied_graph(handed.graph)
         redirect_reads(original)
         inputs = graphs.flat_inputs(handed.graph, handed.example_inputs)
@@ -135,13 +138,13 @@ class Gates:
             inputs[node] = own_cotangent
         region = Region(run.graph, (node,), tuple(node.all_input_nodes))
 
-        def slopes(values: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
+        def eager_gradients(values: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
             leaves = {source: values[source].detach().requires_grad_() for source in sources}
             with torch.enable_grad():
                 result = region.run({**values, **leaves})
                 outputs = {out: result if out is node else result[out.args[1]] for out in cotangents if out in values}
                 roots = [(result, values[out]) for out, result in outputs.items() if result.requires_grad]
-                slopes_of_leaves = (
+                gradients = (
                     torch.autograd.grad(
                         [root for root, _ in roots],
                         list(leaves.values()),
@@ -153,7 +156,7 @@ class Gates:
                 )
             return {
                 source.name: torch.zeros_like(leaf) if slope is None else slope
-                for (source, leaf), slope in zip(leaves.items(), slopes_of_leaves, strict=True)
+                for (source, leaf), slope in zip(leaves.items(), gradients, strict=True)
             }
 
         candidate = {
@@ -161,9 +164,11 @@ class Gates:
             for source in sources
         }
         before = runtime.drawn()
-        reference = slopes(inputs)
+        reference = eager_gradients(inputs)
         has_drawn = runtime.has_drawn_since(before)
-        local = () if has_drawn else self.judge.judge(f"{node.name}.grad", reference, candidate, slopes, inputs)
+        local = (
+            () if has_drawn else self.judge.judge(f"{node.name}.grad", reference, candidate, eager_gradients, inputs)
+        )
         return TappedNode(node=node, level="backward", local=local, region=(node,))
 
     def _judge_leaf(self, node: Node, run: _GatedRun, edge_gradients: Mapping[Edge, torch.Tensor]) -> TappedNode:
@@ -257,7 +262,7 @@ def _gated_edges(graph_module: GraphModule, trained: set[Node]) -> list[Edge]:
 
 
 def _zeros(graph_module: GraphModule, edges: Sequence[Edge]) -> dict[Edge, torch.Tensor]:
-    """Return a zero that requires grad for each edge, with the shape of the node that is read."""
+    """Return a tensor of zeros that requires grad for each edge, with the shape and dtype of the node that is read."""
     nodes = {node.name: node for node in graph_module.graph.nodes}
     zeros = {}
     for edge in edges:

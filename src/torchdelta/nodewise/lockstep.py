@@ -145,7 +145,8 @@ class Lockstep:
     def _step(self, node: Node, ours: GraphRun, theirs: GraphRun, identical: set[Node]) -> Iterator[NodeJudgement]:
         """Run one node of the candidate, and yield its judgement if it has a partner and a tensor to judge.
 
-        `identical` has the candidate's nodes so far whose own value is the reference's, and is added to.
+        `identical` has the candidate's nodes so far that have the reference's value in their own run; a node with the
+        reference's value is added to it.
         """
         partner = self.partners.get(node)
         # a node inside a region draws the random numbers that the node at the end of the region draws
@@ -205,7 +206,8 @@ class Lockstep:
     def _reference_value(self, source: Node, ours: GraphRun, theirs: GraphRun, reader: Node | None = None) -> Any:
         """Return the reference's value for a node of the candidate, or the candidate's own if it has no partner.
 
-        `reader` is the node of the reference for which it is read.
+        `reader` is the node of the reference that reads it. The value is cast if the candidate has a lower dtype on
+        purpose.
         """
         partner = self.partners.get(source)
         if partner is None:
@@ -350,7 +352,10 @@ class FinalWrites:
     """The inputs of a writer of the reference whose partner does not write itself."""
 
     def record_writer(self, writer: Node, after: Mapping[Node, Any], theirs: GraphRun) -> None:
-        """Record the inputs and attributes as a writer of the candidate left them, run on the reference's values."""
+        """Record the inputs and attributes that a node of the candidate was the last to write to.
+
+        `after` has the node's inputs after its write, when it ran on the reference's values.
+        """
         for start in (start for start, last in theirs.last_writer.items() if last is writer):
             self._candidate_state.pop(start, None)
             for source, value in after.items():
@@ -425,6 +430,7 @@ class GraphRun:
     """One side of a lockstep: runs a graph node by node, and keeps values only as long as they are needed."""
 
     def __init__(self, module: GraphModule, inputs: Sequence[Any], readers: Counter[Node]) -> None:
+        """Prepare a run on these inputs; `readers` counts the readers of each value, outside readers included."""
         self.interpreter = Interpreter(module, garbage_collect_values=False)
         self.pending = iter(module.graph.nodes)
         self.inputs = iter(inputs)

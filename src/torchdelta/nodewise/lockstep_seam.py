@@ -62,7 +62,10 @@ class LockstepSeam:
     """The number of graphs of which the transform made something that is not a graph."""
 
     def __call__(self, handed: HandedGraph) -> Callable[..., Any]:
-        """Hand the graph on and return the transform's result, which compares both graphs at its first call."""
+        """Let the transform make its version of the graph and return that; its first call compares both graphs.
+
+        A result that is not a graph is returned as it is, and counted in `black_boxes`.
+        """
         assign_handles(handed.graph)
         original = graphs.copied_graph(handed.graph)
         compiled = handed.on()
@@ -126,7 +129,7 @@ def compare_graphs(
     candidate_inputs: list[Any] | None = None,
     is_one_of_several: bool = False,
 ) -> GraphComparison:
-    """Match two graphs, run them in lockstep, and return the judgements.
+    """Match two graphs, run them in lockstep on the inputs, and return the judgement of each pair of nodes, with notes.
 
     Dead code of the candidate is left out. If the graph is one of several, names of the mapping that it does not have
     are ignored, because they may be those of the other graphs.

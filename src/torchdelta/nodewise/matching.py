@@ -156,7 +156,7 @@ class _Aligner:
             self._add(name, other, "given")
 
     def match_handles(self) -> None:
-        """Match nodes within each group of shared handles, and cover the others of the group."""
+        """Match nodes within each group of shared handles, and count the other nodes of the group as covered."""
         for ours, theirs in group_by_handles(self.reference.unmatched, self.candidate.unmatched):
             pairs = [*identical_pairs(ours, theirs), *end_pairs(ours, theirs)]
             for one, other in pairs:
@@ -399,18 +399,18 @@ def _longest_rising(pairs: list[Positions]) -> list[Positions]:
     """Return a longest sublist in which the second positions rise; the first positions rise already."""
     tails: list[int] = []
     ends: list[int] = []
-    before: list[int] = []
+    predecessors: list[int] = []
     for index, (_, place) in enumerate(pairs):
         length = bisect_left(tails, place)
-        before.append(ends[length - 1] if length else -1)
+        predecessors.append(ends[length - 1] if length else -1)
         tails[length : length + 1] = [place]
         ends[length : length + 1] = [index]
-    chosen: list[Positions] = []
+    longest: list[Positions] = []
     index = ends[-1] if ends else -1
     while index >= 0:
-        chosen.append(pairs[index])
-        index = before[index]
-    return chosen[::-1]
+        longest.append(pairs[index])
+        index = predecessors[index]
+    return longest[::-1]
 
 
 def _spans_between(anchors: list[Positions], span: Span) -> Iterator[Span]:
@@ -436,9 +436,9 @@ def _match_by_table(ours: _IntArray, theirs: _IntArray) -> list[Positions]:
 
 
 def _table_rows(ours: _IntArray, theirs: _IntArray, *, keeps_all: bool = False) -> list[_IntArray]:
-    """Return the length of the longest common subsequence with each prefix of `theirs`.
+    """Return rows with the lengths of the longest common subsequences of a prefix of `ours` with prefixes of `theirs`.
 
-    The last row is that of all of `ours`. With `keeps_all` there is a row for each prefix of `ours`.
+    There is one row, for all of `ours`, or with `keeps_all` a row for each prefix of `ours`.
     """
     row = np.zeros(len(theirs) + 1, dtype=np.int32)
     rows = [row]

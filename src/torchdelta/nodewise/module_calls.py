@@ -192,6 +192,8 @@ class ModuleSurvey:
         self.handles.clear()
 
     def _pre_hook(self, path: str) -> Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        """Return a hook for the module at this path that records each call before it runs."""
+
         def pre_hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             call = ModuleCall(
                 path=path,
@@ -208,6 +210,8 @@ class ModuleSurvey:
         return pre_hook
 
     def _post_hook(self) -> Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
+        """Return a hook that completes the record of a call with its output shapes after it ran."""
+
         def post_hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             call = self.running.pop()
             while call.module is not module:  # one inside raised, and the exception was caught
@@ -261,7 +265,7 @@ class ModuleMatcher:
     """The candidate's class that takes the place of a class of the reference, by name."""
 
     def run(self) -> list[ModuleMatch]:
-        """Return the matches in the order of the reference's calls."""
+        """Match the calls of both sides, and return the matches in the order of the reference's calls."""
         self._match_by_path(lambda one, other: one.kind == other.kind)
         # the outputs of a call that raised are not known, so they cannot disagree
         self._match_by_path(lambda one, other: other.signature in (one.signature, None))
@@ -302,7 +306,10 @@ class ModuleMatcher:
             self._add(one, other, "value")
 
     def _close_pairs(self, agrees: Callable[[ModuleCall, ModuleCall], bool]) -> list[tuple[ModuleCall, ModuleCall]]:
-        """Return the pairs that agree and have the same inputs and outputs, if no other call has them."""
+        """Return the unmatched pairs for which `agrees` holds and whose inputs and outputs have close fingerprints.
+
+        A call that fits more than one partner is left out.
+        """
         ours, theirs = self._unmatched(self.reference), self._unmatched(self.candidate)
         partners = {
             id(one): [other for other in theirs if agrees(one, other) and _is_same_function(one, other)] for one in ours

@@ -104,6 +104,7 @@ class _ModuleSearch:
     judged_calls: list[tuple[ModuleMatch, Row]] = field(default_factory=list)
 
     def run(self) -> ModuleLocation:
+        """Survey both sides, match their calls, judge each pair, and return the rows and culprits."""
         ours, theirs, failure = self._survey()
         modules = {**_modules_by_id(self.reference), **_modules_by_id(self.candidate)}
         matches = ModuleMatcher(reference=ours, candidate=theirs, state=state_fingerprints(modules)).run()
@@ -168,7 +169,7 @@ class _ModuleSearch:
 
     def _record_own_outputs(self, matches: Sequence[ModuleMatch]) -> dict[int, Leaves]:
         """Run the candidate on its own values and return the outputs of its matched calls, by their order."""
-        wanted = {match.candidate.order for match in matches}
+        matched_orders = {match.candidate.order for match in matches}
         own_outputs: dict[int, Leaves] = {}
         total_bytes = 0
 
@@ -176,7 +177,7 @@ class _ModuleSearch:
             nonlocal total_bytes
             leaves = leaves_of(output, "outputs")
             size = sum(leaf.numel() * leaf.itemsize for leaf in leaves.values() if isinstance(leaf, torch.Tensor))
-            if call.order in wanted and total_bytes + size <= self.limit_bytes:
+            if call.order in matched_orders and total_bytes + size <= self.limit_bytes:
                 total_bytes += size
                 own_outputs[call.order] = {path: _snapshot(leaf) for path, leaf in leaves.items()}
 

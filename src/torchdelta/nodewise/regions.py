@@ -10,8 +10,8 @@ writes to its inputs runs on copies of them.
 
 Writes are made visible as edges: after `redirect_reads`, a node that reads a value after a write reads the writer.
 
-Start with `Region.before` and `Region.run`. Below them: how one node runs, what in-place writes do to a graph, and
-small helpers for values that contain tensors.
+Start with `Region.before` and `Region.run`. Below them: how one node runs, how a graph is
+prepared for in-place writes, and small helpers for values that contain tensors.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def has_writers(module: GraphModule) -> bool:
 
 
 def copy_with_redirected_reads(module: GraphModule) -> GraphModule:
-    """Return a copy of the graph after `redirect_reads`, or the graph itself if no node returns what it writes to.
+    """Return a copy of the graph after `redirect_reads`, or the graph itself if no writer returns its input.
 
     In the copy a write that a candidate leaves out shows as an edge to another node, like any other missing operation.
     """

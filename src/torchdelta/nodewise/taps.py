@@ -1,4 +1,4 @@
-"""Taps: extra outputs at many nodes of a graph, so that one compile shows what a black box computes at each of them.
+"""Taps: extra outputs at many nodes of a graph, so that one compile shows the values inside of a black box.
 
 A compiler's result cannot be run node by node. But its graph can be compiled with more outputs. A tapped node is judged
 on the candidate's own values: its operation runs eagerly on the tapped inputs, and the result is compared with the
@@ -66,7 +66,10 @@ class Taps:
     notes: list[str] = field(default_factory=list)
 
     def __call__(self, handed: HandedGraph) -> Callable[..., Any]:
-        """Hand the graph on with taps, and return a callable that has the original outputs."""
+        """Let the transform compile the graph with taps, and return a callable with the graph's original outputs.
+
+        Its first call judges the tapped nodes and adds them to `nodes`.
+        """
         original = graphs.copied_graph(handed.graph)
         redirect_reads(original)
         tappable = [node for node in original.graph.nodes if is_tappable(node)]
@@ -94,7 +97,7 @@ class Taps:
         return call
 
     def _fit_into_limit(self, nodes: list[Node]) -> list[Node]:
-        """Return the nodes whose values fit into `limit_bytes` together."""
+        """Return the nodes whose values fit into `limit_bytes` together, and add a note about the others."""
         if self.limit_bytes is None:
             return nodes
         chosen, used = [], 0

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -113,16 +113,20 @@ class Trial:
         """Return the comparisons of the trained inputs' gradients, under the same random cotangent on both sides."""
         name = self.pair.reference.result.name
 
-        def slopes(run: Callable[[Mapping[Any, Any]], Any], values: Mapping[Any, Any]) -> Any:
+        def gradients_of(run: Callable[[Mapping[Any, Any]], Any], values: Mapping[Any, Any]) -> Any:
             return gradients(run, values, self.trained_inputs, name, self.judge.seed)
+
+        def run_candidate(inputs: Mapping[Any, Any]) -> Any:
+            return self._run_candidate({**self.values, **inputs}, replacements)
 
         try:
             values = {node: self.values[node] for node in (*self.pair.reference.reads, *self.trained_inputs)}
-            reference = slopes(self.run_reference, values)
-            candidate = slopes(lambda given: self._run_candidate({**self.values, **given}, replacements), values)
+            reference = gradients_of(self.run_reference, values)
+            candidate = gradients_of(run_candidate, values)
         except Exception as error:
             return (_raised_comparison(name, error),)
-        return self.judge.judge(name, reference, candidate, lambda given: slopes(self.run_reference, given), values)
+        again = partial(gradients_of, self.run_reference)
+        return self.judge.judge(name, reference, candidate, again, values)
 
     def blame(self, is_mended: Callable[[Replacements], bool]) -> Node:
         """Return the culprit of this pair; `is_mended` tells whether it is right with a replacement."""

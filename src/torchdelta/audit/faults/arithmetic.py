@@ -28,6 +28,7 @@ _CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
 
 
 def _drop_residual(node: Node) -> None:
+    """Replace a sum by the operand that was computed last."""
     order = {each: index for index, each in enumerate(node.graph.nodes)}
     # the residual is the operand that was computed first, in whatever order the sum is written
     branch = max(node.all_input_nodes, key=order.__getitem__)
@@ -39,17 +40,20 @@ def _drop_negation(node: Node) -> None:
 
 
 def _replace_by_operand(node: Node, operand: Node) -> None:
+    """Let a node return a copy of one of its operands."""
     node.target = aten.clone.default
     node.args = (operand,)
 
 
 def _has_bias(node: Node) -> bool:
+    """Tell whether the node is a linear, convolution or addmm with a bias."""
     if is_call(node, aten.addmm.default):
         return bool(arguments(node)["beta"])
     return is_call(node, *_BIASED) and arguments(node)["bias"] is not None
 
 
 def _drop_bias(node: Node) -> None:
+    """Remove the bias of a node."""
     if is_call(node, aten.addmm.default):
         set_argument(node, "beta", 0)
     else:
@@ -57,6 +61,7 @@ def _drop_bias(node: Node) -> None:
 
 
 def _is_swappable(node: Node) -> bool:
+    """Tell whether the node multiplies by a square weight, or multiplies two square matrices of one shape."""
     if is_call(node, *_WEIGHT):
         weight = tensor_of(node.args[_WEIGHT[node.target]])
         return weight is not None and weight.shape[0] == weight.shape[1]
@@ -69,6 +74,7 @@ def _is_swappable(node: Node) -> bool:
 
 
 def _swap_operands(node: Node) -> None:
+    """Transpose the weight, or swap the two operands of a matmul."""
     if is_call(node, *_WEIGHT):
         add_before(node, _WEIGHT[node.target], aten.t.default)
     else:
@@ -96,6 +102,7 @@ def _move_bounds(node: Node) -> None:
 
 
 def _moved_bound(bound: object) -> float | None:
+    """Return a bound that is a tenth nearer to zero, 0.02 for zero, or None if there is no bound."""
     return (0.9 * bound or 0.02) if isinstance(bound, (int, float)) else None
 
 

@@ -33,6 +33,7 @@ def attention_one_ahead(
 
 
 def _is_scaled(node: Node) -> bool:
+    """Tell whether the node is an attention, or scales the product of a matmul by a constant."""
     if is_call(node, _SDPA):
         return True
     if not is_call(node, *_SCALINGS):
@@ -49,6 +50,7 @@ def _drop_scale(node: Node) -> None:
 
 
 def _is_causal(node: Node) -> bool:
+    """Tell whether the node is a causal attention, or computes a causal mask."""
     if is_call(node, _SDPA):
         return bool(arguments(node)["is_causal"])
     mask = tensor_of(node)
@@ -59,6 +61,7 @@ def _is_causal(node: Node) -> bool:
 
 
 def _look_ahead(node: Node) -> None:
+    """Shift the causal mask by one, so that every query sees the next key."""
     if is_call(node, _SDPA):
         node.target = attention_one_ahead
     elif is_call(node, *_TRIANGLES):
@@ -73,6 +76,7 @@ def _has_another_dimension(node: Node) -> bool:
 
 
 def _mistake_dimension(node: Node) -> None:
+    """Let a softmax run over the last dimension but one, or over the last if it ran over that one."""
     tensor = tensor_of(node)
     assert tensor is not None
     is_last_but_one = arguments(node)["dim"] % tensor.dim() == tensor.dim() - 2
@@ -80,6 +84,7 @@ def _mistake_dimension(node: Node) -> None:
 
 
 def _repeats_heads(node: Node) -> bool:
+    """Tell whether the node repeats key and value heads by expand and reshape."""
     if not (is_call(node, aten.reshape.default) and is_call(node.args[0], aten.expand.default)):
         return False
     heads = tensor_of(node.args[0])

@@ -36,6 +36,7 @@ def with_stale_tail(x: torch.Tensor) -> torch.Tensor:
 
 
 def _is_part_of_tensor(node: Node) -> bool:
+    """Tell whether the node takes a proper part of a floating-point tensor by a slice or an index."""
     if not (is_call(node, aten.slice.Tensor, aten.select.int) and is_floating(node)):
         return False
     whole, part, dim = tensor_of(node.args[0]), tensor_of(node), int(arguments(node)["dim"])
@@ -45,6 +46,7 @@ def _is_part_of_tensor(node: Node) -> bool:
 
 
 def _shift_part(node: Node) -> None:
+    """Shift a slice by one element, or replace an index by its neighbour."""
     if is_call(node, aten.slice.Tensor):
         node.target = slice_one_earlier
         return
@@ -56,6 +58,7 @@ def _shift_part(node: Node) -> None:
 
 
 def _reorders_before_reshape(node: Node) -> bool:
+    """Tell whether the node changes the order of dimensions, and a reader depends on the order of elements."""
     if not (is_call(node, *_REORDERS) and is_floating(node)):
         return False
     before, after = tensor_of(node.args[0]), tensor_of(node)
@@ -65,6 +68,7 @@ def _reorders_before_reshape(node: Node) -> bool:
 
 
 def _reshape_instead(node: Node) -> None:
+    """Replace a transpose by a reshape to the same shape."""
     after = tensor_of(node)
     assert after is not None
     node.target = aten.reshape.default
@@ -72,12 +76,14 @@ def _reshape_instead(node: Node) -> None:
 
 
 def _is_integer_count(node: Node) -> bool:
+    """Tell whether the node computes integers by arange, cumsum or floor division."""
     tensor = tensor_of(node)
     is_counting = is_call(node, *_ARANGES, aten.floor_divide.default, aten.cumsum.default)
     return is_counting and tensor is not None and not tensor.is_floating_point() and tensor.dim() <= 2
 
 
 def _miscount(node: Node) -> None:
+    """Make a count smaller by one, or let a floor division round too late."""
     if is_call(node, aten.floor_divide.default):
         add_before(node, 0, aten.add.Tensor, 1)
     else:
@@ -86,6 +92,7 @@ def _miscount(node: Node) -> None:
 
 
 def _mistake_padding(node: Node) -> None:
+    """Remove the padding index of an embedding, or add one if it has none."""
     table = tensor_of(node.args[0])
     assert table is not None
     has_padding = arguments(node)["padding_idx"] >= 0
@@ -97,6 +104,7 @@ def _is_padded(node: Node) -> bool:
 
 
 def _pad_at_the_end(node: Node) -> None:
+    """Move all padding of a convolution behind the values."""
     sizes = arguments(node)["padding"]
     # constant_pad_nd counts the dimensions from the last
     add_before(node, 0, aten.constant_pad_nd.default, [pad for size in reversed(sizes) for pad in (0, 2 * size)])

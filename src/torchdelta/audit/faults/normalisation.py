@@ -59,6 +59,8 @@ def _epsilon(node: Node) -> float | None:
 
 
 def _change_epsilon(change: Callable[[float], float]) -> Callable[[Node], None]:
+    """Return a `Fault.plant` that applies `change` to the epsilon of a node."""
+
     def plant(node: Node) -> None:
         epsilon = _epsilon(node)
         assert epsilon is not None

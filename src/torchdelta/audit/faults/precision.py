@@ -85,6 +85,7 @@ _LOW_PRECISION: dict[object, Callable[..., torch.Tensor]] = {
 
 
 def _is_product(node: Node) -> bool:
+    """Tell whether the node multiplies floating-point matrices and has a version in low precision."""
     if not is_call(node, *_LOW_PRECISION):
         return False
     factors = [tensor_of(factor) for factor in node.args[1 if is_call(node, aten.addmm.default) else 0 :][:2]]

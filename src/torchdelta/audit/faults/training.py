@@ -11,6 +11,7 @@ from torchdelta.audit.faults.nodes import aten, attribute_of, is_call, is_sum_of
 
 
 def _is_trained(node: Node) -> bool:
+    """Tell whether the node reads a parameter that requires grad."""
     if node.op != "get_attr":
         return False
     parameter = attribute_of(node)
@@ -29,6 +30,7 @@ def _freeze(node: Node) -> None:
 
 
 def _is_inactive(node: Node) -> bool:
+    """Tell whether the node is a dropout that does nothing."""
     if not is_call(node, aten.dropout.default):
         return False
     values = arguments(node)
@@ -47,6 +49,7 @@ def _later_readers(node: Node) -> list[Node]:
 
 
 def _overwrite(node: Node) -> None:
+    """Let later readers of the first operand read the sum, as if the sum had been written over it."""
     for reader in _later_readers(node):
         reader.replace_input_with(node.all_input_nodes[0], node)
 

@@ -40,6 +40,7 @@ class Planted(Transform):
         excluding: Collection[str] = (),
         exports: Exports | None = None,
     ) -> None:
+        """Prepare to plant the fault where the seed chooses; properties of `then` become those of this transform."""
         if isinstance(then, (OtherModule, Replacement)):
             raise UsageError(
                 f"{fault.name} cannot be planted under {type(then).__name__}, which runs something else than the "

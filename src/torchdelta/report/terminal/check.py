@@ -74,7 +74,7 @@ def _stage_lines(report: Report) -> Iterator[Text]:
 
 
 def _stage_summary(stage: Stage) -> str:
-    """Return how many leaves were compared, and how many are not equivalent or not bitwise identical."""
+    """Return how many leaves were compared, and how many of them are not equivalent, or else bitwise identical."""
     if not stage.comparisons:
         return "nothing compared"
     total = len(stage.comparisons)

@@ -248,7 +248,7 @@ def _noun(location: Location) -> str:
 
 
 def draw_neighbourhood(location: Location, *, width: int) -> Table | None:
-    """Return a drawing of the nodes around the first culprit, or None if no culprit is a node."""
+    """Return a drawing of the nodes around the first culprit, or None if there is no culprit or it is not a node."""
     if not location.culprits or not location.culprits[0].node:
         return None
     culprit = location.culprits[0]

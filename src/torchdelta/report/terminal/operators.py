@@ -142,6 +142,7 @@ def _undecided_parts(swept: Sequence[SweepRow], *, verbose: bool) -> Iterator[Re
 
 
 def _sweep_line(each: SweepRow) -> Text:
+    """Return one line for an operator and dtype: the verdict's mark, the probe, the sample and the reason."""
     where = f" on {each.sample}" if each.sample else ""
     return Text.assemble(
         (f"{MARK[each.verdict]} ", STYLE[each.verdict]),
