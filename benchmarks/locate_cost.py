@@ -60,7 +60,7 @@ def run_lockstep(graphs: Graphs) -> None:
     compared = compare_graphs(
         graphs.reference, graphs.candidate, list(graphs.inputs), LocalJudge(), "export", with_gradients=False
     )
-    assert compared.judged
+    assert compared.judgements
     assert not compared.notes, compared.notes
 
 

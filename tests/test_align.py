@@ -257,7 +257,7 @@ def test_an_equal_value_of_another_kind_is_no_match():
 def test_what_the_user_says_comes_first():
     reference = [node("add", handles=(1,)), node("mul", handles=(2,))]
     candidate = [node("add", handles=(1,)), node("mul", handles=(2,))]
-    found = align(reference, candidate, given={"add": "mul"})
+    found = align(reference, candidate, mapping={"add": "mul"})
 
     assert pairs(found) == [("add", "mul")]
     assert how(found) == {"add": "given"}
@@ -276,7 +276,7 @@ def test_a_mapping_that_cannot_be_is_refused(mapping, words):
     nodes = [node("linear"), node("exp")]
 
     with pytest.raises(UsageError, match=words):
-        align(nodes, nodes, given=mapping)
+        align(nodes, nodes, mapping=mapping)
 
 
 @examples(

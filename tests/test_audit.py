@@ -122,7 +122,7 @@ class TestAudit:
         ("wrong", "message"),
         [
             ({"kinds": ["relu_leek"]}, "unknown fault 'relu_leek': did you mean relu_leaky"),
-            ({"per_kind": 0}, "at least one fault of a kind is planted, not 0"),
+            ({"per_kind": 0}, "per_kind is the number of faults of each kind: at least 1, not 0"),
             ({"policy": "lenient"}, "lenient"),
             ({"transform": "inductr"}, "inductor"),
         ],

@@ -475,7 +475,7 @@ def test_what_does_not_fit_in_memory_is_not_shown_and_said():
     found = found_in(stack(), stack(), limit_bytes=0, gradients=False)
 
     assert not any(row.inherited for row in found.rows)
-    assert any("does not fit in 0 bytes" in note for note in found.notes)
+    assert any("do not fit in 0 bytes" in note for note in found.notes)
 
 
 def test_a_policy_without_truth_judges_by_itself():

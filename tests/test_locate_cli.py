@@ -153,7 +153,7 @@ def test_a_crash_has_no_culprit_and_ends_with_4(locate):
 
     assert ran.code == 4
     assert ran.out.startswith("crashed")
-    assert "culprit none was found no nodes were held against each other" in ran.text
+    assert "culprit none was found no nodes were compared" in ran.text
 
 
 def test_all_shows_the_nodes_that_are_identical_too(locate):

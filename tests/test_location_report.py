@@ -327,7 +327,7 @@ class TestWithoutACulprit:
     def test_of_a_diverged_program_it_is_said_where_it_may_hide(self):
         backend = (Rung(name="backend", verdict=Verdict.DIVERGED),)
 
-        assert "yet the whole diverged" in self.text()
+        assert "yet the whole program diverged" in self.text()
         assert "--cause" not in self.text()
         assert "--cause looks for a setting" in self.text(rungs=backend)
 
@@ -336,17 +336,17 @@ class TestWithoutACulprit:
 
         text = self.text(unmatched_reference=lost, unmatched_candidate=lost[:1])
 
-        assert "--mapping tells which nodes stand for those that are alone below" in text
+        assert "--mapping can match the unmatched nodes listed below" in text
         assert (
-            "alone 6 in the reference: mul_0 (aten.mul.Tensor), mul_1 (aten.mul.Tensor), mul_2 (aten.mul.Tensor), "
-            "mul_3 (aten.mul.Tensor) and 2 more (--all) alone 1 in the candidate: mul_0 (aten.mul.Tensor)"
+            "unmatched 6 in the reference: mul_0 (aten.mul.Tensor), mul_1 (aten.mul.Tensor), mul_2 (aten.mul.Tensor), "
+            "mul_3 (aten.mul.Tensor) and 2 more (--all) unmatched 1 in the candidate: mul_0 (aten.mul.Tensor)"
         ) in text
 
     def test_of_a_crash_it_is_said_that_nothing_was_compared(self):
         text = self.text(verdict=Verdict.CRASHED, table=(), coverage=None, reason="RuntimeError: no kernel")
 
         assert "check RuntimeError: no kernel" in text
-        assert "no nodes were held against each other" in text
+        assert "no nodes were compared" in text
         assert "none is wrong" not in text
 
     def test_of_captures_nothing_is_claimed_about_a_node_by_itself(self):
@@ -354,7 +354,7 @@ class TestWithoutACulprit:
 
         text = self.text(case=case, table=(DROPOUT,))
 
-        assert "captures tell what both sides computed, and not what a node does by itself" in text
+        assert "captures show what both sides computed, and not what a node does by itself" in text
         assert "none is wrong" not in text
 
     def test_what_could_not_be_judged_is_counted_and_named(self):
@@ -363,7 +363,7 @@ class TestWithoutACulprit:
         text = self.text(table=(LINEAR, *unsure))
 
         assert "of 7 pairs of nodes, each fed the same values, none is wrong by itself; 6 could not be decided" in text
-        assert "open call_0: it raised TypeError" in text
+        assert "undecided call_0: it raised TypeError" in text
         assert "and 2 more (--all)" in text
         assert "not judged" in text
 

@@ -10,7 +10,7 @@ from torch.fx import Graph, GraphModule, symbolic_trace
 import torchdelta as td
 from torchdelta._torch.graphs.nodes import may_write
 from torchdelta.nodewise.local import LocalJudge
-from torchdelta.nodewise.lockstep import GraphRun, readers_within
+from torchdelta.nodewise.lockstep import GraphRun, count_readers
 from torchdelta.nodewise.lockstep_seam import compare_graphs
 from torchdelta.records.verdict import Verdict
 
@@ -22,11 +22,11 @@ def compared(reference, candidate, *inputs, **options):
 
 
 def culprits(found):
-    return [judged.culprit.name for judged in found.judged if judged.culprit is not None]
+    return [judged.culprit.name for judged in found.judgements if judged.culprit is not None]
 
 
 def by_name(found):
-    return {judged.reference.name: judged for judged in found.judged}
+    return {judged.reference.name: judged for judged in found.judgements}
 
 
 def traced(function):
@@ -71,7 +71,7 @@ def test_equal_graphs_have_no_culprit():
     found = compared(module, copy.deepcopy(module), torch.randn(32))
 
     assert culprits(found) == []
-    assert all(judged.local == () and judged.inherited == () for judged in found.judged)
+    assert all(judged.local == () and judged.inherited == () for judged in found.judgements)
 
 
 def test_a_value_is_compared_as_it_was_before_it_was_overwritten():
@@ -193,7 +193,7 @@ def test_a_graph_that_raises_midway_is_reported_up_to_there():
 
     found = compared(module, spoiled(module, "cos", refuse), torch.randn(4))
 
-    assert [judged.reference.name for judged in found.judged] == ["sin"]
+    assert [judged.reference.name for judged in found.judgements] == ["sin"]
     assert found.notes == ("cos raised ValueError: no; up to there both were run",)
 
 
@@ -577,7 +577,7 @@ def test_what_a_writer_read_is_still_as_it_was_when_another_wrote_to_it():
         return total + read
 
     module = traced(program)
-    running = GraphRun(module, (torch.ones(3), torch.zeros(3)), readers_within(module))
+    running = GraphRun(module, (torch.ones(3), torch.zeros(3)), count_readers(module))
     writers = [node for node in module.graph.nodes if node.target in (aten.add_.Tensor, aten.mul_.Tensor)]
     running.advance_to(writers[-1])
 

@@ -18,7 +18,7 @@ from torchdelta.records.guard import GuardedGraphRecord, GuardSummary
 from torchdelta.records.passes import PassFinding, PassSummary
 from torchdelta.records.report import Culprit
 from torchdelta.records.verdict import Verdict
-from torchdelta.report.terminal.guard import print_guarded
+from torchdelta.report.terminal.guard import print_guard_summary
 
 TRAIN = Path(__file__).parent / "programs" / "train.py"
 
@@ -454,7 +454,7 @@ def seen(number, **fields):
 
 def shown(summary, watched=None):
     printed = io.StringIO()
-    print_guarded(summary, watched, Console(width=80, file=printed))
+    print_guard_summary(summary, watched, Console(width=80, file=printed))
     return "\n".join(line.rstrip() for line in printed.getvalue().splitlines())
 
 

@@ -21,10 +21,32 @@ CLASSES = [
     for node in ast.parse(source).body
     if isinstance(node, ast.ClassDef)
 ]
-RIDDLES = set(
-    "aftermath ahead asked asking attempts born follow foreign found given judged kept ledges left_behind made named "
-    "noted operated places seen torn undecided vigilance watched".split()
-)
+RIDDLES = {
+    "aftermath",
+    "ahead",
+    "asked",
+    "asking",
+    "attempts",
+    "born",
+    "follow",
+    "foreign",
+    "found",
+    "given",
+    "judged",
+    "kept",
+    "ledges",
+    "left_behind",
+    "made",
+    "named",
+    "noted",
+    "operated",
+    "places",
+    "seen",
+    "torn",
+    "undecided",
+    "vigilance",
+    "watched",
+}
 """Participles and metaphors that once named modules."""
 
 

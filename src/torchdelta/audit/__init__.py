@@ -1,1 +1,1 @@
-"""Plant faults in a program, and count what a check catches."""
+"""The audit of a check: plant faults in a program, and count how many the check catches."""

@@ -1,4 +1,14 @@
-"""How good is a check? Faults are planted in the user's own program, one at a time, and it is asked each time."""
+"""The audit of a check: plant faults in the user's own program, one at a time, and count how many the check catches.
+
+Each fault is tried twice. First it runs without the transform, to see whether it changes any value at all; a fault
+without an effect cannot be caught. Then the program with the fault is checked under the transform. The control is the
+same check without a fault: unless it is equivalent, the catches mean nothing.
+
+    result = audit("model.py:build", transform="inductor", kinds=["residual_dropped"])
+    result.catch_rate                       # 1.0
+
+Start with `audit`; `_Auditor._trials` tries the faults of one kind.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +40,7 @@ from torchdelta.transforms.export import Export, Exports
 
 DEFAULT_STAGES = ("forward", "gradients")
 
-_OUTCOME = {
+_OUTCOMES = {
     Verdict.DIVERGED: TrialOutcome.CAUGHT,
     Verdict.EQUIVALENT: TrialOutcome.MISSED,
     Verdict.INCONCLUSIVE: TrialOutcome.INCONCLUSIVE,
@@ -51,10 +61,14 @@ def audit(
     seed: int = 0,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Audit:
-    """Plant faults of these kinds (of all, where none is named) in a program, and check each under the transform."""
-    chosen = [FAULTS.get(kind).name for kind in dict.fromkeys(kinds)] or list(FAULTS)
+    """Plant faults in a program, check each under the transform, and return all outcomes.
+
+    Without `kinds`, faults of all kinds are planted; `per_kind` is the number of places that are tried for each.
+    `progress` is called with a few words before each kind.
+    """
+    chosen_kinds = [FAULTS.get(kind).name for kind in dict.fromkeys(kinds)] or list(FAULTS)
     if per_kind < 1:
-        raise UsageError(f"at least one fault of a kind is planted, not {per_kind}")
+        raise UsageError(f"per_kind is the number of faults of each kind: at least 1, not {per_kind}")
     case = Case(
         program=program,
         transform=transform,
@@ -63,23 +77,26 @@ def audit(
         policy=policy,
         seed=seed,
     )
-    onward = transforms.build(transform, case.options)
-    parse(policy)  # what is misspelt is said before anything runs
+    built_transform = transforms.build(transform, case.options)
+    parse(policy)  # a malformed policy must be an error before anything runs
     with runtime.preserved():
         runtime.seed_everything(seed)
-        source = load_program(program)
-        auditor = _Auditor(case=case, program=source, transform=onward, stages_by_default=stages is None)
-        return auditor.run(chosen, per_kind, progress)
+        loaded = load_program(program)
+        auditor = _Auditor(case=case, program=loaded, transform=built_transform, stages_by_default=stages is None)
+        return auditor.run(chosen_kinds, per_kind, progress)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Auditor:
+    """Runs the control and all trials against one baseline."""
+
     case: Case
     program: Program
     transform: Transform
     stages_by_default: bool
 
     def run(self, kinds: Sequence[str], per_kind: int, progress: Callable[[str], None]) -> Audit:
+        """Return the control's verdict, the trials of all kinds, and the kinds that have no place in the program."""
         progress("without a fault")
         if failure := self._clean.failure:
             raise ProgramError(
@@ -91,41 +108,42 @@ class _Auditor:
         inapplicable = []
         for kind in kinds:
             progress(kind)
-            found = list(self._trials(kind, per_kind))
-            trials += found
-            if not found:
+            kind_trials = list(self._trials(kind, per_kind))
+            trials += kind_trials
+            if not kind_trials:
                 inapplicable.append(kind)
         return Audit(
             case=self.case,
             control=control.verdict,
-            control_reason=_evidence(control),
+            control_reason=_reason_for(control),
             trials=tuple(trials),
             inapplicable=tuple(inapplicable),
         )
 
-    def _trials(self, kind: str, most: int) -> Iterator[FaultTrial]:
-        """Try one place after the other, until there are no more."""
-        taken: list[str] = []
-        while len(taken) < most:
-            alone = plant(kind, self.case.seed, excluding=taken, exports=self._exports)
+    def _trials(self, kind: str, limit: int) -> Iterator[FaultTrial]:
+        """Yield the outcome of a fault of this kind at one place after the other, at `limit` places at most."""
+        used_nodes: list[str] = []
+        while len(used_nodes) < limit:
+            fault_only = plant(kind, self.case.seed, excluding=used_nodes, exports=self._exports)
             try:
-                faulty = self._run(alone)
+                faulty = self._run(fault_only)
             except NotPlantable:
                 return
-            assert alone.place is not None
+            assert fault_only.place is not None
             if failure := faulty.failure:
                 reason = f"it fails without the transform too: {failure.type}: {failure.message}"
-                yield FaultTrial(place=alone.place, outcome=TrialOutcome.CRASHED, reason=reason)
-            elif _is_same(self._clean.observation, faulty.observation):
-                yield FaultTrial(place=alone.place, outcome=TrialOutcome.NO_EFFECT)
+                yield FaultTrial(place=fault_only.place, outcome=TrialOutcome.CRASHED, reason=reason)
+            elif _has_same_values(self._clean.observation, faulty.observation):
+                yield FaultTrial(place=fault_only.place, outcome=TrialOutcome.NO_EFFECT)
             else:
-                # the same seed among the same places: the same place
-                onward = plant(kind, self.case.seed, self.transform, excluding=taken, exports=self._exports)
-                report = self._check(onward)
-                yield FaultTrial(place=alone.place, outcome=_OUTCOME[report.verdict], reason=_evidence(report))
-            taken.append(alone.place.node)
+                # the same seed chooses the same place
+                both = plant(kind, self.case.seed, self.transform, excluding=used_nodes, exports=self._exports)
+                report = self._check(both)
+                yield FaultTrial(place=fault_only.place, outcome=_OUTCOMES[report.verdict], reason=_reason_for(report))
+            used_nodes.append(fault_only.place.node)
 
     def _check(self, transform: Transform) -> Report:
+        """Return the report of a check of the program under this transform."""
         return Check(
             case=self.case,
             baseline=self._baseline,
@@ -135,7 +153,7 @@ class _Auditor:
         ).run()
 
     def _run(self, transform: Transform) -> CandidateRun:
-        """Run what a transform that compiles nothing makes of the program, without judging it."""
+        """Return the run of the program under a transform that compiles nothing; it is not judged."""
         baseline = self._baseline
         return run_candidate(
             transform,
@@ -148,6 +166,7 @@ class _Auditor:
 
     @cached_property
     def _baseline(self) -> Baseline:
+        """The reference runs of the program, which all checks share."""
         plan = Plan(
             stages=self.case.stages,
             seed=self.case.seed,
@@ -163,27 +182,29 @@ class _Auditor:
 
     @cached_property
     def _clean(self) -> CandidateRun:
+        """The run of the exported program without a fault."""
         return self._run(Export({}))
 
 
-def _is_same(clean: Observation, faulty: Observation) -> bool:
+def _has_same_values(clean: Observation, faulty: Observation) -> bool:
+    """Tell whether two observations are bitwise equal in all stages."""
     if clean.stages.keys() != faulty.stages.keys():
         return False
     judge = Judge(policy=Bitwise())
     for stage, leaves in clean.stages.items():
-        found, unmatched = judge.compare(leaves, faulty.stages[stage])
-        if unmatched or any(seen.verdict is not Verdict.EQUIVALENT for seen in found):
+        comparisons, unmatched = judge.compare(leaves, faulty.stages[stage])
+        if unmatched or any(comparison.verdict is not Verdict.EQUIVALENT for comparison in comparisons):
             return False
     return True
 
 
-def _evidence(report: Report) -> str:
-    """Return why the worst stage is not equivalent; empty where all are."""
+def _reason_for(report: Report) -> str:
+    """Return the reason of the worst leaf of the worst stage; empty if all stages are equivalent."""
     worst = max(report.stages, key=lambda stage: stage.verdict.severity, default=None)
     if worst is None or worst.verdict is Verdict.EQUIVALENT:
         return ""
-    guilty = [seen for seen in worst.comparisons if seen.verdict is worst.verdict]
-    if not guilty:
+    comparisons = [comparison for comparison in worst.comparisons if comparison.verdict is worst.verdict]
+    if not comparisons:
         return f"{worst.name}: {worst.reason}"
-    leaf = max(guilty, key=lambda seen: seen.rank)
-    return f"{worst.name} {leaf.path}: {leaf.reason}"
+    worst_comparison = max(comparisons, key=lambda comparison: comparison.rank)
+    return f"{worst.name} {worst_comparison.path}: {worst_comparison.reason}"

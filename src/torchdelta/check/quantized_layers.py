@@ -83,8 +83,8 @@ class LayerwiseCheck:
         """What the layers showed, once the candidate has run; None where they were not looked at."""
         if self.seam is None:
             return None
-        found = judged_by_layers(self.seam.seen, sorted(self.seam.judge.notes))
-        if found.verdict is Verdict.DIVERGED or not self.seam.seen:
+        found = judged_by_layers(self.seam.comparisons, sorted(self.seam.judge.notes))
+        if found.verdict is Verdict.DIVERGED or not self.seam.comparisons:
             return found
         # the layers are held against the graph that is quantized, and that one against the program
         before = self.ask(NoQuantizedLayer(self.inner))
@@ -109,7 +109,7 @@ class NoQuantizedLayer(ObservedTransform):
 
 def judged_by_layers(seen: Sequence[GraphComparison], notes: Sequence[str] = ()) -> LayerwisePolicy:
     """Return the policy that says of the program what its layers showed."""
-    judged = [each for graphs in seen for each in graphs.judged]
+    judged = [each for graphs in seen for each in graphs.judgements]
     if not judged:
         return LayerwisePolicy(Verdict.INCONCLUSIVE, "no layer could be judged by itself")
     wrong = [each for each in judged if each.culprit is not None]

@@ -20,7 +20,7 @@ from torchdelta.guard.script import CODE, FILE, MODULE, Script, ScriptEnding, ru
 from torchdelta.records.guard import CHOICES, GuardSummary
 from torchdelta.records.passes import PassSummary
 from torchdelta.records.verdict import Verdict
-from torchdelta.report.terminal.guard import print_guarded
+from torchdelta.report.terminal.guard import print_guard_summary
 
 SETTINGS = {"allow_interspersed_args": False}
 """How the command line is read: what follows the script is the script's."""
@@ -129,7 +129,7 @@ def _summed_up(compiles: GuardedCompiles, ending: ScriptEnding, *, strict: bool)
     summary, watched = compiles.summary(), compiles.watched()
     # a script that closed its stderr wants to hear nothing
     if sys.__stderr__ is not None and not sys.__stderr__.closed:
-        print_guarded(summary, watched)
+        print_guard_summary(summary, watched)
     if strict and ending.status == 0 and _is_wrong(summary, watched):
         return ScriptEnding(status=EXIT_OF[Verdict.DIVERGED])
     return ending

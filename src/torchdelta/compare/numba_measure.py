@@ -1,11 +1,14 @@
-"""One pass over two CPU buffers, in blocks small enough that every later look at a block hits the cache.
+"""Measure two CPU tensors in one pass over their memory, with loops that numba compiles.
 
-The common block is finite and beats no record, and costs two or three branch-free loops that vectorise. What is rare is
-found by looking again: a block whose squares are not finite is cleaned and read again, one with a larger difference or
-ratio than all before is searched for it.
+The tensors are read in blocks that stay in the cache, so that a second look at a block is cheap. A common block is
+finite and has no larger error than the blocks before. It costs two or three loops without branches, which the compiler
+vectorises. Rare cases take a second look: a block with NaN or Inf is cleaned and summed again, and a block with a new
+largest error is searched for it.
 
-Numba compiles this for float32, float64 and bfloat16; every other dtype is widened, a piece at a time, to one of the
-first two, which hold its values exactly.
+Numba compiles the loops for float32, float64 and bfloat16. Tensors of other dtypes are widened, a piece at a time, to
+float32 or float64, which represent their values exactly. `torch_kernels` measures the same numbers without numba.
+
+Start with `measure_span`, then `_scan_block`.
 """
 
 from __future__ import annotations
@@ -24,38 +27,45 @@ from torchdelta.records.comparison import Measurement
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Array = npt.NDArray[Any]
-Pair = tuple[Array, Array]
-"""Of the reference and of the candidate."""
+ArrayPair = tuple[Array, Array]
+"""An array of the reference, and the same of the candidate."""
 
 _FIELDS = [field.name for field in dataclasses.fields(Measurement)]
-_KINDS = {"int": np.int64, "float": np.float64, "int | None": np.uint64}
-_TALLY = np.dtype([(field.name, _KINDS[str(field.type)]) for field in dataclasses.fields(Measurement)])
-"""A `Measurement` under way."""
+_NUMPY_TYPES = {"int": np.int64, "float": np.float64, "int | None": np.uint64}
+_TALLY_DTYPE = np.dtype([(field.name, _NUMPY_TYPES[str(field.type)]) for field in dataclasses.fields(Measurement)])
+"""A `Measurement` in progress, as one numpy record."""
 
 _BLOCK = 4096
-"""Elements per block: few enough for the L2 cache, enough that what a block costs by itself does not show."""
+"""Elements of a block: few enough for the L2 cache, and enough to hide the fixed cost of a block."""
 
-_NATIVE = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128})
-"""Read where they lie; the components of a complex tensor are a float tensor."""
+_IN_PLACE_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128})
+"""Dtypes that are read without a copy; a complex tensor is read as a float tensor of its components."""
 
-_WIDE = frozenset({torch.float64, torch.int32, torch.uint32, torch.int64, torch.uint64})
-"""Not every value is a float32."""
+_FLOAT64_DTYPES = frozenset({torch.float64, torch.int32, torch.uint32, torch.int64, torch.uint64})
+"""Dtypes that are widened to float64, because float32 does not represent all their values."""
 
 _compile = cast(Callable[[Function], Function], numba.njit(nogil=True, cache=True))
-# only what Python calls needs a wrapper and a cache file of its own
-_INNER: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-_compile_inner = cast(Callable[[Function], Function], numba.njit(**_INNER))
-# reassoc lets sums run in lanes; nnan and ninf would let the compiler drop the tests for what is not finite
-_compile_lanes = cast(Callable[[Function], Function], numba.njit(**_INNER, fastmath={"reassoc", "contract", "nsz"}))
+# a wrapper and a cache file are needed only for functions that Python calls
+_INNER_OPTIONS: dict[str, Any] = {
+    "nogil": True,
+    "error_model": "numpy",
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+}
+_compile_inner = cast(Callable[[Function], Function], numba.njit(**_INNER_OPTIONS))
+# reassoc lets sums be vectorised; nnan and ninf would let the compiler drop the tests for NaN and Inf
+_compile_sums = cast(
+    Callable[[Function], Function], numba.njit(**_INNER_OPTIONS, fastmath={"reassoc", "contract", "nsz"})
+)
 
 
 def measure_span(reference: torch.Tensor, candidate: torch.Tensor, rtol: float, atol: float) -> Measurement:
-    """Measure two CPU tensors of the same shape on this thread."""
+    """Return the measurement of two CPU tensors of the same shape, computed on this thread."""
     if _has_huge_integers(reference) or _has_huge_integers(candidate):
         return torch_kernels.measure_span(reference, candidate, rtol, atol)
-    tally = np.zeros(1, _TALLY)
+    tally = np.zeros(1, _TALLY_DTYPE)
     by_value = not torch_kernels.has_ulps(reference, candidate)
-    if _is_read_in_place(reference, candidate):
+    if _can_read_in_place(reference, candidate):
         if reference.is_complex():
             reference, candidate = torch.view_as_real(reference), torch.view_as_real(candidate)
         ulp_shift = _scan_contiguous(reference, candidate, by_value, rtol, atol, tally)
@@ -67,17 +77,18 @@ def measure_span(reference: torch.Tensor, candidate: torch.Tensor, rtol: float, 
     return Measurement.of(numbers)
 
 
-def _is_read_in_place(reference: torch.Tensor, candidate: torch.Tensor) -> bool:
+def _can_read_in_place(reference: torch.Tensor, candidate: torch.Tensor) -> bool:
+    """Tell whether both tensors can be scanned as a whole: without a copy, or small enough to be widened at once."""
     for side in (reference, candidate):
         if not side.is_contiguous() or side.is_conj() or side.is_neg():
             return False
-    if reference.dtype == candidate.dtype and reference.dtype in _NATIVE:
+    if reference.dtype == candidate.dtype and reference.dtype in _IN_PLACE_DTYPES:
         return True
     return reference.numel() <= torch_kernels.CPU_PIECE and not (reference.is_complex() or candidate.is_complex())
 
 
 def _has_huge_integers(tensor: torch.Tensor) -> bool:
-    """Whether float64 would round some integer of this tensor."""
+    """Tell whether a 64-bit integer tensor has a value that float64 would round."""
     if tensor.dtype not in (torch.int64, torch.uint64):
         return False
     values = tensor.numpy()
@@ -87,19 +98,22 @@ def _has_huge_integers(tensor: torch.Tensor) -> bool:
 def _scan_contiguous(
     reference: torch.Tensor, candidate: torch.Tensor, by_value: bool, rtol: float, atol: float, tally: Array
 ) -> int:
-    """Add contiguous real tensors to the tally, and return by how many bits its ULPs are shifted."""
+    """Add two contiguous real tensors to the tally.
+
+    Return by how many bits the ULP distance in the tally is shifted to the left, which is 0 unless bits were widened.
+    """
     dtype = reference.dtype
     if dtype == torch.bfloat16 and not by_value:
         _scan_bfloat16(_flat(reference.view(torch.int16)), _flat(candidate.view(torch.int16)), rtol, atol, tally)
         return 16
-    lane = torch.float64 if dtype in _WIDE or candidate.dtype in _WIDE else torch.float32
+    lane = torch.float64 if dtype in _FLOAT64_DTYPES or candidate.dtype in _FLOAT64_DTYPES else torch.float32
     r = _flat(reference if dtype == lane else reference.to(lane))
     c = _flat(candidate if candidate.dtype == lane else candidate.to(lane))
     if by_value or dtype == lane:
         integer = np.int64 if lane == torch.float64 else np.int32
         ulp_shift, bits = 0, (r.view(integer), c.view(integer))
     else:
-        # the sign of float8_e8m0fnu, which has none, is that of int32
+        # float8_e8m0fnu has no sign bit, so it is shifted by one bit less
         ulp_shift = 32 - 8 * dtype.itemsize - (dtype == torch.float8_e8m0fnu)
         bits = _shifted_bits(reference, ulp_shift), _shifted_bits(candidate, ulp_shift)
     _scan((r, c), bits, by_value, rtol, atol, tally)
@@ -111,13 +125,14 @@ def _flat(tensor: torch.Tensor) -> Array:
 
 
 def _shifted_bits(tensor: torch.Tensor, shift: int) -> Array:
-    """The bits of a narrow float with its sign where int32 has its own."""
+    """Return the bits of a narrow float as int32, shifted so that its sign bit is that of int32."""
     raw = tensor.view(torch.uint8 if tensor.itemsize == 1 else torch.uint16)
     return (_flat(raw).astype(np.uint32) << shift).view(np.int32)
 
 
 @_compile
-def _scan(values: Pair, bits: Pair, by_value: bool, rtol: float, atol: float, tally: Any) -> None:
+def _scan(values: ArrayPair, bits: ArrayPair, by_value: bool, rtol: float, atol: float, tally: Any) -> None:
+    """Add two arrays to the tally, block by block; without `by_value` their bits are compared too."""
     for start in range(0, values[0].size, _BLOCK):
         block = slice(start, start + _BLOCK)
         block_values = values[0][block], values[1][block]
@@ -126,30 +141,32 @@ def _scan(values: Pair, bits: Pair, by_value: bool, rtol: float, atol: float, ta
 
 @_compile
 def _scan_bfloat16(reference: Array, candidate: Array, rtol: float, atol: float, tally: Any) -> None:
-    """As `_scan`: a bfloat16 is the upper half of the float32 of the same value."""
+    """Do the same as `_scan` for bfloat16, whose bits are the upper half of a float32 with the same value."""
     wide_reference = np.empty(_BLOCK, np.int32)
     wide_candidate = np.empty(_BLOCK, np.int32)
     for start in range(0, reference.size, _BLOCK):
-        r_bits = _shift(reference[start : start + _BLOCK], wide_reference)
-        c_bits = _shift(candidate[start : start + _BLOCK], wide_candidate)
+        r_bits = _widen_bfloat16(reference[start : start + _BLOCK], wide_reference)
+        c_bits = _widen_bfloat16(candidate[start : start + _BLOCK], wide_candidate)
         values = r_bits.view(np.float32), c_bits.view(np.float32)
         _scan_block(values, (r_bits, c_bits), False, rtol, atol, tally[0])
 
 
 @_compile_inner
-def _shift(narrow: Array, wide: Array) -> Array:
+def _widen_bfloat16(narrow: Array, wide: Array) -> Array:
+    """Write bfloat16 bits to the upper half of int32, and return the part of `wide` that was written."""
     for i in range(narrow.size):
         wide[i] = np.int32(narrow[i]) << 16
     return wide[: narrow.size]
 
 
 @_compile_inner
-def _scan_block(values: Pair, bits: Pair, by_value: bool, rtol: float, atol: float, tally: Any) -> None:
+def _scan_block(values: ArrayPair, bits: ArrayPair, by_value: bool, rtol: float, atol: float, tally: Any) -> None:
+    """Add one block to the tally."""
     tally.finite += values[0].size
     sums = _sums(values[0], values[1], tally.max_abs, tally.max_rel)
-    # of finite float32 the squares never overflow in float64; of float64 they may, which only costs a second look
+    # squares of finite float32 never overflow in float64; those of float64 may, which only costs a second look
     if not np.isfinite(sums[1] + sums[2]):
-        values, bits = _set_aside_non_finite(values, bits, tally)
+        values, bits = _split_off_non_finite(values, bits, tally)
         sums = _sums(values[0], values[1], tally.max_abs, tally.max_rel)
     reference, candidate = values
     square_error, square_reference, square_candidate, dot, records = sums
@@ -160,24 +177,27 @@ def _scan_block(values: Pair, bits: Pair, by_value: bool, rtol: float, atol: flo
     if records > 0:
         _find_records(reference, candidate, tally)
     if by_value:
-        unequal = mismatches = _beyond(reference, candidate, 0.0, 0.0)
+        unequal = mismatches = _count_beyond(reference, candidate, 0.0, 0.0)
     else:
         mismatches, crosses_zero, is_farther = _compare_bits(bits[0], bits[1], tally.max_ulp)
         if crosses_zero or is_farther:
             tally.max_ulp = max(tally.max_ulp, _max_ulp(bits[0], bits[1]))
-        # 0.0 equals -0.0, and that alone makes a difference between bits and values
-        unequal = _beyond(reference, candidate, 0.0, 0.0) if crosses_zero else mismatches
+        # 0.0 and -0.0 are equal in value and differ in bits; no other numbers do
+        unequal = _count_beyond(reference, candidate, 0.0, 0.0) if crosses_zero else mismatches
     tally.mismatches += mismatches
     if rtol == 0.0 and atol == 0.0:
         tally.beyond += unequal
     elif tally.max_abs > atol:
-        tally.beyond += _beyond(reference, candidate, rtol, atol)
+        tally.beyond += _count_beyond(reference, candidate, rtol, atol)
     tally.numel += reference.size
 
 
-@_compile_lanes
+@_compile_sums
 def _sums(reference: Array, candidate: Array, max_abs: float, max_rel: float) -> tuple[float, float, float, float, int]:
-    """All sums over a block, and how many of its elements beat `max_abs`, or `max_rel` by more than an ulp."""
+    """Return the sums over a block, and how many elements exceed `max_abs`, or `max_rel` by more than an ulp.
+
+    The sums are those of the squared error, of both sides' squares, and of the products.
+    """
     square_error = 0.0
     square_reference = 0.0
     square_candidate = 0.0
@@ -191,7 +211,7 @@ def _sums(reference: Array, candidate: Array, max_abs: float, max_rel: float) ->
         square_reference += r * r
         square_candidate += c * c
         dot += r * c
-        # a subnormal product may have been rounded up to the difference: lowered by its last bit it is below
+        # a subnormal product may have been rounded up to the difference, so its last bit is subtracted
         bar = max_rel * abs(r) - 5e-324
         bar = np.float64(0.0) if bar < 0.0 else bar
         records += int(abs(error) > (bar if bar < max_abs else max_abs))
@@ -200,12 +220,13 @@ def _sums(reference: Array, candidate: Array, max_abs: float, max_rel: float) ->
 
 @_compile_inner
 def _find_records(reference: Array, candidate: Array, tally: Any) -> None:
+    """Search a block for new largest absolute and relative errors, and write them to the tally."""
     max_abs = tally.max_abs
     max_rel = tally.max_rel
     for i in range(reference.size):
         r = np.float64(reference[i])
         distance = abs(np.float64(candidate[i]) - r)
-        # the same bar as in `_sums` spares most divisions
+        # the same bound as in `_sums` avoids most divisions
         if distance > max(0.0, max_rel * abs(r) - 5e-324):
             max_rel = max(max_rel, distance / abs(r))
         if distance > max_abs:
@@ -217,7 +238,8 @@ def _find_records(reference: Array, candidate: Array, tally: Any) -> None:
 
 
 @_compile_inner
-def _beyond(reference: Array, candidate: Array, rtol: float, atol: float) -> int:
+def _count_beyond(reference: Array, candidate: Array, rtol: float, atol: float) -> int:
+    """Return how many elements differ by more than the tolerances allow."""
     beyond = 0
     for i in range(reference.size):
         r = np.float64(reference[i])
@@ -227,10 +249,13 @@ def _beyond(reference: Array, candidate: Array, rtol: float, atol: float) -> int
 
 @_compile_inner
 def _compare_bits(reference: Array, candidate: Array, max_ulp: Any) -> tuple[int, bool, bool]:
-    """How many differ, whether some differ in sign, and whether some of the same sign are farther than `max_ulp`."""
+    """Return how many bit patterns differ, whether any two have different signs, and whether any exceed `max_ulp`.
+
+    The last one is valid only if all signs agree.
+    """
     integer = reference.dtype.type
     lowest = np.iinfo(reference.dtype).min
-    # d + limit > 2 * limit, unsigned, exactly if |d| > limit; all is lowered to fit in a signed integer
+    # unsigned, d + limit > 2 * limit exactly if |d| > limit; both sides are lowered to fit in a signed integer
     limit = np.int64(min(max_ulp, np.uint64(np.iinfo(reference.dtype).max)))
     mismatches = integer(0)
     signs = integer(0)
@@ -246,9 +271,9 @@ def _compare_bits(reference: Array, candidate: Array, max_ulp: Any) -> tuple[int
 
 @_compile_inner
 def _max_ulp(reference: Array, candidate: Array) -> np.uint64:
-    """The largest distance between the numbers that the bits stand for."""
+    """Return the largest distance in representable numbers between the floats with these bits."""
     integer = reference.dtype.type
-    # distances fill an unsigned integer: lowered by this they fill a signed one in the same order
+    # distances need an unsigned integer; lowered by this they fit in a signed one, in the same order
     lowest = np.iinfo(reference.dtype).min
     largest = integer(lowest)
     for i in range(reference.size):
@@ -260,8 +285,8 @@ def _max_ulp(reference: Array, candidate: Array) -> np.uint64:
 
 
 @_compile_inner
-def _set_aside_non_finite(values: Pair, bits: Pair, tally: Any) -> tuple[Pair, Pair]:
-    """Count what is not finite, and return the block with zeros in its place."""
+def _split_off_non_finite(values: ArrayPair, bits: ArrayPair, tally: Any) -> tuple[ArrayPair, ArrayPair]:
+    """Count the NaN and Inf of a block in the tally, and return values and bits with zeros in their place."""
     finite_values = np.zeros_like(values[0]), np.zeros_like(values[1])
     finite_bits = np.zeros_like(bits[0]), np.zeros_like(bits[1])
     for i in range(values[0].size):

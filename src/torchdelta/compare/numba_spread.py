@@ -1,4 +1,8 @@
-"""The loop of `spread`, compiled: one read of both buffers."""
+"""The inner loop of `spread`, compiled by numba, so that both buffers are read once.
+
+`scan` returns the same as `spread.scan_with_torch`: the largest error of a run against the truth with its position, the
+number of elements that are not finite or masked, and the mean square error of each block. Start with `_scan_block`.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +15,32 @@ import numpy.typing as npt
 import torch
 
 Array = npt.NDArray[Any]
-Found = tuple[float, int, int, int]
+ScanResult = tuple[float, int, int, int]
+"""The largest error, its position (-1 if there is none), and how many elements are not finite, and masked."""
 
 _compile = cast(Callable[[Any], Any], numba.njit(nogil=True, cache=True, error_model="numpy"))
-_compile_lanes = cast(
+_compile_sums = cast(
     Callable[[Any], Any],
     numba.njit(nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"}),
 )
 
 
-def scan(truth: torch.Tensor, run: torch.Tensor, length: int, mask: float, squares: Array) -> Found:
-    """As `spread.scan_with_torch`."""
+def scan(truth: torch.Tensor, run: torch.Tensor, length: int, mask: float, squares: Array) -> ScanResult:
+    """Return the largest error, its position and the numbers of skipped elements, as `spread.scan_with_torch` does.
+
+    The mean square error of each block of `length` elements is written to `squares`; elements whose truth exceeds
+    `mask` are skipped.
+    """
     if run.dtype == torch.bfloat16:
-        found = _scan_bfloat16(truth.numpy(), run.view(torch.int16).numpy(), length, mask, squares)
+        result = _scan_bfloat16(truth.numpy(), run.view(torch.int16).numpy(), length, mask, squares)
     else:
-        found = _scan(truth.numpy(), run.numpy(), length, mask, squares)
-    return cast(Found, found)
+        result = _scan(truth.numpy(), run.numpy(), length, mask, squares)
+    return cast(ScanResult, result)
 
 
 @_compile
-def _scan(truth: Array, run: Array, length: int, mask: float, squares: Array) -> Found:
+def _scan(truth: Array, run: Array, length: int, mask: float, squares: Array) -> ScanResult:
+    """Do the work of `scan` for numpy arrays of float32 or float64."""
     state = np.zeros(4)
     state[1] = -1.0
     for block in range(squares.size):
@@ -40,8 +50,8 @@ def _scan(truth: Array, run: Array, length: int, mask: float, squares: Array) ->
 
 
 @_compile
-def _scan_bfloat16(truth: Array, run: Array, length: int, mask: float, squares: Array) -> Found:
-    """As `_scan`: a bfloat16 is the upper half of the float32 of the same value."""
+def _scan_bfloat16(truth: Array, run: Array, length: int, mask: float, squares: Array) -> ScanResult:
+    """Do the same as `_scan` for bfloat16, whose bits are the upper half of a float32 with the same value."""
     state = np.zeros(4)
     state[1] = -1.0
     wide = np.empty(length, np.int32)
@@ -56,10 +66,11 @@ def _scan_bfloat16(truth: Array, run: Array, length: int, mask: float, squares: 
 
 @_compile
 def _scan_block(truth: Array, run: Array, start: int, mask: float, squares: Array, block: int, state: Array) -> None:
-    square, largest, highest = _sums(truth, run)
-    # a value that is not finite shows in the sum of squares, a mask constant in the largest truth
-    if not np.isfinite(square) or highest > mask:
-        square, largest = _sums_with_care(truth, run, mask, state)
+    """Write the mean square error of one block to `squares`, and update the `ScanResult` in `state`."""
+    square, largest, largest_truth = _sums(truth, run)
+    # NaN and Inf show in the sum of squares, a mask constant in the largest truth
+    if not np.isfinite(square) or largest_truth > mask:
+        square, largest = _sums_of_finite(truth, run, mask, state)
     squares[block] = square / truth.size
     if largest > state[0]:
         state[0] = largest
@@ -69,22 +80,27 @@ def _scan_block(truth: Array, run: Array, start: int, mask: float, squares: Arra
                 break
 
 
-@_compile_lanes
+@_compile_sums
 def _sums(truth: Array, run: Array) -> tuple[float, float, float]:
+    """Return the sum of squared errors, the largest error, and the largest absolute truth of a block."""
     square = 0.0
     largest = 0.0
-    highest = 0.0
+    largest_truth = 0.0
     for i in range(truth.size):
         error = abs(np.float64(run[i]) - truth[i])
         square += error * error
         largest = error if error > largest else largest
         size = abs(truth[i])
-        highest = size if size > highest else highest
-    return square, largest, highest
+        largest_truth = size if size > largest_truth else largest_truth
+    return square, largest, largest_truth
 
 
 @_compile
-def _sums_with_care(truth: Array, run: Array, mask: float, state: Array) -> tuple[float, float]:
+def _sums_of_finite(truth: Array, run: Array, mask: float, state: Array) -> tuple[float, float]:
+    """Return the sum of squared errors and the largest error without elements that are not finite or masked.
+
+    Those are counted in `state`.
+    """
     square = 0.0
     largest = 0.0
     for i in range(truth.size):

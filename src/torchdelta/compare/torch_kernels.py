@@ -1,6 +1,9 @@
-"""Measure piece by piece with plain torch operators, wherever the tensors are.
+"""Measure two tensors with plain torch operators, piece by piece, on any device.
 
-A piece is a run of elements in flat order, so the measurements of neighbouring pieces join into that of both.
+A piece is a run of elements in flat order, small enough that its temporary copies take little memory. The measurements
+of neighbouring pieces are joined into one. `numba_measure` computes the same numbers faster on the CPU.
+
+Start with `measure_span`, then `_measure_piece`.
 """
 
 from __future__ import annotations
@@ -15,31 +18,29 @@ import torch
 from torchdelta.records.comparison import Measurement
 
 CPU_PIECE = 2**14
-"""Elements of a piece on the CPU, whose copies stay in the L2 cache. Above 2**15 torch splits an operator over OpenMP
-threads, which fight over the cores with ours, and without which the main thread of a forked child hangs or aborts."""
-
+"""Elements of a piece on the CPU, whose copies stay in the L2 cache. Above 2**15 elements torch splits an operator over
+OpenMP threads. They compete with our own threads for the cores, and a forked child does not have them, so that its main
+thread would hang or abort."""
 _DEVICE_PIECE = 2**18
-"""Elements of a piece elsewhere: some 15 float64 copies of it stay under 64 MB."""
-
+"""Elements of a piece on other devices: some 15 float64 copies of it stay under 64 MB."""
 _LOWEST = -(2**63)
-
 Index = tuple[int | slice, ...]
 
 
 def measure_span(reference: torch.Tensor, candidate: torch.Tensor, rtol: float, atol: float) -> Measurement:
-    """Measure two tensors of the same shape on the reference's device."""
+    """Return the measurement of two tensors of the same shape, computed on the reference's device."""
     by_value = not has_ulps(reference, candidate)
     measurements = (_measure_piece(*piece, by_value, rtol, atol) for piece in paired_pieces(reference, candidate))
     return functools.reduce(join, measurements)
 
 
 def has_ulps(reference: torch.Tensor, candidate: torch.Tensor) -> bool:
-    """Whether elements are compared by their bits, and not only by value: both sides are floats of one dtype."""
+    """Tell whether elements are compared by their bits too: both tensors have the same floating-point dtype."""
     return reference.dtype == candidate.dtype and (reference.is_floating_point() or reference.is_complex())
 
 
 def join(first: Measurement, second: Measurement) -> Measurement:
-    """The measurement of two neighbouring pieces together."""
+    """Return the measurement of two neighbouring pieces together."""
     if first.misplaced or (not second.misplaced and first.max_abs >= second.max_abs):
         worst = first.worst
     else:
@@ -65,8 +66,19 @@ def join(first: Measurement, second: Measurement) -> Measurement:
     )
 
 
+def paired_pieces(reference: torch.Tensor, candidate: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield contiguous real pieces of both tensors, in flat order, on the device where they are measured."""
+    # MPS has no float64, which all sums need
+    device = torch.device("cpu") if reference.device.type == "mps" else reference.device
+    as_complex = reference.is_complex() or candidate.is_complex()
+    if reference.is_contiguous() and candidate.is_contiguous():
+        reference, candidate = reference.view(-1), candidate.view(-1)
+    for index in pieces(reference.shape, CPU_PIECE if device.type == "cpu" else _DEVICE_PIECE):
+        yield _real(reference[index].to(device), as_complex), _real(candidate[index].to(device), as_complex)
+
+
 def pieces(shape: torch.Size, limit: int) -> Iterator[Index]:
-    """Indices that cut a tensor into runs of at most `limit` elements, in flat order."""
+    """Yield indices that cut a tensor into runs of at most `limit` elements, in flat order."""
     axis, inner = len(shape), 1
     while axis and inner * shape[axis - 1] <= limit:
         axis -= 1
@@ -81,19 +93,8 @@ def pieces(shape: torch.Size, limit: int) -> Iterator[Index]:
             yield (*outer, slice(start, start + step))
 
 
-def paired_pieces(reference: torch.Tensor, candidate: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Contiguous real pieces of both tensors, in flat order, on the device where they are measured."""
-    # MPS has no float64, in which all sums run
-    device = torch.device("cpu") if reference.device.type == "mps" else reference.device
-    as_complex = reference.is_complex() or candidate.is_complex()
-    if reference.is_contiguous() and candidate.is_contiguous():
-        reference, candidate = reference.view(-1), candidate.view(-1)
-    for index in pieces(reference.shape, CPU_PIECE if device.type == "cpu" else _DEVICE_PIECE):
-        yield _real(reference[index].to(device), as_complex), _real(candidate[index].to(device), as_complex)
-
-
 def _real(tensor: torch.Tensor, as_complex: bool) -> torch.Tensor:
-    """A contiguous copy if need be; of a complex tensor, or of one held against it, both components of each element."""
+    """Return the tensor as contiguous real numbers; with `as_complex`, with both components of each element."""
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_complex():
@@ -108,6 +109,7 @@ def _real(tensor: torch.Tensor, as_complex: bool) -> torch.Tensor:
 def _measure_piece(
     reference: torch.Tensor, candidate: torch.Tensor, by_value: bool, rtol: float, atol: float
 ) -> Measurement:
+    """Return the measurement of one piece; without `by_value` the bits are compared too."""
     r, r_rest = _as_float64(reference)
     c, c_rest = _as_float64(candidate)
     r_nan, c_nan, r_inf, c_inf = r.isnan(), c.isnan(), r.isinf(), c.isinf()
@@ -154,17 +156,17 @@ def _measure_piece(
 
 
 def _fetch(numbers: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Numbers of one dtype, copied from their device at once and not one by one."""
+    """Return numbers of one dtype as Python numbers, copied from their device in one transfer."""
     return dict(zip(numbers, torch.stack(list(numbers.values())).tolist(), strict=True))
 
 
 def _as_float64(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """Two numbers whose exact sum is each element: float64 alone would round integers of 64 bits."""
+    """Return two float64 tensors whose exact sum is the tensor, because float64 alone would round 64-bit integers."""
     if tensor.dtype == torch.int64:
         rest = tensor.fmod(2048)
         return (tensor - rest).double(), rest.double()
     if tensor.dtype == torch.uint64:
-        # uint64 has no arithmetic: its upper 53 bits and the others fit in int64
+        # torch has no arithmetic on uint64, but its upper 53 bits and its lower 11 bits each fit in int64
         word = tensor.view(torch.int64)
         return ((word >> 11) & (2**53 - 1)).double() * 2048.0, (word & 2047).double()
     return tensor.double(), 0.0
@@ -177,7 +179,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _lowered_ulps(reference: torch.Tensor, candidate: torch.Tensor) -> torch.Tensor:
-    """Distances in representable numbers, minus 2**63: they fill an unsigned integer, and torch has a signed one."""
+    """Return the distances in representable numbers minus 2**63, because they fill an unsigned 64-bit integer."""
     magnitude = 2 ** (8 * reference.itemsize - 1) - 1
     ordinals = [bits.where(bits >= 0, -(bits & magnitude)) for bits in map(_bits, (reference, candidate))]
     return torch.maximum(*ordinals) - torch.minimum(*ordinals) + _LOWEST

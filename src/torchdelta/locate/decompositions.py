@@ -14,7 +14,7 @@ from torchdelta._torch.compile.seams import HandedGraph
 from torchdelta._torch.graphs import graphs
 from torchdelta._torch.process import runtime
 from torchdelta.nodewise.local import LocalJudge
-from torchdelta.nodewise.regions import Region, copied, run_node
+from torchdelta.nodewise.regions import Region, copy_tensors, run_node
 from torchdelta.nodewise.taps import TappedNode
 
 
@@ -39,7 +39,7 @@ class Decompositions:
             if not has_run:
                 has_run = True
                 with torch.no_grad(), runtime.drawing_from():
-                    self.seen += self._judged(graph, copied(args), handed.level)
+                    self.seen += self._judged(graph, copy_tensors(args), handed.level)
             return made(*args)
 
         return call
@@ -64,7 +64,7 @@ class Decompositions:
         self, region: Region, decomposition: Callable[..., Any], values: Mapping[Node, Any], level: str
     ) -> TappedNode:
         node = region.result
-        args, kwargs = copied(map_arg((node.args, node.kwargs), values.__getitem__))
+        args, kwargs = copy_tensors(map_arg((node.args, node.kwargs), values.__getitem__))
         given = {source: values[source] for source in region.reads}
         try:
             decomposed = decomposition(*args, **kwargs)

@@ -14,7 +14,7 @@ from torchdelta.check.thorough import node_walk
 from torchdelta.errors import UsageError
 from torchdelta.locate.decompositions import Decompositions
 from torchdelta.locate.ladder import BACKEND, DECOMPOSED, climb, find_cause
-from torchdelta.nodewise.findings import NodeFindings, found_behind_taps
+from torchdelta.nodewise.findings import NodeFindings, findings_from_taps
 from torchdelta.program.memory import peak_bytes
 from torchdelta.records.location import Location, Rung
 from torchdelta.records.report import Cost, Culprit, Report, diverged_comparisons, reason_of
@@ -101,7 +101,7 @@ class Locator:
         seam = Decompositions(judge=self.walk.judge(), table=lambda: watched.seen.decompositions)
         watched = ObservedAfterAot(transform, seam, decompose=False, compile_graphs=False)
         self.walk.run(watched)
-        return found_behind_taps(seam.seen, seam.total, seam.notes)
+        return findings_from_taps(seam.seen, seam.total, seam.notes)
 
     def _with_cause(self, transform: Transform, found: NodeFindings, report: Report) -> NodeFindings:
         cause, tried = find_cause(transform, self.walk.ask)

@@ -159,7 +159,7 @@ def _drop_unlogged(coverage: Coverage, rows: Sequence[Row]) -> Coverage:
 
 def _match_nodes(reference: Capture, candidate: Capture, given: Mapping[str, str] | None) -> Alignment:
     """Return the matches of two captures' nodes: by handle and name first, and by value for those that remain."""
-    first = align(reference.nodes, candidate.nodes, given=given)
+    first = align(reference.nodes, candidate.nodes, mapping=given)
     if not (first.unmatched_reference and first.unmatched_candidate):
         return first
     # reading every value of two captures is slow, so only the values of nodes without a match are read
@@ -167,7 +167,7 @@ def _match_nodes(reference: Capture, candidate: Capture, given: Mapping[str, str
         _fingerprints(reference, first.unmatched_reference),
         _fingerprints(candidate, first.unmatched_candidate),
     )
-    return align(reference.nodes, candidate.nodes, given=given, values=fingerprints)
+    return align(reference.nodes, candidate.nodes, mapping=given, values=fingerprints)
 
 
 def _fingerprints(capture: Capture, nodes: Sequence[NodeRecord]) -> dict[str, Hashable]:

@@ -1,4 +1,8 @@
-"""What a search found, in records: the table of nodes, and those that are wrong by themselves."""
+"""Findings: the results of all ways to look at nodes, as one kind of record.
+
+Lockstep, taps and module hooks each have results of their own. The functions here turn them into `NodeFindings`: rows
+of a table, one for each judged node, and the culprits, which are wrong by themselves. Start with `NodeFindings`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from torchdelta.records.report import Coverage, Culprit
 
 @dataclass(kw_only=True)
 class NodeFindings:
-    """The table so far; a search may find nothing."""
+    """The judged nodes, the culprits among them, and the nodes without a partner."""
 
     rows: tuple[Row, ...] = ()
     culprits: tuple[Culprit, ...] = ()
@@ -29,103 +33,107 @@ class NodeFindings:
     notes: tuple[str, ...] = ()
 
 
-def found_in_lockstep(compared: Sequence[GraphComparison], notes: Iterable[str] = ()) -> NodeFindings:
-    """Put what both graphs did, pair by pair, into records."""
+def findings_from_lockstep(comparisons: Sequence[GraphComparison], notes: Iterable[str] = ()) -> NodeFindings:
+    """Return the rows, culprits, coverage and notes of graphs that ran in lockstep."""
     rows: list[Row] = []
     culprits: dict[Node, Culprit] = {}
     how: Counter[str] = Counter()
-    for graphs in compared:
+    for graphs in comparisons:
         order = {name: place for place, name in enumerate(graphs.reference)}
-        blamed = []
-        for judged in graphs.judged:
+        suspects = []
+        for judgement in graphs.judgements:
             rows.append(
                 Row(
-                    reference=graphs.reference.get(judged.reference.name) or record_of(judged.reference),
-                    candidate=graphs.candidate.get(judged.candidate.name) or record_of(judged.candidate),
-                    how=judged.how,
-                    local=judged.local,
-                    local_gradients=judged.local_gradients,
-                    inherited=judged.inherited,
+                    reference=graphs.reference.get(judgement.reference.name) or record_of(judgement.reference),
+                    candidate=graphs.candidate.get(judgement.candidate.name) or record_of(judgement.candidate),
+                    how=judgement.how,
+                    local=judgement.local,
+                    local_gradients=judgement.local_gradients,
+                    inherited=judgement.inherited,
                 )
             )
-            if judged.culprit is not None and graphs.alignment.matches:
-                is_forward = is_wrong(judged.local) and graphs.level != "backward"
+            if judgement.culprit is not None and graphs.alignment.matches:
+                is_forward = is_wrong(judgement.local) and graphs.level != "backward"
                 stage = "forward" if is_forward else "gradients"
-                seen = judged.local if is_wrong(judged.local) else judged.local_gradients
-                blamed.append((judged.culprit, seen, stage))
-        for node, seen, stage in sorted(blamed, key=lambda each: order.get(each[0].name, -1)):
-            culprits.setdefault(node, culprit_at(graphs.reference.get(node.name) or record_of(node), seen, stage))
+                evidence = judgement.local if is_wrong(judgement.local) else judgement.local_gradients
+                suspects.append((judgement.culprit, evidence, stage))
+        for node, evidence, stage in sorted(suspects, key=lambda each: order.get(each[0].name, -1)):
+            culprits.setdefault(node, culprit_at(graphs.reference.get(node.name) or record_of(node), evidence, stage))
         how.update(graphs.alignment.coverage.how)
     return NodeFindings(
         rows=tuple(rows),
         culprits=tuple(culprits.values()),
         coverage=Coverage(
-            matched=sum(graphs.alignment.coverage.matched for graphs in compared),
-            total=sum(graphs.alignment.coverage.total for graphs in compared),
+            matched=sum(graphs.alignment.coverage.matched for graphs in comparisons),
+            total=sum(graphs.alignment.coverage.total for graphs in comparisons),
             how=dict(how),
         ),
-        unmatched_reference=tuple(node for graphs in compared for node in graphs.alignment.unmatched_reference),
-        unmatched_candidate=tuple(node for graphs in compared for node in graphs.alignment.unmatched_candidate),
-        notes=(*(note for graphs in compared for note in graphs.notes), *notes),
+        unmatched_reference=tuple(node for graphs in comparisons for node in graphs.alignment.unmatched_reference),
+        unmatched_candidate=tuple(node for graphs in comparisons for node in graphs.alignment.unmatched_candidate),
+        notes=(*(note for graphs in comparisons for note in graphs.notes), *notes),
     )
 
 
-def found_behind_taps(tapped: Sequence[TappedNode], total: int, notes: Iterable[str]) -> NodeFindings:
-    """Put what was seen behind taps into records; both sides have the same graph there."""
+def findings_from_taps(nodes: Sequence[TappedNode], total: int, notes: Iterable[str]) -> NodeFindings:
+    """Return the rows, culprits and coverage of tapped nodes; `total` is the number of nodes that could have a tap.
+
+    Taps look into one graph, so a node is its own partner.
+    """
     rows, culprits = [], []
-    wrong: set[Node] = set()
-    judged = 0
-    for seen in tapped:
-        record = record_of(seen.node)
-        stage = "gradients" if seen.level == "backward" else "forward"
-        if not seen.is_judged:
+    blamed_nodes: set[Node] = set()
+    judged_count = 0
+    for tapped_node in nodes:
+        record = record_of(tapped_node.node)
+        stage = "gradients" if tapped_node.level == "backward" else "forward"
+        if not tapped_node.is_judged:
             continue
-        judged += 1
-        rows.append(Row(reference=record, candidate=record, how="name", local=seen.local))
-        if is_wrong(seen.local) and wrong.isdisjoint(seen.region):
-            wrong.add(seen.node)
-            culprit = culprit_at(record, seen.local, stage)
-            if len(seen.region) > 1:
-                others = ", ".join(node.name for node in seen.region[:-1])
+        judged_count += 1
+        rows.append(Row(reference=record, candidate=record, how="name", local=tapped_node.local))
+        if is_wrong(tapped_node.local) and blamed_nodes.isdisjoint(tapped_node.region):
+            blamed_nodes.add(tapped_node.node)
+            culprit = culprit_at(record, tapped_node.local, stage)
+            if len(tapped_node.region) > 1:
+                others = ", ".join(node.name for node in tapped_node.region[:-1])
                 culprit = replace(culprit, reason=f"{culprit.reason}; it, or one before it that had no tap: {others}")
             culprits.append(culprit)
     return NodeFindings(
         rows=tuple(rows),
         culprits=tuple(culprits),
-        coverage=Coverage(matched=judged, total=total, how={"name": judged}),
+        coverage=Coverage(matched=judged_count, total=total, how={"name": judged_count}),
         notes=tuple(notes),
     )
 
 
-def joined(values: NodeFindings, gradients: NodeFindings) -> NodeFindings:
-    """Return what two looks at the same nodes found: at their values, and at their gradients."""
-    both = [coverage for coverage in (values.coverage, gradients.coverage) if coverage is not None]
+def join_findings(values: NodeFindings, gradients: NodeFindings) -> NodeFindings:
+    """Return the findings about the values of nodes and those about their gradients as one."""
+    coverages = [coverage for coverage in (values.coverage, gradients.coverage) if coverage is not None]
     how = Counter[str]()
-    for coverage in both:
+    for coverage in coverages:
         how.update(coverage.how)
     return NodeFindings(
         rows=(*values.rows, *gradients.rows),
         culprits=(*values.culprits, *gradients.culprits),
         coverage=Coverage(
-            matched=sum(coverage.matched for coverage in both),
-            total=sum(coverage.total for coverage in both),
+            matched=sum(coverage.matched for coverage in coverages),
+            total=sum(coverage.total for coverage in coverages),
             how=dict(how),
         ),
         notes=tuple(dict.fromkeys((*values.notes, *gradients.notes))),
     )
 
 
-def found_in_modules(rows: tuple[Row, ...], culprits: tuple[Row, ...], coverage: Coverage) -> NodeFindings:
-    """Put what modules did, pair by pair, into records."""
-    blamed = []
+def findings_from_modules(rows: tuple[Row, ...], culprits: tuple[Row, ...], coverage: Coverage) -> NodeFindings:
+    """Return the findings about modules; `culprits` are the rows of those that are wrong by themselves."""
+    module_culprits = []
     for row in culprits:
-        stage = "forward" if is_wrong(row.local) else "gradients"
-        blamed.append(culprit_at(row.reference, row.local if stage == "forward" else row.local_gradients, stage))
-    return NodeFindings(rows=rows, culprits=tuple(blamed), coverage=coverage)
+        is_forward = is_wrong(row.local)
+        evidence, stage = (row.local, "forward") if is_forward else (row.local_gradients, "gradients")
+        module_culprits.append(culprit_at(row.reference, evidence, stage))
+    return NodeFindings(rows=rows, culprits=tuple(module_culprits), coverage=coverage)
 
 
 def record_of(node: Node) -> NodeRecord:
-    """Return what a node is, to somebody who has not its graph."""
+    """Return the name, operation, module, source line and inputs of a node as a record."""
     return NodeRecord(
         name=node.name,
         op=op_name(node),
@@ -135,9 +143,9 @@ def record_of(node: Node) -> NodeRecord:
     )
 
 
-def culprit_at(record: NodeRecord, seen: Sequence[Comparison], stage: str) -> Culprit:
-    """Return the culprit that a node is, with the worst of what was seen of it."""
-    worst = max(seen, key=lambda each: each.rank)
+def culprit_at(record: NodeRecord, evidence: Sequence[Comparison], stage: str) -> Culprit:
+    """Return a node as a culprit, with the numbers of the worst comparison."""
+    worst = max(evidence, key=lambda each: each.rank)
     return Culprit(
         op=record.op,
         node=record.name,

@@ -1,10 +1,17 @@
-"""Which nodes of a graph are on the way of a gradient: those that something trained leads to.
+"""Gates: a zero is added on every edge of a graph, so that one backward shows the gradient that each edge got.
 
-Gates: a black box is given a graph with a zero added on every edge, so that one backward shows what each edge got.
+A compiler's backward cannot be run node by node. But the gradient of a zero that is added between a node and its reader
+is the gradient that the reader sent back to the node:
 
-The gradient of that zero is what one reader sent back to one of the values it read. A node is judged on it as on its
-value: its own gradients, computed eagerly from what it was given in the candidate, forward and backward, against what
-the candidate sent back. What a parameter or an input got in the end is held against what its readers sent.
+    graph       relu → mul → …              gated       relu → (+ zero) → mul → …
+                                            zero.grad is the gradient that mul sent to relu
+
+A node is judged on its gradients as on its value: they are computed eagerly from the candidate's own inputs and
+cotangents, and compared with the gradients that the candidate sent. The gradient of a parameter or input is compared
+with the sum of the gradients that its readers sent.
+
+Start with `Gates`, which is called at a seam where the compiled graph is differentiated from outside. `trained_nodes`
+tells which nodes of a graph need a gradient, and serves lockstep too.
 """
 
 from __future__ import annotations
@@ -21,92 +28,18 @@ from torchdelta._torch.graphs import graphs
 from torchdelta._torch.graphs.nodes import reads_memory, writes_to_first
 from torchdelta._torch.process import runtime
 from torchdelta.nodewise.local import LocalJudge
-from torchdelta.nodewise.regions import Region, copied, read_writers
+from torchdelta.nodewise.regions import Region, copy_tensors, redirect_reads
 from torchdelta.nodewise.taps import FEW_NAMES, TappedNode, is_tappable, tap, unsteady_nodes, values_between
 
-
-def trained_nodes(graph_module: GraphModule, inputs: Sequence[Any]) -> set[Node]:
-    """Return the nodes whose values depend on a parameter or an input that requires grad."""
-    found = {node for node, value in starts_of(graph_module, inputs) if _is_trained(value)}
-    is_recording = True
-    for node in graph_module.graph.nodes:
-        if getattr(node.target, "__name__", "") == "_set_grad_enabled":
-            is_recording = bool(node.args[0])
-        elif is_recording and not found.isdisjoint(node.all_input_nodes) and not _ends_here(node, graph_module):
-            found.add(node)
-    return found
-
-
-def trained_leaves(graph_module: GraphModule, inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """Return the leaves that a backward leaves gradients in, by the node that stands for each."""
-    starts = starts_of(graph_module, inputs)
-    return {node.name: value for node, value in starts if _is_trained(value) and value.is_leaf}
-
-
-def starts_of(graph_module: GraphModule, inputs: Sequence[Any]) -> Iterator[tuple[Node, Any]]:
-    """Yield what a graph starts from, inputs and attributes, with their values."""
-    feed = iter(inputs)
-    for node in graph_module.graph.nodes:
-        if node.op == "placeholder":
-            yield node, next(feed, None)
-        elif node.op == "get_attr":
-            yield node, graphs.attribute(graph_module, str(node.target))
-
-
-def _ends_here(node: Node, graph_module: GraphModule) -> bool:
-    """Tell whether no gradient goes through a node: it detaches, or what it returns is no float."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-    value = graphs.known_value(node, graph_module)
-    is_counted = isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
-    return is_counted or name.partition(".")[0].strip("_") == "detach"
-
-
-def _is_trained(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
-
-
 Edge = tuple[str, str]
-"""The names of who is read and of who reads."""
+"""The name of a node, and that of the node that reads it."""
 OUTPUT = "output"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _GatedRun:
-    """The first call of one graph, from which the backward has yet to come."""
-
-    graph: GraphModule
-    level: str
-    inputs: tuple[Any, ...]
-    tapped: Mapping[str, Any]
-    zeros: Mapping[Edge, torch.Tensor]
-    leaves: Mapping[str, torch.Tensor]
-    """What is trained, by the node that stands for it."""
-    received: _Received
-
-
-class _Received(dict[str, torch.Tensor]):
-    """What each trained leaf gets in its first backward, which its hook fills in."""
-
-    def __init__(self, leaves: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
-        self._hooks = [self._hooked(name, leaf) for name, leaf in leaves.items()]
-
-    def take_hooks_off(self) -> None:
-        """Leave the leaves as they were."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _hooked(self, name: str, leaf: torch.Tensor) -> Any:
-        def keep(tensor: torch.Tensor) -> None:
-            if tensor.grad is not None:
-                self.setdefault(name, tensor.grad.detach().clone())
-
-        return leaf.register_post_accumulate_grad_hook(keep)  # type: ignore[no-untyped-call]
+"""The name of the reader in an edge to the graph's output."""
 
 
 @dataclass(kw_only=True)
 class Gates:
-    """Stands at a seam where what is made of a graph is differentiated from outside."""
+    """Is called at a seam, and puts gates and taps into every graph there; `judge_nodes` judges them afterwards."""
 
     judge: LocalJudge
     total: int = 0
@@ -114,96 +47,104 @@ class Gates:
     notes: list[str] = field(default_factory=list)
 
     def __call__(self, handed: HandedGraph) -> Callable[..., Any]:
-        """Hand the graph on with taps and gates in it."""
+        """Let the transform compile the graph with taps and gates.
+
+        Return a callable with the graph's original inputs and outputs, whose first call is recorded in `runs`.
+        """
         original = graphs.copied_graph(handed.graph)
-        read_writers(original)
+        redirect_reads(original)
         inputs = graphs.flat_inputs(handed.graph, handed.example_inputs)
-        edges = _edges(original, trained_nodes(original, inputs))
+        edges = _gated_edges(original, trained_nodes(original, inputs))
         names = [node.name for node in original.graph.nodes if is_tappable(node)]
-        gated, plain = tap(handed.graph, names)
-        read_writers(gated)
-        _gate(gated, edges)
-        made = handed.make(gated, [*inputs, *_zeros(original, edges).values()])
+        gated, output_count = tap(handed.graph, names)
+        redirect_reads(gated)
+        _add_gates(gated, edges)
+        compiled = handed.make(gated, [*inputs, *_zeros(original, edges).values()])
         restore = graphs.restored_outputs(handed.graph)
         self.total += len({reader for _, reader in edges} - {OUTPUT}) + len(trained_leaves(handed.graph, inputs))
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = graphs.flat_inputs(handed.graph, args, kwargs)
-            before = copied(tuple(given))
+            inputs_of_call = graphs.flat_inputs(handed.graph, args, kwargs)
+            before = copy_tensors(tuple(inputs_of_call))
             zeros = _zeros(original, edges)
-            returned = made(*given, *zeros.values())
+            returned = compiled(*inputs_of_call, *zeros.values())
             if not any(run.graph is original for run in self.runs):
-                leaves = trained_leaves(handed.graph, given)
+                leaves = trained_leaves(handed.graph, inputs_of_call)
                 self.runs.append(
                     _GatedRun(
                         graph=original,
                         level=handed.level,
                         inputs=before,
-                        tapped=dict(zip(names, returned[plain:], strict=True)),
+                        tapped=dict(zip(names, returned[output_count:], strict=True)),
                         zeros=zeros,
                         leaves=leaves,
-                        received=_Received(leaves),
+                        gradients=_LeafGradients(leaves),
                     )
                 )
-            return restore(returned[:plain])
+            return restore(returned[:output_count])
 
         return call
 
-    def judged(self) -> list[TappedNode]:
-        """Judge what came back; to be asked once, when the backward is done."""
+    def judge_nodes(self) -> list[TappedNode]:
+        """Return the judgements of all nodes and leaves by their gradients; call it once, after the backward."""
         for run in self.runs:
-            run.received.take_hooks_off()
+            run.gradients.remove_hooks()
         with runtime.drawing_from():
-            return [seen for run in self.runs for seen in self._judged(run)]
+            return [node for run in self.runs for node in self._judge_run(run)]
 
-    def _judged(self, run: _GatedRun) -> Iterator[TappedNode]:
+    def _judge_run(self, run: _GatedRun) -> Iterator[TappedNode]:
+        """Yield a judgement for each node and leaf of one graph that got a gradient."""
         with torch.no_grad():
             values = values_between(run.graph, run.inputs, run.tapped)
-        sent = {edge: zero.grad for edge, zero in run.zeros.items() if zero.grad is not None}
+        edge_gradients = {edge: zero.grad for edge, zero in run.zeros.items() if zero.grad is not None}
         unsteady = unsteady_nodes(run.graph)
-        left_out = [
+        skipped = [
             node.name
             for node in run.graph.graph.nodes
             if reads_memory(node) or any(writes_to_first(user) for user in node.users)
         ]
-        if left_out:
+        if skipped:
             self.notes.append(
-                f"the gradients of {len(left_out)} nodes that are overwritten or strided anew were not looked at: "
-                f"{', '.join(left_out[:FEW_NAMES])}{', …' if len(left_out) > FEW_NAMES else ''}"
+                f"the gradients of {len(skipped)} nodes that are overwritten or get other strides were not compared: "
+                f"{', '.join(skipped[:FEW_NAMES])}{', …' if len(skipped) > FEW_NAMES else ''}"
             )
         for node in reversed(run.graph.graph.nodes):
-            if node.name in left_out or node in unsteady:
+            if node.name in skipped or node in unsteady:
                 continue
             if node.name in run.leaves:
-                yield self._judged_leaf(node, run, sent)
+                yield self._judge_leaf(node, run, edge_gradients)
             elif node.op in ("call_function", "call_method") and not writes_to_first(node):
-                cotangents = {out: _arriving(out, sent) for out in _outputs(node)}
-                read = [source for source in node.all_input_nodes if (source.name, node.name) in run.zeros]
-                if read and any(cotangent is not None for cotangent in cotangents.values()):
-                    yield self._judged_node(node, read, cotangents, values, sent, run)
+                cotangents = {out: _cotangent_of(out, edge_gradients) for out in _output_nodes(node)}
+                sources = [source for source in node.all_input_nodes if (source.name, node.name) in run.zeros]
+                if sources and any(cotangent is not None for cotangent in cotangents.values()):
+                    yield self._judge_node(node, sources, cotangents, values, edge_gradients, run)
 
-    def _judged_node(
+    def _judge_node(
         self,
         node: Node,
-        read: Sequence[Node],
+        sources: Sequence[Node],
         cotangents: Mapping[Node, torch.Tensor | None],
         values: Mapping[Node, Any],
-        sent: Mapping[Edge, torch.Tensor],
+        edge_gradients: Mapping[Edge, torch.Tensor],
         run: _GatedRun,
     ) -> TappedNode:
-        given = {source: values[source] for source in node.all_input_nodes}
-        given |= {out: cotangent for out, cotangent in cotangents.items() if cotangent is not None and out is not node}
-        if (own := cotangents.get(node)) is not None:
-            given[node] = own
+        """Return the judgement of one node: the gradients that it sent to its sources, against those of eager.
+
+        `cotangents` are the gradients that its outputs got, `values` those of all nodes in the candidate's forward.
+        """
+        inputs = {source: values[source] for source in node.all_input_nodes}
+        inputs |= {out: cotangent for out, cotangent in cotangents.items() if cotangent is not None and out is not node}
+        if (own_cotangent := cotangents.get(node)) is not None:
+            inputs[node] = own_cotangent
         region = Region(run.graph, (node,), tuple(node.all_input_nodes))
 
-        def slopes(values: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
-            leaves = {source: values[source].detach().requires_grad_() for source in read}
+        def eager_gradients(values: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
+            leaves = {source: values[source].detach().requires_grad_() for source in sources}
             with torch.enable_grad():
                 result = region.run({**values, **leaves})
                 outputs = {out: result if out is node else result[out.args[1]] for out in cotangents if out in values}
                 roots = [(result, values[out]) for out, result in outputs.items() if result.requires_grad]
-                found = (
+                gradients = (
                     torch.autograd.grad(
                         [root for root, _ in roots],
                         list(leaves.values()),
@@ -215,34 +156,74 @@ class Gates:
                 )
             return {
                 source.name: torch.zeros_like(leaf) if slope is None else slope
-                for (source, leaf), slope in zip(leaves.items(), found, strict=True)
+                for (source, leaf), slope in zip(leaves.items(), gradients, strict=True)
             }
 
         candidate = {
-            source.name: sent.get((source.name, node.name), torch.zeros_like(values[source])) for source in read
+            source.name: edge_gradients.get((source.name, node.name), torch.zeros_like(values[source]))
+            for source in sources
         }
         before = runtime.generator_states()
-        reference = slopes(given)
-        is_drawn = runtime.has_drawn_since(before)
-        local = () if is_drawn else self.judge.judge(f"{node.name}.grad", reference, candidate, slopes, given)
+        reference = eager_gradients(inputs)
+        has_drawn = runtime.has_drawn_since(before)
+        local = (
+            () if has_drawn else self.judge.judge(f"{node.name}.grad", reference, candidate, eager_gradients, inputs)
+        )
         return TappedNode(node=node, level="backward", local=local, region=(node,))
 
-    def _judged_leaf(self, node: Node, run: _GatedRun, sent: Mapping[Edge, torch.Tensor]) -> TappedNode:
-        same = [name for name, leaf in run.leaves.items() if leaf is run.leaves[node.name]]
-        parts = {edge: slope for edge, slope in sent.items() if edge[0] in same}
-        received = run.received.get(node.name)
+    def _judge_leaf(self, node: Node, run: _GatedRun, edge_gradients: Mapping[Edge, torch.Tensor]) -> TappedNode:
+        """Return the judgement of a leaf: its gradient against the sum of the gradients that its readers sent."""
+        names = [name for name, leaf in run.leaves.items() if leaf is run.leaves[node.name]]
+        parts = {edge: slope for edge, slope in edge_gradients.items() if edge[0] in names}
+        gradient = run.gradients.get(node.name)
         zero = torch.zeros_like(run.leaves[node.name])
 
-        def total(given: Mapping[Any, torch.Tensor]) -> torch.Tensor:
-            return sum(given.values(), zero.to(next(iter(given.values())).dtype)) if given else zero
+        def total(parts: Mapping[Any, torch.Tensor]) -> torch.Tensor:
+            return sum(parts.values(), zero.to(next(iter(parts.values())).dtype)) if parts else zero
 
         local = self.judge.judge(
-            f"{node.name}.grad", total(parts), zero if received is None else received, total, parts
+            f"{node.name}.grad", total(parts), zero if gradient is None else gradient, total, parts
         )
         return TappedNode(node=node, level="backward", local=local, region=(node,))
 
 
-def _gate(graph_module: GraphModule, edges: Sequence[Edge]) -> None:
+@dataclass(frozen=True, kw_only=True)
+class _GatedRun:
+    """The first call of one gated graph, whose backward is still to come."""
+
+    graph: GraphModule
+    level: str
+    inputs: tuple[Any, ...]
+    tapped: Mapping[str, Any]
+    """The values of the tapped nodes, by name."""
+    zeros: Mapping[Edge, torch.Tensor]
+    leaves: Mapping[str, torch.Tensor]
+    """The leaf tensors that get a gradient, by the name of their node."""
+    gradients: _LeafGradients
+
+
+class _LeafGradients(dict[str, torch.Tensor]):
+    """The gradient of each leaf after its first backward, by name; hooks on the leaves fill it in."""
+
+    def __init__(self, leaves: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._hooks = [self._hook(name, leaf) for name, leaf in leaves.items()]
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks from the leaves."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _hook(self, name: str, leaf: torch.Tensor) -> Any:
+        def keep(tensor: torch.Tensor) -> None:
+            if tensor.grad is not None:
+                self.setdefault(name, tensor.grad.detach().clone())
+
+        return leaf.register_post_accumulate_grad_hook(keep)  # type: ignore[no-untyped-call]
+
+
+def _add_gates(graph_module: GraphModule, edges: Sequence[Edge]) -> None:
+    """Change the graph: every edge gets a placeholder, whose value is added to the node that is read."""
     nodes = {node.name: node for node in graph_module.graph.nodes}
     last = [node for node in graph_module.graph.nodes if node.op == "placeholder"][-1:]
     graph = graph_module.graph
@@ -252,21 +233,23 @@ def _gate(graph_module: GraphModule, edges: Sequence[Edge]) -> None:
         last = [zero]
         user = nodes[reader] if reader in nodes else graph.output_node()
         with graph.inserting_before(user):
-            passed = graph.call_function(torch.ops.aten.add.Tensor, (nodes[source], zero))
-        for made in (zero, passed):
-            made.meta = {key: nodes[source].meta[key] for key in ("val", "example_value") if key in nodes[source].meta}
+            gated = graph.call_function(torch.ops.aten.add.Tensor, (nodes[source], zero))
+        for new_node in (zero, gated):
+            new_node.meta = {
+                key: nodes[source].meta[key] for key in ("val", "example_value") if key in nodes[source].meta
+            }
         if user.op == "output":
             returned = cast(Sequence[Any], user.args[0])
-            plain = [passed if value is nodes[source] else value for value in returned]
-            user.args = (tuple(plain),)
+            outputs = [gated if value is nodes[source] else value for value in returned]
+            user.args = (tuple(outputs),)
         else:
-            user.replace_input_with(nodes[source], passed)
+            user.replace_input_with(nodes[source], gated)
     graph.lint()
     graph_module.recompile()
 
 
-def _edges(graph_module: GraphModule, trained: set[Node]) -> list[Edge]:
-    """Return the edges that a gate can be put on: floats of a fixed size on the way of a gradient."""
+def _gated_edges(graph_module: GraphModule, trained: set[Node]) -> list[Edge]:
+    """Return the edges that can have a gate: those from a trained node that has a float tensor of fixed size."""
     return [
         (source.name, node.name if node.op != "output" else OUTPUT)
         for node in graph_module.graph.nodes
@@ -279,25 +262,67 @@ def _edges(graph_module: GraphModule, trained: set[Node]) -> list[Edge]:
 
 
 def _zeros(graph_module: GraphModule, edges: Sequence[Edge]) -> dict[Edge, torch.Tensor]:
+    """Return a tensor of zeros that requires grad for each edge, with the shape and dtype of the node that is read."""
     nodes = {node.name: node for node in graph_module.graph.nodes}
-    made = {}
+    zeros = {}
     for edge in edges:
         value = graphs.known_value(nodes[edge[0]], graph_module)
-        made[edge] = torch.zeros(tuple(value.shape), dtype=value.dtype, device=value.device, requires_grad=True)
-    return made
+        zeros[edge] = torch.zeros(tuple(value.shape), dtype=value.dtype, device=value.device, requires_grad=True)
+    return zeros
 
 
-def _outputs(node: Node) -> list[Node]:
-    """Return the nodes that stand for what a node returns: itself, or what is taken out of its tuple."""
-    taken = [user for user in node.users if getattr(user.target, "__name__", "") == "getitem" and user.args[0] is node]
+def _output_nodes(node: Node) -> list[Node]:
+    """Return the nodes that have the outputs of a node: itself, or the `getitem` nodes of its tuple."""
+    items = [user for user in node.users if getattr(user.target, "__name__", "") == "getitem" and user.args[0] is node]
     is_tuple = isinstance(node.meta.get("val", node.meta.get("example_value")), (tuple, list))
-    return taken if is_tuple else [node]
+    return items if is_tuple else [node]
 
 
-def _arriving(node: Node, sent: Mapping[Edge, torch.Tensor]) -> torch.Tensor | None:
+def _cotangent_of(node: Node, edge_gradients: Mapping[Edge, torch.Tensor]) -> torch.Tensor | None:
+    """Return the sum of the gradients that a node's readers sent to it, or None if none did."""
     parts = [
         slope
         for user in node.users
-        if (slope := sent.get((node.name, OUTPUT if user.op == "output" else user.name))) is not None
+        if (slope := edge_gradients.get((node.name, OUTPUT if user.op == "output" else user.name))) is not None
     ]
     return sum(parts[1:], parts[0]) if parts else None
+
+
+def trained_nodes(graph_module: GraphModule, inputs: Sequence[Any]) -> set[Node]:
+    """Return the nodes that need a gradient: they depend on a parameter or input that requires grad."""
+    trained = {node for node, value in graph_starts(graph_module, inputs) if _is_trained(value)}
+    is_recording = True
+    for node in graph_module.graph.nodes:
+        if getattr(node.target, "__name__", "") == "_set_grad_enabled":
+            is_recording = bool(node.args[0])
+        elif is_recording and not trained.isdisjoint(node.all_input_nodes) and not _stops_gradient(node, graph_module):
+            trained.add(node)
+    return trained
+
+
+def trained_leaves(graph_module: GraphModule, inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """Return the leaf tensors that get a gradient in a backward, by the name of their placeholder or attribute node."""
+    starts = graph_starts(graph_module, inputs)
+    return {node.name: value for node, value in starts if _is_trained(value) and value.is_leaf}
+
+
+def graph_starts(graph_module: GraphModule, inputs: Sequence[Any]) -> Iterator[tuple[Node, Any]]:
+    """Yield the placeholder and attribute nodes of a graph, each with its value."""
+    feed = iter(inputs)
+    for node in graph_module.graph.nodes:
+        if node.op == "placeholder":
+            yield node, next(feed, None)
+        elif node.op == "get_attr":
+            yield node, graphs.attribute(graph_module, str(node.target))
+
+
+def _stops_gradient(node: Node, graph_module: GraphModule) -> bool:
+    """Tell whether no gradient goes through a node, because it detaches or its value is not a float."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    value = graphs.known_value(node, graph_module)
+    is_exact = isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())
+    return is_exact or name.partition(".")[0].strip("_") == "detach"
+
+
+def _is_trained(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad

@@ -25,7 +25,7 @@ from torchdelta.compare.leaves import Leaves, leaves_of
 from torchdelta.compare.noise import Noise
 from torchdelta.compare.policy import Policy, Tolerance
 from torchdelta.compare.semantic import Semantic
-from torchdelta.nodewise.regions import is_identical, mapped, tensors_of
+from torchdelta.nodewise.regions import is_identical, map_leaves, tensors_of
 from torchdelta.program.stages import cotangent_for
 from torchdelta.records.comparison import Comparison
 from torchdelta.records.verdict import Verdict
@@ -177,7 +177,7 @@ def gradients(
             trained[f"{name}[{sum(known.startswith(name + '[') for known in trained)}].grad"] = taken
             return taken
 
-        leaves[key] = mapped(given[key], train)
+        leaves[key] = map_leaves(given[key], train)
     with torch.enable_grad():
         roots = cotangents_for(run(leaves), path, seed)
         if not roots or not trained:
@@ -203,7 +203,7 @@ def _converted(given: Mapping[Any, Any], convert: Callable[[torch.dtype], torch.
             return leaf
         return made.setdefault(id(leaf), leaf.detach().to(convert(leaf.dtype), copy=True))
 
-    return {key: mapped(value, change) for key, value in given.items()}
+    return {key: map_leaves(value, change) for key, value in given.items()}
 
 
 def _excused(

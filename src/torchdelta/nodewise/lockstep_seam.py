@@ -1,4 +1,15 @@
-"""Stand at a seam where one graph is made of another, and run both in lockstep on the inputs of the first call."""
+"""Lockstep at a seam: compare the graph before a transform with the graph after it, on the inputs of the first call.
+
+A seam is where a compiler hands a graph over to a pass or backend. `LockstepSeam` is called there instead. It lets the
+transform make its graph, and at the first call of that graph it runs both in lockstep (`compare_graphs`). If the
+transform returns something that is not a graph, it is counted as a black box, which taps can look into.
+
+    seam = LockstepSeam(judge=LocalJudge())
+    ...                                         # run a transform that calls the seam
+    seam.comparisons[0].judgements              # one for each matched pair of nodes
+
+Start with `compare_graphs`, which also serves two graphs that exist already.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +26,23 @@ from torchdelta._torch.graphs.nodes import writes_to
 from torchdelta.errors import UsageError
 from torchdelta.nodewise.gradient_gates import trained_nodes
 from torchdelta.nodewise.local import LocalJudge, NodeJudgement
-from torchdelta.nodewise.lockstep import Lockstep, paired_inputs, placeholders
+from torchdelta.nodewise.lockstep import Lockstep, pair_inputs, placeholders
 from torchdelta.nodewise.matching import Alignment, align_outermost, assign_handles, is_nested
 from torchdelta.nodewise.node_records import node_records
-from torchdelta.nodewise.regions import reading_writers
+from torchdelta.nodewise.regions import copy_with_redirected_reads
 from torchdelta.records.location import NodeRecord
 from torchdelta.registry import nearest
 
 AFTER_AOT = ("forward", "backward", "inference")
-"""Levels at which gradients are graphs of their own."""
+"""Levels at which gradients are computed by graphs of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphComparison:
-    """Two graphs that were run in lockstep."""
+    """The result of running two graphs in lockstep."""
 
     level: str
-    judged: tuple[NodeJudgement, ...]
+    judgements: tuple[NodeJudgement, ...]
     alignment: Alignment
     reference: Mapping[str, NodeRecord]
     candidate: Mapping[str, NodeRecord]
@@ -40,65 +51,69 @@ class GraphComparison:
 
 @dataclass(kw_only=True)
 class LockstepSeam:
-    """Compares what is handed over with what is made of it, graph by graph."""
+    """Compares each graph that is handed over with the graph that the transform makes of it."""
 
     judge: LocalJudge
     with_gradients: bool = True
-    given: Mapping[str, str] | None = None
-    """What the user says about who matches whom."""
-    seen: list[GraphComparison] = field(default_factory=list)
+    mapping: Mapping[str, str] | None = None
+    """The user's matches, from names of the reference's nodes to names of the candidate's."""
+    comparisons: list[GraphComparison] = field(default_factory=list)
     black_boxes: int = 0
-    """What was made of a graph, and is none."""
+    """The number of graphs of which the transform made something that is not a graph."""
 
     def __call__(self, handed: HandedGraph) -> Callable[..., Any]:
-        """Hand the graph on, and compare once it is called."""
+        """Let the transform make its version of the graph and return that; its first call compares both graphs.
+
+        A result that is not a graph is returned as it is, and counted in `black_boxes`.
+        """
         assign_handles(handed.graph)
-        before = graphs.copied_graph(handed.graph)
-        made = handed.on()
-        after = graph_behind(made)
-        if after is None:
+        original = graphs.copied_graph(handed.graph)
+        compiled = handed.on()
+        transformed = graph_behind(compiled)
+        if transformed is None:
             self.black_boxes += 1
-            return made
+            return compiled
         has_run = False
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal has_run
             if not has_run:
                 has_run = True
-                inputs = graphs.flat_inputs(before, args, kwargs)
-                self.seen.append(
+                inputs = graphs.flat_inputs(original, args, kwargs)
+                self.comparisons.append(
                     compare_graphs(
-                        before,
-                        after,
+                        original,
+                        transformed,
                         inputs,
                         self.judge,
                         handed.level,
-                        self.given,
+                        self.mapping,
                         with_gradients=self.with_gradients,
                         is_one_of_several=True,
                     )
                 )
-            return made(*args, **kwargs)
+            return compiled(*args, **kwargs)
 
         return call
 
     def require_used(self) -> None:
-        """Refuse a mapping that names what no graph has; each of several graphs may have a part of it."""
-        given = self.given or {}
-        for name, times in Counter(given.values()).items():
+        """Raise a UsageError if the mapping names a node that no graph has, or two nodes of different graphs."""
+        mapping = self.mapping or {}
+        for name, times in Counter(mapping.values()).items():
             if times > 1:
                 raise UsageError(f"the mapping names {name!r} of the candidate {times} times: a node has one partner")
-        if not self.seen:
+        if not self.comparisons:
             return
-        ours, theirs = (
-            [name for graphs in self.seen for name in getattr(graphs, side)] for side in ("reference", "candidate")
+        our_names, their_names = (
+            [name for graphs in self.comparisons for name in getattr(graphs, side)]
+            for side in ("reference", "candidate")
         )
-        for name, other in given.items():
-            for side, wanted, known in (("reference", name, ours), ("candidate", other, theirs)):
-                if wanted not in known:
-                    words = nearest(wanted, known)
-                    raise UsageError(f"the mapping names {wanted!r}, and the {side} has no such node: {words}")
-            if not any(name in graphs.reference and other in graphs.candidate for graphs in self.seen):
+        for name, other in mapping.items():
+            for side, node_name, known in (("reference", name, our_names), ("candidate", other, their_names)):
+                if node_name not in known:
+                    suggestion = nearest(node_name, known)
+                    raise UsageError(f"the mapping names {node_name!r}, and the {side} has no such node: {suggestion}")
+            if not any(name in graphs.reference and other in graphs.candidate for graphs in self.comparisons):
                 raise UsageError(f"the mapping matches {name!r} with {other!r}, which is in another graph")
 
 
@@ -108,25 +123,26 @@ def compare_graphs(
     inputs: list[Any],
     judge: LocalJudge,
     level: str,
-    given: Mapping[str, str] | None = None,
+    mapping: Mapping[str, str] | None = None,
     *,
     with_gradients: bool = True,
     candidate_inputs: list[Any] | None = None,
     is_one_of_several: bool = False,
 ) -> GraphComparison:
-    """Match two graphs and run them in lockstep; the candidate is copied, and what nobody reads in it is left out.
+    """Match two graphs, run them in lockstep on the inputs, and return the judgement of each pair of nodes, with notes.
 
-    Of one of several graphs a mapping may name others' nodes, too.
+    Dead code of the candidate is left out. If the graph is one of several, names of the mapping that it does not have
+    are ignored, because they may be those of the other graphs.
     """
     candidate = graphs.sharing_parameters(candidate)
     candidate.graph.eliminate_dead_code(lambda node: node.is_impure() or writes_to(node))
     candidate.recompile()
-    reference, candidate = reading_writers(reference), reading_writers(candidate)
+    reference, candidate = copy_with_redirected_reads(reference), copy_with_redirected_reads(candidate)
     ours, theirs = node_records(reference), node_records(candidate)
     if is_one_of_several:
         names, others = ({record.name for record in records} for records in (ours, theirs))
-        given = {name: other for name, other in (given or {}).items() if name in names and other in others}
-    alignment = align_outermost(ours, theirs, given)
+        mapping = {name: other for name, other in (mapping or {}).items() if name in names and other in others}
+    alignment = align_outermost(ours, theirs, mapping)
     lockstep = Lockstep(
         reference=reference,
         candidate=candidate,
@@ -134,25 +150,26 @@ def compare_graphs(
         judge=judge,
         trained=trained_nodes(reference, inputs) if with_gradients and level not in AFTER_AOT else (),
     )
-    pairs = paired_inputs(reference, candidate)
+    pairs = pair_inputs(reference, candidate)
     if candidate_inputs is None:
-        known = dict(zip(placeholders(reference), inputs, strict=False))  # what lacks a value raises, and is noted
+        # an input without a value makes a node raise, which becomes a note
+        known = dict(zip(placeholders(reference), inputs, strict=False))
         candidate_inputs = [known.get(pairs[node]) if node in pairs else None for node in placeholders(candidate)]
-    judged = tuple(lockstep.run(inputs, candidate_inputs))
-    notes = [*_unpaired(reference, candidate, pairs), *lockstep.notes]
-    if inside := [record.name for record in ours if is_nested(record)]:
+    judgements = tuple(lockstep.run(inputs, candidate_inputs))
+    notes = [*_unpaired_inputs(reference, candidate, pairs), *lockstep.notes]
+    if nested := [record.name for record in ours if is_nested(record)]:
         notes.append(
-            f"{len(inside)} nodes are inside of graphs that a node runs, and were judged with that node and not by "
+            f"{len(nested)} nodes are inside of graphs that a node runs, and were judged with that node and not by "
             "themselves"
         )
     if lockstep.failure is not None:
-        words = str(lockstep.failure).splitlines()[0] if str(lockstep.failure) else ""
+        message = str(lockstep.failure).splitlines()[0] if str(lockstep.failure) else ""
         notes.append(
-            f"{lockstep.failed_at} raised {type(lockstep.failure).__name__}: {words}; up to there both were run"
+            f"{lockstep.failed_at} raised {type(lockstep.failure).__name__}: {message}; up to there both were run"
         )
     return GraphComparison(
         level=level,
-        judged=judged,
+        judgements=judgements,
         alignment=alignment,
         reference={record.name: record for record in ours},
         candidate={record.name: record for record in theirs},
@@ -160,11 +177,12 @@ def compare_graphs(
     )
 
 
-def _unpaired(reference: GraphModule, candidate: GraphModule, pairs: Mapping[Node, Node]) -> Iterator[str]:
-    taken = set(pairs.values())
-    for side, other, left in (
-        ("reference", "candidate", [node.name for node in placeholders(reference) if node not in taken]),
+def _unpaired_inputs(reference: GraphModule, candidate: GraphModule, pairs: Mapping[Node, Node]) -> Iterator[str]:
+    """Yield a note for each side that has inputs which the other side does not have."""
+    paired = set(pairs.values())
+    for side, other, names in (
+        ("reference", "candidate", [node.name for node in placeholders(reference) if node not in paired]),
         ("candidate", "reference", [node.name for node in placeholders(candidate) if node not in pairs]),
     ):
-        if left:
-            yield f"the {side} takes {', '.join(left)}, and the {other} has no such input"
+        if names:
+            yield f"the {side} takes {', '.join(names)}, and the {other} has no such input"

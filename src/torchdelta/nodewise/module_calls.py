@@ -1,10 +1,16 @@
-"""Calls of modules: who called whom, with what, and how each is told from the others.
+"""Calls of modules: record which modules a run calls, and match the calls of two models.
 
-Which call of one model's modules does the work of which call of the other's.
+A model that is not a graph can still be observed at the boundaries of its modules. `survey` runs a side with hooks on
+every module and returns a `ModuleCall` for each call. `ModuleMatcher` then finds the pairs of calls that do the same
+work:
 
-By path first. Then what is of the same class and returns the same shapes, told apart by the weights it holds, by its
-values, or by its place in the order of calls. Then by values alone: the same inputs and the same outputs. A class that
-was matched so stands for the other class in the rest of the model.
+1. by path, if class or output shapes agree;
+2. by name: the same class and output shapes, told apart by the weights, by the values, or by the order of the calls;
+3. by value alone: the same inputs and the same outputs, whatever the class. Two classes that were matched this way
+   count as the same class in the rest of the model, and step 2 is repeated.
+
+Values are not kept. A `Fingerprint` of a few numbers is enough to recognise them. Start with `survey` and
+`ModuleMatcher.run`.
 """
 
 from __future__ import annotations
@@ -29,19 +35,21 @@ from torchdelta.program.restore import restored
 from torchdelta.program.sides import Side, state_holders
 from torchdelta.records.location import NodeRecord
 
-_POOL = 1 << 16
+_POOL_SIZE = 1 << 16
+"""Random numbers that a fingerprint projects on, used again and again in shifted order."""
 
 
-class TensorPrint(NamedTuple):
-    """What is remembered of a tensor to know it again."""
+class TensorFingerprint(NamedTuple):
+    """A few numbers by which the values of a tensor can be recognised."""
 
     shape: tuple[int, ...]
     numbers: tuple[float, ...]
-    """Its root mean square and two random projections."""
+    """The root mean square and two random projections."""
     exactness: float
+    """The relative difference up to which two fingerprints are taken for the same values."""
 
 
-Print = tuple[TensorPrint, ...]
+Fingerprint = tuple[TensorFingerprint, ...]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -50,17 +58,18 @@ class ModuleCall:
 
     path: str
     index: int
-    """How often the module had been called before."""
+    """The number of earlier calls of the same module."""
     order: int
+    """The number of earlier calls of all modules."""
     module: torch.nn.Module
     parent: ModuleCall | None
     signature: tuple[tuple[str, tuple[int, ...]], ...] | None = None
-    """The path and shape of each tensor that it returned; None of a call that did not return."""
+    """The path and shape of each tensor that the call returned; None if it did not return."""
     kinds: tuple[str, ...] = ()
     interface: tuple[tuple[tuple[int, ...], bool], ...] = ()
-    """The shape of each tensor that it was given, and whether that is rounded; by place or by keyword is the same."""
-    given: Print = ()
-    returned: Print = ()
+    """The shape of each input tensor and whether its dtype is rounded, sorted, so that keywords do not matter."""
+    inputs: Fingerprint = ()
+    outputs: Fingerprint = ()
 
     @property
     def kind(self) -> str:
@@ -69,12 +78,12 @@ class ModuleCall:
 
     @property
     def key(self) -> tuple[str, int]:
-        """What is told of it without looking at values."""
+        """The path and index, which identify a call without its values."""
         return self.path, self.index
 
     @property
     def record(self) -> NodeRecord:
-        """The call as another process can read it."""
+        """The call as a plain record."""
         name = self.path or self.kind
         return NodeRecord(
             name=f"{name} (call {self.index + 1})" if self.index else name,
@@ -85,31 +94,73 @@ class ModuleCall:
         )
 
     def is_within(self, other: ModuleCall) -> bool:
-        """Tell whether the other was running when this one was made."""
+        """Tell whether this call happened inside of the other one."""
         above = self.parent
         while above is not None and above is not other:
             above = above.parent
         return above is other
 
 
-Entered = Callable[[ModuleCall, tuple[Any, ...], dict[str, Any]], None]
-Left = Callable[[ModuleCall, tuple[Any, ...], dict[str, Any], Any], None]
+def _source_line(module: torch.nn.Module) -> str:
+    """Return file, line and text of a module's `forward`, or nothing for torch's own and generated code."""
+    forward = type(module).forward
+    if (forward.__module__ or "torch").split(".")[0] == "torch":  # generated code has no module
+        return ""
+    try:
+        file, (lines, number) = inspect.getsourcefile(forward), inspect.getsourcelines(forward)
+    except (OSError, TypeError):
+        return ""
+    return f"{file}:{number}: {lines[0].strip()}"
+
+
+OnEnter = Callable[[ModuleCall, tuple[Any, ...], dict[str, Any]], None]
+"""Is called before a module runs, with the call and its arguments."""
+OnReturn = Callable[[ModuleCall, tuple[Any, ...], dict[str, Any], Any], None]
+
+
+def survey(
+    side: Side, seed: int, *, needs_values: Callable[[str], bool]
+) -> tuple[list[ModuleCall], Any, Exception | None]:
+    """Run a side and return its module calls, its outputs, and the exception that it raised, if any.
+
+    `needs_values` tells for which paths the calls get fingerprints of their inputs and outputs.
+    """
+    outputs: Any = None
+    failure: Exception | None = None
+
+    def on_enter(call: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves = leaves_of((args, kwargs))
+        tensor_leaves = [leaf for leaf in leaves.values() if isinstance(leaf, torch.Tensor)]
+        call.interface = tuple(sorted((tuple(leaf.shape), is_inexact(leaf.dtype)) for leaf in tensor_leaves))
+        if needs_values(call.path):
+            call.inputs = fingerprint(leaves)
+
+    def on_return(call: ModuleCall, _: tuple[Any, ...], __: dict[str, Any], output: Any) -> None:
+        if needs_values(call.path):
+            call.outputs = fingerprint(leaves_of(output))
+
+    module_survey = ModuleSurvey(side=side, on_enter=on_enter, on_return=on_return)
+    try:
+        outputs = module_survey.run(seed)
+    except Exception as error:
+        failure = error
+    return module_survey.calls, outputs, failure
 
 
 @dataclass(kw_only=True)
 class ModuleSurvey:
-    """Hooks on every module that a side reaches, in place only while it is run through here."""
+    """Hooks on every module that a side reaches, which exist only while `run` runs the side."""
 
     side: Side
-    entered: Entered
-    left: Left
+    on_enter: OnEnter
+    on_return: OnReturn
     calls: list[ModuleCall] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
     running: list[ModuleCall] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
     def run(self, seed: int) -> Any:
-        """Call the side on copies of its inputs; its state, generators and hooks are as before afterwards."""
+        """Call the side on copies of its inputs and return its outputs; its state and hooks are restored."""
         with runtime.preserved(), restored(holder for _, holder in state_holders(self.side.call)):
             args, kwargs = copy_together((self.side.args, self.side.kwargs), name="the inputs")
             self._hook()
@@ -121,7 +172,7 @@ class ModuleSurvey:
 
     @contextmanager
     def unhooked(self) -> Iterator[None]:
-        """Take the hooks away for a while: a copy of a module would take them with it, and a call would be heard."""
+        """Remove the hooks for a while, so that copies of modules have none and further calls are not recorded."""
         self._unhook()
         try:
             yield
@@ -130,18 +181,20 @@ class ModuleSurvey:
 
     def _hook(self) -> None:
         for path, module in modules_of(self.side).items():
-            # before and after all hooks of the user: what they change is a part of what the module does
-            before, after = self._before(path), self._after()
-            self.handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-            self.handles.append(module.register_forward_hook(after, with_kwargs=True))
+            # outside of the user's own hooks, because their changes are a part of the module's work
+            pre_hook, post_hook = self._pre_hook(path), self._post_hook()
+            self.handles.append(module.register_forward_pre_hook(pre_hook, prepend=True, with_kwargs=True))
+            self.handles.append(module.register_forward_hook(post_hook, with_kwargs=True))
 
     def _unhook(self) -> None:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
 
-    def _before(self, path: str) -> Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        def before(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _pre_hook(self, path: str) -> Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        """Return a hook for the module at this path that records each call before it runs."""
+
+        def pre_hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             call = ModuleCall(
                 path=path,
                 index=self.counts[path],
@@ -152,84 +205,146 @@ class ModuleSurvey:
             self.counts[path] += 1
             self.calls.append(call)
             self.running.append(call)
-            self.entered(call, args, kwargs)
+            self.on_enter(call, args, kwargs)
 
-        return before
+        return pre_hook
 
-    def _after(self) -> Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
-        def after(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def _post_hook(self) -> Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
+        """Return a hook that completes the record of a call with its output shapes after it ran."""
+
+        def post_hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             call = self.running.pop()
             while call.module is not module:  # one inside raised, and the exception was caught
                 call = self.running.pop()
-            found = leaves_of(output, "outputs")
-            shaped = {path: leaf for path, leaf in found.items() if isinstance(leaf, torch.Tensor)}
-            call.signature = tuple((path, tuple(leaf.shape)) for path, leaf in shaped.items())
-            call.kinds = tuple(f"{tensors.dtype_name(leaf.dtype)}{list(leaf.shape)}" for leaf in shaped.values())
-            self.left(call, args, kwargs, output)
+            leaves = leaves_of(output, "outputs")
+            tensor_leaves = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
+            call.signature = tuple((path, tuple(leaf.shape)) for path, leaf in tensor_leaves.items())
+            call.kinds = tuple(f"{tensors.dtype_name(leaf.dtype)}{list(leaf.shape)}" for leaf in tensor_leaves.values())
+            self.on_return(call, args, kwargs, output)
 
-        return after
+        return post_hook
 
 
 def modules_of(side: Side) -> dict[str, torch.nn.Module]:
-    """Return every module that the side's callable reaches by its path, each once."""
-    found: dict[str, torch.nn.Module] = {}
+    """Return every module that the side's callable reaches, by its path."""
+    modules: dict[str, torch.nn.Module] = {}
     for name, holder in state_holders(side.call):
         if isinstance(holder, torch.nn.Module):
             for inner, module in holder.named_modules():
-                found.setdefault(f"{name}.{inner}".strip("."), module)
-    return found
+                modules.setdefault(f"{name}.{inner}".strip("."), module)
+    return modules
 
 
-def survey(
-    side: Side, seed: int, *, is_printed: Callable[[str], bool]
-) -> tuple[list[ModuleCall], Any, Exception | None]:
-    """Run a side and return its calls, its outputs, and what it raised; values are printed of the modules asked for."""
-    outputs: Any = None
-    failure: Exception | None = None
+@dataclass(frozen=True, kw_only=True)
+class ModuleMatch:
+    """Two calls that do the same work, and the evidence: `path`, `name` or `value`."""
 
-    def entered(call: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found = leaves_of((args, kwargs))
-        shaped = [leaf for leaf in found.values() if isinstance(leaf, torch.Tensor)]
-        call.interface = tuple(sorted((tuple(leaf.shape), is_inexact(leaf.dtype)) for leaf in shaped))
-        if is_printed(call.path):
-            call.given = print_of(found)
+    reference: ModuleCall
+    candidate: ModuleCall
+    how: str
 
-    def left(call: ModuleCall, _: tuple[Any, ...], __: dict[str, Any], output: Any) -> None:
-        if is_printed(call.path):
-            call.returned = print_of(leaves_of(output))
-
-    boundaries = ModuleSurvey(side=side, entered=entered, left=left)
-    try:
-        outputs = boundaries.run(seed)
-    except Exception as error:
-        failure = error
-    return boundaries.calls, outputs, failure
+    @property
+    def roots(self) -> frozenset[str]:
+        """The paths of the outputs that both calls return; of a call that raised, those of the other one."""
+        sides = [call.signature for call in (self.reference, self.candidate) if call.signature is not None]
+        paths = [frozenset(path for path, _ in side) for side in sides]
+        return frozenset.intersection(*paths) if paths else frozenset()
 
 
-def print_of(leaves: Leaves) -> Print:
-    """Reduce the tensors among leaves to numbers that equal values share, and others by luck only."""
-    return tuple(
-        _print_of_tensor(leaf)
-        for leaf in leaves.values()
-        if isinstance(leaf, torch.Tensor) and tensors.has_own_buffer(leaf)
-    )
+@dataclass(kw_only=True)
+class ModuleMatcher:
+    """Matches the calls of two runs, the surest evidence first."""
+
+    reference: Sequence[ModuleCall]
+    candidate: Sequence[ModuleCall]
+    state: dict[int, tuple[str, ...]]
+    """The `state_fingerprints` of all modules of both sides."""
+    matches: list[ModuleMatch] = field(default_factory=list)
+    matched_ids: set[int] = field(default_factory=set)
+    same_class: dict[str, str] = field(default_factory=dict)
+    """The candidate's class that takes the place of a class of the reference, by name."""
+
+    def run(self) -> list[ModuleMatch]:
+        """Match the calls of both sides, and return the matches in the order of the reference's calls."""
+        self._match_by_path(lambda one, other: one.kind == other.kind)
+        # the outputs of a call that raised are not known, so they cannot disagree
+        self._match_by_path(lambda one, other: other.signature in (one.signature, None))
+        self._match_by_name()
+        self._match_by_value()
+        self._learn_classes()
+        self._match_by_name()
+        return sorted(self.matches, key=lambda match: match.reference.order)
+
+    def _match_by_path(self, agrees: Callable[[ModuleCall, ModuleCall], bool]) -> None:
+        others = {call.key: call for call in self._unmatched(self.candidate)}
+        for call in self._unmatched(self.reference):
+            other = others.get(call.key)
+            if other is not None and agrees(call, other):
+                self._add(call, other, "path")
+
+    def _match_by_name(self) -> None:
+        self._match_groups(lambda call: self.state.get(id(call.module)) or None)
+        for one, other in self._close_pairs(lambda one, other: self._class_of(one) == other.kind):
+            self._add(one, other, "name")
+        self._match_groups(lambda _: True)
+
+    def _match_groups(self, trait: Callable[[ModuleCall], Hashable]) -> None:
+        """Match calls with the same class, output shapes and trait, in order, if both sides have equally many."""
+        groups: dict[Hashable, tuple[list[ModuleCall], list[ModuleCall]]] = defaultdict(lambda: ([], []))
+        for side, calls in enumerate((self.reference, self.candidate)):
+            for call in self._unmatched(calls):
+                if (key := trait(call)) is not None and call.signature is not None:
+                    kind = call.kind if side else self._class_of(call)
+                    groups[kind, call.signature, key][side].append(call)
+        for ours, theirs in groups.values():
+            if len(ours) == len(theirs):
+                for one, other in zip(ours, theirs, strict=True):
+                    self._add(one, other, "name")
+
+    def _match_by_value(self) -> None:
+        for one, other in self._close_pairs(lambda *_: True):
+            self._add(one, other, "value")
+
+    def _close_pairs(self, agrees: Callable[[ModuleCall, ModuleCall], bool]) -> list[tuple[ModuleCall, ModuleCall]]:
+        """Return the unmatched pairs for which `agrees` holds and whose inputs and outputs have close fingerprints.
+
+        A call that fits more than one partner is left out.
+        """
+        ours, theirs = self._unmatched(self.reference), self._unmatched(self.candidate)
+        partners = {
+            id(one): [other for other in theirs if agrees(one, other) and _is_same_function(one, other)] for one in ours
+        }
+        all_partners = [id(other) for candidates in partners.values() for other in candidates]
+        return [
+            (one, partners[id(one)][0])
+            for one in ours
+            if len(partners[id(one)]) == 1 and all_partners.count(id(partners[id(one)][0])) == 1
+        ]
+
+    def _learn_classes(self) -> None:
+        """Record which class of the candidate takes the place of each class of the reference, if it is only one."""
+        partner_kinds: dict[str, set[str]] = defaultdict(set)
+        for match in self.matches:
+            partner_kinds[match.reference.kind].add(match.candidate.kind)
+        self.same_class = {kind: next(iter(others)) for kind, others in partner_kinds.items() if len(others) == 1}
+
+    def _class_of(self, call: ModuleCall) -> str:
+        return self.same_class.get(call.kind, call.kind)
+
+    def _unmatched(self, calls: Sequence[ModuleCall]) -> list[ModuleCall]:
+        return [call for call in calls if id(call) not in self.matched_ids]
+
+    def _add(self, reference: ModuleCall, candidate: ModuleCall, how: str) -> None:
+        self.matched_ids |= {id(reference), id(candidate)}
+        self.matches.append(ModuleMatch(reference=reference, candidate=candidate, how=how))
 
 
-def is_near(first: Print, second: Print) -> bool:
-    """Tell whether two prints may be of the same values, rounded differently."""
-    if not first or len(first) != len(second):
-        return False
-    for one, other in zip(first, second, strict=True):
-        if one.shape != other.shape:
-            return False
-        tolerance = max(one.exactness, other.exactness) * max(one.numbers[0], other.numbers[0])
-        if any(not abs(ours - theirs) <= tolerance for ours, theirs in zip(one.numbers, other.numbers, strict=True)):
-            return False
-    return True
+def _is_same_function(one: ModuleCall, other: ModuleCall) -> bool:
+    return is_close_fingerprint(one.inputs, other.inputs) and is_close_fingerprint(one.outputs, other.outputs)
 
 
-def state_prints(modules: dict[str, torch.nn.Module]) -> dict[int, tuple[str, ...]]:
-    """Return what each module holds, parameters and buffers of all inside it, whatever their names are."""
+def state_fingerprints(modules: dict[str, torch.nn.Module]) -> dict[int, tuple[str, ...]]:
+    """Return the shapes and checksums of each module's parameters and buffers, sorted, by the module's id."""
     sums: dict[int, str] = {}
 
     def checksum(tensor: torch.Tensor) -> str:
@@ -243,133 +358,45 @@ def state_prints(modules: dict[str, torch.nn.Module]) -> dict[int, tuple[str, ..
     }
 
 
-def _print_of_tensor(tensor: torch.Tensor) -> TensorPrint:
+def fingerprint(leaves: Leaves) -> Fingerprint:
+    """Return the fingerprint of the tensors among leaves. Different values have the same one only by chance."""
+    return tuple(
+        _tensor_fingerprint(leaf)
+        for leaf in leaves.values()
+        if isinstance(leaf, torch.Tensor) and tensors.has_own_buffer(leaf)
+    )
+
+
+def is_close_fingerprint(first: Fingerprint, second: Fingerprint) -> bool:
+    """Tell whether two fingerprints can be those of the same values, up to rounding."""
+    if not first or len(first) != len(second):
+        return False
+    for one, other in zip(first, second, strict=True):
+        if one.shape != other.shape:
+            return False
+        tolerance = max(one.exactness, other.exactness) * max(one.numbers[0], other.numbers[0])
+        if any(
+            not abs(number - other_number) <= tolerance
+            for number, other_number in zip(one.numbers, other.numbers, strict=True)
+        ):
+            return False
+    return True
+
+
+def _tensor_fingerprint(tensor: torch.Tensor) -> TensorFingerprint:
+    """Return the shape, root mean square and two random projections of a tensor, computed in float64."""
     whole = tensor.detach().resolve_conj().resolve_neg()
     flat = (torch.view_as_real(whole) if whole.is_complex() else whole).reshape(-1).to("cpu", torch.float64)
     exactness = math.sqrt(torch.finfo(tensor.dtype).eps) if tensor.dtype.is_floating_point else 1e-6
     size = float(flat.square().mean().sqrt()) if flat.numel() else 0.0
     generator = torch.Generator().manual_seed(0)
-    projected = []
+    projections = []
     for _ in range(2):
-        pool = torch.randn(_POOL + 1, generator=generator, dtype=torch.float64)
+        pool = torch.randn(_POOL_SIZE + 1, generator=generator, dtype=torch.float64)
         total = 0.0
-        # the pool is shifted from piece to piece, so that no two rows that change places leave the same sum
-        for start in range(0, flat.numel(), _POOL):
-            piece = flat[start : start + _POOL]
-            total += float(torch.dot(piece, pool.roll(start // _POOL)[: piece.numel()]))
-        projected.append(total / math.sqrt(max(flat.numel(), 1)))
-    return TensorPrint(tuple(tensor.shape), (size, *projected), exactness)
-
-
-def _source_line(module: torch.nn.Module) -> str:
-    forward = type(module).forward
-    if (forward.__module__ or "torch").split(".")[0] == "torch":  # generated code has no module
-        return ""
-    try:
-        file, (lines, number) = inspect.getsourcefile(forward), inspect.getsourcelines(forward)
-    except (OSError, TypeError):
-        return ""
-    return f"{file}:{number}: {lines[0].strip()}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModuleMatch:
-    """Two calls, and how they were found to belong together: `path`, `name` or `value`."""
-
-    reference: ModuleCall
-    candidate: ModuleCall
-    how: str
-
-    @property
-    def roots(self) -> frozenset[str]:
-        """The paths of what both return; a call that raised would have returned what the other did."""
-        sides = [call.signature for call in (self.reference, self.candidate) if call.signature is not None]
-        paths = [frozenset(path for path, _ in side) for side in sides]
-        return frozenset.intersection(*paths) if paths else frozenset()
-
-
-@dataclass(kw_only=True)
-class ModuleMatcher:
-    """Matches the calls of two runs; `state` is what each module holds, by its id."""
-
-    reference: Sequence[ModuleCall]
-    candidate: Sequence[ModuleCall]
-    state: dict[int, tuple[str, ...]]
-    matches: list[ModuleMatch] = field(default_factory=list)
-    taken: set[int] = field(default_factory=set)
-    same_class: dict[str, str] = field(default_factory=dict)
-    """Classes of the candidate by those of the reference that they stand for."""
-
-    def run(self) -> list[ModuleMatch]:
-        """Return the matches in the order of the reference's calls."""
-        self._by_path(lambda one, other: one.kind == other.kind)
-        # what a call would have returned that raised, nobody knows
-        self._by_path(lambda one, other: other.signature in (one.signature, None))
-        self._by_name()
-        self._by_value()
-        self._learn_classes()
-        self._by_name()
-        return sorted(self.matches, key=lambda match: match.reference.order)
-
-    def _by_path(self, agrees: Callable[[ModuleCall, ModuleCall], bool]) -> None:
-        others = {call.key: call for call in self._free(self.candidate)}
-        for call in self._free(self.reference):
-            other = others.get(call.key)
-            if other is not None and agrees(call, other):
-                self._add(call, other, "path")
-
-    def _by_name(self) -> None:
-        self._in_groups(lambda call: self.state.get(id(call.module)) or None)
-        for one, other in self._near(lambda one, other: self._class_of(one) == other.kind):
-            self._add(one, other, "name")
-        self._in_groups(lambda _: True)
-
-    def _in_groups(self, trait: Callable[[ModuleCall], Hashable]) -> None:
-        """Match what is of one class, shape and trait, in order, where both sides have as many of it."""
-        groups: dict[Hashable, tuple[list[ModuleCall], list[ModuleCall]]] = defaultdict(lambda: ([], []))
-        for side, calls in enumerate((self.reference, self.candidate)):
-            for call in self._free(calls):
-                if (found := trait(call)) is not None and call.signature is not None:
-                    kind = call.kind if side else self._class_of(call)
-                    groups[kind, call.signature, found][side].append(call)
-        for ours, theirs in groups.values():
-            if len(ours) == len(theirs):
-                for one, other in zip(ours, theirs, strict=True):
-                    self._add(one, other, "name")
-
-    def _by_value(self) -> None:
-        for one, other in self._near(lambda *_: True):
-            self._add(one, other, "value")
-
-    def _near(self, agrees: Callable[[ModuleCall, ModuleCall], bool]) -> list[tuple[ModuleCall, ModuleCall]]:
-        """Return pairs with the same inputs and outputs, where nothing else has them."""
-        ours, theirs = self._free(self.reference), self._free(self.candidate)
-        partners = {
-            id(one): [other for other in theirs if agrees(one, other) and _is_same_function(one, other)] for one in ours
-        }
-        wanted = [id(other) for found in partners.values() for other in found]
-        return [
-            (one, partners[id(one)][0])
-            for one in ours
-            if len(partners[id(one)]) == 1 and wanted.count(id(partners[id(one)][0])) == 1
-        ]
-
-    def _learn_classes(self) -> None:
-        found: dict[str, set[str]] = defaultdict(set)
-        for match in self.matches:
-            found[match.reference.kind].add(match.candidate.kind)
-        self.same_class = {kind: next(iter(others)) for kind, others in found.items() if len(others) == 1}
-
-    def _class_of(self, call: ModuleCall) -> str:
-        return self.same_class.get(call.kind, call.kind)
-
-    def _free(self, calls: Sequence[ModuleCall]) -> list[ModuleCall]:
-        return [call for call in calls if id(call) not in self.taken]
-
-    def _add(self, reference: ModuleCall, candidate: ModuleCall, how: str) -> None:
-        self.taken |= {id(reference), id(candidate)}
-        self.matches.append(ModuleMatch(reference=reference, candidate=candidate, how=how))
-
-
-def _is_same_function(one: ModuleCall, other: ModuleCall) -> bool:
-    return is_near(one.given, other.given) and is_near(one.returned, other.returned)
+        # the pool is shifted from piece to piece, so that two rows that change places change the sum
+        for start in range(0, flat.numel(), _POOL_SIZE):
+            piece = flat[start : start + _POOL_SIZE]
+            total += float(torch.dot(piece, pool.roll(start // _POOL_SIZE)[: piece.numel()]))
+        projections.append(total / math.sqrt(max(flat.numel(), 1)))
+    return TensorFingerprint(tuple(tensor.shape), (size, *projections), exactness)

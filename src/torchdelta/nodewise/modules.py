@@ -1,8 +1,13 @@
-"""Where another implementation goes wrong: each module of it, fed what the reference's module was given.
+"""Modules: find the module of another implementation that goes wrong, without any graph.
 
-The reference runs once with hooks on its modules. Whenever one returns, the candidate's module that it is matched
-with is called on the same inputs and judged at once, so that no activation is kept. The culprit is the innermost
-module that diverges by itself while what it is made of does not.
+The reference runs once with hooks on its modules. Whenever a module returns, the matching module of the candidate is
+called on the same inputs and judged at once, so that no activation is kept. The culprit is the innermost module that
+diverges by itself while the modules inside of it do not.
+
+    located = locate_modules(reference_side, candidate_side)
+    located.culprits[0].reference.module_path       # "blocks.2.norm"
+
+Start with `locate_modules`. `module_calls` records and matches the calls, `module_judge` judges one pair.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from torchdelta.nodewise.module_calls import (
     ModuleMatcher,
     ModuleSurvey,
     modules_of,
-    state_prints,
+    state_fingerprints,
     survey,
 )
 from torchdelta.nodewise.module_judge import ModuleJudge, ModuleJudgement, raised
@@ -42,14 +47,14 @@ from torchdelta.records.report import Coverage
 from torchdelta.records.verdict import Verdict, worst_of
 
 LIMIT_BYTES = 1 << 30
-"""How much of what the candidate's modules return in its own run is kept, to show inherited errors."""
-_GUILTY = (Verdict.DIVERGED, Verdict.CRASHED)
-_OTHER_INTERFACE = "the candidate gives its module other tensors than the reference does, so it was not fed those"
+"""The memory for outputs of the candidate's modules in its own run, which are kept to show inherited errors."""
+_FAILURES = (Verdict.DIVERGED, Verdict.CRASHED)
+_OTHER_INPUTS = "the candidate calls its module with other tensors than the reference does, so it was not judged"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleLocation:
-    """What each pair of modules does by itself."""
+    """The judgement of each matched pair of module calls, and the culprits among them."""
 
     rows: tuple[Row, ...]
     """Every matched pair of calls, in the order in which the reference calls them."""
@@ -70,13 +75,14 @@ def locate_modules(
     policy: str | Policy = "noise",
     limit_bytes: int = LIMIT_BYTES,
 ) -> ModuleLocation:
-    """Find the first module of the candidate that diverges given the reference's inputs.
+    """Judge every module of the candidate on the reference's inputs, and return all judgements and the culprits.
 
-    Both sides are run as they are, and their state, inputs and hooks are as before afterwards.
+    The state, inputs and hooks of both sides are restored afterwards. `limit_bytes` is the memory for outputs of the
+    candidate's own run.
     """
     judging = parse(policy) if isinstance(policy, str) else policy
     with runtime.preserved():
-        return _Search(
+        return _ModuleSearch(
             reference=reference,
             candidate=candidate,
             seed=seed,
@@ -86,28 +92,31 @@ def locate_modules(
 
 
 @dataclass(kw_only=True)
-class _Search:
+class _ModuleSearch:
+    """One comparison of two sides: survey both, match their calls, judge each pair."""
+
     reference: Side
     candidate: Side
     seed: int
     judge: ModuleJudge
     limit_bytes: int
     notes: list[str] = field(default_factory=list)
-    found: list[tuple[ModuleMatch, Row]] = field(default_factory=list)
+    judged_calls: list[tuple[ModuleMatch, Row]] = field(default_factory=list)
 
     def run(self) -> ModuleLocation:
+        """Survey both sides, match their calls, judge each pair, and return the rows and culprits."""
         ours, theirs, failure = self._survey()
-        modules = {**_by_id(self.reference), **_by_id(self.candidate)}
-        matches = ModuleMatcher(reference=ours, candidate=theirs, state=state_prints(modules)).run()
-        kept = self._own_outputs(matches) if matches else {}
-        self._judge(matches, kept, failure)
+        modules = {**_modules_by_id(self.reference), **_modules_by_id(self.candidate)}
+        matches = ModuleMatcher(reference=ours, candidate=theirs, state=state_fingerprints(modules)).run()
+        own_outputs = self._record_own_outputs(matches) if matches else {}
+        self._judge(matches, own_outputs, failure)
         hows = Counter(match.how for match in matches)
-        self.found.sort(key=lambda each: each[0].reference.order)
+        self.judged_calls.sort(key=lambda each: each[0].reference.order)
         return ModuleLocation(
-            rows=tuple(row for _, row in self.found),
+            rows=tuple(row for _, row in self.judged_calls),
             culprits=tuple(self._culprits()),
-            unmatched_reference=_left_over(ours, [match.reference for match in matches]),
-            unmatched_candidate=_left_over(theirs, [match.candidate for match in matches]),
+            unmatched_reference=_unmatched_records(ours, [match.reference for match in matches]),
+            unmatched_candidate=_unmatched_records(theirs, [match.candidate for match in matches]),
             coverage=Coverage(
                 matched=2 * len(matches),
                 total=len(ours) + len(theirs),
@@ -117,171 +126,186 @@ class _Search:
         )
 
     def _survey(self) -> tuple[list[ModuleCall], list[ModuleCall], Exception | None]:
+        """Run both sides and return their module calls, and the exception that the candidate raised, if any."""
         of_reference, of_candidate = modules_of(self.reference), modules_of(self.candidate)
-        # what has its path and class on both sides is matched by them, and its values need no look
-        plain = {
+        # a module with the same path and class on both sides is matched by these, so its values are not needed
+        matched_paths = {
             path
             for path, module in of_reference.items()
             if path in of_candidate and type(of_candidate[path]).__name__ == type(module).__name__
         }
-        ours, outputs, failed = survey(self.reference, self.seed, is_printed=lambda path: path not in plain)
-        if failed is not None:
+        ours, outputs, reference_failure = survey(
+            self.reference, self.seed, needs_values=lambda path: path not in matched_paths
+        )
+        if reference_failure is not None:
             raise ProgramError(
-                f"the reference fails when run eagerly: {type(failed).__name__}: {failed}. Mend it first"
-            ) from failed
-        theirs, _, failure = survey(self.candidate, self.seed, is_printed=lambda path: path not in plain)
-        if failure is not None:
-            self.notes.append(brief(f"the candidate raised {type(failure).__name__}: {failure}"))
+                f"the reference fails when run eagerly: {type(reference_failure).__name__}: {reference_failure}. "
+                "Mend it first"
+            ) from reference_failure
+        theirs, _, candidate_failure = survey(
+            self.candidate, self.seed, needs_values=lambda path: path not in matched_paths
+        )
+        if candidate_failure is not None:
+            self.notes.append(brief(f"the candidate raised {type(candidate_failure).__name__}: {candidate_failure}"))
             self.notes.append("modules that the candidate had not called before it raised were not judged")
-        self._note_influence(outputs)
+        self._note_effect_of_hooks(outputs)
         for side, calls in (("reference", ours), ("candidate", theirs)):
             if not calls:
                 self.notes.append(f"the {side} calls no module, so there is nothing to look at inside of it")
-        return ours, theirs, failure
+        return ours, theirs, candidate_failure
 
-    def _note_influence(self, hooked: Any) -> None:
-        """Say so where the reference computes something else with hooks than without: torch has such fast paths."""
+    def _note_effect_of_hooks(self, hooked: Any) -> None:
+        """Add a note if the reference has other outputs with hooks than without; torch has fast paths of that kind."""
         with restored(holder for _, holder in state_holders(self.reference.call)):
             args, kwargs = copy_together((self.reference.args, self.reference.kwargs), name="the inputs")
             runtime.seed_everything(self.seed)
-            plain = self.reference.call(*args, **kwargs)
-        seen, _ = Judge(policy=Bitwise()).compare(leaves_of(plain, "outputs"), leaves_of(hooked, "outputs"))
-        if worst_of(each.verdict for each in seen) is Verdict.DIVERGED:
+            unhooked = self.reference.call(*args, **kwargs)
+        comparisons, _ = Judge(policy=Bitwise()).compare(leaves_of(unhooked, "outputs"), leaves_of(hooked, "outputs"))
+        if worst_of(each.verdict for each in comparisons) is Verdict.DIVERGED:
             self.notes.append(
                 "the reference computes other bits with hooks on its modules than without: it is not deterministic, or "
                 "it has a fast path that hooks switch off"
             )
 
-    def _own_outputs(self, matches: Sequence[ModuleMatch]) -> dict[int, Leaves]:
-        """Run the candidate by itself and keep what its matched modules return, by the order of their calls."""
-        wanted = {match.candidate.order for match in matches}
-        kept: dict[int, Leaves] = {}
-        total = 0
+    def _record_own_outputs(self, matches: Sequence[ModuleMatch]) -> dict[int, Leaves]:
+        """Run the candidate on its own values and return the outputs of its matched calls, by their order."""
+        matched_orders = {match.candidate.order for match in matches}
+        own_outputs: dict[int, Leaves] = {}
+        total_bytes = 0
 
-        def left(call: ModuleCall, _: tuple[Any, ...], __: dict[str, Any], output: Any) -> None:
-            nonlocal total
+        def on_return(call: ModuleCall, _: tuple[Any, ...], __: dict[str, Any], output: Any) -> None:
+            nonlocal total_bytes
             leaves = leaves_of(output, "outputs")
             size = sum(leaf.numel() * leaf.itemsize for leaf in leaves.values() if isinstance(leaf, torch.Tensor))
-            if call.order in wanted and total + size <= self.limit_bytes:
-                total += size
-                kept[call.order] = {path: _snapshot(leaf) for path, leaf in leaves.items()}
+            if call.order in matched_orders and total_bytes + size <= self.limit_bytes:
+                total_bytes += size
+                own_outputs[call.order] = {path: _snapshot(leaf) for path, leaf in leaves.items()}
 
         try:
-            ModuleSurvey(side=self.candidate, entered=lambda *_: None, left=left).run(self.seed)
+            ModuleSurvey(side=self.candidate, on_enter=lambda *_: None, on_return=on_return).run(self.seed)
         except Exception as error:
             self.notes.append(brief(f"the candidate raised {type(error).__name__}: {error}"))
-        missing = sum(match.candidate.signature is not None and match.candidate.order not in kept for match in matches)
+        missing = sum(
+            match.candidate.signature is not None and match.candidate.order not in own_outputs for match in matches
+        )
         if missing:
             self.notes.append(
-                f"the inherited error of {missing} calls is not shown: what the candidate returned there does not fit "
-                f"in {self.limit_bytes} bytes"
+                f"the inherited error of {missing} calls is not shown: the candidate's outputs there do not fit in "
+                f"{self.limit_bytes} bytes"
             )
-        return kept
+        return own_outputs
 
-    def _judge(self, matches: Sequence[ModuleMatch], kept: dict[int, Leaves], failure: Exception | None) -> None:
+    def _judge(self, matches: Sequence[ModuleMatch], own_outputs: dict[int, Leaves], failure: Exception | None) -> None:
+        """Run the reference, and judge the candidate's module at each matched call; the rows go to `judged_calls`."""
         partners = {match.reference.order: match for match in matches}
-        given: dict[int, tuple[ModuleInputs, dict[str, int]] | str] = {}
+        inputs_by_call: dict[int, tuple[ModuleInputs, dict[str, int]] | str] = {}
 
-        def entered(call: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def on_enter(call: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if call.order not in partners:
                 return
             try:
-                given[call.order] = take_inputs(args, kwargs, partners[call.order].roots), versions_of(args, kwargs)
+                inputs = take_inputs(args, kwargs, partners[call.order].roots)
+                inputs_by_call[call.order] = inputs, versions_of(args, kwargs)
             except ProgramError as error:
-                given[call.order] = brief(str(error))
+                inputs_by_call[call.order] = brief(str(error))
 
-        def left(call: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        def on_return(call: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             if call.order not in partners:
                 return
-            match, taken = partners[call.order], given.pop(call.order)
+            match, recorded_inputs = partners[call.order], inputs_by_call.pop(call.order)
             outputs = leaves_of(output, "outputs")
-            inherited = _inherited(self.judge.policy, outputs, kept.pop(match.candidate.order, None))
-            if isinstance(taken, str):
-                verdict = ModuleJudgement(reason=taken)
+            inherited = _inherited_comparisons(self.judge.policy, outputs, own_outputs.pop(match.candidate.order, None))
+            if isinstance(recorded_inputs, str):
+                judgement = ModuleJudgement(reason=recorded_inputs)
             elif match.reference.interface != match.candidate.interface:
-                verdict = ModuleJudgement(reason=_OTHER_INTERFACE)
+                judgement = ModuleJudgement(reason=_OTHER_INPUTS)
             else:
-                inputs, versions = taken
-                recorded = left_by(output, (args, kwargs), versions)
-                with boundaries.unhooked(), runtime.preserved():
-                    verdict = self.judge.judge(
-                        call.module, match.candidate.module, inputs, recorded, is_brief=self._has_culprit_in(call)
+                inputs, versions = recorded_inputs
+                result = left_by(output, (args, kwargs), versions)
+                with module_survey.unhooked(), runtime.preserved():
+                    judgement = self.judge.judge(
+                        call.module, match.candidate.module, inputs, result, is_brief=self._has_culprit_in(call)
                     )
-            self.found.append((match, _row(match, verdict, inherited, failure)))
+            self.judged_calls.append((match, _table_row(match, judgement, inherited, failure)))
 
-        boundaries = ModuleSurvey(side=self.reference, entered=entered, left=left)
-        boundaries.run(self.seed)
+        module_survey = ModuleSurvey(side=self.reference, on_enter=on_enter, on_return=on_return)
+        module_survey.run(self.seed)
 
     def _has_culprit_in(self, call: ModuleCall) -> bool:
-        """Tell whether a module inside diverged, and one around that did too: what is above need not be told apart."""
-        guilty = [
-            match.reference for match, row in self.found if _verdict(row) in _GUILTY and match.reference.is_within(call)
+        """Tell whether two nested modules inside of a call diverged, so that the call need not be judged closely."""
+        failures = [
+            match.reference
+            for match, row in self.judged_calls
+            if _own_verdict(row) in _FAILURES and match.reference.is_within(call)
         ]
-        return any(inner.is_within(outer) for inner in guilty for outer in guilty)
+        return any(inner.is_within(outer) for inner in failures for outer in failures)
 
     def _culprits(self) -> list[Row]:
-        guilty = [(match, row) for match, row in self.found if _verdict(row) in _GUILTY]
+        """Return the rows of the innermost modules that failed, without those inside of an equivalent module."""
+        failures = [(match, row) for match, row in self.judged_calls if _own_verdict(row) in _FAILURES]
         innermost = [
             (match, row)
-            for match, row in guilty
-            if not any(other.reference.is_within(match.reference) for other, _ in guilty)
+            for match, row in failures
+            if not any(other.reference.is_within(match.reference) for other, _ in failures)
         ]
-        named = []
+        culprits = []
         for match, row in innermost:
-            same = self._same_around(match.reference)
-            if same is None:
-                named.append(row)
+            outer = self._equivalent_around(match.reference)
+            if outer is None:
+                culprits.append(row)
             else:
                 self.notes.append(
-                    f"{row.reference.name} differs by itself, but {same.reference.name} around it computes the same: "
+                    f"{row.reference.name} differs by itself, but {outer.reference.name} around it computes the same: "
                     "the work is divided in another way there"
                 )
-        return named
+        return culprits
 
-    def _same_around(self, call: ModuleCall) -> Row | None:
-        """Return the innermost module around a call that computes the same, if there is one."""
+    def _equivalent_around(self, call: ModuleCall) -> Row | None:
+        """Return the row of the innermost equivalent module around a call, or None."""
         around = [
             (match.reference.order, row)
-            for match, row in self.found
-            if call.is_within(match.reference) and not row.reason and _verdict(row) is Verdict.EQUIVALENT
+            for match, row in self.judged_calls
+            if call.is_within(match.reference) and not row.reason and _own_verdict(row) is Verdict.EQUIVALENT
         ]
         return max(around, key=lambda each: each[0])[1] if around else None
 
 
-def _row(
-    match: ModuleMatch, verdict: ModuleJudgement, inherited: tuple[Comparison, ...], failure: Exception | None
+def _table_row(
+    match: ModuleMatch, judgement: ModuleJudgement, inherited: tuple[Comparison, ...], failure: Exception | None
 ) -> Row:
-    local = verdict.local
-    # a module that raises although the candidate as a whole does not was only fed in another way than it is used to
-    if failure is not None and verdict.reason == raised(failure):
-        local = (Comparison(path="outputs", verdict=Verdict.CRASHED, reason=verdict.reason, kind="object"),)
+    """Return the row of one matched pair; a module that raises as the candidate itself did has crashed."""
+    local = judgement.local
+    # a module that raises although the candidate as a whole does not is only called in another way than usual
+    if failure is not None and judgement.reason == raised(failure):
+        local = (Comparison(path="outputs", verdict=Verdict.CRASHED, reason=judgement.reason, kind="object"),)
     return Row(
         reference=match.reference.record,
         candidate=match.candidate.record,
         how=match.how,
         local=local,
-        local_gradients=verdict.gradients,
+        local_gradients=judgement.gradients,
         inherited=inherited,
-        reason=verdict.reason,
+        reason=judgement.reason,
     )
 
 
-def _verdict(row: Row) -> Verdict:
-    """Return what a module is blamed for.
+def _own_verdict(row: Row) -> Verdict:
+    """Return the worst verdict of a module by itself: its values and gradients.
 
-    One that returns something more or less than the other, such as weights that nobody asked for, is not blamed as
-    long as what both return is the same: if somebody misses it, a module around diverges.
+    A module that returns more or fewer outputs than its partner, such as attention weights, is judged by the outputs
+    that both return. If another module needs a missing output, the module around them diverges.
     """
-    values = [seen for seen in row.local if seen.kind != "structure"]
-    return worst_of(seen.verdict for seen in (*(values or row.local), *row.local_gradients))
+    values = [comparison for comparison in row.local if comparison.kind != "structure"]
+    return worst_of(comparison.verdict for comparison in (*(values or row.local), *row.local_gradients))
 
 
-def _inherited(policy: Policy, reference: Leaves, candidate: Leaves | None) -> tuple[Comparison, ...]:
+def _inherited_comparisons(policy: Policy, reference: Leaves, candidate: Leaves | None) -> tuple[Comparison, ...]:
+    """Return the comparisons of a call's outputs in both sides' own runs; none if the candidate's were not kept."""
     if candidate is None:
         return ()
-    # there is no truth of a whole run here: what is inherited is shown, and never blamed
-    shown = Tolerance() if policy.needs_truth else policy
-    judge = Judge(policy=shown, terms=Terms(ignore=frozenset({"requires_grad"})))
+    # there is no truth of a whole run here; fixed tolerances are enough, because inherited errors are never blamed
+    fixed_policy = Tolerance() if policy.needs_truth else policy
+    judge = Judge(policy=fixed_policy, terms=Terms(ignore=frozenset({"requires_grad"})))
     return tuple(judge.compare(reference, candidate)[0])
 
 
@@ -289,10 +313,10 @@ def _snapshot(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) and tensors.has_values(leaf) else leaf
 
 
-def _by_id(side: Side) -> dict[str, torch.nn.Module]:
+def _modules_by_id(side: Side) -> dict[str, torch.nn.Module]:
     return {f"{id(module)}": module for module in modules_of(side).values()}
 
 
-def _left_over(calls: Sequence[ModuleCall], matched: Sequence[ModuleCall]) -> tuple[NodeRecord, ...]:
-    taken = {call.order for call in matched}
-    return tuple(call.record for call in calls if call.order not in taken)
+def _unmatched_records(calls: Sequence[ModuleCall], matched: Sequence[ModuleCall]) -> tuple[NodeRecord, ...]:
+    matched_orders = {call.order for call in matched}
+    return tuple(call.record for call in calls if call.order not in matched_orders)

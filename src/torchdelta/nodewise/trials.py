@@ -1,17 +1,20 @@
-"""Who in a region is to blame: the last node, or one whose value it read and should not have.
+"""Trials: run both regions of a matched pair again, with changes, to judge them and to find the node to blame.
 
-A region that is wrong may end in a node that does its work and was only given something else: a residual that is left
-out, a factor that was put in between. So each value that is read in the candidate's region is replaced by one that the
-reference has there; if that mends the region, what the reference computes at this place is what the candidate lost.
+A region that is wrong may end in a node that is right and only reads something else: a residual is left out, or a
+factor was put in between. So `blame` replaces one value that the candidate's region reads by one that the reference
+has there. If that mends the region, the node of the reference that has this value is the culprit:
 
-Both regions of a matched pair on the reference's values, once more and with other things read in single places.
+    reference   add(mul(h, 2), x)       candidate   add(h, x)
+    with mul's value in place of h the candidate's add is right, so the culprit is mul, whose work is missing
+
+`Trial` holds one pair with the reference's values and has the questions that can be asked of it. Start there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -25,10 +28,125 @@ from torchdelta.nodewise.regions import Region
 from torchdelta.records.comparison import Comparison
 from torchdelta.records.verdict import Verdict
 
-TRIALS = 64
+MOST_TRIALS = 64
+"""Replacements that are tried before the last node of a region is blamed."""
+Replacements = Mapping[tuple[Node, Node], Node]
+"""The node of the reference to read instead, for a (producer, reader) edge of the candidate."""
 
-Edges = Mapping[tuple[Node, Node], Node]
-"""Which node of the reference is read instead, by who is read and who reads."""
+
+@dataclass(frozen=True, kw_only=True)
+class RegionPair:
+    """The regions of two matched nodes, which should compute the same."""
+
+    reference: Region
+    candidate: Region
+    how: str
+    is_same_call: bool
+    """Whether both nodes call the same operation with the same arguments, so that their gradients are equal too."""
+    has_same_inputs: bool
+    """Whether the reference's region reads every input of the candidate's, so that gradients can be compared."""
+    needs: frozenset[Node]
+    """The nodes of the reference whose values are needed to judge the pair."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Both regions of a pair, ready to run again on the reference's values."""
+
+    pair: RegionPair
+    values: Mapping[Node, Any]
+    """The values of the reference's nodes."""
+    partners: Mapping[Node, Node]
+    """The reference's node for each matched node of the candidate."""
+    draws: runtime.GeneratorStates | None
+    """The state of the random generators before the reference's region ran, if it drew from them."""
+    judge: LocalJudge
+    trained: Collection[Node]
+    """The nodes of the reference that need a gradient."""
+    lowered: Mapping[Node, torch.dtype]
+    """The candidate's nodes that have another float dtype than the reference on purpose."""
+
+    @cached_property
+    def inputs(self) -> dict[Node, Any]:
+        """The values that the reference's region reads."""
+        return {node: self.values[node] for node in self.pair.reference.reads if node in self.values}
+
+    @cached_property
+    def trained_inputs(self) -> list[Node]:
+        """The inputs of either region that need a gradient."""
+        sources = (self.partners[node] for node in self.pair.candidate.reads)
+        reads = dict.fromkeys((*self.pair.reference.reads, *sources))
+        return [node for node in reads if node in self.values and node in self.trained]
+
+    def run_reference(self, values: Mapping[Any, Any]) -> Any:
+        """Return the value of the reference's region, run on these values."""
+        with runtime.drawing_from(self.draws):
+            return self.pair.reference.run(values)
+
+    def judge_values(self, reference: Any, replacements: Replacements) -> tuple[Comparison, ...]:
+        """Return the comparisons of the candidate's region, run with these replacements, with the reference's value."""
+        try:
+            value = self._run_candidate(self.values, replacements)
+        except Exception as error:  # a replacement may have a shape that the candidate's node does not take
+            return (_raised_comparison(self.pair.reference.result.name, error),)
+        return self.judge.judge(
+            self.pair.reference.result.name, reference, value, self.run_reference, self.inputs, within=self
+        )
+
+    def judge_written(self, reference: Mapping[Node, Any], candidate: Mapping[Node, Any]) -> tuple[Comparison, ...]:
+        """Return the comparisons of the inputs that both sides' last nodes wrote to, as they are afterwards."""
+        comparisons: list[Comparison] = []
+        for theirs, value in candidate.items():
+            ours = self.partners.get(theirs)
+            if ours is None or ours not in reference or not self.pair.reference.nodes:
+                continue
+
+            def again(values: Mapping[Any, Any], written: Node = ours) -> Any:
+                with runtime.drawing_from(self.draws):
+                    return self.pair.reference.run_with_writes(values)[1][written]
+
+            path = f"{self.pair.reference.result.name} → {ours.name}"
+            comparisons += self.judge.judge(path, reference[ours], value, again, self.inputs)
+        return tuple(comparisons)
+
+    def judge_gradients(self, replacements: Replacements) -> tuple[Comparison, ...]:
+        """Return the comparisons of the trained inputs' gradients, under the same random cotangent on both sides."""
+        name = self.pair.reference.result.name
+
+        def gradients_of(run: Callable[[Mapping[Any, Any]], Any], values: Mapping[Any, Any]) -> Any:
+            return gradients(run, values, self.trained_inputs, name, self.judge.seed)
+
+        def run_candidate(inputs: Mapping[Any, Any]) -> Any:
+            return self._run_candidate({**self.values, **inputs}, replacements)
+
+        try:
+            values = {node: self.values[node] for node in (*self.pair.reference.reads, *self.trained_inputs)}
+            reference = gradients_of(self.run_reference, values)
+            candidate = gradients_of(run_candidate, values)
+        except Exception as error:
+            return (_raised_comparison(name, error),)
+        again = partial(gradients_of, self.run_reference)
+        return self.judge.judge(name, reference, candidate, again, values)
+
+    def blame(self, is_mended: Callable[[Replacements], bool]) -> Node:
+        """Return the culprit of this pair; `is_mended` tells whether it is right with a replacement."""
+        return blame(self.pair.reference, self.pair.candidate, self.values, self.partners, is_mended)
+
+    def _run_candidate(self, values: Mapping[Node, Any], replacements: Replacements) -> Any:
+        """Return the value of the candidate's region, run on the reference's values with these replacements."""
+        inputs = {
+            node: values[self.partners[node]].to(self.lowered[node])
+            if node in self.lowered
+            else values[self.partners[node]]
+            for node in self.pair.candidate.reads
+        }
+        with runtime.drawing_from(self.draws):
+            return self.pair.candidate.run(inputs, {edge: values[node] for edge, node in replacements.items()})
+
+
+def _raised_comparison(name: str, error: BaseException) -> Comparison:
+    reason = f"the candidate's node raised {type(error).__name__}: {error}".splitlines()[0]
+    return Comparison(path=name, verdict=Verdict.DIVERGED, reason=reason)
 
 
 def blame(
@@ -36,21 +154,43 @@ def blame(
     candidate: Region,
     values: Mapping[Node, Any],
     partners: Mapping[Node, Node],
-    is_mended: Callable[[Edges], bool],
+    is_mended: Callable[[Replacements], bool],
 ) -> Node:
-    """Return the node of the reference whose work is not done; `values` has those of the reference's nodes."""
-    for edge, instead in _replacements(reference, candidate, values, partners)[:TRIALS]:
-        if is_mended({edge: instead}):
-            return reference.result if _is_readers_work(edge[0], instead, reference, candidate, partners) else instead
+    """Return the culprit: the node of the reference whose work the candidate's region does not do.
+
+    `values` has the values of the reference's nodes. `is_mended` tells whether the region is right with a replacement.
+    """
+    for edge, replacement in _candidate_replacements(reference, candidate, values, partners)[:MOST_TRIALS]:
+        if is_mended({edge: replacement}):
+            is_readers_work = _is_readers_work(edge[0], replacement, reference, candidate, partners)
+            return reference.result if is_readers_work else replacement
     return reference.result
+
+
+def _candidate_replacements(
+    reference: Region, candidate: Region, values: Mapping[Node, Any], partners: Mapping[Node, Node]
+) -> list[tuple[tuple[Node, Node], Node]]:
+    """Return edges of the candidate's region, each with a node of the reference to read instead, likely ones first."""
+    available = [
+        node
+        for node in (*reference.nodes[:-1], *reference.reads)
+        if isinstance(values.get(node), (torch.Tensor, tuple, list))
+    ]
+    edges = [(source, node) for node in candidate.nodes for source in node.all_input_nodes]
+    # an unmatched node, or one that the reference does not read there, is more likely to be wrong
+    edges.sort(key=lambda edge: partners.get(edge[0]) in reference.reads)
+    return [
+        (edge, replacement) for edge in edges for replacement in available if partners.get(edge[0]) is not replacement
+    ]
 
 
 def _is_readers_work(
     wrong: Node, right: Node, reference: Region, candidate: Region, partners: Mapping[Node, Node]
 ) -> bool:
-    """Tell whether what was read wrongly belongs to the reader.
+    """Tell whether the reader is to blame for reading the wrong node.
 
-    By its handle, because an input does no work, or because it was read after it was overwritten and not before.
+    It is if the wrong node has the reader's handle, if the right node is an input, which does no work, or if the value
+    was read after it was overwritten and not before.
     """
     if returns_what_it_writes(wrong) and isinstance(wrong.args[0], Node) and partners.get(wrong.args[0]) is right:
         return True
@@ -60,124 +200,6 @@ def _is_readers_work(
     return is_altered and right.op in ("placeholder", "get_attr")
 
 
-def _replacements(
-    reference: Region, candidate: Region, values: Mapping[Node, Any], partners: Mapping[Node, Node]
-) -> list[tuple[tuple[Node, Node], Node]]:
-    there = [
-        node
-        for node in (*reference.nodes[:-1], *reference.reads)
-        if isinstance(values.get(node), (torch.Tensor, tuple, list))
-    ]
-    edges = [(source, node) for node in candidate.nodes for source in node.all_input_nodes]
-    # what nobody matched, or what the reference does not read there, is more likely to be wrong
-    edges.sort(key=lambda edge: partners.get(edge[0]) in reference.reads)
-    return [(edge, instead) for edge in edges for instead in there if partners.get(edge[0]) is not instead]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RegionPair:
-    """A node of the reference and the one of the candidate that should compute the same."""
-
-    reference: Region
-    candidate: Region
-    how: str
-    is_same_call: bool
-    """Whether both call the same with the same: then their gradients are the same too."""
-    has_same_inputs: bool
-    """Whether all that the candidate's region reads, the reference's reads too: gradients are those of the inputs."""
-    needs: frozenset[Node]
-    """The reference's nodes whose values it takes to judge it."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """Both regions of a pair on the reference's values, once more and with other things read in single places."""
-
-    pair: RegionPair
-    values: Mapping[Node, Any]
-    """Of the reference's nodes."""
-    partners: Mapping[Node, Node]
-    drawn: runtime.GeneratorStates | None
-    by: LocalJudge
-    trained: Collection[Node]
-    lowered: Mapping[Node, torch.dtype]
-
-    @cached_property
-    def given(self) -> dict[Node, Any]:
-        """What the reference's region reads."""
-        return {node: self.values[node] for node in self.pair.reference.reads if node in self.values}
-
-    @cached_property
-    def wanted(self) -> list[Node]:
-        """What both regions read and a gradient goes to."""
-        fed = (self.partners[node] for node in self.pair.candidate.reads)
-        read = dict.fromkeys((*self.pair.reference.reads, *fed))
-        return [node for node in read if node in self.values and node in self.trained]
-
-    def again(self, values: Mapping[Any, Any]) -> Any:
-        """Run the reference's region."""
-        with runtime.drawing_from(self.drawn):
-            return self.pair.reference.run(values)
-
-    def judge_values(self, reference: Any, edges: Edges) -> tuple[Comparison, ...]:
-        """Judge the candidate's value when it reads other nodes of the reference."""
-        try:
-            value = self._run_candidate(self.values, edges)
-        except Exception as error:  # it does not take that value
-            return (_unfit(self.pair.reference.result.name, error),)
-        return self.by.judge(self.pair.reference.result.name, reference, value, self.again, self.given, within=self)
-
-    def judge_written(self, reference: Mapping[Node, Any], candidate: Mapping[Node, Any]) -> tuple[Comparison, ...]:
-        """Judge what the last node left in what it read, where both sides write."""
-        found: list[Comparison] = []
-        for theirs, left in candidate.items():
-            ours = self.partners.get(theirs)
-            if ours is None or ours not in reference or not self.pair.reference.nodes:
-                continue
-
-            def again(values: Mapping[Any, Any], written: Node = ours) -> Any:
-                with runtime.drawing_from(self.drawn):
-                    return self.pair.reference.run_writing(values)[1][written]
-
-            path = f"{self.pair.reference.result.name} → {ours.name}"
-            found += self.by.judge(path, reference[ours], left, again, self.given)
-        return tuple(found)
-
-    def judge_gradients(self, edges: Edges) -> tuple[Comparison, ...]:
-        """Judge the gradients of what both regions read, given the same cotangent."""
-        name = self.pair.reference.result.name
-
-        def slopes(run: Callable[[Mapping[Any, Any]], Any], values: Mapping[Any, Any]) -> Any:
-            return gradients(run, values, self.wanted, name, self.by.seed)
-
-        try:
-            values = {node: self.values[node] for node in (*self.pair.reference.reads, *self.wanted)}
-            reference = slopes(self.again, values)
-            candidate = slopes(lambda given: self._run_candidate({**self.values, **given}, edges), values)
-        except Exception as error:
-            return (_unfit(name, error),)
-        return self.by.judge(name, reference, candidate, lambda given: slopes(self.again, given), values)
-
-    def blame(self, is_mended: Callable[[Edges], bool]) -> Node:
-        """Return the node of the reference whose work is not done."""
-        return blame(self.pair.reference, self.pair.candidate, self.values, self.partners, is_mended)
-
-    def _run_candidate(self, values: Mapping[Node, Any], edges: Edges) -> Any:
-        fed = {
-            node: values[self.partners[node]].to(self.lowered[node])
-            if node in self.lowered
-            else values[self.partners[node]]
-            for node in self.pair.candidate.reads
-        }
-        with runtime.drawing_from(self.drawn):
-            return self.pair.candidate.run(fed, {edge: values[instead] for edge, instead in edges.items()})
-
-
 def is_wrong(comparisons: Sequence[Comparison]) -> bool:
-    """Tell whether one of them says that both sides do not compute the same."""
-    return any(seen.verdict is Verdict.DIVERGED for seen in comparisons)
-
-
-def _unfit(name: str, error: BaseException) -> Comparison:
-    reason = f"the candidate's node raised {type(error).__name__}: {error}".splitlines()[0]
-    return Comparison(path=name, verdict=Verdict.DIVERGED, reason=reason)
+    """Tell whether one of the comparisons diverged."""
+    return any(comparison.verdict is Verdict.DIVERGED for comparison in comparisons)

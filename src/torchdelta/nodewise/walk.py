@@ -18,10 +18,10 @@ from torchdelta._torch.graphs import graphs
 from torchdelta.compare.policy import Policy
 from torchdelta.nodewise.findings import (
     NodeFindings,
-    found_behind_taps,
-    found_in_lockstep,
-    found_in_modules,
-    joined,
+    findings_from_lockstep,
+    findings_from_modules,
+    findings_from_taps,
+    join_findings,
 )
 from torchdelta.nodewise.gradient_gates import Gates
 from torchdelta.nodewise.local import LocalJudge
@@ -88,12 +88,12 @@ class NodeWalk:
     def between_graphs(self, transform: Transform, report: Report) -> NodeFindings:
         """Run the graph before and after the transform in lockstep."""
         has_gradients = transform.has_backward and any(stage.name != "forward" for stage in report.stages)
-        seam = LockstepSeam(judge=self.judge(), given=self.mapping, with_gradients=has_gradients)
+        seam = LockstepSeam(judge=self.judge(), mapping=self.mapping, with_gradients=has_gradients)
         self.run(ObservedTransform(transform, seam))
         seam.require_used()
         if seam.black_boxes:
             return self._in_black_box(transform, report)
-        return found_in_lockstep(seam.seen, sorted(seam.judge.notes))
+        return findings_from_lockstep(seam.comparisons, sorted(seam.judge.notes))
 
     def _in_black_box(self, transform: Transform, report: Report) -> NodeFindings:
         """Tap the graph as it is handed over; what only gradients show takes gates on its edges too."""
@@ -103,9 +103,9 @@ class NodeWalk:
         gates = Gates(judge=self.judge())
         self.run(ObservedTransform(transform, gates))
         self.compiles += transform.is_compiler
-        judged = gates.judged()
-        slopes = found_behind_taps(judged, gates.total, (*gates.notes, *sorted(gates.judge.notes)))
-        return joined(found, slopes)
+        judged = gates.judge_nodes()
+        slopes = findings_from_taps(judged, gates.total, (*gates.notes, *sorted(gates.judge.notes)))
+        return join_findings(found, slopes)
 
     def _by_taps(self, watched: Callable[[Seam], Transform], report: Report) -> NodeFindings:
         """Tap, and see to it that the failure is still there; nothing that was seen without it counts."""
@@ -116,16 +116,16 @@ class NodeWalk:
             def is_chosen(_: Node, place: count[int] = place, every: int = every) -> bool:
                 return next(place) % every == 0
 
-            taps = Taps(judge=self.judge(), chosen=is_chosen, limit_bytes=self.limit_bytes)
+            taps = Taps(judge=self.judge(), is_chosen=is_chosen, limit_bytes=self.limit_bytes)
             transform = watched(taps)
             verdict, reason = self.ask(transform)
             self.compiles += transform.is_compiler
-            found = found_behind_taps(taps.seen, taps.total, (*taps.notes, *sorted(taps.judge.notes)))
+            found = findings_from_taps(taps.nodes, taps.total, (*taps.notes, *sorted(taps.judge.notes)))
             if not taps.total or verdict is report.verdict:
                 return found
             self.is_disturbed = True
             self.notes.append(
-                f"with taps at {taps.tapped} of {taps.total} nodes the verdict is {verdict.value} ({reason}): "
+                f"with taps at {taps.tap_count} of {taps.total} nodes the verdict is {verdict.value} ({reason}): "
                 "they change what is looked at"
             )
         return replace(found, culprits=())
@@ -162,13 +162,13 @@ class NodeWalk:
             with_gradients="gradients" in self.case.stages and self.transform.lowered_to is None,
             candidate_inputs=inputs[1],
         )
-        return found_in_lockstep([compared], sorted(judge.notes))
+        return findings_from_lockstep([compared], sorted(judge.notes))
 
     def _by_modules(self, ours: Side, theirs: Side) -> NodeFindings:
         case = self.case
         located = locate_modules(ours, theirs, seed=case.seed, gradients="gradients" in case.stages, policy=self.policy)
         return replace(
-            found_in_modules(located.rows, located.culprits, located.coverage),
+            findings_from_modules(located.rows, located.culprits, located.coverage),
             unmatched_reference=located.unmatched_reference,
             unmatched_candidate=located.unmatched_candidate,
             notes=located.notes,

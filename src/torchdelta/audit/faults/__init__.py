@@ -1,6 +1,13 @@
-"""Faults to plant in a program: does a check that says "equivalent" see them?
+"""Faults that can be planted in a program, to test whether a check catches them.
 
-A new kind is one entry in the `FAULTS` of its family's file; a new family is one file and one name here.
+Each family of faults has a file with a table `FAULTS`. A new kind is one entry in such a table; a new family is one
+file and one name in the loop below.
+
+    faulty = plant("residual_dropped", seed=0, then="inductor")
+    report = torchdelta.check(model, inputs, transform=faulty)
+    faulty.place                            # the node that has the fault
+
+Start with `plant`. `base` says what a fault is, `transform` plants it.
 """
 
 from __future__ import annotations
@@ -22,7 +29,7 @@ from torchdelta.audit.faults import (
     training,
 )
 from torchdelta.audit.faults.base import Fault, NotPlantable, PlaceLost
-from torchdelta.audit.faults.planted import Planted
+from torchdelta.audit.faults.transform import Planted
 from torchdelta.records.audit import Place
 from torchdelta.registry import Registry
 from torchdelta.transforms.base import Transform
@@ -46,12 +53,12 @@ def plant(
 ) -> Planted:
     """Return a transform that plants a fault of that kind at one node of the exported program.
 
-    The seed chooses the node among those that fit, but for the `excluding` ones, given by name; `place` tells which it
-    was once the transform was applied. `then` is the transform under test, which is given the faulty program. `exports`
-    may be shared by many faults in one program, which is then traced once.
+    The seed chooses the node among the eligible ones, without those named in `excluding`. After the transform was
+    applied, its `place` is the chosen node. `then` is the transform under test, which gets the faulty program. If many
+    faults in one program share `exports`, the program is traced only once.
     """
-    onward = None if then is None else transforms.build(then, {})
-    return Planted(FAULTS.get(kind), seed=seed, then=onward, excluding=excluding, exports=exports)
+    following = None if then is None else transforms.build(then, {})
+    return Planted(FAULTS.get(kind), seed=seed, then=following, excluding=excluding, exports=exports)
 
 
 def eligible_places(kind: str, graph_module: GraphModule) -> tuple[Place, ...]:

@@ -1,4 +1,4 @@
-"""Activations: one taken for another, or a cheaper formula for the real one."""
+"""Faults in activations: one is taken for another, or a cheaper formula replaces the exact one."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from torch.fx import Node
 
 from torchdelta._torch.graphs.nodes import arguments, set_argument
 from torchdelta.audit.faults.base import Fault
-from torchdelta.audit.faults.nodes import aten, call_instead, is_call
+from torchdelta.audit.faults.nodes import aten, call_fault, is_call
 
 GELU_CUBIC = 0.044715
+"""The coefficient of the cubic term in the tanh approximation of gelu."""
 _LEAKY = {aten.relu.default: aten.leaky_relu.default, aten.relu_.default: aten.leaky_relu_.default}
 
 
 def tanh_by_fraction(x: torch.Tensor) -> torch.Tensor:
-    """Return the Padé approximation of tanh, good to two digits."""
+    """Return the Padé approximation of tanh, which has two correct digits."""
     return (x * (27 + x * x) / (27 + 9 * x * x)).clamp(-1, 1)
 
 
@@ -51,18 +52,11 @@ FAULTS = (
         is_eligible=_has_gelu_coefficient,
         plant=lambda node: node.update_arg(1, 0.0447),
     ),
-    Fault(
-        name="relu_leaky",
-        summary="negative values are scaled by 0.01 and not cut off",
-        needs="a relu",
-        is_eligible=lambda node: is_call(node, *_LEAKY),
-        plant=call_instead(_LEAKY),
-    ),
-    Fault(
-        name="activation_approximated",
-        summary="gelu for silu, a piecewise linear sigmoid, or tanh as a fraction",
-        needs="a silu, sigmoid or tanh",
-        is_eligible=lambda node: is_call(node, *_CHEAPER),
-        plant=call_instead(_CHEAPER),
+    call_fault("relu_leaky", "negative values are scaled by 0.01 and not cut off", "a relu", _LEAKY),
+    call_fault(
+        "activation_approximated",
+        "gelu for silu, a piecewise linear sigmoid, or tanh as a fraction",
+        "a silu, sigmoid or tanh",
+        _CHEAPER,
     ),
 )

@@ -1,4 +1,4 @@
-"""Arithmetic: an operation or an operand is wrong, or a result is off by a factor."""
+"""Faults in arithmetic: an operation or an operand is wrong, or a result is off by a factor."""
 
 from __future__ import annotations
 
@@ -7,49 +7,53 @@ from torch.fx import Node
 from torchdelta._torch.graphs.nodes import arguments, set_argument
 from torchdelta.audit.faults.base import Fault
 from torchdelta.audit.faults.nodes import (
+    add_after,
+    add_before,
     aten,
-    call_instead,
-    follow,
-    is_arithmetic,
     is_call,
     is_floating,
     is_sum_of_two,
-    precede,
+    replace_call,
+    result_fault,
     tensor_of,
 )
 
 _DIFFERENCE = {aten.add.Tensor: aten.sub.Tensor, aten.add_.Tensor: aten.sub_.Tensor}
 _PRODUCTS = (aten.matmul.default, aten.bmm.default)
 _WEIGHT: dict[object, int] = {aten.linear.default: 1, aten.addmm.default: 2}
-"""Where the weight stands, which may be transposed by mistake."""
+"""The position of the weight among the arguments, which may be transposed by mistake."""
 _BIASED = (aten.linear.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
 _MEANS = (aten.mean.default, aten.mean.dim)
 _CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
 
 
 def _drop_residual(node: Node) -> None:
+    """Replace a sum by the operand that was computed last."""
     order = {each: index for index, each in enumerate(node.graph.nodes)}
-    # what was there first is the residual, whichever way round the sum is written
+    # the residual is the operand that was computed first, in whatever order the sum is written
     branch = max(node.all_input_nodes, key=order.__getitem__)
-    _keep_only(node, branch)
+    _replace_by_operand(node, branch)
 
 
 def _drop_negation(node: Node) -> None:
-    _keep_only(node, node.all_input_nodes[0])
+    _replace_by_operand(node, node.all_input_nodes[0])
 
 
-def _keep_only(node: Node, operand: Node) -> None:
+def _replace_by_operand(node: Node, operand: Node) -> None:
+    """Let a node return a copy of one of its operands."""
     node.target = aten.clone.default
     node.args = (operand,)
 
 
 def _has_bias(node: Node) -> bool:
+    """Tell whether the node is a linear, convolution or addmm with a bias."""
     if is_call(node, aten.addmm.default):
         return bool(arguments(node)["beta"])
     return is_call(node, *_BIASED) and arguments(node)["bias"] is not None
 
 
 def _drop_bias(node: Node) -> None:
+    """Remove the bias of a node."""
     if is_call(node, aten.addmm.default):
         set_argument(node, "beta", 0)
     else:
@@ -57,6 +61,7 @@ def _drop_bias(node: Node) -> None:
 
 
 def _is_swappable(node: Node) -> bool:
+    """Tell whether the node multiplies by a square weight, or multiplies two square matrices of one shape."""
     if is_call(node, *_WEIGHT):
         weight = tensor_of(node.args[_WEIGHT[node.target]])
         return weight is not None and weight.shape[0] == weight.shape[1]
@@ -68,23 +73,24 @@ def _is_swappable(node: Node) -> bool:
     return first.shape == second.shape and first.shape[-1] == first.shape[-2]
 
 
-def _swap(node: Node) -> None:
+def _swap_operands(node: Node) -> None:
+    """Transpose the weight, or swap the two operands of a matmul."""
     if is_call(node, *_WEIGHT):
-        precede(node, _WEIGHT[node.target], aten.t.default)
+        add_before(node, _WEIGHT[node.target], aten.t.default)
     else:
         first, second = node.args
         node.args = (second, first)
 
 
-def _averaged(node: Node) -> int:
-    """Return how many elements go into each mean."""
+def _elements_per_mean(node: Node) -> int:
+    """Return how many elements each mean is computed from, or 0 if that is not known."""
     elements, means = tensor_of(node.args[0]), tensor_of(node)
     return elements.numel() // means.numel() if elements is not None and means is not None and means.numel() else 0
 
 
 def _divide_by_one_less(node: Node) -> None:
-    number = _averaged(node)
-    follow(node, (aten.mul.Tensor, number / (number - 1)))
+    number = _elements_per_mean(node)
+    add_after(node, (aten.mul.Tensor, number / (number - 1)))
 
 
 def _is_clamped(node: Node) -> bool:
@@ -92,10 +98,11 @@ def _is_clamped(node: Node) -> bool:
 
 
 def _move_bounds(node: Node) -> None:
-    node.args = (node.args[0], *(_moved(bound) for bound in node.args[1:]))
+    node.args = (node.args[0], *(_moved_bound(bound) for bound in node.args[1:]))
 
 
-def _moved(bound: object) -> float | None:
+def _moved_bound(bound: object) -> float | None:
+    """Return a bound that is a tenth nearer to zero, 0.02 for zero, or None if there is no bound."""
     return (0.9 * bound or 0.02) if isinstance(bound, (int, float)) else None
 
 
@@ -105,7 +112,7 @@ FAULTS = (
         summary="a difference in place of a sum",
         needs="an addition of two tensors of one shape",
         is_eligible=is_sum_of_two,
-        plant=call_instead(_DIFFERENCE),
+        plant=replace_call(_DIFFERENCE),
     ),
     Fault(
         name="residual_dropped",
@@ -126,7 +133,7 @@ FAULTS = (
         summary="the operands of a square matmul are swapped, or a square weight is transposed",
         needs="a linear or addmm with a square weight, or a matmul of two square matrices",
         is_eligible=_is_swappable,
-        plant=_swap,
+        plant=_swap_operands,
     ),
     Fault(
         name="negation_dropped",
@@ -139,7 +146,7 @@ FAULTS = (
         name="mean_over_n_minus_1",
         summary="a mean is divided by n - 1",
         needs="a mean of two elements or more",
-        is_eligible=lambda node: is_call(node, *_MEANS) and _averaged(node) > 1,
+        is_eligible=lambda node: is_call(node, *_MEANS) and _elements_per_mean(node) > 1,
         plant=_divide_by_one_less,
     ),
     Fault(
@@ -149,18 +156,6 @@ FAULTS = (
         is_eligible=_is_clamped,
         plant=_move_bounds,
     ),
-    Fault(
-        name="scale_by_1_001",
-        summary="a result is too large by a thousandth",
-        needs="an operation with a floating-point result",
-        is_eligible=is_arithmetic,
-        plant=lambda node: follow(node, (aten.mul.Tensor, 1.001)),
-    ),
-    Fault(
-        name="scale_by_1_00001",
-        summary="a result is too large by a hundred-thousandth",
-        needs="an operation with a floating-point result",
-        is_eligible=is_arithmetic,
-        plant=lambda node: follow(node, (aten.mul.Tensor, 1 + 1e-5)),
-    ),
+    result_fault("scale_by_1_001", "a result is too large by a thousandth", (aten.mul.Tensor, 1.001)),
+    result_fault("scale_by_1_00001", "a result is too large by a hundred-thousandth", (aten.mul.Tensor, 1 + 1e-5)),
 )

@@ -1,4 +1,4 @@
-"""Attention: its scale, its mask, its softmax and the order of its heads."""
+"""Faults in attention: its scale, its mask, its softmax and the order of its heads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from torchdelta._torch.graphs.nodes import arguments, set_argument
 from torchdelta.audit.faults.base import Fault
-from torchdelta.audit.faults.nodes import aten, is_call, is_floating, precede, tensor_of
+from torchdelta.audit.faults.nodes import add_before, aten, is_call, is_floating, tensor_of
 
 _SDPA = aten.scaled_dot_product_attention.default
 _SCALINGS = (aten.mul.Tensor, aten.div.Tensor)
@@ -33,6 +33,7 @@ def attention_one_ahead(
 
 
 def _is_scaled(node: Node) -> bool:
+    """Tell whether the node is an attention, or scales the product of a matmul by a constant."""
     if is_call(node, _SDPA):
         return True
     if not is_call(node, *_SCALINGS):
@@ -49,22 +50,24 @@ def _drop_scale(node: Node) -> None:
 
 
 def _is_causal(node: Node) -> bool:
+    """Tell whether the node is a causal attention, or computes a causal mask."""
     if is_call(node, _SDPA):
         return bool(arguments(node)["is_causal"])
     mask = tensor_of(node)
     if mask is None or mask.dim() < 2:
         return False
-    # positions are compared as integers
+    # a mask may come from a comparison of positions, which are integers
     return is_call(node, *_TRIANGLES) or (is_call(node, aten.le.Tensor) and not any(map(is_floating, node.args)))
 
 
 def _look_ahead(node: Node) -> None:
+    """Shift the causal mask by one, so that every query sees the next key."""
     if is_call(node, _SDPA):
         node.target = attention_one_ahead
     elif is_call(node, *_TRIANGLES):
         set_argument(node, "diagonal", arguments(node)["diagonal"] + 1)
     else:
-        precede(node, 1, aten.add.Tensor, 1)
+        add_before(node, 1, aten.add.Tensor, 1)
 
 
 def _has_another_dimension(node: Node) -> bool:
@@ -73,6 +76,7 @@ def _has_another_dimension(node: Node) -> bool:
 
 
 def _mistake_dimension(node: Node) -> None:
+    """Let a softmax run over the last dimension but one, or over the last if it ran over that one."""
     tensor = tensor_of(node)
     assert tensor is not None
     is_last_but_one = arguments(node)["dim"] % tensor.dim() == tensor.dim() - 2
@@ -80,6 +84,7 @@ def _mistake_dimension(node: Node) -> None:
 
 
 def _repeats_heads(node: Node) -> bool:
+    """Tell whether the node repeats key and value heads by expand and reshape."""
     if not (is_call(node, aten.reshape.default) and is_call(node.args[0], aten.expand.default)):
         return False
     heads = tensor_of(node.args[0])
@@ -113,6 +118,6 @@ FAULTS = (
         summary="repeated key and value heads are tiled and not interleaved",
         needs="a grouped attention that repeats its heads by expand and reshape",
         is_eligible=_repeats_heads,
-        plant=lambda node: precede(node, 0, aten.transpose.int, 1, 2),
+        plant=lambda node: add_before(node, 0, aten.transpose.int, 1, 2),
     ),
 )

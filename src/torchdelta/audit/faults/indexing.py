@@ -1,4 +1,4 @@
-"""Indexing: the right values in the wrong place, or the place next to the right one."""
+"""Faults in indexing: the right values in the wrong place, or an index that is off by one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.fx import Node
 
 from torchdelta._torch.graphs.nodes import arguments, set_argument
 from torchdelta.audit.faults.base import Fault
-from torchdelta.audit.faults.nodes import aten, follow, is_arithmetic, is_call, is_floating, precede, tensor_of
+from torchdelta.audit.faults.nodes import add_after, add_before, aten, is_call, is_floating, result_fault, tensor_of
 
 _ARANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 _REORDERS = (aten.transpose.int, aten.permute.default, aten.t.default)
@@ -24,7 +24,7 @@ _CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
 def slice_one_earlier(
     x: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> torch.Tensor:
-    """Return a slice that begins and ends one element earlier; the first element is preceded by the last."""
+    """Return a slice that begins and ends one element earlier; before the first element comes the last one."""
     sliced: torch.Tensor = aten.slice.Tensor(torch.roll(x, 1, dim), dim, start, end, step)
     return sliced
 
@@ -35,7 +35,8 @@ def with_stale_tail(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((flat[:-1], flat[-2:-1])).reshape(x.shape)
 
 
-def _takes_a_part(node: Node) -> bool:
+def _is_part_of_tensor(node: Node) -> bool:
+    """Tell whether the node takes a proper part of a floating-point tensor by a slice or an index."""
     if not (is_call(node, aten.slice.Tensor, aten.select.int) and is_floating(node)):
         return False
     whole, part, dim = tensor_of(node.args[0]), tensor_of(node), int(arguments(node)["dim"])
@@ -45,17 +46,19 @@ def _takes_a_part(node: Node) -> bool:
 
 
 def _shift_part(node: Node) -> None:
+    """Shift a slice by one element, or replace an index by its neighbour."""
     if is_call(node, aten.slice.Tensor):
         node.target = slice_one_earlier
         return
-    given, whole = arguments(node), tensor_of(node.args[0])
+    values, whole = arguments(node), tensor_of(node.args[0])
     assert whole is not None
-    size = whole.shape[given["dim"]]
-    index = given["index"] % size
+    size = whole.shape[values["dim"]]
+    index = values["index"] % size
     set_argument(node, "index", index + 1 if index + 1 < size else index - 1)
 
 
 def _reorders_before_reshape(node: Node) -> bool:
+    """Tell whether the node changes the order of dimensions, and a reader depends on the order of elements."""
     if not (is_call(node, *_REORDERS) and is_floating(node)):
         return False
     before, after = tensor_of(node.args[0]), tensor_of(node)
@@ -65,27 +68,31 @@ def _reorders_before_reshape(node: Node) -> bool:
 
 
 def _reshape_instead(node: Node) -> None:
+    """Replace a transpose by a reshape to the same shape."""
     after = tensor_of(node)
     assert after is not None
     node.target = aten.reshape.default
     node.args = (node.args[0], list(after.shape))
 
 
-def _counts(node: Node) -> bool:
-    counted = tensor_of(node)
+def _is_integer_count(node: Node) -> bool:
+    """Tell whether the node computes integers by arange, cumsum or floor division."""
+    tensor = tensor_of(node)
     is_counting = is_call(node, *_ARANGES, aten.floor_divide.default, aten.cumsum.default)
-    return is_counting and counted is not None and not counted.is_floating_point() and counted.dim() <= 2
+    return is_counting and tensor is not None and not tensor.is_floating_point() and tensor.dim() <= 2
 
 
 def _miscount(node: Node) -> None:
+    """Make a count smaller by one, or let a floor division round too late."""
     if is_call(node, aten.floor_divide.default):
-        precede(node, 0, aten.add.Tensor, 1)
+        add_before(node, 0, aten.add.Tensor, 1)
     else:
-        # never below zero: the count may be an index
-        follow(node, (aten.sub.Tensor, 1), (aten.clamp_min.default, 0))
+        # the count may be an index, so it must not become negative
+        add_after(node, (aten.sub.Tensor, 1), (aten.clamp_min.default, 0))
 
 
 def _mistake_padding(node: Node) -> None:
+    """Remove the padding index of an embedding, or add one if it has none."""
     table = tensor_of(node.args[0])
     assert table is not None
     has_padding = arguments(node)["padding_idx"] >= 0
@@ -97,9 +104,10 @@ def _is_padded(node: Node) -> bool:
 
 
 def _pad_at_the_end(node: Node) -> None:
+    """Move all padding of a convolution behind the values."""
     sizes = arguments(node)["padding"]
     # constant_pad_nd counts the dimensions from the last
-    precede(node, 0, aten.constant_pad_nd.default, [pad for size in reversed(sizes) for pad in (0, 2 * size)])
+    add_before(node, 0, aten.constant_pad_nd.default, [pad for size in reversed(sizes) for pad in (0, 2 * size)])
     set_argument(node, "padding", [0] * len(sizes))
 
 
@@ -108,7 +116,7 @@ FAULTS = (
         name="slice_off_by_one",
         summary="a slice or an index is one off",
         needs="a slice or an index into a floating-point tensor",
-        is_eligible=_takes_a_part,
+        is_eligible=_is_part_of_tensor,
         plant=_shift_part,
     ),
     Fault(
@@ -118,18 +126,12 @@ FAULTS = (
         is_eligible=_reorders_before_reshape,
         plant=_reshape_instead,
     ),
-    Fault(
-        name="tail_element",
-        summary="the last element of a result has the value of the one before",
-        needs="an operation with a floating-point result",
-        is_eligible=is_arithmetic,
-        plant=lambda node: follow(node, (with_stale_tail,)),
-    ),
+    result_fault("tail_element", "the last element of a result has the value of the one before", (with_stale_tail,)),
     Fault(
         name="integer_off_by_one",
         summary="positions are one too small, or a floor division rounds too late",
         needs="an arange, floor division or cumsum of integers",
-        is_eligible=_counts,
+        is_eligible=_is_integer_count,
         plant=_miscount,
     ),
     Fault(

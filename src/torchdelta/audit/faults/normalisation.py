@@ -1,17 +1,19 @@
-"""Normalisation: its epsilon and its variance."""
+"""Faults in normalisation: its epsilon and its variance."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from torchdelta._torch.graphs.nodes import arguments, set_argument
 from torchdelta.audit.faults.base import Fault
-from torchdelta.audit.faults.nodes import aten, call_instead, is_call, is_floating
+from torchdelta.audit.faults.nodes import aten, is_call, is_floating
 
 _LARGEST_EPSILON = 1e-4
+"""A larger constant in an addition is not taken for an epsilon."""
 _NORMS = (
     aten.batch_norm.default,
     aten.group_norm.default,
@@ -21,46 +23,32 @@ _NORMS = (
 )
 
 
-def layer_norm_of_sample(
+def layer_norm_variant(
     x: torch.Tensor,
     normalized_shape: Sequence[int],
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
     cudnn_enable: bool = True,  # noqa: ARG001 — the operator has it
+    *,
+    correction: int = 0,
+    adds_to_deviation: bool = False,
 ) -> torch.Tensor:
-    """Return the layer norm with the variance of a sample, which divides by n - 1."""
-    centred, variance = _moments(x, normalized_shape, correction=1)
-    return _affine(centred * torch.rsqrt(variance + eps), weight, bias).to(x.dtype)
+    """Return a layer norm whose variance divides by n - `correction`.
 
-
-def layer_norm_with_added_epsilon(
-    x: torch.Tensor,
-    normalized_shape: Sequence[int],
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = True,  # noqa: ARG001 — the operator has it
-) -> torch.Tensor:
-    """Return the layer norm with epsilon added to the standard deviation and not to the variance."""
-    centred, variance = _moments(x, normalized_shape, correction=0)
-    return _affine(centred / (torch.sqrt(variance) + eps), weight, bias).to(x.dtype)
-
-
-def _moments(x: torch.Tensor, shape: Sequence[int], *, correction: int) -> tuple[torch.Tensor, torch.Tensor]:
+    Epsilon is added to the variance, or to the standard deviation if `adds_to_deviation`.
+    """
     # the operator computes half precision in float32: doing less would be another fault
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-    dims = tuple(range(-len(shape), 0))
-    return wide - wide.mean(dims, keepdim=True), wide.var(dims, correction=correction, keepdim=True)
-
-
-def _affine(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
-    scaled = x if weight is None else x * weight
-    return scaled if bias is None else scaled + bias
+    dims = tuple(range(-len(normalized_shape), 0))
+    centred, variance = wide - wide.mean(dims, keepdim=True), wide.var(dims, correction=correction, keepdim=True)
+    normalized = centred / (torch.sqrt(variance) + eps) if adds_to_deviation else centred * torch.rsqrt(variance + eps)
+    scaled = normalized if weight is None else normalized * weight
+    return (scaled if bias is None else scaled + bias).to(x.dtype)
 
 
 def _epsilon(node: Node) -> float | None:
-    """Return the epsilon that a norm, or an addition that looks like a part of one, has."""
+    """Return the epsilon of a norm, or of an addition that looks like a part of one; otherwise None."""
     if is_call(node, *_NORMS):
         epsilon = arguments(node)["eps"]
     elif is_call(node, aten.add.Tensor) and is_floating(node):
@@ -70,7 +58,9 @@ def _epsilon(node: Node) -> float | None:
     return epsilon if isinstance(epsilon, float) and 0 < epsilon <= _LARGEST_EPSILON else None
 
 
-def _with_epsilon(change: Callable[[float], float]) -> Callable[[Node], None]:
+def _change_epsilon(change: Callable[[float], float]) -> Callable[[Node], None]:
+    """Return a `Fault.plant` that applies `change` to the epsilon of a node."""
+
     def plant(node: Node) -> None:
         epsilon = _epsilon(node)
         assert epsilon is not None
@@ -79,39 +69,40 @@ def _with_epsilon(change: Callable[[float], float]) -> Callable[[Node], None]:
     return plant
 
 
-def _is_layer_norm(node: Node) -> bool:
-    return is_call(node, aten.layer_norm.default)
+def _layer_norm_fault(name: str, summary: str, **options: Any) -> Fault:
+    """Return a fault that calls `layer_norm_variant` with these options in place of a layer norm."""
+
+    def plant(node: Node) -> None:
+        node.target = layer_norm_variant
+        node.kwargs = {**node.kwargs, **options}
+
+    return Fault(
+        name=name,
+        summary=summary,
+        needs="a layer norm",
+        is_eligible=lambda node: is_call(node, aten.layer_norm.default),
+        plant=plant,
+    )
 
 
-_NEEDS_EPSILON = f"a norm, or the addition of an epsilon of at most {_LARGEST_EPSILON}"
+def _epsilon_fault(name: str, summary: str, change: Callable[[float], float]) -> Fault:
+    """Return a fault that changes the epsilon of a norm."""
+    return Fault(
+        name=name,
+        summary=summary,
+        needs=f"a norm, or the addition of an epsilon of at most {_LARGEST_EPSILON}",
+        is_eligible=lambda node: _epsilon(node) is not None,
+        plant=_change_epsilon(change),
+    )
+
 
 FAULTS = (
-    Fault(
-        name="epsilon_divided_by_10",
-        summary="a tenth of the epsilon",
-        needs=_NEEDS_EPSILON,
-        is_eligible=lambda node: _epsilon(node) is not None,
-        plant=_with_epsilon(lambda epsilon: epsilon / 10),
-    ),
-    Fault(
-        name="epsilon_1e_3",
-        summary="an epsilon of 0.001",
-        needs=_NEEDS_EPSILON,
-        is_eligible=lambda node: _epsilon(node) is not None,
-        plant=_with_epsilon(lambda _: 1e-3),
-    ),
-    Fault(
-        name="layer_norm_unbiased_variance",
-        summary="a layer norm whose variance is divided by n - 1",
-        needs="a layer norm",
-        is_eligible=_is_layer_norm,
-        plant=call_instead({aten.layer_norm.default: layer_norm_of_sample}),
-    ),
-    Fault(
-        name="layer_norm_epsilon_outside_root",
-        summary="a layer norm that adds epsilon to the standard deviation",
-        needs="a layer norm",
-        is_eligible=_is_layer_norm,
-        plant=call_instead({aten.layer_norm.default: layer_norm_with_added_epsilon}),
+    _epsilon_fault("epsilon_divided_by_10", "a tenth of the epsilon", lambda epsilon: epsilon / 10),
+    _epsilon_fault("epsilon_1e_3", "an epsilon of 0.001", lambda _: 1e-3),
+    _layer_norm_fault("layer_norm_unbiased_variance", "a layer norm whose variance is divided by n - 1", correction=1),
+    _layer_norm_fault(
+        "layer_norm_epsilon_outside_root",
+        "a layer norm that adds epsilon to the standard deviation",
+        adds_to_deviation=True,
     ),
 )

@@ -1,6 +1,6 @@
-"""Precision: right in exact arithmetic, or nearly, and rounded where it should not be.
+"""Faults in precision: the result is right in exact arithmetic, or nearly, but rounded where it should not be.
 
-Rounding to a lower dtype is written as a cast, which the lifted program does not do.
+Rounding to a lower dtype is written as a cast, because the program in float64 skips casts.
 """
 
 from __future__ import annotations
@@ -11,24 +11,34 @@ import torch
 from torch.fx import Node
 
 from torchdelta.audit.faults.base import Fault
-from torchdelta.audit.faults.nodes import aten, call_instead, follow, is_arithmetic, is_call, tensor_of
+from torchdelta.audit.faults.nodes import (
+    add_after,
+    aten,
+    has_result,
+    is_call,
+    needs_result,
+    replace_call,
+    result_fault,
+    tensor_of,
+)
 
-_HALVES = (torch.bfloat16, torch.float16)
-_BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+_HALF_DTYPES = (torch.bfloat16, torch.float16)
+_INTEGER_DTYPES = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 _BLOCKS = 8
-_MAGIC = 0x5FE6EB50C7B537A9
-"""Half the bits of a float64 subtracted from it are a first guess at its inverse square root."""
+"""The number of partial sums of a matmul in half precision."""
+_RSQRT_MAGIC = 0x5FE6EB50C7B537A9
+"""The known constant for float64: minus half the bits of a number, it is a first guess at the inverse square root."""
 
 
 def linear_in_low_precision(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the linear map of rounded operands."""
+    """Return the linear map of operands that were rounded as in `matmul_in_low_precision`."""
     product = matmul_in_low_precision(x, weight.t())
     return product if bias is None else product + bias
 
 
 def matmul_in_low_precision(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the product of operands rounded to bfloat16; where they are in half precision, the sum is rounded too."""
-    if x.dtype not in _HALVES:
+    """Return the product of operands rounded to bfloat16; in half precision the partial sums are rounded instead."""
+    if x.dtype not in _HALF_DTYPES:
         return torch.matmul(x.to(torch.bfloat16).to(x.dtype), y.to(torch.bfloat16).to(y.dtype))
     width = -(-x.shape[-1] // _BLOCKS)
     starts = range(0, x.shape[-1], width)
@@ -41,28 +51,28 @@ def matmul_in_low_precision(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def addmm_in_low_precision(
     bias: torch.Tensor, x: torch.Tensor, y: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> torch.Tensor:
-    """Return the sum of a bias and the product of rounded operands."""
+    """Return the sum of a bias and the product by `matmul_in_low_precision`."""
     return beta * bias + alpha * matmul_in_low_precision(x, y)
 
 
 def rsqrt_by_newton(x: torch.Tensor, steps: int) -> torch.Tensor:
-    """Return the inverse square root by a guess from the bits and some Newton steps; its gradient is scaled alike."""
+    """Return the inverse square root by a guess from its bits and Newton steps; the gradient is as inexact."""
     exact = torch.rsqrt(x)
     wide = x.detach().double()
-    guess = (_MAGIC - (wide.view(torch.int64) >> 1)).view(torch.float64)
+    guess = (_RSQRT_MAGIC - (wide.view(torch.int64) >> 1)).view(torch.float64)
     for _ in range(steps):
         guess = guess * (1.5 - 0.5 * wide * guess * guess)
-    # at zero and below there is nothing to approximate
+    # at zero and below the exact value, infinity or NaN, is kept
     ratio = torch.where(wide > 0, guess * torch.sqrt(wide), 1.0)
     return exact * ratio.to(x.dtype)
 
 
-def rounded_toward_zero(x: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with its last bit cleared; float64 is the truth's own, and is left alone."""
-    if x.dtype not in _BITS:
+def round_toward_zero(x: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with its last bit cleared; float64 is not changed, because the truth is computed in it."""
+    if x.dtype not in _INTEGER_DTYPES:
         return x
-    cut = (x.detach().contiguous().view(_BITS[x.dtype]) & -2).view(x.dtype)
-    # the difference is exact, and so is the sum: the value is cut, and the gradient goes straight through
+    cut = (x.detach().contiguous().view(_INTEGER_DTYPES[x.dtype]) & -2).view(x.dtype)
+    # difference and sum are exact, so the value is cut and the gradient passes unchanged
     return torch.where(torch.isfinite(x), x + (cut - x).detach(), x)
 
 
@@ -75,39 +85,45 @@ _LOW_PRECISION: dict[object, Callable[..., torch.Tensor]] = {
 
 
 def _is_product(node: Node) -> bool:
+    """Tell whether the node multiplies floating-point matrices and has a version in low precision."""
     if not is_call(node, *_LOW_PRECISION):
         return False
     factors = [tensor_of(factor) for factor in node.args[1 if is_call(node, aten.addmm.default) else 0 :][:2]]
     return all(factor is not None and factor.dim() >= 2 and factor.is_floating_point() for factor in factors)
 
 
-def _is_not_in(*dtypes: torch.dtype) -> Callable[[Node], bool]:
-    def is_eligible(node: Node) -> bool:
-        tensor = tensor_of(node)
-        return is_arithmetic(node) and tensor is not None and tensor.dtype not in dtypes
+def _cast_fault(dtype: torch.dtype) -> Fault:
+    """Return a fault that casts a result to the dtype and back."""
 
-    return is_eligible
-
-
-def _through(dtype: torch.dtype) -> Callable[[Node], None]:
     def plant(node: Node) -> None:
         tensor = tensor_of(node)
         assert tensor is not None
-        follow(node, (aten.to.dtype, dtype), (aten.to.dtype, tensor.dtype))
+        add_after(node, (aten.to.dtype, dtype), (aten.to.dtype, tensor.dtype))
 
-    return plant
+    name = str(dtype).removeprefix("torch.")
+    return Fault(
+        name=f"cast_through_{name}",
+        summary=f"a result is rounded to {name}",
+        needs=needs_result(dtype),
+        is_eligible=has_result(dtype),
+        plant=plant,
+    )
 
 
-def _by_newton(steps: int) -> Callable[[Node], None]:
+def _newton_fault(name: str, steps: int, error: str) -> Fault:
+    """Return a fault that computes an inverse square root by so many Newton steps; `error` is its relative error."""
+
     def plant(node: Node) -> None:
         node.target = rsqrt_by_newton
         node.args = (node.args[0], steps)
 
-    return plant
-
-
-def _is_rsqrt(node: Node) -> bool:
-    return is_call(node, aten.rsqrt.default)
+    return Fault(
+        name=name,
+        summary=f"an inverse square root with a relative error of up to {error}",
+        needs="an inverse square root",
+        is_eligible=lambda node: is_call(node, aten.rsqrt.default),
+        plant=plant,
+    )
 
 
 FAULTS = (
@@ -116,48 +132,19 @@ FAULTS = (
         summary="a matmul of operands rounded to bfloat16; in half precision, one whose partial sums are rounded",
         needs="a linear or matmul",
         is_eligible=_is_product,
-        plant=call_instead(_LOW_PRECISION),
+        plant=replace_call(_LOW_PRECISION),
     ),
-    Fault(
-        name="cast_through_float16",
-        summary="a result is rounded to float16",
-        needs="an operation with a floating-point result in another dtype than float16",
-        is_eligible=_is_not_in(torch.float16),
-        plant=_through(torch.float16),
+    _cast_fault(torch.float16),
+    _cast_fault(torch.bfloat16),
+    _newton_fault("rsqrt_one_newton_step", 1, "2e-3"),
+    _newton_fault("rsqrt_two_newton_steps", 2, "5e-6"),
+    result_fault(
+        "round_toward_zero", "the last bit of a result is cleared", (round_toward_zero,), without=torch.float64
     ),
-    Fault(
-        name="cast_through_bfloat16",
-        summary="a result is rounded to bfloat16",
-        needs="an operation with a floating-point result in another dtype than bfloat16",
-        is_eligible=_is_not_in(torch.bfloat16),
-        plant=_through(torch.bfloat16),
-    ),
-    Fault(
-        name="rsqrt_one_newton_step",
-        summary="an inverse square root with a relative error of up to 2e-3",
-        needs="an inverse square root",
-        is_eligible=_is_rsqrt,
-        plant=_by_newton(1),
-    ),
-    Fault(
-        name="rsqrt_two_newton_steps",
-        summary="an inverse square root with a relative error of up to 5e-6",
-        needs="an inverse square root",
-        is_eligible=_is_rsqrt,
-        plant=_by_newton(2),
-    ),
-    Fault(
-        name="round_toward_zero",
-        summary="the last bit of a result is cleared",
-        needs="an operation with a floating-point result in another dtype than float64",
-        is_eligible=_is_not_in(torch.float64),
-        plant=lambda node: follow(node, (rounded_toward_zero,)),
-    ),
-    Fault(
-        name="nan_lost",
-        summary="NaN becomes 0, and infinity becomes 1e30",
-        needs="an operation with a floating-point result in another dtype than float16",
-        is_eligible=_is_not_in(torch.float16),
-        plant=lambda node: follow(node, (aten.nan_to_num.default, 0.0, 1e30, -1e30)),
+    result_fault(
+        "nan_lost",
+        "NaN becomes 0, and infinity becomes 1e30",
+        (aten.nan_to_num.default, 0.0, 1e30, -1e30),
+        without=torch.float16,
     ),
 )

@@ -1,4 +1,4 @@
-"""Training: what a graph computes is right at first sight, and wrong for gradients, later steps or later readers."""
+"""Faults in training: values are right at first, and wrong for gradients, later steps or later readers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from torch.fx import Node
 
 from torchdelta._torch.graphs.nodes import arguments, set_argument
 from torchdelta.audit.faults.base import Fault
-from torchdelta.audit.faults.nodes import aten, attribute_of, follow, is_arithmetic, is_call, is_sum_of_two
+from torchdelta.audit.faults.nodes import aten, attribute_of, is_call, is_sum_of_two, result_fault
 
 
 def _is_trained(node: Node) -> bool:
+    """Tell whether the node reads a parameter that requires grad."""
     if node.op != "get_attr":
         return False
     parameter = attribute_of(node)
@@ -18,6 +19,7 @@ def _is_trained(node: Node) -> bool:
 
 
 def _freeze(node: Node) -> None:
+    """Let the readers of a parameter read a copy of its current value, a buffer without a gradient."""
     module = node.graph.owning_module
     assert module is not None
     name = f"stale_{node.name}"
@@ -28,10 +30,11 @@ def _freeze(node: Node) -> None:
 
 
 def _is_inactive(node: Node) -> bool:
+    """Tell whether the node is a dropout that does nothing."""
     if not is_call(node, aten.dropout.default):
         return False
-    given = arguments(node)
-    return not (given["train"] and given["p"])
+    values = arguments(node)
+    return not (values["train"] and values["p"])
 
 
 def _activate(node: Node) -> None:
@@ -40,24 +43,19 @@ def _activate(node: Node) -> None:
 
 
 def _later_readers(node: Node) -> list[Node]:
-    """Return those who read the first operand of a node after it."""
+    """Return the nodes that read the first operand of a node after that node ran."""
     order = {each: index for index, each in enumerate(node.graph.nodes)}
     return [reader for reader in node.all_input_nodes[0].users if order[reader] > order[node]]
 
 
 def _overwrite(node: Node) -> None:
+    """Let later readers of the first operand read the sum, as if the sum had been written over it."""
     for reader in _later_readers(node):
         reader.replace_input_with(node.all_input_nodes[0], node)
 
 
 FAULTS = (
-    Fault(
-        name="gradient_detached",
-        summary="no gradient flows back through a result",
-        needs="an operation with a floating-point result",
-        is_eligible=is_arithmetic,
-        plant=lambda node: follow(node, (aten.detach.default,)),
-    ),
+    result_fault("gradient_detached", "no gradient flows back through a result", (aten.detach.default,)),
     Fault(
         name="parameter_stale",
         summary="a parameter is read once and for all: it has no gradient, and its changes are not seen",

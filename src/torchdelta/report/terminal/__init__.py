@@ -1,1 +1,1 @@
-"""Reports on a terminal."""
+"""Terminal reports, one module for each kind of record; `style` has the pieces that they share."""

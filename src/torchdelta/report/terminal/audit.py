@@ -1,8 +1,11 @@
-"""An audit on a terminal: the control first, then how many faults of each kind were caught."""
+"""The result of an audit on a terminal: how many planted faults of each kind a check caught.
+
+The catch rate comes first, then the control, which is the same check without a fault. If the control is not equivalent,
+the catches mean nothing, and the report says so. Start with `print_audit`.
+"""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console, Group, RenderableType
@@ -11,6 +14,7 @@ from rich.text import Text
 
 from torchdelta.records.audit import Audit, FaultTrial, TrialOutcome, count
 from torchdelta.records.verdict import Verdict
+from torchdelta.report.terminal.style import console_for_stdout, plain_table
 
 _COLUMNS = (
     TrialOutcome.CAUGHT,
@@ -19,8 +23,9 @@ _COLUMNS = (
     TrialOutcome.CRASHED,
     TrialOutcome.NO_EFFECT,
 )
-_WHEN_THERE_ARE_ANY = (TrialOutcome.CRASHED, TrialOutcome.NO_EFFECT)
-_TOLD = (TrialOutcome.MISSED, TrialOutcome.INCONCLUSIVE, TrialOutcome.CRASHED)
+_RARE = (TrialOutcome.CRASHED, TrialOutcome.NO_EFFECT)
+"""Outcomes that have a column only if they occur."""
+_NOT_CAUGHT = (TrialOutcome.MISSED, TrialOutcome.INCONCLUSIVE, TrialOutcome.CRASHED)
 _STYLE = {
     TrialOutcome.CAUGHT: "green",
     TrialOutcome.MISSED: "red",
@@ -31,41 +36,43 @@ _STYLE = {
 
 
 def print_audit(audit: Audit, console: Console | None = None, *, verbose: bool = False) -> None:
-    """Print the audit; `verbose` shows every fault that was not caught, with its place."""
-    # a pipe or a log file has no width to fold at
-    console = console or Console(width=None if sys.stdout.isatty() else 160)
+    """Print the audit; `verbose` lists every fault that was not caught, with its place."""
+    console = console or console_for_stdout()
     console.print(Group(*_parts(audit, verbose=verbose)), highlight=False)
 
 
 def _parts(audit: Audit, *, verbose: bool) -> Iterator[RenderableType]:
+    """Yield the parts of the report in order: catch rate, settings, control, table, and faults that were not caught."""
     case = audit.case
-    yield Text.assemble((_rate(audit), "bold"), f"  {case.program} under {case.transform}")
+    yield Text.assemble((_catch_rate_text(audit), "bold"), f"  {case.program} under {case.transform}")
     yield Text(f"  {', '.join(case.stages)}, policy {case.policy}, seed {case.seed}", style="dim")
-    yield from _control(audit)
+    yield from _control_lines(audit)
     if audit.trials:
         yield Text()
         yield _table(audit)
     if audit.inapplicable:
         yield Text(f"\nno place for  {', '.join(audit.inapplicable)}", style="dim")
-    told = [trial for trial in audit.trials if trial.outcome in _TOLD]
-    if verbose and told:
+    not_caught = [trial for trial in audit.trials if trial.outcome in _NOT_CAUGHT]
+    if verbose and not_caught:
         yield Text()
-        yield from map(_line, told)
-    elif told:
+        yield from map(_trial_line, not_caught)
+    elif not_caught:
         yield Text("--verbose shows where those are that were not caught", style="dim")
 
 
-def _rate(audit: Audit) -> str:
-    caught, missable = (
+def _catch_rate_text(audit: Audit) -> str:
+    """Return how many of the faults that had an effect were caught."""
+    caught, effective = (
         count(audit.trials, TrialOutcome.CAUGHT),
         len(audit.trials) - count(audit.trials, TrialOutcome.NO_EFFECT),
     )
     if audit.catch_rate is None:
         return "no fault had an effect" if audit.trials else "no fault could be planted"
-    return f"{caught} of {missable} faults caught ({audit.catch_rate:.0%})"
+    return f"{caught} of {effective} faults caught ({audit.catch_rate:.0%})"
 
 
-def _control(audit: Audit) -> Iterator[Text]:
+def _control_lines(audit: Audit) -> Iterator[Text]:
+    """Yield the verdict without a fault, and a warning if it is not equivalent."""
     if audit.control is Verdict.EQUIVALENT:
         yield Text.assemble("  without a fault  ", ("equivalent", "green"))
         return
@@ -78,8 +85,9 @@ def _control(audit: Audit) -> Iterator[Text]:
 
 
 def _table(audit: Audit) -> Table:
-    shown = [outcome for outcome in _COLUMNS if outcome not in _WHEN_THERE_ARE_ANY or count(audit.trials, outcome) > 0]
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    """Return a table of outcomes with a row for each kind of fault, and a total."""
+    shown = [outcome for outcome in _COLUMNS if outcome not in _RARE or count(audit.trials, outcome) > 0]
+    table = plain_table()
     table.add_column("kind", overflow="fold")
     for name in ("planted", *(outcome.value.replace("_", " ") for outcome in shown)):
         table.add_column(name, justify="right", no_wrap=True)
@@ -91,12 +99,13 @@ def _table(audit: Audit) -> Table:
 
 
 def _counts(trials: Sequence[FaultTrial], shown: Sequence[TrialOutcome]) -> Iterator[Text]:
+    """Yield the cells of a row: the number of trials, and that of each outcome."""
     yield Text(str(len(trials)))
     for outcome in shown:
         number = count(trials, outcome)
         yield Text(str(number), style=_STYLE[outcome] if number else "dim")
 
 
-def _line(trial: FaultTrial) -> Text:
+def _trial_line(trial: FaultTrial) -> Text:
     reason = f": {trial.reason}" if trial.reason else ""
     return Text.assemble((f"{trial.outcome.value:<12}", _STYLE[trial.outcome]), f"  {trial.place}{reason}")

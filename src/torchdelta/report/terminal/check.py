@@ -1,4 +1,14 @@
-"""A report on a terminal: the verdict first, then its stages, the worst leaves with their evidence, why, and notes."""
+"""The report of a check on a terminal.
+
+The verdict comes first, then a line for each stage, the worst leaves with their numbers, the reasons, and notes:
+
+    diverged  model under inductor
+      forward    diverged      3 leaves, 1 diverged
+    ≠  outputs.loss  error 0.3  allowed 1e-06 …
+    why   forward outputs.loss: …
+
+Start with `print_report`; each function below it builds one of these parts.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +32,10 @@ from torchdelta.report.terminal.style import (
     count,
     culprit_remarks,
     headline,
-    labelled,
+    marked_lines,
     number,
+    plain_table,
+    remark_table,
 )
 
 _ROWS_WHEN_EQUIVALENT = 4
@@ -33,26 +45,27 @@ _NOTES = 6
 
 
 def print_report(report: Report, console: Console | None = None, *, verbose: bool = False) -> None:
-    """Print the report; `verbose` shows every leaf, reason and note, the traceback and what it cost."""
+    """Print the report; `verbose` shows every leaf, reason and note, the traceback and the cost."""
     console = console or console_for_stdout()
-    parts = [headline(report), *_stage_lines(report), *_evidence(report, width=console.width, verbose=verbose)]
+    parts = [headline(report), *_stage_lines(report), *_comparison_parts(report, width=console.width, verbose=verbose)]
     remarks = [
         *culprit_remarks(report.culprits, show_all=verbose),
-        *_reduced(report),
-        *_reasons(report, verbose=verbose),
-        *_notes(report, verbose=verbose),
+        *_reduction_remarks(report),
+        *_reason_remarks(report, verbose=verbose),
+        *_note_remarks(report, verbose=verbose),
     ]
     if remarks:
-        parts += [Text(), labelled(remarks)]
+        parts += [Text(), remark_table(remarks)]
     if verbose:
         parts += _appendix(report)
     console.print(Group(*parts), highlight=False)
 
 
 def _stage_lines(report: Report) -> Iterator[Text]:
+    """Yield a line for each stage: its verdict and a summary, or that it did not run."""
     for stage in report.stages:
         yield Text.assemble(
-            f"  {stage.name:<9}  ", (f"{stage.verdict.value:<12}", STYLE[stage.verdict]), f"  {_summary(stage)}"
+            f"  {stage.name:<9}  ", (f"{stage.verdict.value:<12}", STYLE[stage.verdict]), f"  {_stage_summary(stage)}"
         )
     ran = {stage.name for stage in report.stages}
     for name in report.case.stages:
@@ -60,120 +73,139 @@ def _stage_lines(report: Report) -> Iterator[Text]:
             yield Text(f"  {name:<9}  not run", style="dim")
 
 
-def _summary(stage: Stage) -> str:
+def _stage_summary(stage: Stage) -> str:
+    """Return how many leaves were compared, and how many of them are not equivalent, or else bitwise identical."""
     if not stage.comparisons:
         return "nothing compared"
     total = len(stage.comparisons)
     leaves = count(total, "leaf", "leaves")
-    counts = Counter(seen.verdict for seen in stage.comparisons)
+    counts = Counter(comparison.verdict for comparison in stage.comparisons)
     worst_first = sorted(counts, key=lambda verdict: verdict.severity, reverse=True)
-    if guilty := [f"{counts[verdict]} {verdict.value}" for verdict in worst_first if verdict is not Verdict.EQUIVALENT]:
-        return f"{leaves}, {', '.join(guilty)}"
-    changed = sum(seen.measurement is not None and seen.measurement.mismatches > 0 for seen in stage.comparisons)
-    return f"{leaves}, {total - changed if changed else 'all'} bitwise identical{_sight(stage)}"
+    if problems := [
+        f"{counts[verdict]} {verdict.value}" for verdict in worst_first if verdict is not Verdict.EQUIVALENT
+    ]:
+        return f"{leaves}, {', '.join(problems)}"
+    changed_count = sum(
+        comparison.measurement is not None and comparison.measurement.mismatches > 0 for comparison in stage.comparisons
+    )
+    return f"{leaves}, {total - changed_count if changed_count else 'all'} bitwise identical{_resolution_text(stage)}"
 
 
-def _sight(stage: Stage) -> str:
-    """Say how small a relative error is seen, in the middle one of the leaves that were measured."""
-    resolutions = [seen.resolution for seen in stage.comparisons if seen.measurement and seen.resolution]
+def _resolution_text(stage: Stage) -> str:
+    """Return the smallest relative error that would have been seen, as the median of all measured leaves."""
+    resolutions = [
+        comparison.resolution for comparison in stage.comparisons if comparison.measurement and comparison.resolution
+    ]
     return f"; sees {statistics.median(resolutions):.1g}" if resolutions else ""
 
 
-def _ranked(report: Report) -> list[tuple[str, Comparison]]:
-    rows = [(stage.name, seen) for stage in report.stages for seen in stage.comparisons]
+def _worst_first(report: Report) -> list[tuple[str, Comparison]]:
+    """Return all comparisons with the names of their stages, the worst first."""
+    rows = [(stage.name, comparison) for stage in report.stages for comparison in stage.comparisons]
     return sorted(rows, key=lambda row: row[1].rank, reverse=True)
 
 
-def _evidence(report: Report, *, width: int, verbose: bool) -> Iterator[RenderableType]:
-    rows = [seen for _, seen in _ranked(report) if verbose or seen.measurement is not None]
+def _comparison_parts(report: Report, *, width: int, verbose: bool) -> Iterator[RenderableType]:
+    """Yield the worst comparisons, as a table or on lines of their own, and how many are not shown."""
+    rows = [comparison for _, comparison in _worst_first(report) if verbose or comparison.measurement is not None]
     limit = _ROWS_WHEN_EQUIVALENT if report.verdict is Verdict.EQUIVALENT else _ROWS_OTHERWISE
     shown = rows if verbose else rows[:limit]
     if shown:
         yield Text()
-        yield _table(shown) if width >= TABLE_COLUMNS else Group(*map(_entry, shown))
+        yield _table(shown) if width >= TABLE_COLUMNS else Group(*map(_comparison_lines, shown))
     if len(rows) > len(shown):
         yield Text(f"   and {len(rows) - len(shown)} more (--verbose)", style="dim")
 
 
 def _table(rows: list[Comparison]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    """Return a table with a row for each comparison: error, allowed error, and the worst element with its values."""
+    table = plain_table()
     table.add_column("")
     table.add_column("leaf", overflow="fold")
     for name in ("error", "allowed", "at", "reference", "candidate", "truth"):
         table.add_column(name, justify="right", no_wrap=True)
-    for seen in rows:
-        worst = seen.worst
+    for comparison in rows:
+        worst = comparison.worst
         table.add_row(
-            _mark(seen),
+            _mark(comparison),
             # as Text: a key such as torch.float32 in brackets would be taken for markup
-            Text(seen.path),
-            number(seen.error),
-            number(seen.allowed),
+            Text(comparison.path),
+            number(comparison.error),
+            number(comparison.allowed),
             _index(worst) if worst else "",
-            *(_values(worst) if worst else ()),
+            *(_three_values(worst) if worst else ()),
         )
     return table
 
 
-def _entry(seen: Comparison) -> RenderableType:
-    """Return one leaf on lines of its own, for a terminal too narrow for the table."""
-    lines = [Text.assemble(seen.path, (f": error {number(seen.error)}, allowed {number(seen.allowed)}", "dim"))]
-    if seen.worst is not None:
-        reference, candidate, truth = _values(seen.worst)
-        place = f"at [{_index(seen.worst)}] " if seen.worst.index else ""
+def _comparison_lines(comparison: Comparison) -> RenderableType:
+    """Return one comparison on lines of its own, for a terminal that is too narrow for the table."""
+    lines = [
+        Text.assemble(
+            comparison.path, (f": error {number(comparison.error)}, allowed {number(comparison.allowed)}", "dim")
+        )
+    ]
+    if comparison.worst is not None:
+        reference, candidate, truth = _three_values(comparison.worst)
+        place = f"at [{_index(comparison.worst)}] " if comparison.worst.index else ""
         values = f"reference {reference}, candidate {candidate}, truth {truth}"
         lines.append(Text(place + values, style="dim"))
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column()
-    grid.add_column(overflow="fold")
-    grid.add_row(_mark(seen), Group(*lines))
-    return grid
+    return marked_lines(_mark(comparison), lines)
 
 
 def _index(worst: Worst) -> str:
     return ",".join(map(str, worst.index))
 
 
-def _mark(seen: Comparison) -> Text:
-    return Text(MARK[seen.verdict], style=STYLE[seen.verdict])
+def _mark(comparison: Comparison) -> Text:
+    return Text(MARK[comparison.verdict], style=STYLE[comparison.verdict])
 
 
-def _reduced(report: Report) -> Iterator[tuple[str, str]]:
-    if (found := report.reduction) is not None:
-        cost = f"{count(found.queries, 'query', 'queries')}, {found.seconds:.1f} s"
-        doubt = "" if found.is_minimal else "; it may not be the smallest"
-        yield "reduced", f"from {found.nodes_before} nodes to {found.nodes_after} in {cost}{doubt}"
+def _reduction_remarks(report: Report) -> Iterator[tuple[str, str]]:
+    """Yield how far the program was reduced, and whether the repro failed again, if there are such results."""
+    if (reduction := report.reduction) is not None:
+        cost = f"{count(reduction.queries, 'query', 'queries')}, {reduction.seconds:.1f} s"
+        doubt = "" if reduction.is_minimal else "; it may not be the smallest"
+        yield "reduced", f"from {reduction.nodes_before} nodes to {reduction.nodes_after} in {cost}{doubt}"
     if report.repro is not None:
-        shown = "failed again in a clean process" if report.repro.confirmed else "did NOT fail in a clean process"
-        yield "repro", shown
+        outcome = "failed again in a clean process" if report.repro.confirmed else "did NOT fail in a clean process"
+        yield "repro", outcome
 
 
-def _reasons(report: Report, *, verbose: bool) -> Iterator[tuple[str, str]]:
+def _reason_remarks(report: Report, *, verbose: bool) -> Iterator[tuple[str, str]]:
+    """Yield the reasons of stages and of leaves that are not equivalent, the worst first."""
     stages_of: dict[str, list[str]] = {}
     for stage in report.stages:
         if stage.reason:
-            stages_of.setdefault(_opening(stage.reason), []).append(stage.name)
+            stages_of.setdefault(_first_statement(stage.reason), []).append(stage.name)
     for reason, names in stages_of.items():
         yield "why", f"{' and '.join(names)}: {reason}"
     if report.failure and report.failure.traceback and not verbose:
         yield "", "--verbose shows the traceback"
-    guilty = [(stage, seen) for stage, seen in _ranked(report) if seen.verdict is not Verdict.EQUIVALENT]
-    shown = guilty if verbose else guilty[:_REASONS]
-    for stage_name, seen in shown:
-        yield "why", f"{stage_name} {seen.path}: {seen.reason}"
-    if len(guilty) > len(shown):
-        yield "", f"and {len(guilty) - len(shown)} more (--verbose)"
+    problems = [
+        (stage, comparison)
+        for stage, comparison in _worst_first(report)
+        if comparison.verdict is not Verdict.EQUIVALENT
+    ]
+    shown = problems if verbose else problems[:_REASONS]
+    for stage_name, comparison in shown:
+        yield "why", f"{stage_name} {comparison.path}: {comparison.reason}"
+    if len(problems) > len(shown):
+        yield "", f"and {len(problems) - len(shown)} more (--verbose)"
 
 
-def _notes(report: Report, *, verbose: bool) -> Iterator[tuple[str, str]]:
+def _note_remarks(report: Report, *, verbose: bool) -> Iterator[tuple[str, str]]:
+    """Yield the notes of the report, and notes on excused clauses, the float64 question and captured graphs."""
     notes = list(report.notes)
-    excused = sorted({breach.clause for seen in report.comparisons for breach in seen.contract if breach.excused})
-    if excused:
+    excused_clauses = sorted(
+        {breach.clause for comparison in report.comparisons for breach in comparison.contract if breach.excused}
+    )
+    if excused_clauses:
         where = "" if verbose else " (--verbose shows where)"
-        notes.append(f"differs in {' and '.join(excused)}, which does not count here{where}")
-    unasked, _, why = report.questions.semantic.partition(": ")
+        notes.append(f"differs in {' and '.join(excused_clauses)}, which does not count here{where}")
+    answer, _, why = report.questions.semantic.partition(": ")
     if why and report.case.semantic and report.case.stages != (VALUES,) and report.failure is None:
-        notes.append(f"float64 was {unasked} whether it is the same function: {why}")
+        notes.append(f"float64 was {answer} whether it is the same function: {why}")
     if graphs := report.graphs:
         captured, calls = count(graphs.captured, "graph"), count(graphs.transformed_calls, "transformed call")
         untransformed = f", {graphs.untransformed_calls} untransformed" if graphs.untransformed_calls else ""
@@ -185,10 +217,11 @@ def _notes(report: Report, *, verbose: bool) -> Iterator[tuple[str, str]]:
 
 
 def _appendix(report: Report) -> Iterator[Text]:
-    for seen in report.comparisons:
-        for breach in seen.contract:
+    """Yield the parts that only `verbose` shows: excused breaches, the traceback and the cost."""
+    for comparison in report.comparisons:
+        for breach in comparison.contract:
             if breach.excused:
-                yield Text(f"  {seen.path}: {breach}", style="dim")
+                yield Text(f"  {comparison.path}: {breach}", style="dim")
     if report.failure and report.failure.traceback:
         yield Text("\n" + report.failure.traceback.rstrip() + "\n", style="dim")
     if report.cost is not None:
@@ -196,18 +229,18 @@ def _appendix(report: Report) -> Iterator[Text]:
         yield Text(f"cost  {parts}; peak memory {report.cost.peak_bytes / 2**20:.0f} MiB", style="dim")
 
 
-def _opening(text: str) -> str:
-    """Return the first line, and the next where the first ends in a colon and so says nothing yet."""
+def _first_statement(text: str) -> str:
+    """Return the first line of a text, with the second line if the first ends in a colon."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
-def _values(worst: Worst) -> list[str]:
-    """Return reference, candidate and truth with as many digits as it takes to tell the first two apart."""
-    telling = (digits for digits in range(4, 18) if not _looks_same(worst, digits))
-    digits = next(telling, 4)
+def _three_values(worst: Worst) -> list[str]:
+    """Return reference, candidate and truth as text, with enough digits to show that the first two differ."""
+    sufficient = (digits for digits in range(4, 18) if not _is_same_text(worst, digits))
+    digits = next(sufficient, 4)
     return [number(value, digits) for value in (worst.reference, worst.candidate, worst.truth)]
 
 
-def _looks_same(worst: Worst, digits: int) -> bool:
+def _is_same_text(worst: Worst, digits: int) -> bool:
     return number(worst.reference, digits) == number(worst.candidate, digits)

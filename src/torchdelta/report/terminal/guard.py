@@ -1,4 +1,8 @@
-"""What came of a guarded run, on one screen: how many graphs were checked, and each that is wrong with its culprit."""
+"""The summary of a guarded run (`torchdelta run`) on one screen.
+
+It has the worst verdict, how many graphs and passes were checked, each finding with its culprit, and notes. Start with
+`print_guard_summary`.
+"""
 
 from __future__ import annotations
 
@@ -14,33 +18,41 @@ from torchdelta.records.guard import GuardedGraphRecord, GuardSummary
 from torchdelta.records.passes import PassFinding, PassSummary
 from torchdelta.records.report import Culprit
 from torchdelta.records.verdict import Verdict
-from torchdelta.report.terminal.style import MARK, STYLE, Remark, count, culprit_remarks, labelled
+from torchdelta.report.terminal.style import MARK, STYLE, Remark, count, culprit_remarks, remark_table
 
-_COLUMNS = 80
-_FINDINGS = 4
-_LINES = 5
-"""More of one kind are not a screen any more."""
+_MOST_COLUMNS = 80
+_MOST_FINDINGS = 4
+_MOST_REMARKS = 5
+"""At most so many remarks of one kind, so that the summary fits on a screen."""
 
 
-def print_guarded(summary: GuardSummary, watched: PassSummary | None = None, console: Console | None = None) -> None:
-    """Print what a run came to, on stderr unless told otherwise: stdout is the script's."""
+def print_guard_summary(
+    summary: GuardSummary, watched: PassSummary | None = None, console: Console | None = None
+) -> None:
+    """Print the summary of a run; by default on stderr, because stdout belongs to the user's script.
+
+    `watched` is the summary of inductor's passes, if they were watched.
+    """
     console = console or _console_for_stderr()
-    parts: list[RenderableType] = [_headline(summary, watched), _indented(_counts(summary, watched))]
-    parts += _shown([_finding(seen) for seen in summary.findings], _where(summary))
+    parts: list[RenderableType] = [_headline(summary, watched), _indent(_count_remarks(summary, watched))]
+    parts += _first_findings([_finding_part(graph) for graph in summary.findings], _index_path(summary))
     if watched is not None:
-        parts += _shown([_pass(found) for found in watched.findings], "")
-    if remarks := [*_remarks(summary, watched)]:
-        parts += [Text(), _indented(remarks)]
+        parts += _first_findings([_pass_part(finding) for finding in watched.findings], "")
+    if remarks := [*_closing_remarks(summary, watched)]:
+        parts += [Text(), _indent(remarks)]
     console.print(Group(*parts), highlight=False)
 
 
 def _console_for_stderr() -> Console:
-    # the script may have put something else in place of sys.stderr
+    # the script may have replaced sys.stderr
     stream = sys.__stderr__
-    return Console(file=stream, width=min(_COLUMNS, Console(file=stream).width if stream and stream.isatty() else 80))
+    return Console(
+        file=stream, width=min(_MOST_COLUMNS, Console(file=stream).width if stream and stream.isatty() else 80)
+    )
 
 
 def _headline(summary: GuardSummary, watched: PassSummary | None) -> Text:
+    """Return the worst verdict of all graphs and passes, or that nothing was checked."""
     passes = [Verdict.DIVERGED for _ in watched.findings] if watched is not None else []
     verdicts = [*map(Verdict, summary.verdicts), *passes]
     worst = max(verdicts, key=lambda verdict: verdict.severity, default=None)
@@ -51,95 +63,104 @@ def _headline(summary: GuardSummary, watched: PassSummary | None) -> Text:
     return Text.assemble(("torchdelta run  ", "bold"), (worst.value, f"bold {STYLE[worst]}"))
 
 
-def _counts(summary: GuardSummary, watched: PassSummary | None) -> Iterator[Remark]:
+def _count_remarks(summary: GuardSummary, watched: PassSummary | None) -> Iterator[Remark]:
+    """Yield how many graphs were checked, why others were not, and how many passes were watched."""
     if summary.graphs or watched is None:
-        ends = ", ".join(f"{many} {name}" for name, many in summary.verdicts.items())
-        checked = f", {summary.checked} checked{f': {ends}' if ends else ''}" if summary.graphs else ""
+        verdicts = ", ".join(f"{number} {name}" for name, number in summary.verdicts.items())
+        checked = f", {summary.checked} checked{f': {verdicts}' if verdicts else ''}" if summary.graphs else ""
         yield "graphs", f"{summary.graphs} seen{checked}" if summary.graphs else "none: nothing in it was compiled"
-    whys = sorted(summary.unchecked.items(), key=lambda item: -item[1])
-    yield from _first(
-        [("not checked" if place == 0 else "", f"{many}: {why}") for place, (why, many) in enumerate(whys)]
+    reasons = sorted(summary.unchecked.items(), key=lambda item: -item[1])
+    yield from _limit_remarks(
+        [("not checked" if place == 0 else "", f"{number}: {reason}") for place, (reason, number) in enumerate(reasons)]
     )
     if watched is not None:
-        yield "passes", _passes(watched)
+        yield "passes", _passes_text(watched)
 
 
-def _passes(watched: PassSummary) -> str:
+def _passes_text(watched: PassSummary) -> str:
+    """Return how many passes ran over how many graphs, and how many of them change results."""
     if not watched.passes:
         return "none: inductor ran no pass"
-    wrong = len(watched.findings)
-    looked_at = f"{count(watched.graphs, 'graph')} ({watched.changed} changed, {watched.checked} checked)"
-    end = (
-        f"{count(wrong, 'pass changes', 'passes change')} what is computed"
-        if wrong
+    finding_count = len(watched.findings)
+    graph_text = f"{count(watched.graphs, 'graph')} ({watched.changed} changed, {watched.checked} checked)"
+    result = (
+        f"{count(finding_count, 'pass changes', 'passes change')} what is computed"
+        if finding_count
         else "none changes what is computed"
     )
-    return f"{watched.passes} over {looked_at}: {end}"
+    return f"{watched.passes} over {graph_text}: {result}"
 
 
-def _finding(seen: GuardedGraphRecord) -> RenderableType:
-    assert seen.verdict is not None
+def _finding_part(graph: GuardedGraphRecord) -> RenderableType:
+    """Return a graph's verdict, culprit or reason, and where its report and repro are."""
+    assert graph.verdict is not None
     when = (
-        "when it was compiled" if seen.call == 0 else "on its first call" if seen.call == 1 else f"on call {seen.call}"
+        "when it was compiled"
+        if graph.call == 0
+        else "on its first call"
+        if graph.call == 1
+        else f"on call {graph.call}"
     )
-    what = f"  graph {seen.number} {when}: {seen.backend}, {seen.level}, {count(seen.nodes, 'node')}"
+    subject = f"  graph {graph.number} {when}: {graph.backend}, {graph.level}, {count(graph.nodes, 'node')}"
     remarks: list[Remark] = []
-    if seen.culprit is None:
-        remarks += [("from", _near(seen.name))] if seen.name else []
-    remarks += _why(seen.culprit, seen.reason)
-    if seen.directory is not None:
-        remarks.append(("report", _near(seen.directory)))
-    if seen.repro is not None:
-        remarks.append(("repro", _near(seen.repro)))
-    return Group(_marked(seen.verdict, what), _indented(remarks))
+    if graph.culprit is None:
+        remarks += [("from", _relative_path(graph.name))] if graph.name else []
+    remarks += _reason_remarks(graph.culprit, graph.reason)
+    if graph.directory is not None:
+        remarks.append(("report", _relative_path(graph.directory)))
+    if graph.repro is not None:
+        remarks.append(("repro", _relative_path(graph.repro)))
+    return Group(_verdict_line(graph.verdict, subject), _indent(remarks))
 
 
-def _pass(found: PassFinding) -> RenderableType:
-    what = f"  pass {found.name}, {found.phase}, of {found.graph}"
-    return Group(_marked(Verdict.DIVERGED, what), _indented(_why(found.culprit, found.reason)))
+def _pass_part(finding: PassFinding) -> RenderableType:
+    subject = f"  pass {finding.name}, {finding.phase}, of {finding.graph}"
+    return Group(_verdict_line(Verdict.DIVERGED, subject), _indent(_reason_remarks(finding.culprit, finding.reason)))
 
 
-def _marked(verdict: Verdict, what: str) -> Text:
-    return Text.assemble((f"{MARK[verdict]} {verdict.value}", STYLE[verdict]), what)
+def _verdict_line(verdict: Verdict, subject: str) -> Text:
+    return Text.assemble((f"{MARK[verdict]} {verdict.value}", STYLE[verdict]), subject)
 
 
-def _why(culprit: Culprit | None, reason: str) -> list[Remark]:
+def _reason_remarks(culprit: Culprit | None, reason: str) -> list[Remark]:
     if culprit is None:
         return [("why", reason)] if reason else []
     return [*culprit_remarks([culprit], show_all=True)]
 
 
-def _remarks(summary: GuardSummary, watched: PassSummary | None) -> Iterator[Remark]:
+def _closing_remarks(summary: GuardSummary, watched: PassSummary | None) -> Iterator[Remark]:
+    """Yield notes, the path of the index of all findings, and the time that checks took."""
     notes = [*summary.notes, *(watched.notes if watched is not None else ())]
-    yield from _first([("note", note) for note in notes])
+    yield from _limit_remarks([("note", note) for note in notes])
     if summary.out is not None:
-        yield "all of it", _where(summary)
+        yield "all of it", _index_path(summary)
     if summary.seconds:
         yield "cost", f"checks took {summary.seconds:.1f} s"
 
 
-def _where(summary: GuardSummary) -> str:
-    return _near(os.path.join(summary.out, "index.jsonl")) if summary.out is not None else ""
+def _index_path(summary: GuardSummary) -> str:
+    return _relative_path(os.path.join(summary.out, "index.jsonl")) if summary.out is not None else ""
 
 
-def _first(remarks: Sequence[Remark]) -> Iterator[Remark]:
-    yield from remarks[:_LINES]
-    if len(remarks) > _LINES:
-        yield "", f"and {len(remarks) - _LINES} more"
+def _limit_remarks(remarks: Sequence[Remark]) -> Iterator[Remark]:
+    yield from remarks[:_MOST_REMARKS]
+    if len(remarks) > _MOST_REMARKS:
+        yield "", f"and {len(remarks) - _MOST_REMARKS} more"
 
 
-def _shown(findings: Sequence[RenderableType], where: str) -> Iterator[RenderableType]:
-    for finding in findings[:_FINDINGS]:
+def _first_findings(findings: Sequence[RenderableType], where: str) -> Iterator[RenderableType]:
+    """Yield the first few findings, and how many more there are at the path `where`."""
+    for finding in findings[:_MOST_FINDINGS]:
         yield Text()
         yield finding
-    if len(findings) > _FINDINGS:
-        yield Text(f"and {len(findings) - _FINDINGS} more{f': {where}' if where else ''}", style="dim")
+    if len(findings) > _MOST_FINDINGS:
+        yield Text(f"and {len(findings) - _MOST_FINDINGS} more{f': {where}' if where else ''}", style="dim")
 
 
-def _indented(remarks: Iterator[Remark] | Sequence[Remark]) -> RenderableType:
-    return Padding(labelled(remarks), (0, 0, 0, 2), expand=False)
+def _indent(remarks: Iterator[Remark] | Sequence[Remark]) -> RenderableType:
+    return Padding(remark_table(remarks), (0, 0, 0, 2), expand=False)
 
 
-def _near(path: str) -> str:
-    """Return a path as from here, where it lies below."""
+def _relative_path(path: str) -> str:
+    """Return a path relative to the working directory, if it is below it."""
     return path.removeprefix(os.path.join(os.getcwd(), ""))

@@ -1,4 +1,7 @@
-"""Operators on a terminal: what each probe of one found, and how many of a sweep ended how."""
+"""Results about operators on a terminal: the probes of one operator, or the verdicts of a whole sweep.
+
+Start with `print_operator` for one operator and `print_sweep` for torch's database of operators.
+"""
 
 from __future__ import annotations
 
@@ -11,44 +14,46 @@ from rich.text import Text
 
 from torchdelta.records.operators import OpReport, Probe, Sweep, SweepRow
 from torchdelta.records.verdict import Verdict
-from torchdelta.report.terminal.style import MARK, STYLE, console_for_stdout, count, labelled
+from torchdelta.report.terminal.style import MARK, STYLE, console_for_stdout, count, plain_table, remark_table
 
 _WORST_FIRST = sorted(Verdict, key=lambda verdict: verdict.severity, reverse=True)
-_REASONS = 8
-_REASON_LETTERS = 160
+_MOST_REASONS = 8
+_LONGEST_REASON = 160
 
 
 def print_operator(report: OpReport, console: Console | None = None, *, verbose: bool = False) -> None:
-    """Print what was found out about an operator; `verbose` shows what was not asked, and why."""
+    """Print the result of each probe of an operator; `verbose` lists the probes that were not asked, and why."""
     console = console or console_for_stdout()
-    console.print(Group(*_operator(report, verbose=verbose)), highlight=False)
+    console.print(Group(*_operator_parts(report, verbose=verbose)), highlight=False)
 
 
 def print_sweep(sweep: Sweep, console: Console | None = None, *, verbose: bool = False) -> None:
-    """Print how a sweep ended; `verbose` lists what is inconclusive."""
+    """Print the verdicts of a sweep over operators; `verbose` lists those that are inconclusive."""
     console = console or console_for_stdout()
-    console.print(Group(*_sweep(sweep, verbose=verbose)), highlight=False)
+    console.print(Group(*_sweep_parts(sweep, verbose=verbose)), highlight=False)
 
 
-def _operator(report: OpReport, *, verbose: bool) -> Iterator[RenderableType]:
+def _operator_parts(report: OpReport, *, verbose: bool) -> Iterator[RenderableType]:
+    """Yield the parts in order: the verdict, a line for each probe, the probes that were not asked, and notes."""
     verdict = (report.verdict.value, f"bold {STYLE[report.verdict]}")
     yield Text.assemble(verdict, f"  {report.op}({', '.join(report.arguments)})")
     yield Text(f"  torch {report.environment.torch}, {report.seconds:.1f} s", style="dim")
     width = max((len(probe.name) for probe in report.probes), default=0)
     for probe in report.probes:
-        yield from _probe(probe, width, verbose=verbose)
+        yield from _probe_lines(probe, width, verbose=verbose)
     if verbose and report.unasked:
         yield Text()
-        yield labelled(("not asked", f"{name}: {why}") for name, why in report.unasked.items())
+        yield remark_table(("not asked", f"{name}: {why}") for name, why in report.unasked.items())
     elif report.unasked:
         yield Text(f"  {count(len(report.unasked), 'probe')} not asked (--verbose)", style="dim")
     if report.notes:
         yield Text()
-        yield labelled(("note", note) for note in report.notes)
+        yield remark_table(("note", note) for note in report.notes)
 
 
-def _probe(probe: Probe, width: int, *, verbose: bool) -> Iterator[Text]:
-    reason = probe.reason if verbose else _opening(probe.reason)
+def _probe_lines(probe: Probe, width: int, *, verbose: bool) -> Iterator[Text]:
+    """Yield a line with the verdict and reason of a probe, and its remedy; names are padded to `width`."""
+    reason = probe.reason if verbose else _first_line(probe.reason)
     mark = (MARK[probe.verdict], STYLE[probe.verdict])
     style = "dim" if probe.verdict is Verdict.EQUIVALENT else ""
     yield Text.assemble("  ", mark, f" {probe.name:<{width}}", (f"  {reason}" if reason else "", style))
@@ -56,101 +61,108 @@ def _probe(probe: Probe, width: int, *, verbose: bool) -> Iterator[Text]:
         yield Text(f"    {' ' * width}  → {line}", style="cyan")
 
 
-def _sweep(sweep: Sweep, *, verbose: bool) -> Iterator[RenderableType]:
+def _sweep_parts(sweep: Sweep, *, verbose: bool) -> Iterator[RenderableType]:
+    """Yield the parts in order: the verdict, tables by dtype and by probe, failures, inconclusive ones, and notes."""
     operators = len({each.op for each in sweep.swept})
     yield Text.assemble(
         (sweep.verdict.value, f"bold {STYLE[sweep.verdict]}"),
-        f"  {count(operators, 'operator')} of torch's database, {_of(sweep)} with a dtype",
+        f"  {count(operators, 'operator')} of torch's database, {_swept_count(sweep)} with a dtype",
     )
-    asked = ", ".join(f"{name} {value}" for name, value in sweep.words.items() if value and name != "dtypes")
-    yield Text(f"  {asked}, torch {sweep.environment.torch}, {sweep.seconds:.0f} s", style="dim")
+    settings = ", ".join(f"{name} {value}" for name, value in sweep.words.items() if value and name != "dtypes")
+    yield Text(f"  {settings}, torch {sweep.environment.torch}, {sweep.seconds:.0f} s", style="dim")
     if sweep.swept:
         yield Text()
-        yield _table("dtype", _by_dtype(sweep))
+        yield _table("dtype", _verdicts_by_dtype(sweep))
         yield Text()
-        yield _table("probe", _by_probe(sweep))
-    yield from _failures(sweep.swept)
-    yield from _undecided(sweep.swept, verbose=verbose)
-    if remarks := [("note", note) for note in (*_left_out(sweep.swept), *sweep.notes)]:
+        yield _table("probe", _verdicts_by_probe(sweep))
+    yield from _failure_lines(sweep.swept)
+    yield from _undecided_parts(sweep.swept, verbose=verbose)
+    if remarks := [("note", note) for note in (*_skipped_samples(sweep.swept), *sweep.notes)]:
         yield Text()
-        yield labelled(remarks)
+        yield remark_table(remarks)
 
 
-def _of(sweep: Sweep) -> str:
+def _swept_count(sweep: Sweep) -> str:
     done = len(sweep.swept)
     return f"{done}" if done == sweep.total else f"{done} of {sweep.total}"
 
 
-def _by_dtype(sweep: Sweep) -> Iterator[tuple[str, Counter[Verdict]]]:
+def _verdicts_by_dtype(sweep: Sweep) -> Iterator[tuple[str, Counter[Verdict]]]:
     for dtype in dict.fromkeys(each.dtype for each in sweep.swept):
         yield dtype, sweep.by_verdict(dtype)
     yield "all", sweep.by_verdict()
 
 
-def _by_probe(sweep: Sweep) -> Iterator[tuple[str, Counter[Verdict]]]:
-    seen: dict[str, Counter[Verdict]] = {}
+def _verdicts_by_probe(sweep: Sweep) -> Iterator[tuple[str, Counter[Verdict]]]:
+    """Yield each probe with the number of its verdicts over the sweep."""
+    counts: dict[str, Counter[Verdict]] = {}
     for each in sweep.swept:
         for probe, verdict in each.probes.items():
-            seen.setdefault(probe, Counter())[verdict] += 1
-    yield from seen.items()
+            counts.setdefault(probe, Counter())[verdict] += 1
+    yield from counts.items()
 
 
-def _table(what: str, rows: Iterable[tuple[str, Mapping[Verdict, int]]]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column(what, overflow="fold")
+def _table(label: str, rows: Iterable[tuple[str, Mapping[Verdict, int]]]) -> Table:
+    """Return a table with a row for each name: the total, and the number of each verdict."""
+    table = plain_table()
+    table.add_column(label, overflow="fold")
     for name in ("total", *(verdict.value.replace("_", " ") for verdict in Verdict)):
         table.add_column(name, justify="right", no_wrap=True)
     for name, counts in rows:
         numbers = [(counts.get(verdict, 0), STYLE[verdict]) for verdict in Verdict]
-        cells = [Text(str(many), style=style if many else "dim") for many, style in numbers]
+        cells = [Text(str(number), style=style if number else "dim") for number, style in numbers]
         table.add_row(Text(name), Text(str(sum(counts.values()))), *cells)
     return table
 
 
-def _failures(swept: Sequence[SweepRow]) -> Iterator[RenderableType]:
+def _failure_lines(swept: Sequence[SweepRow]) -> Iterator[RenderableType]:
+    """Yield a line for each operator that failed, the worst verdicts first."""
     for verdict in _WORST_FIRST:
-        guilty = [each for each in swept if each.verdict is verdict]
-        if verdict.is_failure and guilty:
+        failures = [each for each in swept if each.verdict is verdict]
+        if verdict.is_failure and failures:
             yield Text()
-            yield from map(_line, guilty)
+            yield from map(_sweep_line, failures)
 
 
-def _undecided(swept: Sequence[SweepRow], *, verbose: bool) -> Iterator[RenderableType]:
+def _undecided_parts(swept: Sequence[SweepRow], *, verbose: bool) -> Iterator[RenderableType]:
+    """Yield the inconclusive operators one by one if `verbose`, otherwise the most frequent reasons."""
     undecided = [each for each in swept if each.verdict is Verdict.INCONCLUSIVE]
     if not undecided:
         return
     yield Text()
     if verbose:
-        yield from map(_line, undecided)
+        yield from map(_sweep_line, undecided)
         return
-    reasons = Counter(f"{each.probe or 'samples'}: {_opening(each.reason)}" for each in undecided)
-    shown = reasons.most_common(_REASONS)
-    yield labelled((f"{many}×", Text(reason)) for reason, many in shown)
-    hidden = len(undecided) - sum(many for _, many in shown)
+    reasons = Counter(f"{each.probe or 'samples'}: {_first_line(each.reason)}" for each in undecided)
+    shown = reasons.most_common(_MOST_REASONS)
+    yield remark_table((f"{number}×", Text(reason)) for reason, number in shown)
+    hidden = len(undecided) - sum(number for _, number in shown)
     more = f"and {hidden} others are inconclusive; " if hidden else ""
     yield Text(f"{more}--verbose shows which", style="dim")
 
 
-def _line(each: SweepRow) -> Text:
+def _sweep_line(each: SweepRow) -> Text:
+    """Return one line for an operator and dtype: the verdict's mark, the probe, the sample and the reason."""
     where = f" on {each.sample}" if each.sample else ""
     return Text.assemble(
         (f"{MARK[each.verdict]} ", STYLE[each.verdict]),
         (f"{each.op} {each.dtype}", "bold"),
-        f"  {each.probe or 'its samples'}{where}: {_opening(each.reason)}",
+        f"  {each.probe or 'its samples'}{where}: {_first_line(each.reason)}",
     )
 
 
-def _left_out(swept: Sequence[SweepRow]) -> Iterator[str]:
+def _skipped_samples(swept: Sequence[SweepRow]) -> Iterator[str]:
+    """Yield how many samples were left out, for each reason."""
     reasons: Counter[str] = Counter()
     for each in swept:
         reasons.update(each.left_out)
-    for why, many in reasons.items():
-        yield f"{count(many, 'sample')} left out: {why}"
+    for why, number in reasons.items():
+        yield f"{count(number, 'sample')} left out: {why}"
     if rejected := sum(each.unasked for each in swept):
         yield f"{count(rejected, 'sample')} not asked, because eager itself rejects them"
 
 
-def _opening(reason: str) -> str:
-    """Return the first line of a reason, and of a long one its beginning."""
+def _first_line(reason: str) -> str:
+    """Return the first line of a reason, cut off if it is long."""
     first = next((line.strip() for line in reason.splitlines() if line.strip()), "")
-    return first if len(first) <= _REASON_LETTERS else f"{first[:_REASON_LETTERS]}…"
+    return first if len(first) <= _LONGEST_REASON else f"{first[:_LONGEST_REASON]}…"

@@ -1,6 +1,10 @@
-"""What every face on a terminal writes alike: verdicts, numbers, counts, what was asked, and remarks with labels.
+"""The style that all terminal reports share: colours, marks, numbers, tables, remarks with labels, and culprits.
 
-Culprits on a terminal: which operation, where in the user's code, and by how much it is wrong by itself.
+Each report is built of the pieces here, so that verdicts and culprits look the same in all of them:
+
+    diverged  model under inductor              headline
+      policy noise, seed 0, torch 2.13
+    culprit   aten.gelu.default  gelu           remark_table(culprit_remarks(…))
 """
 
 from __future__ import annotations
@@ -34,28 +38,31 @@ MARK = {
     Verdict.TIMED_OUT: "!",
     Verdict.CRASHED: "!",
 }
-# below it a table leaves less room for a name than most names need
 TABLE_COLUMNS = 96
-
+"""On a narrower terminal the columns of numbers leave too little room for names, so entries are printed as lines."""
+_MOST_CULPRITS = 3
+"""At most so many culprits are shown unless all are asked for."""
+_MORE = "(--all)"
 Remark = tuple[str, str | Text]
-"""A label, and what there is to say."""
+"""A label and its text."""
 
 
 def console_for_stdout() -> Console:
-    """Return a console on stdout; a pipe or a log file has no width to fold at."""
+    """Return a console on stdout; a pipe or a log file gets 160 columns, because it has no width of its own."""
     return Console(width=None if sys.stdout.isatty() else 160)
 
 
 def headline(report: Report | Location) -> RenderableType:
-    """Return the verdict with what it is about, and what was asked."""
+    """Return two lines: the verdict with program and transform, and the settings of the run."""
     case = report.case
     verdict = (report.verdict.value, f"bold {STYLE[report.verdict]}")
-    what = case.program if case.stages == (VALUES,) else f"{case.program} under {case.transform}"
-    asked = ", ".join([*_asked(case), f"torch {report.environment.torch}"])
-    return Group(Text.assemble(verdict, f"  {what}"), Text(f"  {asked}", style="dim"))
+    subject = case.program if case.stages == (VALUES,) else f"{case.program} under {case.transform}"
+    settings = ", ".join([*_settings(case), f"torch {report.environment.torch}"])
+    return Group(Text.assemble(verdict, f"  {subject}"), Text(f"  {settings}", style="dim"))
 
 
-def _asked(case: Case) -> Iterator[str]:
+def _settings(case: Case) -> Iterator[str]:
+    """Yield the settings of a case that matter for its verdict, each in a few words."""
     yield from (f"{name}={value}" for name, value in case.options.items())
     yield f"policy {case.policy}"
     if case.ignore:
@@ -75,8 +82,8 @@ def _asked(case: Case) -> Iterator[str]:
     yield f"seed {case.seed}"
 
 
-def labelled(remarks: Iterable[tuple[str, str | Text]]) -> Table:
-    """Return remarks beside their labels; what has no label is less important."""
+def remark_table(remarks: Iterable[Remark]) -> Table:
+    """Return remarks beside their labels; text without a label is dim."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="bold")
     grid.add_column(overflow="fold")
@@ -85,56 +92,69 @@ def labelled(remarks: Iterable[tuple[str, str | Text]]) -> Table:
     return grid
 
 
+def plain_table() -> Table:
+    """Return an empty table without lines, to which columns can be added."""
+    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+
+
+def marked_lines(mark: Text, lines: Iterable[RenderableType]) -> Table:
+    """Return lines that stand beside one mark, for a terminal that is too narrow for a table."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column()
+    grid.add_column(overflow="fold")
+    grid.add_row(mark, Group(*lines))
+    return grid
+
+
 def number(value: Scalar | None, digits: int = 4) -> str:
-    """Write a value with that many digits, if it is a float."""
+    """Return a value as text; a float has that many significant digits, and None is a dash."""
     if value is None:
         return "–"
     return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
 
 
 def count(many: int, one: str, others: str = "") -> str:
-    """Write how many there are of something."""
+    """Return a number with its noun, such as "1 leaf" or "3 leaves"."""
     return f"{many} {one if many == 1 else others or one + 's'}"
 
 
-_CULPRITS = 3
-_MORE = "(--all)"
-
-
 def culprit_remarks(culprits: Sequence[Culprit], *, show_all: bool) -> Iterator[Remark]:
-    """Yield what there is to say of each, the first ones only unless all are asked for."""
-    shown = culprits if show_all else culprits[:_CULPRITS]
+    """Yield a remark for each culprit and further ones for its details; only for the first few unless `show_all`."""
+    shown = culprits if show_all else culprits[:_MOST_CULPRITS]
     for place, culprit in enumerate(shown):
-        yield "culprit" if place == 0 else "then", _named(culprit)
-        yield from (("", line) for line in _evidence(culprit))
+        yield "culprit" if place == 0 else "then", _culprit_line(culprit)
+        yield from (("", line) for line in _culprit_details(culprit))
     if len(culprits) > len(shown):
         yield "", f"and {len(culprits) - len(shown)} more {_MORE}"
 
 
-def _named(culprit: Culprit) -> Text:
+def _culprit_line(culprit: Culprit) -> Text:
+    """Return the operation, node, module, stage and rung of a culprit on one line."""
     if not culprit.node:
-        return Text.assemble(("no single node", "bold"), f", in {culprit.stage or 'forward'}{_rung(culprit)}")
+        return Text.assemble(("no single node", "bold"), f", in {culprit.stage or 'forward'}{_rung_suffix(culprit)}")
     module = f" of {culprit.module_path}" if culprit.module_path not in ("", culprit.node) else ""
     stage = f", in {culprit.stage}" if culprit.stage else ""
-    return Text.assemble((f"{culprit.op}", "bold red"), f"  {culprit.node}{module}{stage}{_rung(culprit)}")
+    return Text.assemble((f"{culprit.op}", "bold red"), f"  {culprit.node}{module}{stage}{_rung_suffix(culprit)}")
 
 
-def _rung(culprit: Culprit) -> str:
+def _rung_suffix(culprit: Culprit) -> str:
     return f", on the rung {culprit.rung}" if culprit.rung else ""
 
 
-def _evidence(culprit: Culprit) -> Iterator[Text]:
+def _culprit_details(culprit: Culprit) -> Iterator[Text]:
+    """Yield the source line, the error and the cause of a culprit, as far as they are known."""
     if culprit.source_line:
-        place, code = _source(culprit.source_line)
+        place, code = _split_source_line(culprit.source_line)
         yield Text(place)
         if code:
             yield Text(f"    {code}")
-    yield Text(_error(culprit))
+    yield Text(_error_text(culprit))
     if culprit.cause:
         yield Text.assemble(("cause: ", "bold"), culprit.cause)
 
 
-def _error(culprit: Culprit) -> str:
+def _error_text(culprit: Culprit) -> str:
+    """Return a culprit's own error, in words and in multiples of its noise."""
     error = f"error {number(culprit.local_error)} by itself"
     if not culprit.noise:
         return f"{error}: {culprit.reason}" if culprit.reason else error
@@ -142,10 +162,10 @@ def _error(culprit: Culprit) -> str:
     return f"{error}, noise {number(culprit.noise)}: {times}"
 
 
-def _source(line: str) -> tuple[str, str]:
-    """Return the place and the code; a file below the working directory is named as from there."""
-    found = re.fullmatch(r"(.+?):(\d+): ?(.*)", line, re.DOTALL)
-    if found is None:
+def _split_source_line(line: str) -> tuple[str, str]:
+    """Return the place and the code of a source line; a path below the working directory becomes relative."""
+    match = re.fullmatch(r"(.+?):(\d+): ?(.*)", line, re.DOTALL)
+    if match is None:
         return line, ""
-    file, here = found[1], os.path.join(os.getcwd(), "")
-    return f"{file.removeprefix(here)}:{found[2]}", found[3]
+    file, working_directory = match[1], os.path.join(os.getcwd(), "")
+    return f"{file.removeprefix(working_directory)}:{match[2]}", match[3]

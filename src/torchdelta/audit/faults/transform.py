@@ -1,4 +1,9 @@
-"""A fault as a transform: the program is exported, the fault planted at one node, and the result handed on."""
+"""A fault as a transform: export the program, plant the fault at one node, and pass the result on.
+
+`Planted` is used like any other transform. With `then`, the faulty program goes through the transform under test. In
+float64 the fault is planted at the same node as natively, so that both questions are about the same program. Start with
+`Planted.applied`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +27,7 @@ from torchdelta.transforms.replacement import OtherModule, Replacement
 
 
 class Planted(Transform):
-    """The program with one fault in it, and then another transform of that, if any."""
+    """Makes a program with one fault, and applies another transform to it, if there is one."""
 
     has_seam = True
 
@@ -35,6 +40,7 @@ class Planted(Transform):
         excluding: Collection[str] = (),
         exports: Exports | None = None,
     ) -> None:
+        """Prepare to plant the fault where the seed chooses; properties of `then` become those of this transform."""
         if isinstance(then, (OtherModule, Replacement)):
             raise UsageError(
                 f"{fault.name} cannot be planted under {type(then).__name__}, which runs something else than the "
@@ -46,7 +52,7 @@ class Planted(Transform):
         self.excluding = frozenset(excluding)
         self.exports = exports
         self.place: Place | None = None
-        """Where the fault was planted; None until the transform was applied."""
+        """The node with the fault; None before the transform was applied."""
         if then is not None:
             self.lowered_to, self.keeps_names, self.is_compiler = then.lowered_to, then.keeps_names, then.is_compiler
             self.has_backward, self.changes = then.has_backward, then.changes
@@ -56,14 +62,14 @@ class Planted(Transform):
     def applied(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[Transformed]:
-        """Export the side and plant the fault: in the lifted program where it was planted in the native one."""
+        """Export the side, plant the fault, and yield the result; if lifted, at the node of the native program."""
         exports = self.exports or Exports()
         module, faulty = exports.of(side, lifted=lifted)
         drop_metadata_assertions(module)
         if lifted and self.place is not None:
-            node = self._found_again(module, self.place)
+            node = self._find_again(module, self.place)
         else:
-            node = self._chosen(module)
+            node = self._choose_node(module)
             self.place = place_of(self.fault, node, faulty.names)
         name = node.name
 
@@ -81,35 +87,37 @@ class Planted(Transform):
             return
         make(module, side.args)
         names = faulty.names or {}
-        # what follows takes the graph module for the program: its names are the module's own
-        own = replace(faulty, names={name: name for name in names})
-        with self.then.applied(own, draws_random=draws_random, lifted=lifted, seam=seam) as transformed:
-            made = self._renamed(transformed.side, names)
-            yield replace(transformed, side=made, notes=[note, *transformed.notes])
+        # the next transform takes the graph module for the program, so the names are the module's own
+        faulty_side = replace(faulty, names={name: name for name in names})
+        with self.then.applied(faulty_side, draws_random=draws_random, lifted=lifted, seam=seam) as transformed:
+            renamed_side = self._with_program_names(transformed.side, names)
+            yield replace(transformed, side=renamed_side, notes=[note, *transformed.notes])
 
-    def _renamed(self, side: Side, names: Mapping[str, str]) -> Side:
-        """Give the state of a side the names of the program, where they are to be kept."""
+    def _with_program_names(self, side: Side, names: Mapping[str, str]) -> Side:
+        """Return the side with the program's names for its state, if the transform keeps names."""
         if not self.keeps_names:
             return side
-        between = side.names if side.names is not None else {name: name for name in names}
-        return replace(side, names={own: names[name] for own, name in between.items() if name in names})
+        module_names = side.names if side.names is not None else {name: name for name in names}
+        return replace(side, names={own: names[name] for own, name in module_names.items() if name in names})
 
-    def _chosen(self, module: GraphModule) -> Node:
+    def _choose_node(self, module: GraphModule) -> Node:
+        """Return the eligible node that the seed chooses; raise NotPlantable if there is none."""
         eligible = eligible_nodes(self.fault, module.graph)
         if not eligible:
             raise NotPlantable(
                 f"{self.fault.name} cannot be planted: it needs {self.fault.needs}, and the exported program has none "
                 "that an output depends on"
             )
-        left = [node for node in eligible if node.name not in self.excluding]
-        if not left:
+        candidates = [node for node in eligible if node.name not in self.excluding]
+        if not candidates:
             raise NotPlantable(
                 f"{self.fault.name} cannot be planted once more: all {len(eligible)} places of the program are excluded"
             )
-        # a text as seed gives the same choice in every process, which a hash would not
-        return random.Random(f"{self.fault.name} {self.seed}").choice(left)
+        # a text as seed gives the same choice in every process; a hash does not
+        return random.Random(f"{self.fault.name} {self.seed}").choice(candidates)
 
-    def _found_again(self, module: GraphModule, place: Place) -> Node:
+    def _find_again(self, module: GraphModule, place: Place) -> Node:
+        """Return the node of a place in the program exported again; raise PlaceLost if it is not there."""
         node: Node
         for node in module.graph.nodes:
             if node.name == place.node and place_of(self.fault, node).op == place.op:
