@@ -29,6 +29,7 @@ def describe(request, place):
         "session": os.getsid(0),
         "process": os.getpid(),
         "parent": os.getppid(),
+        "can_fork": hasattr(os, "fork"),
     }
 
 

@@ -13,7 +13,7 @@ import pytest
 from torchdelta import errors
 from torchdelta.isolate import process_groups
 from torchdelta.isolate.directories import PoolDirectory, sweep
-from torchdelta.isolate.pool import Pool, merged
+from torchdelta.isolate.pool import CAN_FORK, Pool, merged
 from torchdelta.isolate.supervisor import KEPT_OUTPUT_BYTES, Limits, Outcome
 from torchdelta.records.failure import Failure
 
@@ -24,6 +24,7 @@ pytestmark = [
 
 _TESTS = Path(__file__).parent
 _GIB = 2**30
+needs_fork = pytest.mark.skipif(not CAN_FORK, reason="is about the zygote, which needs os.fork")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,7 +41,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def forking_pool(root):
-    with Pool(root=root) as pool:
+    with Pool(root=root, forks=True) as pool:
         yield pool
 
 
@@ -50,9 +51,18 @@ def spawning_pool(root):
         yield pool
 
 
-@pytest.fixture(params=["forking", pytest.param("spawning", marks=pytest.mark.slow)])
+@pytest.fixture
+def default_pool(request):
+    """A pool that starts workers as this system does by default; `make test-spawn` makes that spawning."""
+    return request.getfixturevalue("forking_pool" if CAN_FORK else "spawning_pool")
+
+
+_SLOW_IF_EXTRA = [pytest.mark.slow] if CAN_FORK else []
+
+
+@pytest.fixture(params=[pytest.param("forking", marks=needs_fork), pytest.param("spawning", marks=_SLOW_IF_EXTRA)])
 def pool(request):
-    """Either way to start workers; each test begins with whatever the one before did to its own."""
+    """Both ways to start workers; a test begins with whatever the test before it did to its pool."""
     return request.getfixturevalue(f"{request.param}_pool")
 
 
@@ -101,33 +111,38 @@ def test_everything_that_was_printed_is_kept(pool):
         assert words in output.splitlines()
 
 
-def test_only_the_end_of_long_output_is_kept(forking_pool):
-    outcome = ask(forking_pool, "write", kibibytes=100)
+def test_only_the_end_of_long_output_is_kept(default_pool):
+    outcome = ask(default_pool, "write", kibibytes=100)
 
     assert outcome.answer == {}
     assert len(outcome.output) == KEPT_OUTPUT_BYTES
 
 
 @pytest.mark.parametrize(("what", "kind"), [("list", "TypeError"), ("nan", "ValueError"), ("object", "TypeError")])
-def test_an_answer_that_is_no_strict_json_object_is_the_tasks_mistake(forking_pool, what, kind):
-    failure = ask(forking_pool, "answer_oddly", what=what).failure
+def test_an_answer_that_is_no_strict_json_object_is_the_tasks_mistake(default_pool, what, kind):
+    failure = ask(default_pool, "answer_oddly", what=what).failure
 
     assert (failure.kind, failure.type) == ("exception", kind)
 
 
-def test_a_request_that_is_no_strict_json_is_refused_at_once(forking_pool):
+def test_a_request_that_is_no_strict_json_is_refused_at_once(default_pool):
     with pytest.raises(ValueError, match="JSON"):
-        ask(forking_pool, "echo", x=float("nan"))
+        ask(default_pool, "echo", x=float("nan"))
 
 
 @pytest.mark.parametrize("task", ["isolate_tasks", "__main__:echo"])
-def test_a_task_that_no_other_process_can_import_is_refused_at_once(forking_pool, task):
+def test_a_task_that_no_other_process_can_import_is_refused_at_once(default_pool, task):
     with pytest.raises(errors.UsageError, match=r"package\.module:function"):
-        forking_pool.submit(task, {}, deadline_s=1)
+        default_pool.submit(task, {}, deadline_s=1)
 
 
-def test_a_task_that_does_not_exist_is_an_exception(forking_pool):
-    assert ask(forking_pool, "no_such_task").failure.type == "AttributeError"
+def test_a_task_that_does_not_exist_is_an_exception(default_pool):
+    assert ask(default_pool, "no_such_task").failure.type == "AttributeError"
+
+
+@pytest.mark.skipif(CAN_FORK, reason="only `make test-spawn` removes os.fork")
+def test_no_process_of_a_pool_can_fork_where_the_system_cannot(default_pool):
+    assert ask(default_pool, "describe").answer["can_fork"] is False
 
 
 # deaths
@@ -142,27 +157,27 @@ def test_a_segfault_is_a_signal_with_the_last_words_and_the_part_in_which_it_hap
     assert "in segfault" in outcome.output
 
 
-def test_an_abort_is_a_signal(forking_pool):
-    assert ask(forking_pool, "abort").failure.type == "SIGABRT"
+def test_an_abort_is_a_signal(default_pool):
+    assert ask(default_pool, "abort").failure.type == "SIGABRT"
 
 
 @pytest.mark.parametrize("name", ["SIGILL", "SIGKILL", "SIGTERM", "SIGFPE"])
-def test_a_signal_is_named(forking_pool, name):
-    failure = ask(forking_pool, "send_itself", signal=name).failure
+def test_a_signal_is_named(default_pool, name):
+    failure = ask(default_pool, "send_itself", signal=name).failure
 
     assert (failure.kind, failure.type) == ("signal", name)
 
 
 @pytest.mark.parametrize("task", ["leave", "exit_politely"])
 @pytest.mark.parametrize("status", [0, 3])
-def test_leaving_without_an_answer_is_an_exit(forking_pool, task, status):
-    failure = ask(forking_pool, task, status=status).failure
+def test_leaving_without_an_answer_is_an_exit(default_pool, task, status):
+    failure = ask(default_pool, task, status=status).failure
 
     assert (failure.kind, failure.type) == ("exit", str(status))
 
 
-def test_the_words_of_an_exit_are_in_the_output(forking_pool):
-    outcome = ask(forking_pool, "exit_with_words")
+def test_the_words_of_an_exit_are_in_the_output(default_pool):
+    outcome = ask(default_pool, "exit_with_words")
 
     assert outcome.failure.type == "1"
     assert "no such thing" in outcome.output
@@ -172,16 +187,16 @@ def test_a_hang_that_ignores_sigterm_is_a_timeout(pool):
     assert ask(pool, "hang_deaf_to_sigterm", deadline_s=1).failure.kind == "timeout"
 
 
-def test_a_hang_outside_of_python_is_a_timeout(forking_pool):
-    assert ask(forking_pool, "hang_in_c", deadline_s=1).failure.kind == "timeout"
+def test_a_hang_outside_of_python_is_a_timeout(default_pool):
+    assert ask(default_pool, "hang_in_c", deadline_s=1).failure.kind == "timeout"
 
 
-def test_a_hang_says_where_it_was(forking_pool):
-    assert "in hang_in_c" in ask(forking_pool, "hang_in_c", deadline_s=0.5).output
+def test_a_hang_says_where_it_was(default_pool):
+    assert "in hang_in_c" in ask(default_pool, "hang_in_c", deadline_s=0.5).output
 
 
-def test_what_ends_just_in_time_has_not_timed_out(forking_pool):
-    assert ask(forking_pool, "hang", deadline_s=20, seconds=0.3).answer == {}
+def test_what_ends_just_in_time_has_not_timed_out(default_pool):
+    assert ask(default_pool, "hang", deadline_s=20, seconds=0.3).answer == {}
 
 
 def test_runaway_memory_is_stopped(pool):
@@ -192,12 +207,12 @@ def test_runaway_memory_is_stopped(pool):
 
 
 @pytest.mark.parametrize("task", ["eat_in_a_child", "eat_at_once"])
-def test_memory_of_children_counts_and_so_does_what_is_asked_for_at_once(forking_pool, task):
-    assert ask(forking_pool, task, memory_bytes=_GIB, mebibytes=4096).failure.kind == "memory"
+def test_memory_of_children_counts_and_so_does_what_is_asked_for_at_once(default_pool, task):
+    assert ask(default_pool, task, memory_bytes=_GIB, mebibytes=4096).failure.kind == "memory"
 
 
-def test_memory_within_the_limit_is_not_stopped(forking_pool):
-    assert ask(forking_pool, "eat_at_once", memory_bytes=_GIB, mebibytes=256).answer == {"held": 256 << 20}
+def test_memory_within_the_limit_is_not_stopped(default_pool):
+    assert ask(default_pool, "eat_at_once", memory_bytes=_GIB, mebibytes=256).answer == {"held": 256 << 20}
 
 
 def test_endless_output_is_stopped(pool):
@@ -217,8 +232,8 @@ def test_an_exception_comes_back_with_type_message_and_traceback(pool):
 
 
 @pytest.mark.parametrize("kind", ["UsageError", "TooOdd"])
-def test_an_error_of_ours_can_be_raised_again(forking_pool, kind):
-    outcome = ask(forking_pool, "fail", type=kind, message="no such policy")
+def test_an_error_of_ours_can_be_raised_again(default_pool, kind):
+    outcome = ask(default_pool, "fail", type=kind, message="no such policy")
 
     with pytest.raises(errors.UsageError, match="no such policy"):
         outcome.raise_own_error()
@@ -253,16 +268,16 @@ def test_limits_are_positive():
 # nobody stays
 
 
-@pytest.mark.parametrize("daemon", [False, True])
-def test_whom_a_task_leaves_behind_is_ended(forking_pool, daemon):
-    child = ask(forking_pool, "leave_a_child", daemon=daemon).answer["child"]
+@pytest.mark.parametrize("daemon", [False, pytest.param(True, marks=needs_fork)])
+def test_processes_that_a_task_leaves_behind_are_ended(default_pool, daemon):
+    child = ask(default_pool, "leave_a_child", daemon=daemon).answer["child"]
 
     wait_until(lambda: not is_alive(child))
 
 
-def test_a_query_can_be_cancelled_while_it_runs_and_while_it_waits(forking_pool):
-    running = forking_pool.submit("isolate_tasks:hang", {}, deadline_s=600)
-    waiting = forking_pool.submit("isolate_tasks:echo", {}, deadline_s=600)
+def test_a_query_can_be_cancelled_while_it_runs_and_while_it_waits(default_pool):
+    running = default_pool.submit("isolate_tasks:hang", {}, deadline_s=600)
+    waiting = default_pool.submit("isolate_tasks:echo", {}, deadline_s=600)
     wait_until(lambda: running.part)
 
     waiting.cancel()
@@ -284,6 +299,7 @@ def test_several_queries_run_at_once_and_one_that_dies_disturbs_no_other(root):
         assert sleeping.result().answer == {}
 
 
+@needs_fork
 @pytest.mark.slow
 def test_a_zygote_that_dies_is_started_again_and_the_query_with_it(root, tmp_path):
     with Pool(root=root) as pool:
@@ -293,6 +309,7 @@ def test_a_zygote_that_dies_is_started_again_and_the_query_with_it(root, tmp_pat
         assert ask(pool, "describe").answer["parent"] != before
 
 
+@needs_fork
 @pytest.mark.slow
 def test_a_query_that_kills_two_zygotes_is_a_failure(root, tmp_path):
     with Pool(root=root) as pool:
@@ -302,13 +319,14 @@ def test_a_query_that_kills_two_zygotes_is_a_failure(root, tmp_path):
         assert ask(pool, "echo").answer
 
 
+@needs_fork
 def test_the_zygote_has_one_thread(forking_pool):
     ask(forking_pool, "echo")
 
     assert ask(forking_pool, "threads_of_parent").answer == {"threads": 1}
 
 
-@pytest.mark.parametrize("forks", [True, False])
+@pytest.mark.parametrize("forks", [pytest.param(True, marks=needs_fork), False])
 def test_what_cannot_start_says_why(root, forks):
     with (
         Pool(root=root, forks=forks, preload=["no_such_module"]) as pool,
@@ -353,6 +371,7 @@ _ALONE = """
 """
 
 
+@needs_fork
 @pytest.mark.slow
 def test_a_process_that_is_alone_forks_a_zygote_from_itself_once(tmp_path):
     script = textwrap.dedent(_ALONE.format(root=str(tmp_path / "pools"), done=str(tmp_path / "done")))
@@ -383,10 +402,14 @@ _SCRIPT = """
 """
 
 
-_WAYS = {"forked": {}, "forked from here": {"from_here": True}, "spawned": {"forks": False}}
+_WAYS = [
+    pytest.param({}, id="forked", marks=needs_fork),
+    pytest.param({"from_here": True}, id="forked from here", marks=needs_fork),
+    pytest.param({"forks": False}, id="spawned"),
+]
 
 
-@pytest.fixture(params=_WAYS.values(), ids=_WAYS.keys())
+@pytest.fixture(params=_WAYS)
 def busy_parent(request, tmp_path):
     """A process with two busy workers, their numbers, and where its pool lives."""
     script = tmp_path / "parent.py"
@@ -396,7 +419,7 @@ def busy_parent(request, tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(_TESTS)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         start_new_session=True,
     )
     family = []
