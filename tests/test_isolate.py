@@ -13,7 +13,7 @@ import pytest
 from torchdelta import errors
 from torchdelta.isolate import process_groups
 from torchdelta.isolate.directories import PoolDirectory, sweep
-from torchdelta.isolate.pool import CAN_FORK, Pool, merged
+from torchdelta.isolate.pool import CAN_FORK, Pool, merge_interrupts
 from torchdelta.isolate.supervisor import KEPT_OUTPUT_BYTES, Limits, Outcome
 from torchdelta.records.failure import Failure
 
@@ -342,23 +342,23 @@ def test_a_zygote_that_cannot_warm_up_starts_cold(root, monkeypatch):
         assert ask(pool, "echo").answer
 
 
-_ALONE = """
+_FORKS_ITSELF = """
     import sys, threading
     from pathlib import Path
-    from torchdelta.isolate.zygote_start import is_alone
+    from torchdelta.isolate.zygote_start import is_forkable
     from torchdelta.isolate.pool import Pool
 
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait)
-    was_alone = [is_alone()]
+    was_forkable = [is_forkable()]
     thread.start()
-    was_alone.append(is_alone())
+    was_forkable.append(is_forkable())
     stop.set()
     thread.join()
     import torch
-    was_alone.append(is_alone())
+    was_forkable.append(is_forkable())
     sys.modules["only_here"] = sys
-    print(*was_alone, end=" ")  # not flushed
+    print(*was_forkable, end=" ")  # not flushed
     with Pool(root=Path({root!r}), from_here=True) as pool:
         def ask(task, **request):
             return pool.ask("isolate_tasks:" + task, request, deadline_s=60)
@@ -373,8 +373,8 @@ _ALONE = """
 
 @needs_fork
 @pytest.mark.slow
-def test_a_process_that_is_alone_forks_a_zygote_from_itself_once(tmp_path):
-    script = textwrap.dedent(_ALONE.format(root=str(tmp_path / "pools"), done=str(tmp_path / "done")))
+def test_a_process_without_threads_or_torch_forks_a_zygote_from_itself_once(tmp_path):
+    script = textwrap.dedent(_FORKS_ITSELF.format(root=str(tmp_path / "pools"), done=str(tmp_path / "done")))
     ran = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,
@@ -489,14 +489,14 @@ def handled_by():
 def test_interruptions_that_come_together_are_one(handled_by, monkeypatch):
     handled_by(signal.default_int_handler)
     seen = []
-    with merged():
+    with merge_interrupts():
         for _ in range(3):
             try:
                 signal.raise_signal(signal.SIGINT)
             except KeyboardInterrupt:
                 seen.append("interrupted")
         assert seen == ["interrupted"]
-        monkeypatch.setattr("torchdelta.isolate.pool.TOGETHER_S", 0.0)
+        monkeypatch.setattr("torchdelta.isolate.pool.SAME_INTERRUPT_S", 0.0)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
@@ -506,7 +506,7 @@ def test_interruptions_that_come_together_are_one(handled_by, monkeypatch):
 def test_who_handles_interruptions_by_itself_goes_on_to(handled_by):
     seen = []
     handled_by(lambda *_: seen.append("handled"))
-    with merged():
+    with merge_interrupts():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
