@@ -115,7 +115,7 @@ class Gates:
 
     def __call__(self, handed: HandedGraph) -> Callable[..., Any]:
         """Hand the graph on with taps and gates in it."""
-        original = graphs.copied_graph(handed.graph)
+        original = graphs.copy_graph(handed.graph)
         read_writers(original)
         inputs = graphs.flat_inputs(handed.graph, handed.example_inputs)
         edges = _edges(original, trained_nodes(original, inputs))
@@ -124,7 +124,7 @@ class Gates:
         read_writers(gated)
         _gate(gated, edges)
         made = handed.make(gated, [*inputs, *_zeros(original, edges).values()])
-        restore = graphs.restored_outputs(handed.graph)
+        restore = graphs.output_builder(handed.graph)
         self.total += len({reader for _, reader in edges} - {OUTPUT}) + len(trained_leaves(handed.graph, inputs))
 
         def call(*args: Any, **kwargs: Any) -> Any:

@@ -53,7 +53,7 @@ class LockstepSeam:
     def __call__(self, handed: HandedGraph) -> Callable[..., Any]:
         """Hand the graph on, and compare once it is called."""
         assign_handles(handed.graph)
-        before = graphs.copied_graph(handed.graph)
+        before = graphs.copy_graph(handed.graph)
         made = handed.on()
         after = graph_behind(made)
         if after is None:
@@ -118,7 +118,7 @@ def compare_graphs(
 
     Of one of several graphs a mapping may name others' nodes, too.
     """
-    candidate = graphs.sharing_parameters(candidate)
+    candidate = graphs.copy_sharing_parameters(candidate)
     candidate.graph.eliminate_dead_code(lambda node: node.is_impure() or writes_to(node))
     candidate.recompile()
     reference, candidate = reading_writers(reference), reading_writers(candidate)

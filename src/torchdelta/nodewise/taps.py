@@ -58,7 +58,7 @@ class Taps:
 
     def __call__(self, handed: HandedGraph) -> Callable[..., Any]:
         """Hand the graph on with taps in it."""
-        original = graphs.copied_graph(handed.graph)
+        original = graphs.copy_graph(handed.graph)
         read_writers(original)
         tappable = [node for node in original.graph.nodes if is_tappable(node)]
         chosen = self._within_limit([node for node in tappable if self.chosen(node)])
@@ -66,7 +66,7 @@ class Taps:
         self.tapped += len(chosen)
         tapped, plain = tap(handed.graph, {node.name for node in chosen})
         made = handed.make(tapped, graphs.flat_inputs(handed.graph, handed.example_inputs))
-        restore = graphs.restored_outputs(handed.graph)
+        restore = graphs.output_builder(handed.graph)
         has_run = False
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -146,7 +146,7 @@ class Taps:
 def tap(graph_module: GraphModule, names: Collection[str]) -> tuple[GraphModule, int]:
     """Return a copy that returns these nodes' values too, and how many values it returned before."""
     # the parameters stay those of the module: what trains them trains these
-    tapped = graphs.flattened(GraphModule(graph_module, copy.deepcopy(graph_module.graph)))
+    tapped = graphs.flatten_signature(GraphModule(graph_module, copy.deepcopy(graph_module.graph)))
     output = tapped.graph.output_node()
     plain = list(output.args[0]) if isinstance(output.args[0], (list, tuple)) else [output.args[0]]
     taps = []

@@ -127,7 +127,7 @@ def read(directory: str | os.PathLike[str]) -> tuple[Program, Recording]:
         raise ProgramError(f"{place} has no graph that could be run{_lacking(recording)}")
     allow = make_ready(recording)
     try:
-        graph = graphs.flattened(read_graph(place / GRAPH, allow=allow))
+        graph = graphs.flatten_signature(read_graph(place / GRAPH, allow=allow))
         values = read_values(place / INPUTS, allow=allow)
     except ReportUnreadable as error:
         raise ReportUnreadable(f"{error}{_lacking(recording)}") from error

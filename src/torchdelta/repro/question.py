@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from torchdelta._torch.graphs.graphs import restored_outputs
+from torchdelta._torch.graphs.graphs import output_builder
 from torchdelta._torch.graphs.lift_graph import lift_graph
 from torchdelta._torch.modes.lift import is_narrow, widened
 from torchdelta.compare.leaves import leaves_of
@@ -85,7 +85,7 @@ def outputs_of(graph_module: GraphModule) -> dict[str, str]:
     if not isinstance(returned, (list, tuple)):
         return _tensors_within(returned, "outputs", "outputs")
     # who called the graph may have got another structure than it returns
-    restored = leaves_of(restored_outputs(graph_module)(list(range(len(returned)))), "outputs")
+    restored = leaves_of(output_builder(graph_module)(list(range(len(returned)))), "outputs")
     found: dict[str, str] = {}
     for path, place in restored.items():
         if type(place) is int:

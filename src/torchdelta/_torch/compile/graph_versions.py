@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from torchdelta._torch.graphs import graphs, handles
-from torchdelta._torch.graphs.nodes import OWN_DRAWS, arguments, op_name
+from torchdelta._torch.graphs.nodes import INDUCTOR_RANDOMS, arguments, op_name
 from torchdelta._torch.modes.outside import outside_modes
 
 Handle = Callable[[Node], int]
@@ -191,7 +191,7 @@ def _draws(node: Node) -> bool:
     if not isinstance(node.target, OpOverload):
         return False
     # given seeds, inductor's own draw and say nothing of it in their tags
-    if op_name(node).startswith(OWN_DRAWS):
+    if op_name(node).startswith(INDUCTOR_RANDOMS):
         return True
     # attention is among what may draw, and draws only where it drops something
     drops = arguments(node).get("dropout_p")

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 Pass = Callable[[GraphModule, Sequence[Any]], Any]
 
 
-def runnable(result: Any, graph_module: GraphModule) -> Callable[..., Any]:
+def as_callable(result: Any, graph_module: GraphModule) -> Callable[..., Any]:
     """Return what a pass gave back, ready to be called: a pass that returns nothing changed its graph in place."""
     made = graph_module if result is None else result
     if isinstance(made, GraphModule):
@@ -108,7 +108,7 @@ def _last_placeholder(graph: Graph) -> Node:
     return found[-1]
 
 
-def flattened(graph_module: GraphModule) -> GraphModule:
+def flatten_signature(graph_module: GraphModule) -> GraphModule:
     """Let a graph take and return its values one by one, although its caller gives and takes structures."""
     graph_module.graph.set_codegen(CodeGen())
     graph_module.recompile()
@@ -123,7 +123,7 @@ def flat_inputs(graph_module: GraphModule, args: Sequence[Any], kwargs: Mapping[
     return list(args)
 
 
-def restored_outputs(graph_module: GraphModule) -> Callable[[Sequence[Any]], Any]:
+def output_builder(graph_module: GraphModule) -> Callable[[Sequence[Any]], Any]:
     """Return what makes of a graph's values what it returned to its caller."""
     codegen = graph_module.graph._codegen
     if isinstance(codegen, _PyTreeCodeGen) and codegen.pytree_info.out_spec is not None:
@@ -160,7 +160,7 @@ def has_fixed_float(node: Node, graph_module: GraphModule) -> bool:
     return is_float and all(isinstance(size, int) for size in value.shape)
 
 
-def sharing_parameters(graph_module: GraphModule) -> GraphModule:
+def copy_sharing_parameters(graph_module: GraphModule) -> GraphModule:
     """Return a copy that has the same parameters, which running it does not change, and everything else of its own."""
     made = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     for module in made.modules():
@@ -169,25 +169,25 @@ def sharing_parameters(graph_module: GraphModule) -> GraphModule:
     return made
 
 
-def with_own_nodes(graph_module: GraphModule) -> GraphModule:
+def copy_nodes(graph_module: GraphModule) -> GraphModule:
     """Return a copy over the same attributes: what a compiler does to the nodes of one, the other does not see."""
     with outside_modes():
         made = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     for node in made.graph.nodes:
         inner = attribute(made, str(node.target)) if node.op in ("get_attr", "call_module") else None
         if isinstance(inner, GraphModule):
-            made.set_submodule(str(node.target), with_own_nodes(inner))
+            made.set_submodule(str(node.target), copy_nodes(inner))
     # one that is written when it is first called calls itself as a module then, and hooks of the user's with it
     _LazyGraphModule.force_recompile(made)
     return made
 
 
-def returning(graph_module: GraphModule, places: Sequence[int]) -> GraphModule:
+def return_inputs(graph_module: GraphModule, places: Sequence[int]) -> GraphModule:
     """Return the graph with copies in the place of these inputs, which it returns as well: what it writes is there.
 
     Autograd lets nobody write to a leaf that requires grad, and whatever is handed over by itself is one.
     """
-    made = with_own_nodes(graph_module)
+    made = copy_nodes(graph_module)
     given = [node for node in made.graph.nodes if node.op == "placeholder"]
     copies = []
     for place in places:
@@ -201,7 +201,7 @@ def returning(graph_module: GraphModule, places: Sequence[int]) -> GraphModule:
     return made
 
 
-def copied_graph(graph_module: GraphModule) -> GraphModule:
+def copy_graph(graph_module: GraphModule) -> GraphModule:
     """Return a copy that shares nothing, although AOTAutograd hands graphs over while new tensors are fake ones."""
     with outside_modes():
         return copy.deepcopy(graph_module)

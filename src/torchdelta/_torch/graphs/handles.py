@@ -126,7 +126,7 @@ def restore_handles(converted: GraphModule, observed: Mapping[str, frozenset[int
                 write_handles(node, handles)
 
 
-def share_folded(before: GraphModule, after: GraphModule) -> None:
+def share_handles_of_folded(before: GraphModule, after: GraphModule) -> None:
     """Let what took over the work of nodes that are gone carry their handles, and so the constants that it reads.
 
     Batch norm is folded into the convolution before it, whose weights are others from then on: what both compute

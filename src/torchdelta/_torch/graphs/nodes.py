@@ -120,16 +120,16 @@ def has_effect(node: Node) -> bool:
     return writes_to(node) or node.is_impure()
 
 
-OWN_DRAWS = ("prims.inductor_random", "prims.inductor_randint", "prims.inductor_seed")
+INDUCTOR_RANDOMS = ("prims.inductor_random", "prims.inductor_randint", "prims.inductor_seed")
 """What inductor puts in the place of random numbers before it compiles anything: others than eager would draw."""
 
 
-def draws_its_own_way(graph_module: GraphModule) -> bool:
+def has_inductor_randoms(graph_module: GraphModule) -> bool:
     """Tell whether inductor has put its own random numbers into a graph."""
-    return any(op_name(node).startswith(OWN_DRAWS) for node in every_node(graph_module))
+    return any(op_name(node).startswith(INDUCTOR_RANDOMS) for node in every_node(graph_module))
 
 
-def talks_to_others(graph_module: GraphModule) -> bool:
+def needs_other_processes(graph_module: GraphModule) -> bool:
     """Tell whether running a graph takes other processes, which would have to run it at the same time."""
     group = torch.distributed
     if not (group.is_available() and group.is_initialized() and group.get_world_size() > 1):
@@ -169,7 +169,7 @@ def writes_to_first(node: Node) -> bool:
 
 def returns_what_it_writes(node: Node) -> bool:
     """Tell whether a node writes to its first argument and returns that very tensor."""
-    if not (node.args and isinstance(node.args[0], Node) and writes_to_first(node)) or is_setting(node):
+    if not (node.args and isinstance(node.args[0], Node) and writes_to_first(node)) or is_item_assignment(node):
         return False
     if isinstance(node.target, OpOverload):
         first, returns = node.target._schema.arguments[0].alias_info, node.target._schema.returns
@@ -204,7 +204,7 @@ def is_wide_float(node: Node) -> bool:
     return any(isinstance(each, torch.Tensor) and each.is_floating_point() and each.itemsize >= 4 for each in values)
 
 
-def is_setting(node: Node) -> bool:
+def is_item_assignment(node: Node) -> bool:
     """Tell whether a node writes and returns nothing that says so."""
     return _short_name(node) == "setitem"
 
