@@ -127,7 +127,7 @@ def observed_handles(prepared: GraphModule) -> dict[str, frozenset[int]]:
 
 
 def restore_handles(converted: GraphModule, observed: Mapping[str, frozenset[int]]) -> None:
-    """Give the nodes that a conversion made from observers the observers' handles, as `observed_handles` returned them."""
+    """Give the nodes that a conversion made from observers their handles, as `observed_handles` returned them."""
     for node in handled_nodes(converted):
         for source in node.meta.get("from_node") or ():
             if handles := observed.get(source.name):

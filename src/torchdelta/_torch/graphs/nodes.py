@@ -81,7 +81,7 @@ def _bound(node: Node) -> dict[str, tuple[Any, bool]]:
 
 
 def drop_metadata_assertions(graph_module: GraphModule) -> None:
-    """Remove export's assertions about dtypes and devices, which a changed graph may violate, from all graphs inside."""
+    """Remove export's assertions about dtypes and devices, because a changed graph may violate them."""
     for module in graph_module.modules():
         if isinstance(module, GraphModule):
             for node in list(module.graph.nodes):
