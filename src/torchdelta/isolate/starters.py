@@ -256,6 +256,7 @@ class _ZygoteHandle:
         self._is_ready_or_ended.set()
 
     def _handle(self, report: Message) -> None:
+        """Record what one report says: the zygote is ready, or a worker has started or ended."""
         if "ready" in report:
             self.was_ready = True
             self._is_ready_or_ended.set()

@@ -62,7 +62,7 @@ _PATIENCE_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a query may use; None for `memory_bytes` is no limit."""
+    """What a query may use. With None for `memory_bytes`, its memory is not limited."""
 
     deadline_s: float
     memory_bytes: int | None = None

@@ -301,6 +301,7 @@ def _inputs_and_state(side: Side) -> dict[str, Any]:
 
 
 def _tensors_in(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors within named values, by path."""
     return {
         path: leaf
         for name, value in values.items()

@@ -147,6 +147,7 @@ def _end(process: subprocess.Popen[bytes], output: IO[bytes]) -> None:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process with its group, and wait for its end."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if hasattr(os, "killpg"):
             os.killpg(process.pid, signal.SIGKILL)

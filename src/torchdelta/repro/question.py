@@ -337,7 +337,7 @@ def ask_child(failure: Failure, sides: ScriptSides, *, deadline_s: float, memory
     imports = ["import subprocess"]
     constants = ['CHILD = "--child"']
     if failure.kind == "output":
-        constants.append(f"LIMIT = {OUTPUT_BYTES}  # bytes that nobody would print")
+        constants.append(f"LIMIT = {OUTPUT_BYTES}  # bytes, more than any program prints")
         decision = [
             f"with subprocess.Popen({start}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as child:",
             "    printed = len(child.stdout.read(LIMIT))",

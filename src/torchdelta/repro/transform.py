@@ -100,14 +100,14 @@ def _fx_pass(case: Case, script: Path) -> TransformSource:
     options = dict(case.options)
     graph = options.pop("graph", "dynamo")
     what = f"The pass {case.transform.rpartition(':')[2]} on the {graph} graph"
-    boxed = 'made if getattr(made, "_boxed_call", False) else make_boxed_func(made)'
+    boxed = 'result if getattr(result, "_boxed_call", False) else make_boxed_func(result)'
     function = (
         "def transform(graph_module, example_inputs):",
-        f"    made = {imported.name}(graph_module, example_inputs)",
-        "    made = graph_module if made is None else made  # it may have changed its graph in place",
-        "    if isinstance(made, torch.fx.GraphModule):",
-        "        made.recompile()",
-        f"    return {boxed if graph == 'aten' else 'made'}",
+        f"    result = {imported.name}(graph_module, example_inputs)",
+        "    result = graph_module if result is None else result  # it may have changed its graph in place",
+        "    if isinstance(result, torch.fx.GraphModule):",
+        "        result.recompile()",
+        f"    return {boxed if graph == 'aten' else 'result'}",
     )
     imports = imported.lines
     if graph == "export":
@@ -161,6 +161,7 @@ def _decomposed(options: Mapping[str, Any], script: Path) -> TransformSource:
 
 
 def _autocast(dtype: str, device: str) -> TransformSource:
+    """Return `torch.autocast` around the program's call."""
     arguments = f'"{device}", torch.{dtype}'
     return TransformSource(
         what=f"torch.autocast({arguments})",

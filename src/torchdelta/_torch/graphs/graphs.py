@@ -112,7 +112,7 @@ def read_before_update(graph_module: GraphModule) -> None:
         # after the last placeholder, because placeholders come before all other nodes
         with graph.inserting_after(node if node.op == "get_attr" else _last_placeholder(graph)):
             snapshot = graph.call_function(aten.clone.default, (node,))
-        node.replace_all_uses_with(snapshot, lambda user, kept=(*writers, snapshot): user not in kept)
+        node.replace_all_uses_with(snapshot, lambda user, exempt=(*writers, snapshot): user not in exempt)
     graph_module.recompile()
 
 

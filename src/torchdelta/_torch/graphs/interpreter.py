@@ -30,7 +30,8 @@ _PURE_MODULES = ("torch", "_operator", "operator", "builtins", "math")
 
 
 class ObservingInterpreter(Interpreter):
-    """Interprets a graph: calls `writes` with the tensors that a node may write to, and `made` with each value.
+    """Interprets a graph: calls `before_write` with the tensors that a node may write to, and `after_node` with
+    its name and value.
 
     The graphs that it calls and the branch that a `cond` takes are interpreted too, with the name of their graph as a
     prefix. Other operators that run graphs inside, which are not observed, are added to `unlogged` by node name.
@@ -40,14 +41,14 @@ class ObservingInterpreter(Interpreter):
         self,
         graph_module: GraphModule,
         *,
-        writes: Callable[[list[torch.Tensor]], None],
-        made: Callable[[str, Any], None],
+        before_write: Callable[[list[torch.Tensor]], None],
+        after_node: Callable[[str, Any], None],
         unlogged: dict[str, str],
         prefix: str = "",
     ) -> None:
         super().__init__(graph_module, garbage_collect_values=True)
-        self.writes = writes
-        self.made = made
+        self.before_write = before_write
+        self.after_node = after_node
         self.unlogged = unlogged
         self.prefix = prefix
         self.at = ""
@@ -65,7 +66,7 @@ class ObservingInterpreter(Interpreter):
         if n.op in ("placeholder", "output"):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        self.writes(self._may_write(n, args, kwargs))
+        self.before_write(self._may_write(n, args, kwargs))
         called = self.fetch_attr(str(n.target)) if n.op == "call_module" and n.target != "_guards_fn" else None
         if isinstance(called, GraphModule):
             value = self._run_inner(called, n.target, lambda inner: inner.run_on(args, kwargs))
@@ -76,7 +77,7 @@ class ObservingInterpreter(Interpreter):
                 self.unlogged[self.prefix + n.name] = str(n.target)
             value = super().run_node(n)
         if not isinstance(value, torch.nn.Module):
-            self.made(self.prefix + n.name, value)
+            self.after_node(self.prefix + n.name, value)
         return value
 
     def _run_branch(
@@ -92,7 +93,11 @@ class ObservingInterpreter(Interpreter):
         """Run a graph inside of this one with an interpreter of its own, and return its value."""
         prefix = f"{self.prefix}{target}."
         inner = ObservingInterpreter(
-            graph_module, writes=self.writes, made=self.made, unlogged=self.unlogged, prefix=prefix
+            graph_module,
+            before_write=self.before_write,
+            after_node=self.after_node,
+            unlogged=self.unlogged,
+            prefix=prefix,
         )
         try:
             return run(inner)
