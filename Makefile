@@ -9,7 +9,7 @@ export NUMBA_CACHE_DIR ?= $(CURDIR)/.cache/numba
 # On some x86 machines oneDNN's bfloat16 matmul dies with SIGILL.
 export ONEDNN_MAX_CPU_ISA ?= AVX2
 
-.PHONY: demo test test-fast test-long lint bench bench-verdicts bench-locate sweep-ops setup lock clean
+.PHONY: demo test test-fast test-long test-spawn lint bench bench-verdicts bench-locate sweep-ops setup lock clean
 
 setup: $(STAMP)
 
@@ -41,6 +41,11 @@ test-fast: setup
 # Tests that take minutes each: a compiler compared node by node, a diagnosis that compiles fifty times.
 test-long: setup
 	$(BIN)/python -m pytest -m long
+
+# Systems without fork start workers in another way. Here every test process has os.fork removed, so Linux takes it too.
+test-spawn: setup
+	TORCHDELTA_TEST_SPAWN=1 $(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_isolate.py tests/test_cli.py \
+		tests/test_minify.py tests/test_reduction_cli.py tests/test_sweep.py
 
 bench: setup
 	$(BIN)/python benchmarks/compare.py

@@ -2,7 +2,9 @@
 
 import os
 import pathlib
+import runpy
 import signal
+import sys
 
 import pytest
 
@@ -12,13 +14,19 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_CACHE / "inductor"))
 os.environ.setdefault("NUMBA_CACHE_DIR", str(_CACHE / "numba"))
 # oneDNN's bf16 matmul dies with SIGILL on some x86 machines
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
-# whoever runs the tests in the background runs them deaf to Ctrl-C, and their children with them
+# a shell starts background jobs with Ctrl-C ignored, and their children inherit that
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# the tests themselves run side by side; threads of theirs beside that would only wait for each other
+# the tests themselves run side by side: more threads would only wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# so would a compiler's helper processes, which each process that compiles anything starts, and which import torch
+# so would inductor's helper processes, which every process that compiles starts, and which import torch
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# `make test-spawn`: this process, and every Python that it starts, is on a system without `os.fork`
+if os.environ.get("TORCHDELTA_TEST_SPAWN"):
+    _WITHOUT_FORK = str(pathlib.Path(__file__).parent / "without_fork")
+    runpy.run_path(f"{_WITHOUT_FORK}/sitecustomize.py")
+    sys.path.insert(0, _WITHOUT_FORK)  # some tests hand their `sys.path` to a process as its PYTHONPATH
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_WITHOUT_FORK, os.environ.get("PYTHONPATH"))))
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +39,8 @@ def same_numbers_whatever_ran_before():
 
 @pytest.fixture(scope="session")
 def workers():
-    """Workers for whoever shares them: they take longer to get ready than most queries take."""
-    from torchdelta.check.isolated import pool_for
+    """Workers that many tests share, because they take longer to get ready than most queries take."""
+    from torchdelta.minify.workers import pool_for
 
     with pool_for("inductor") as pool:
         yield pool

@@ -1,4 +1,4 @@
-"""What workers are asked to do in tests: answer, and every way not to."""
+"""Tasks for workers in tests: some answer, and the others fail in every way that a task can."""
 
 import ctypes
 import os
@@ -29,6 +29,7 @@ def describe(request, place):
         "session": os.getsid(0),
         "process": os.getpid(),
         "parent": os.getppid(),
+        "can_fork": hasattr(os, "fork"),
     }
 
 
@@ -54,7 +55,7 @@ def hang(request, place):
     return {}
 
 
-def hang_deaf_to_sigterm(request, place):
+def hang_ignoring_sigterm(request, place):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(600)
 
@@ -69,20 +70,20 @@ def leave(request, place):
     os._exit(request["status"])
 
 
-def exit_politely(request, place):
+def exit_by_exception(request, place):
     sys.exit(request["status"])
 
 
-def exit_with_words(request, place):
+def exit_with_message(request, place):
     sys.exit("no such thing")
 
 
 def eat(request, place):
-    held = []
+    blocks = []
     for _ in range(request["mebibytes"]):
-        held.append(b"x" * 2**20)
+        blocks.append(b"x" * 2**20)
         time.sleep(0.0005)
-    return {"held": len(held)}
+    return {"bytes": len(blocks) << 20}
 
 
 def eat_in_a_child(request, place):
@@ -94,7 +95,7 @@ def eat_in_a_child(request, place):
 def eat_at_once(request, place):
     import torch
 
-    return {"held": torch.ones(request["mebibytes"] << 18).nbytes}
+    return {"bytes": torch.ones(request["mebibytes"] << 18).nbytes}
 
 
 def write(request, place):
@@ -122,13 +123,13 @@ def answer_oddly(request, place):
 
 
 def leave_a_child(request, place):
-    """Leave somebody behind who is in this group, and with `daemon` somebody who is not."""
+    """Leave a child process behind, in this process group or, with `daemon`, in a session of its own."""
     child = subprocess.Popen(["sleep", "600"], start_new_session=request["daemon"])
     return {"child": child.pid}
 
 
 def kill_zygote(request, place):
-    """Kill it, unless the file `unless` is there; with `unless`, leave that file."""
+    """Kill the zygote, unless the file `unless` exists; with `once`, make that file first."""
     if not os.path.exists(request["unless"]):
         if request["once"]:
             open(request["unless"], "w").close()
@@ -137,7 +138,7 @@ def kill_zygote(request, place):
     return {"process": os.getpid()}
 
 
-def imported(request, place):
+def is_imported(request, place):
     return {"is_imported": request["name"] in sys.modules}
 
 
@@ -164,7 +165,7 @@ def compile_relu(request, place):
 
 
 def compile_two_kernels(request, place):
-    """Compile two kernels, neither of which is given to the C++ compiler before the other."""
+    """Compile two kernels that only get compiled if both are given to the C++ compiler at the same time."""
     import torch
     from torch._inductor import cpp_builder
 

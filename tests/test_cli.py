@@ -249,7 +249,7 @@ class TestBadInput:
             (["programs.py:fails_eagerly", "-t", "eager"], "fails when run eagerly.*3x5 and 4x2"),
             (["no_such.module:build", "-t", "eager"], "no module 'no_such.module'"),
             (["no_such.py:build", "-t", "eager"], "no file no_such.py"),
-            (["programs.py", "-t", "eager"], "'programs.py' names no program factory: write path/file.py:name"),
+            (["programs.py", "-t", "eager"], "'programs.py' does not name a program factory: write path/file.py:name"),
             # the transform
             (["programs.py:build", "-t", "inductr"], "unknown transform 'inductr': did you mean inductor"),
             (["programs.py:build", "-t", "backend:aot_eagr"], "no backend 'aot_eagr': did you mean aot_eager"),
@@ -275,7 +275,7 @@ class TestBadInput:
             ([*BUILD, "--ignore", "colour"], "unknown clause to ignore 'colour': it is one of aliasing"),
             ([*BUILD, "--strict", "dtype"], "unknown clause to hold strictly 'dtype': it is one of casts, stride"),
             ([*BUILD, "--optimizer", "adam"], "unknown optimizer 'adam': did you mean adamw"),
-            ([*BUILD, "--loss", "mse"], "'mse' names no loss: write path/file.py:name"),
+            ([*BUILD, "--loss", "mse"], "'mse' does not name a loss: write path/file.py:name"),
             ([*BUILD, "--iterations", "0"], "iterations must be at least 1, not 0"),
             ([*BUILD, "--seed", str(10**30)], "seed must be from 0 to"),
         ],

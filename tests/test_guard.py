@@ -109,7 +109,7 @@ class TestHealthyRun:
 
         assert [seen.level for seen in seen_by(guard)] == ["forward", "backward"]
 
-    def test_with_other_sizes_and_graph_breaks_is_checked_each_time(self):
+    def test_resize_and_graph_breaks_is_checked_each_time(self):
         guard = td.guard("aot_eager")
 
         def program(x):
@@ -443,7 +443,7 @@ class TestFinding:
         def broken_off(*_, **__):
             raise LookupError("nobody thought of this")
 
-        for module, name in ((graphs, "with_own_nodes"), (guarded_graph, "prepare")):
+        for module, name in ((graphs, "copy_nodes"), (guarded_graph, "prepare")):
             torch._dynamo.reset()
             monkeypatch.setattr(module, name, broken_off)
             guard = guarded("aot_eager", tmp_path)

@@ -1,4 +1,7 @@
-"""Real crashes, hangs, floods and kills: each costs one worker, and the next query starts."""
+"""Real crashes, hangs, floods of output and kills: each costs one worker, and the next query still works.
+
+With `TORCHDELTA_TEST_SPAWN=1` (`make test-spawn`) the same tests run on a system without `os.fork`.
+"""
 
 import os
 import signal
@@ -13,7 +16,7 @@ import pytest
 from torchdelta import errors
 from torchdelta.isolate import process_groups
 from torchdelta.isolate.directories import PoolDirectory, sweep
-from torchdelta.isolate.pool import Pool, merged
+from torchdelta.isolate.pool import CAN_FORK, Pool, merge_interrupts
 from torchdelta.isolate.supervisor import KEPT_OUTPUT_BYTES, Limits, Outcome
 from torchdelta.records.failure import Failure
 
@@ -24,6 +27,7 @@ pytestmark = [
 
 _TESTS = Path(__file__).parent
 _GIB = 2**30
+needs_fork = pytest.mark.skipif(not CAN_FORK, reason="is about the zygote, which needs os.fork")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,7 +44,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def forking_pool(root):
-    with Pool(root=root) as pool:
+    with Pool(root=root, forks=True) as pool:
         yield pool
 
 
@@ -50,9 +54,18 @@ def spawning_pool(root):
         yield pool
 
 
-@pytest.fixture(params=["forking", pytest.param("spawning", marks=pytest.mark.slow)])
+@pytest.fixture
+def default_pool(request):
+    """A pool that starts workers as this system does by default; `make test-spawn` makes that spawning."""
+    return request.getfixturevalue("forking_pool" if CAN_FORK else "spawning_pool")
+
+
+_SLOW_IF_EXTRA = [pytest.mark.slow] if CAN_FORK else []
+
+
+@pytest.fixture(params=[pytest.param("forking", marks=needs_fork), pytest.param("spawning", marks=_SLOW_IF_EXTRA)])
 def pool(request):
-    """Either way to start workers; each test begins with whatever the one before did to its own."""
+    """Both ways to start workers; a test begins with whatever the test before it did to its pool."""
     return request.getfixturevalue(f"{request.param}_pool")
 
 
@@ -70,14 +83,14 @@ def is_alive(process):
 def wait_until(condition, seconds=30):
     until = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < until, "waited in vain"
+        assert time.monotonic() < until, "the condition did not become true"
         time.sleep(0.02)
 
 
 # answers
 
 
-def test_answers_what_the_task_returned(pool):
+def test_the_answer_is_what_the_task_returned(pool):
     outcome = ask(pool, "echo", numbers=[1, 2.5, None], text="ä")
 
     assert outcome.answer["request"] == {"numbers": [1, 2.5, None], "text": "ä"}
@@ -94,46 +107,51 @@ def test_each_query_has_a_process_group_scratch_and_cache_of_its_own(pool):
     assert not Path(first["scratch"]).exists() or not list(Path(first["scratch"]).iterdir())
 
 
-def test_everything_that_was_printed_is_kept(pool):
+def test_all_output_of_a_worker_and_its_children_is_in_the_outcome(pool):
     output = ask(pool, "write_everywhere").output
 
     for words in ("python", "python's errors", "descriptor", "c", "child"):
         assert words in output.splitlines()
 
 
-def test_only_the_end_of_long_output_is_kept(forking_pool):
-    outcome = ask(forking_pool, "write", kibibytes=100)
+def test_only_the_end_of_long_output_is_kept(default_pool):
+    outcome = ask(default_pool, "write", kibibytes=100)
 
     assert outcome.answer == {}
     assert len(outcome.output) == KEPT_OUTPUT_BYTES
 
 
 @pytest.mark.parametrize(("what", "kind"), [("list", "TypeError"), ("nan", "ValueError"), ("object", "TypeError")])
-def test_an_answer_that_is_no_strict_json_object_is_the_tasks_mistake(forking_pool, what, kind):
-    failure = ask(forking_pool, "answer_oddly", what=what).failure
+def test_an_answer_that_is_not_a_strict_json_object_is_the_tasks_exception(default_pool, what, kind):
+    failure = ask(default_pool, "answer_oddly", what=what).failure
 
     assert (failure.kind, failure.type) == ("exception", kind)
 
 
-def test_a_request_that_is_no_strict_json_is_refused_at_once(forking_pool):
+def test_a_request_that_is_not_strict_json_is_refused_at_once(default_pool):
     with pytest.raises(ValueError, match="JSON"):
-        ask(forking_pool, "echo", x=float("nan"))
+        ask(default_pool, "echo", x=float("nan"))
 
 
 @pytest.mark.parametrize("task", ["isolate_tasks", "__main__:echo"])
-def test_a_task_that_no_other_process_can_import_is_refused_at_once(forking_pool, task):
+def test_a_task_that_no_other_process_can_import_is_refused_at_once(default_pool, task):
     with pytest.raises(errors.UsageError, match=r"package\.module:function"):
-        forking_pool.submit(task, {}, deadline_s=1)
+        default_pool.submit(task, {}, deadline_s=1)
 
 
-def test_a_task_that_does_not_exist_is_an_exception(forking_pool):
-    assert ask(forking_pool, "no_such_task").failure.type == "AttributeError"
+def test_a_task_that_does_not_exist_is_an_exception(default_pool):
+    assert ask(default_pool, "no_such_task").failure.type == "AttributeError"
+
+
+@pytest.mark.skipif(CAN_FORK, reason="only `make test-spawn` removes os.fork")
+def test_no_process_of_a_pool_can_fork_where_the_system_cannot(default_pool):
+    assert ask(default_pool, "describe").answer["can_fork"] is False
 
 
 # deaths
 
 
-def test_a_segfault_is_a_signal_with_the_last_words_and_the_part_in_which_it_happened(pool):
+def test_a_segfault_is_a_signal_with_the_last_output_and_the_part_in_which_it_happened(pool):
     outcome = ask(pool, "segfault")
 
     assert (outcome.failure.kind, outcome.failure.type) == ("signal", "SIGSEGV")
@@ -142,46 +160,46 @@ def test_a_segfault_is_a_signal_with_the_last_words_and_the_part_in_which_it_hap
     assert "in segfault" in outcome.output
 
 
-def test_an_abort_is_a_signal(forking_pool):
-    assert ask(forking_pool, "abort").failure.type == "SIGABRT"
+def test_an_abort_is_a_signal(default_pool):
+    assert ask(default_pool, "abort").failure.type == "SIGABRT"
 
 
 @pytest.mark.parametrize("name", ["SIGILL", "SIGKILL", "SIGTERM", "SIGFPE"])
-def test_a_signal_is_named(forking_pool, name):
-    failure = ask(forking_pool, "send_itself", signal=name).failure
+def test_a_signal_is_named(default_pool, name):
+    failure = ask(default_pool, "send_itself", signal=name).failure
 
     assert (failure.kind, failure.type) == ("signal", name)
 
 
-@pytest.mark.parametrize("task", ["leave", "exit_politely"])
+@pytest.mark.parametrize("task", ["leave", "exit_by_exception"])
 @pytest.mark.parametrize("status", [0, 3])
-def test_leaving_without_an_answer_is_an_exit(forking_pool, task, status):
-    failure = ask(forking_pool, task, status=status).failure
+def test_leaving_without_an_answer_is_an_exit(default_pool, task, status):
+    failure = ask(default_pool, task, status=status).failure
 
     assert (failure.kind, failure.type) == ("exit", str(status))
 
 
-def test_the_words_of_an_exit_are_in_the_output(forking_pool):
-    outcome = ask(forking_pool, "exit_with_words")
+def test_the_message_of_an_exit_is_in_the_output(default_pool):
+    outcome = ask(default_pool, "exit_with_message")
 
     assert outcome.failure.type == "1"
     assert "no such thing" in outcome.output
 
 
 def test_a_hang_that_ignores_sigterm_is_a_timeout(pool):
-    assert ask(pool, "hang_deaf_to_sigterm", deadline_s=1).failure.kind == "timeout"
+    assert ask(pool, "hang_ignoring_sigterm", deadline_s=1).failure.kind == "timeout"
 
 
-def test_a_hang_outside_of_python_is_a_timeout(forking_pool):
-    assert ask(forking_pool, "hang_in_c", deadline_s=1).failure.kind == "timeout"
+def test_a_hang_outside_of_python_is_a_timeout(default_pool):
+    assert ask(default_pool, "hang_in_c", deadline_s=1).failure.kind == "timeout"
 
 
-def test_a_hang_says_where_it_was(forking_pool):
-    assert "in hang_in_c" in ask(forking_pool, "hang_in_c", deadline_s=0.5).output
+def test_a_hang_says_where_it_was(default_pool):
+    assert "in hang_in_c" in ask(default_pool, "hang_in_c", deadline_s=0.5).output
 
 
-def test_what_ends_just_in_time_has_not_timed_out(forking_pool):
-    assert ask(forking_pool, "hang", deadline_s=20, seconds=0.3).answer == {}
+def test_a_task_that_ends_within_its_deadline_has_not_timed_out(default_pool):
+    assert ask(default_pool, "hang", deadline_s=20, seconds=0.3).answer == {}
 
 
 def test_runaway_memory_is_stopped(pool):
@@ -192,12 +210,12 @@ def test_runaway_memory_is_stopped(pool):
 
 
 @pytest.mark.parametrize("task", ["eat_in_a_child", "eat_at_once"])
-def test_memory_of_children_counts_and_so_does_what_is_asked_for_at_once(forking_pool, task):
-    assert ask(forking_pool, task, memory_bytes=_GIB, mebibytes=4096).failure.kind == "memory"
+def test_memory_of_children_and_one_large_allocation_count(default_pool, task):
+    assert ask(default_pool, task, memory_bytes=_GIB, mebibytes=4096).failure.kind == "memory"
 
 
-def test_memory_within_the_limit_is_not_stopped(forking_pool):
-    assert ask(forking_pool, "eat_at_once", memory_bytes=_GIB, mebibytes=256).answer == {"held": 256 << 20}
+def test_memory_within_the_limit_is_not_stopped(default_pool):
+    assert ask(default_pool, "eat_at_once", memory_bytes=_GIB, mebibytes=256).answer == {"bytes": 256 << 20}
 
 
 def test_endless_output_is_stopped(pool):
@@ -213,18 +231,18 @@ def test_an_exception_comes_back_with_type_message_and_traceback(pool):
     assert (outcome.failure.kind, outcome.failure.type) == ("exception", "ValueError")
     assert outcome.failure.message == "size 3 is odd"
     assert "in fail" in outcome.failure.traceback
-    outcome.raise_own_error()  # it is none of ours
+    outcome.raise_own_error()  # does nothing: ValueError is not an error of torchdelta
 
 
 @pytest.mark.parametrize("kind", ["UsageError", "TooOdd"])
-def test_an_error_of_ours_can_be_raised_again(forking_pool, kind):
-    outcome = ask(forking_pool, "fail", type=kind, message="no such policy")
+def test_torchdeltas_own_error_can_be_raised_again(default_pool, kind):
+    outcome = ask(default_pool, "fail", type=kind, message="no such policy")
 
     with pytest.raises(errors.UsageError, match="no such policy"):
         outcome.raise_own_error()
 
 
-def test_a_failure_is_the_same_whatever_its_limit_was_and_another_one_when_its_kind_or_type_is():
+def test_signatures_of_failures_differ_by_kind_and_type_but_not_by_limit():
     failures = [
         Failure.of_timeout(5, stage="run"),
         Failure.of_memory(5, stage="run"),
@@ -250,19 +268,19 @@ def test_limits_are_positive():
         Limits(deadline_s=0)
 
 
-# nobody stays
+# no process stays
 
 
-@pytest.mark.parametrize("daemon", [False, True])
-def test_whom_a_task_leaves_behind_is_ended(forking_pool, daemon):
-    child = ask(forking_pool, "leave_a_child", daemon=daemon).answer["child"]
+@pytest.mark.parametrize("daemon", [False, pytest.param(True, marks=needs_fork)])
+def test_processes_that_a_task_leaves_behind_are_ended(default_pool, daemon):
+    child = ask(default_pool, "leave_a_child", daemon=daemon).answer["child"]
 
     wait_until(lambda: not is_alive(child))
 
 
-def test_a_query_can_be_cancelled_while_it_runs_and_while_it_waits(forking_pool):
-    running = forking_pool.submit("isolate_tasks:hang", {}, deadline_s=600)
-    waiting = forking_pool.submit("isolate_tasks:echo", {}, deadline_s=600)
+def test_a_query_can_be_cancelled_while_it_runs_and_while_it_waits(default_pool):
+    running = default_pool.submit("isolate_tasks:hang", {}, deadline_s=600)
+    waiting = default_pool.submit("isolate_tasks:echo", {}, deadline_s=600)
     wait_until(lambda: running.part)
 
     waiting.cancel()
@@ -284,6 +302,7 @@ def test_several_queries_run_at_once_and_one_that_dies_disturbs_no_other(root):
         assert sleeping.result().answer == {}
 
 
+@needs_fork
 @pytest.mark.slow
 def test_a_zygote_that_dies_is_started_again_and_the_query_with_it(root, tmp_path):
     with Pool(root=root) as pool:
@@ -293,6 +312,7 @@ def test_a_zygote_that_dies_is_started_again_and_the_query_with_it(root, tmp_pat
         assert ask(pool, "describe").answer["parent"] != before
 
 
+@needs_fork
 @pytest.mark.slow
 def test_a_query_that_kills_two_zygotes_is_a_failure(root, tmp_path):
     with Pool(root=root) as pool:
@@ -302,14 +322,15 @@ def test_a_query_that_kills_two_zygotes_is_a_failure(root, tmp_path):
         assert ask(pool, "echo").answer
 
 
+@needs_fork
 def test_the_zygote_has_one_thread(forking_pool):
     ask(forking_pool, "echo")
 
     assert ask(forking_pool, "threads_of_parent").answer == {"threads": 1}
 
 
-@pytest.mark.parametrize("forks", [True, False])
-def test_what_cannot_start_says_why(root, forks):
+@pytest.mark.parametrize("forks", [pytest.param(True, marks=needs_fork), False])
+def test_a_worker_that_cannot_start_says_why(root, forks):
     with (
         Pool(root=root, forks=forks, preload=["no_such_module"]) as pool,
         pytest.raises(errors.EnvironmentUnfit, match="No module named 'no_such_module'"),
@@ -324,39 +345,40 @@ def test_a_zygote_that_cannot_warm_up_starts_cold(root, monkeypatch):
         assert ask(pool, "echo").answer
 
 
-_ALONE = """
+_FORKS_ITSELF = """
     import sys, threading
     from pathlib import Path
-    from torchdelta.isolate.zygote_start import is_alone
+    from torchdelta.isolate.zygote_start import is_forkable
     from torchdelta.isolate.pool import Pool
 
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait)
-    was_alone = [is_alone()]
+    was_forkable = [is_forkable()]
     thread.start()
-    was_alone.append(is_alone())
+    was_forkable.append(is_forkable())
     stop.set()
     thread.join()
     import torch
-    was_alone.append(is_alone())
+    was_forkable.append(is_forkable())
     sys.modules["only_here"] = sys
-    print(*was_alone, end=" ")  # not flushed
+    print(*was_forkable, end=" ")  # not flushed
     with Pool(root=Path({root!r}), from_here=True) as pool:
         def ask(task, **request):
             return pool.ask("isolate_tasks:" + task, request, deadline_s=60)
-        print(ask("imported", name="only_here").answer["is_imported"], end=" ")
+        print(ask("is_imported", name="only_here").answer["is_imported"], end=" ")
         print(ask("segfault").failure.type, end=" ")
         print(ask("threads_of_parent").answer["threads"], end=" ")
         print(repr(ask("echo").output), end=" ")
         ask("kill_zygote", once=True, unless={done!r})
-        print(ask("imported", name="only_here").answer["is_imported"])
+        print(ask("is_imported", name="only_here").answer["is_imported"])
 """
 
 
+@needs_fork
 @pytest.mark.slow
-def test_a_process_that_is_alone_forks_a_zygote_from_itself_once(tmp_path):
-    script = textwrap.dedent(_ALONE.format(root=str(tmp_path / "pools"), done=str(tmp_path / "done")))
-    ran = subprocess.run(
+def test_a_process_without_threads_or_torch_forks_a_zygote_from_itself_once(tmp_path):
+    script = textwrap.dedent(_FORKS_ITSELF.format(root=str(tmp_path / "pools"), done=str(tmp_path / "done")))
+    completed = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
@@ -364,8 +386,10 @@ def test_a_process_that_is_alone_forks_a_zygote_from_itself_once(tmp_path):
         check=False,
     )
 
-    assert ran.stdout.split() == ["True", "False", "False", "True", "SIGSEGV", "1", "''", "False"], ran.stderr
-    assert not ran.stderr
+    assert completed.stdout.split() == ["True", "False", "False", "True", "SIGSEGV", "1", "''", "False"], (
+        completed.stderr
+    )
+    assert not completed.stderr
     assert not list((tmp_path / "pools").iterdir())
 
 
@@ -383,12 +407,16 @@ _SCRIPT = """
 """
 
 
-_WAYS = {"forked": {}, "forked from here": {"from_here": True}, "spawned": {"forks": False}}
+_WAYS = [
+    pytest.param({}, id="forked", marks=needs_fork),
+    pytest.param({"from_here": True}, id="forked from here", marks=needs_fork),
+    pytest.param({"forks": False}, id="spawned"),
+]
 
 
-@pytest.fixture(params=_WAYS.values(), ids=_WAYS.keys())
+@pytest.fixture(params=_WAYS)
 def busy_parent(request, tmp_path):
-    """A process with two busy workers, their numbers, and where its pool lives."""
+    """A process with two busy workers, the ids of all its descendants, and the root of its pool."""
     script = tmp_path / "parent.py"
     script.write_text(textwrap.dedent(_SCRIPT.format(root=str(tmp_path / "pools"), ways=request.param)))
     process = subprocess.Popen(
@@ -396,7 +424,7 @@ def busy_parent(request, tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(_TESTS)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         start_new_session=True,
     )
     family = []
@@ -419,7 +447,7 @@ def _family_of(process):
 
 
 @pytest.mark.slow
-def test_nobody_outlives_a_parent_that_was_killed_and_its_files_are_swept(busy_parent):
+def test_no_process_outlives_a_killed_parent_and_its_files_are_swept(busy_parent):
     process, family, root = busy_parent
 
     process.kill()
@@ -432,10 +460,10 @@ def test_nobody_outlives_a_parent_that_was_killed_and_its_files_are_swept(busy_p
 
 
 @pytest.mark.slow
-def test_nobody_outlives_a_ctrl_c_and_nothing_is_left_on_disk(busy_parent):
+def test_no_process_outlives_a_ctrl_c_and_no_file_is_left(busy_parent):
     process, family, root = busy_parent
 
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to everybody in the foreground
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process in the foreground
     _, complaint = process.communicate(timeout=60)
 
     assert "KeyboardInterrupt" in complaint
@@ -444,7 +472,7 @@ def test_nobody_outlives_a_ctrl_c_and_nothing_is_left_on_disk(busy_parent):
 
 
 @pytest.mark.slow
-def test_nobody_outlives_a_killed_zygote_whose_parent_is_killed_too(busy_parent):
+def test_no_process_outlives_a_killed_zygote_whose_parent_is_killed_too(busy_parent):
     process, family, _ = busy_parent
 
     os.kill(process.pid, signal.SIGSTOP)  # so that it cannot start another
@@ -457,40 +485,40 @@ def test_nobody_outlives_a_killed_zygote_whose_parent_is_killed_too(busy_parent)
 
 @pytest.fixture
 def handled_by():
-    """Set who handles Ctrl-C, and put back who did: a pool that is open, perhaps."""
+    """A function that sets the handler of SIGINT; the handler from before, perhaps of an open pool, is put back."""
     before = signal.getsignal(signal.SIGINT)
     yield lambda handler: signal.signal(signal.SIGINT, handler)
     signal.signal(signal.SIGINT, before)
 
 
-def test_interruptions_that_come_together_are_one(handled_by, monkeypatch):
+def test_several_interrupts_within_a_second_raise_once(handled_by, monkeypatch):
     handled_by(signal.default_int_handler)
-    seen = []
-    with merged():
+    calls = []
+    with merge_interrupts():
         for _ in range(3):
             try:
                 signal.raise_signal(signal.SIGINT)
             except KeyboardInterrupt:
-                seen.append("interrupted")
-        assert seen == ["interrupted"]
-        monkeypatch.setattr("torchdelta.isolate.pool.TOGETHER_S", 0.0)
+                calls.append("interrupted")
+        assert calls == ["interrupted"]
+        monkeypatch.setattr("torchdelta.isolate.pool.SAME_INTERRUPT_S", 0.0)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_who_handles_interruptions_by_itself_goes_on_to(handled_by):
-    seen = []
-    handled_by(lambda *_: seen.append("handled"))
-    with merged():
+def test_an_interrupt_handler_of_the_users_stays(handled_by):
+    calls = []
+    handled_by(lambda *_: calls.append("handled"))
+    with merge_interrupts():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
-    assert seen == ["handled", "handled"]
+    assert calls == ["handled", "handled"]
 
 
-def test_the_directory_of_a_living_pool_is_not_swept(tmp_path):
+def test_the_directory_of_an_open_pool_is_not_swept(tmp_path):
     with PoolDirectory(tmp_path) as living:
         sweep(tmp_path)
         with PoolDirectory(tmp_path) as other:
@@ -505,7 +533,7 @@ def test_the_directory_of_a_living_pool_is_not_swept(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("warm", ["", "inductor"])
-def test_workers_compile_with_graphs_of_their_own_and_headers_of_all(root, warm):
+def test_workers_have_graph_caches_of_their_own_and_share_precompiled_headers(root, warm):
     with Pool(root=root, warm=warm) as pool:
         first = ask(pool, "compile_relu", deadline_s=300, factor=2).answer
         second = ask(pool, "compile_relu", deadline_s=300, factor=2).answer
@@ -520,7 +548,7 @@ def test_workers_compile_with_graphs_of_their_own_and_headers_of_all(root, warm)
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.cpu_count() == 1, reason="one core compiles one kernel at a time")
-def test_kernels_are_compiled_side_by_side_and_nobody_is_left_who_did_it(root, monkeypatch):
+def test_kernels_are_compiled_in_parallel_without_helper_processes(root, monkeypatch):
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")
     with Pool(root=root, warm="inductor") as pool:
         outcome = ask(pool, "compile_two_kernels", deadline_s=300, factor=3.25)

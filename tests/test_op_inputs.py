@@ -54,20 +54,20 @@ class TestOtherSizes:
         base = torch.randn(3, 4)
         program = Program(name="sum", call=torch.add, args=(base, base.view(3, 4)))
 
-        assert list(examples.resized(program, seed=0)) == []
+        assert list(examples.resize(program, seed=0)) == []
 
     def test_of_indices_leap_together_with_what_they_index(self):
         program = Program(
             call=torch.gather, args=(torch.randn(4, 5), 0, torch.randint(0, 4, (4, 5))), kwargs={}, name=""
         )
-        made = [each.args for tries in examples.resized(program, seed=0) for each in tries]
+        made = [each.args for tries in examples.resize(program, seed=0) for each in tries]
 
         assert made
         assert all(data.shape == indices.shape for data, _, indices in made)
 
     def test_are_not_out_of_all_proportion(self):
         program = Program(call=torch.neg, args=(torch.zeros(20, 20, 20, 20, 20),), kwargs={}, name="neg")
-        sizes = [made.args[0].numel() for tries in examples.resized(program, seed=0) for made in tries]
+        sizes = [made.args[0].numel() for tries in examples.resize(program, seed=0) for made in tries]
 
         assert 0 < max(sizes) <= 4 * 20**5
 
@@ -127,7 +127,7 @@ class TestFreshValues:
 
     @pytest.mark.parametrize("given", [torch.tensor(3), torch.tensor(0), torch.tensor([True]), torch.full((4,), 7)])
     def test_are_drawn_of_integers_that_are_all_the_same(self, given):
-        (drawn,) = next(examples.fresh(Program(call=torch.neg, args=(given,), kwargs={}, name="neg"), seed=0)).args
+        (drawn,) = next(examples.redraw(Program(call=torch.neg, args=(given,), kwargs={}, name="neg"), seed=0)).args
 
         assert drawn.dtype is given.dtype
         assert not torch.equal(drawn, given)
@@ -136,8 +136,8 @@ class TestFreshValues:
     def test_of_integers_in_order_are_in_order(self):
         offsets = torch.tensor([0, 2, 5, 9])
         program = Program(call=torch.diff, args=(offsets,), kwargs={}, name="diff")
-        drawn = [next(examples.fresh(program, seed=seed)) for seed in range(4)]
-        drawn += [made for tries in examples.resized(program, seed=0) for made in tries]
+        drawn = [next(examples.redraw(program, seed=seed)) for seed in range(4)]
+        drawn += [made for tries in examples.resize(program, seed=0) for made in tries]
 
         assert all(torch.equal(made.args[0].sort().values, made.args[0]) for made in drawn)
 

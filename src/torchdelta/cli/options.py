@@ -30,7 +30,7 @@ from rich.text import Text
 from torchdelta.errors import EnvironmentUnfit, UsageError
 from torchdelta.isolate.pool import Pool
 from torchdelta.isolate.worker import import_all
-from torchdelta.isolate.zygote_start import is_alone
+from torchdelta.isolate.zygote_start import is_forkable
 from torchdelta.minify.workers import pool_for
 from torchdelta.records.case import DYNAMO, require_level
 from torchdelta.records.comparison import Scalar
@@ -306,7 +306,7 @@ def read_limits(
 @contextmanager
 def workers_for(transform: str, *, what: str, preload: Sequence[str] = ()) -> Iterator[Pool]:
     """Import torch once for this process and all workers, who get ready while it loads the program."""
-    was_alone = is_alone()
+    was_forkable = is_forkable()
     # read when torch is imported: threads that have nothing to do sleep, and leave the machine to the other workers
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # what is still there at the end goes with the process: to look for garbage in it first takes a second
@@ -314,7 +314,7 @@ def workers_for(transform: str, *, what: str, preload: Sequence[str] = ()) -> It
     # a spinner would have a thread, and nobody forks beside one
     with needing_torch(what), Live("loading torch", console=Console(stderr=True), auto_refresh=False, transient=True):
         import_all(["torchdelta.api"])
-    with pool_for(transform, preload=preload, from_here=was_alone) as pool:
+    with pool_for(transform, preload=preload, from_here=was_forkable) as pool:
         yield pool
 
 

@@ -49,7 +49,7 @@ def rounded(values: torch.Tensor, levels: Levels, run: int, generator: torch.Gen
 
 def step_for(values: torch.Tensor, levels: Levels) -> torch.Tensor:
     """Return the step between the levels of these values, as far as it can be justified by their range."""
-    kept = levels.kept_in(values)
+    kept = levels.axes_in(values)
     others = [axis for axis in range(values.dim()) if axis not in kept]
     finite = values.nan_to_num(0.0, 0.0, 0.0)
     highest = finite.amax(others, keepdim=True).clamp(min=0.0) if values.numel() else finite.new_zeros(())

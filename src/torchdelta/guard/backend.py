@@ -101,7 +101,7 @@ class Guard:
                 vigilance=self.vigilance,
                 ledger=self.ledger,
                 seen=seen,
-                original=graphs.with_own_nodes(graph_module),
+                original=graphs.copy_nodes(graph_module),
                 make=make,
                 run=graph_module.forward,
                 transform=self._spec,

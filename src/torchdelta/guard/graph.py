@@ -101,7 +101,7 @@ class CheckedCall:
             RecordedCall(as_checked(self.original, midway)),
             inputs_of(args),
             transform=PrecompiledTransform(
-                alike(self.run), lambda given: alike(self.make(graphs.with_own_nodes(self.original), list(given)))
+                alike(self.run), lambda given: alike(self.make(graphs.copy_nodes(self.original), list(given)))
             ),
             stages=stages,
             policy=self.vigilance.policy,

@@ -1,6 +1,19 @@
-"""The directory of one query: what it was asked and answered, how far it came, what it printed, and its scratch.
+"""Where a query's files lie: one directory for each pool, and in it one for each query.
 
-A directory for each pool, locked while the pool lives; what a killed one left behind is swept by the next.
+    <temporary directory>/torchdelta-<user>/
+        pool-1f2e3d.lock          locked while the pool's process lives
+        pool-1f2e3d/
+            start.log             output of zygotes and workers before their first query
+            query-0/
+                request.json      the task and its request
+                answer.json       the task's answer or exception; complete as soon as it exists
+                told              the parts that the task has begun, one a line
+                output            everything that the worker and its children printed
+                scratch/  cache/  the task's temporary files, and the compilers' caches
+
+The parent reads these files, also after the worker has died: this is how a crash leaves evidence. A pool removes its
+directory when it closes. The directory of a pool that was killed is removed by the next pool, which can tell by the
+lock.
 """
 
 from __future__ import annotations
@@ -16,80 +29,78 @@ from typing import IO
 
 from torchdelta.errors import EnvironmentUnfit
 
-_LAST_PARTS_BYTES = 1 << 12
+_LAST_PART_BYTES = 1 << 12
+_LOCK_SUFFIX = ".lock"
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueryDirectory:
-    """Where one query runs. The parent reads the same files, also those of a worker that is dead."""
+    """The files of one query. The worker writes them, and the parent reads them while it runs and afterwards."""
 
     directory: Path
 
     @property
     def request(self) -> Path:
-        """The task and what it is asked."""
+        """The file with the task's name and its request."""
         return self.directory / "request.json"
 
     @property
     def answer(self) -> Path:
-        """What the task returned or raised; there as soon as it is complete."""
+        """The file with the task's answer or its exception; it is complete as soon as it exists."""
         return self.directory / "answer.json"
 
     @property
     def output(self) -> Path:
-        """Everything that the worker and its children printed."""
+        """The file with everything that the worker and its children printed."""
         return self.directory / "output"
 
     @property
     def scratch(self) -> Path:
-        """A directory for the task's own files; gone after the query."""
+        """The directory for the task's temporary files, removed after the query."""
         return self.directory / "scratch"
 
     @property
     def cache(self) -> Path:
-        """Where compilers keep their graphs, for this query alone."""
+        """The directory in which compilers cache their graphs for this query alone."""
         return self.directory / "cache"
 
-    def lay_out(self) -> None:
-        """Make the directories."""
+    def create(self) -> None:
+        """Make the query's directory, its scratch and its cache."""
         for directory in (self.directory, self.scratch, self.cache):
             directory.mkdir(mode=0o700)
 
     def tell(self, part: str) -> None:
-        """Say which part begins now: when the worker dies, this is where."""
-        # one write, straight to the file: nothing of it is lost when the next instruction is the last
-        descriptor = os.open(self._told, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        """Record that the task begins this part, so that the parent knows where a worker died."""
+        # one unbuffered write: the line is in the file even if the next instruction crashes
+        descriptor = os.open(self._parts, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             os.write(descriptor, " ".join(part.split()).encode() + b"\n")
         finally:
             os.close(descriptor)
 
-    def told_last(self) -> str:
-        """Return the part that was told last; empty when none was."""
-        lines = tail_of(self._told, _LAST_PARTS_BYTES).splitlines()
+    def last_part(self) -> str:
+        """Return the part that the task began last, or an empty string if it has not begun any."""
+        lines = read_tail(self._parts, _LAST_PART_BYTES).splitlines()
         return lines[-1] if lines else ""
 
     @property
-    def _told(self) -> Path:
+    def _parts(self) -> Path:
         return self.directory / "told"
 
 
-def tail_of(path: Path, most_bytes: int) -> str:
-    """Return the end of a text file; empty when there is none."""
+def read_tail(path: Path, max_bytes: int) -> str:
+    """Return the last `max_bytes` of a text file, or an empty string if the file does not exist."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - most_bytes))
+            file.seek(max(0, size - max_bytes))
             return file.read().decode(errors="replace")
     except FileNotFoundError:
         return ""
 
 
-_LOCKED = ".lock"
-
-
 class PoolDirectory:
-    """A directory of one pool, from `with` to its end."""
+    """The directory of one pool: `with` makes and locks it, and removes it at the end."""
 
     def __init__(self, root: Path | None = None) -> None:
         self._root = root or _default_root()
@@ -102,7 +113,7 @@ class PoolDirectory:
         sweep(self._root)
         while self._lock is None:
             self.path = self._root / f"pool-{os.urandom(6).hex()}"
-            self._lock = _lock_of(self.path.with_suffix(_LOCKED))
+            self._lock = _open_locked(self.path.with_suffix(_LOCK_SUFFIX))
         self.path.mkdir(mode=0o700)
         return self
 
@@ -115,15 +126,15 @@ class PoolDirectory:
 
 
 def sweep(root: Path) -> None:
-    """Remove the directories of pools that are no more."""
-    for path in root.glob(f"pool-*{_LOCKED}"):
-        lock = _lock_of(path)
+    """Remove the directories of pools whose process has ended."""
+    for path in root.glob(f"pool-*{_LOCK_SUFFIX}"):
+        lock = _open_locked(path)
         if lock is not None:
             _remove(path.with_suffix(""), lock)
 
 
 def _default_root() -> Path:
-    # one for each user: nobody can remove, or lay in wait at, what another one's pools left
+    # one root for each user, so that no user can remove or prepare the files of another user's pools
     user = os.getuid() if hasattr(os, "getuid") else "user"
     return Path(tempfile.gettempdir()) / f"torchdelta-{user}"
 
@@ -133,8 +144,8 @@ def _require_own(root: Path) -> None:
         raise EnvironmentUnfit(f"{root} belongs to another user: remove it, or point TMPDIR to a directory of your own")
 
 
-def _lock_of(path: Path) -> IO[bytes] | None:
-    """Return the locked file; None if another process has the lock, or removed the file meanwhile."""
+def _open_locked(path: Path) -> IO[bytes] | None:
+    """Return the file, opened and locked, or None if another process holds the lock or has just removed the file."""
     file = path.open("ab")
     try:
         if _try_lock(file) and os.path.samestat(os.fstat(file.fileno()), path.stat()):
@@ -146,6 +157,7 @@ def _lock_of(path: Path) -> IO[bytes] | None:
 
 
 def _try_lock(file: IO[bytes]) -> bool:
+    """Lock a file without waiting, and return whether that worked. The system unlocks it when this process ends."""
     try:
         if sys.platform == "win32":
             import msvcrt
@@ -161,10 +173,10 @@ def _try_lock(file: IO[bytes]) -> bool:
 
 
 def _remove(directory: Path, lock: IO[bytes]) -> None:
-    """Remove a directory, and its lock after it; what cannot be removed yet is left to the next sweep."""
+    """Remove a directory and then its lock. If files in it cannot be removed yet, leave both to the next sweep."""
     shutil.rmtree(directory, ignore_errors=True)
     path = Path(lock.name)
-    if sys.platform == "win32":  # an open file cannot be removed there
+    if sys.platform == "win32":  # Windows cannot remove an open file
         lock.close()
     if not directory.exists():
         path.unlink(missing_ok=True)

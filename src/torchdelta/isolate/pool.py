@@ -1,9 +1,14 @@
-"""Ctrl-C that comes twice at once, from a terminal and from whoever passes it on, is one Ctrl-C.
+"""A pool of workers: queries go in, typed outcomes come out, whatever the tasks do to their processes.
 
-Python's locks do not survive a second one within the first: a lock that is to be taken back while a wait ends is lost
-to everybody, and whoever needs it next waits for ever.
+    with Pool(workers=2) as pool:
+        outcome = pool.ask("package.module:function", {"x": 1}, deadline_s=60)
+        outcome.answer      # what the function returned, or None
+        outcome.failure     # how it failed: exception, signal, timeout, memory, output, exit, cancelled
 
-A pool of workers: queries go in, typed outcomes come out, whatever the tasks do to their processes.
+Every query has a worker process and a directory (`directories.py`) of its own. A thread of the pool starts the worker
+(`starters.py`) and watches it until there is an outcome (`supervisor.py`).
+
+Start reading at `Pool.submit`; `Pool._run` is the life of one query.
 """
 
 from __future__ import annotations
@@ -23,68 +28,45 @@ from types import FrameType, TracebackType
 
 from torchdelta.errors import UsageError
 from torchdelta.isolate.directories import PoolDirectory, QueryDirectory
-from torchdelta.isolate.process_groups import most_bytes
+from torchdelta.isolate.process_groups import default_memory_bytes
 from torchdelta.isolate.protocol import Message, line_of
 from torchdelta.isolate.starters import ForkingStarter, Readiness, SpawningStarter, Starter
-from torchdelta.isolate.supervisor import Limits, Outcome, oversee
+from torchdelta.isolate.supervisor import Limits, Outcome, supervise
 from torchdelta.isolate.worker import Order
 from torchdelta.records.failure import Failure
 
-TOGETHER_S = 1.0
-"""Those that come within so long are one; who waits for longer, and is still there, may be interrupted once more."""
-
-
-@contextmanager
-def merged() -> Iterator[None]:
-    """Interrupt this thread once however many interruptions come together, where Python itself would each time."""
-    is_ours = threading.current_thread() is threading.main_thread()
-    if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield
-        return
-    last = float("-inf")
-
-    def interrupt(_: int, __: FrameType | None) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last > TOGETHER_S:
-            last = now
-            raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield
-    finally:
-        if signal.getsignal(signal.SIGINT) is interrupt:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-_NEEDED = "torchdelta._torch.process.forking"
-# a process that loaded Apple's frameworks must not fork either
 CAN_FORK = hasattr(os, "fork") and sys.platform != "darwin"
+"""Whether workers are forked by default. On macOS a process that has loaded Apple's frameworks must not fork."""
+SAME_INTERRUPT_S = 1.0
+"""Interrupts within so many seconds are one Ctrl-C; a user who waits for longer may interrupt once more."""
+_PRELOADED_ALWAYS = "torchdelta._torch.process.forking"
 
 
 class Query:
-    """A task under way."""
+    """A task that was submitted: it waits for a worker, runs, or has an outcome."""
 
     def __init__(self, *, place: QueryDirectory, future: Future[Outcome], is_cancelled: threading.Event) -> None:
         self._place, self._future, self._is_cancelled = place, future, is_cancelled
 
     @property
     def part(self) -> str:
-        """What the task told last, while it runs and afterwards."""
-        return self.result().part if self.is_done() else self._place.told_last()
+        """The part of the task that began last, while it runs and afterwards."""
+        return self.result().part if self.is_done() else self._place.last_part()
 
     def is_done(self) -> bool:
-        """Tell whether there is an outcome."""
+        """Return whether there is an outcome."""
         return self._future.done()
 
     def cancel(self) -> None:
-        """End it; its outcome says so, unless it was faster."""
+        """End the query. Its outcome is the failure `cancelled`, unless it already had another one."""
         self._is_cancelled.set()
         self._future.cancel()
 
     def result(self) -> Outcome:
-        """Wait for the outcome. By then nobody of a query that failed is left; a worker that answered is leaving."""
+        """Wait for the outcome and return it.
+
+        After a failure no process of the query is left. After an answer the worker may still be exiting.
+        """
         try:
             return self._future.result()
         except CancelledError:
@@ -97,12 +79,15 @@ def wait_for_any(queries: Iterable[Query]) -> None:
 
 
 class Pool:
-    """Workers for tasks that may crash, hang, eat memory or print without end; each task has one for itself.
+    """Workers for tasks that may crash, hang, eat memory or print without end; every task has a worker for itself.
 
-    A task is named `package.module:function`; the function gets the request and a `Place`, and returns a dict. Both
-    are plain JSON. Workers find the modules of `preload` imported, its `package.module:function` called, and
-    the backend `warm` has compiled before. With `from_here` they are forked from a fork of this process, who has to
-    have been alone (`born.is_alone`), and to have done nothing since but to import.
+    A task is named `package.module:function`. The function gets the request and a `QueryDirectory`, and returns a
+    dict; request and answer are plain JSON. Before the first query, workers have imported the modules in `preload`,
+    called its entries of the form `package.module:function`, and compiled once with the backend `warm`.
+
+    With `forks` a zygote forks the workers; without, each worker is a new Python, which ignores `warm`. With
+    `from_here` the zygote is a fork of this process. That requires that `zygote_start.is_forkable` was true, and that
+    the process has only imported modules since.
     """
 
     def __init__(
@@ -115,28 +100,28 @@ class Pool:
         from_here: bool = False,
         root: Path | None = None,
     ) -> None:
-        self._readiness = Readiness(path=list(sys.path), preload=[*preload, _NEEDED], warm=warm)
+        self._readiness = Readiness(path=list(sys.path), preload=[*preload, _PRELOADED_ALWAYS], warm=warm)
         self.workers, self._forks, self._from_here = workers, forks, from_here
         self._directory = PoolDirectory(root)
         self._numbers = itertools.count()
         self._queries: set[Query] = set()
         self._stack = ExitStack()
         self._starter: Starter
-        self._overseers: ThreadPoolExecutor
+        self._supervisors: ThreadPoolExecutor
         self._sweeper: ThreadPoolExecutor
 
     def __enter__(self) -> Pool:
         with ExitStack() as stack:
-            stack.enter_context(merged())
+            stack.enter_context(merge_interrupts())
             directory = stack.enter_context(self._directory).path
             if self._forks:
                 self._starter = ForkingStarter(directory, self._readiness, from_here=self._from_here)
             else:
                 self._starter = SpawningStarter(directory, self._readiness)
             self._sweeper = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="torchdelta-sweeper"))
-            self._overseers = ThreadPoolExecutor(self.workers, thread_name_prefix="torchdelta-overseer")
-            stack.callback(self._overseers.shutdown, cancel_futures=True)
-            # before anybody waits for overseers: one of them may wait for a zygote that is still importing
+            self._supervisors = ThreadPoolExecutor(self.workers, thread_name_prefix="torchdelta-supervisor")
+            stack.callback(self._supervisors.shutdown, cancel_futures=True)
+            # runs before the shutdown, because a supervisor may be waiting for a zygote that is still importing
             stack.callback(self._starter.close)
             stack.callback(self._cancel_all)
             self._stack = stack.pop_all()
@@ -149,26 +134,30 @@ class Pool:
 
     @property
     def directory(self) -> Path:
-        """Where everything of this pool lies while it lives."""
+        """The directory of this pool's files, while the pool is open."""
         return self._directory.path
 
     def submit(self, task: str, request: Message, *, deadline_s: float, memory_bytes: int | None = None) -> Query:
-        """Have a task run as soon as a worker is free; the deadline counts from then."""
+        """Queue a task and return its query. The deadline counts from the moment at which a worker starts on it.
+
+        Raise UsageError if another process cannot import the task, and ValueError or TypeError if the request is not
+        strict JSON.
+        """
         module, _, function = task.partition(":")
         if not function or module == "__main__":
-            raise UsageError(f"{task!r} is no task that another process can import: name it package.module:function")
-        asked = line_of({"task": task, "request": request})
-        limits = Limits(deadline_s=deadline_s, memory_bytes=memory_bytes or most_bytes())
+            raise UsageError(f"{task!r} cannot be imported in another process: name it package.module:function")
+        question = line_of({"task": task, "request": request})
+        limits = Limits(deadline_s=deadline_s, memory_bytes=memory_bytes or default_memory_bytes())
         place = QueryDirectory(directory=self._directory.path / f"query-{next(self._numbers)}")
         is_cancelled = threading.Event()
-        future = self._overseers.submit(self._run, place, asked, limits, is_cancelled)
+        future = self._supervisors.submit(self._run, place, question, limits, is_cancelled)
         query = Query(place=place, future=future, is_cancelled=is_cancelled)
         self._queries.add(query)
         future.add_done_callback(lambda _: self._queries.discard(query))
         return query
 
     def ask(self, task: str, request: Message, *, deadline_s: float, memory_bytes: int | None = None) -> Outcome:
-        """Run a task and wait for its outcome."""
+        """Run a task, wait for its outcome and return it."""
         query = self.submit(task, request, deadline_s=deadline_s, memory_bytes=memory_bytes)
         try:
             return query.result()
@@ -176,25 +165,57 @@ class Pool:
             query.cancel()
             raise
 
-    def _run(self, place: QueryDirectory, asked: bytes, limits: Limits, is_cancelled: threading.Event) -> Outcome:
-        outcome, is_lost = self._try(place, asked, limits, is_cancelled)
+    def _run(self, place: QueryDirectory, question: bytes, limits: Limits, is_cancelled: threading.Event) -> Outcome:
+        """Run one query in a worker, and once more if the zygote died with it; return the outcome."""
+        outcome, is_lost = self._run_once(place, question, limits, is_cancelled)
         if is_lost and not is_cancelled.is_set():
-            # whose fault the zygote's death was is not known; if it happens again, it is this query's
+            # any query may have killed the zygote; if it dies again, this query did
             shutil.rmtree(place.directory)
-            outcome, _ = self._try(place, asked, limits, is_cancelled)
-        # nobody waits for that: to remove the files of a compiler can take longer than to fork
+            outcome, _ = self._run_once(place, question, limits, is_cancelled)
+        # in the background, because removing a compiler's files can take longer than forking
         self._sweeper.submit(shutil.rmtree, place.directory, ignore_errors=True)
         return outcome
 
-    def _try(
-        self, place: QueryDirectory, asked: bytes, limits: Limits, is_cancelled: threading.Event
+    def _run_once(
+        self, place: QueryDirectory, question: bytes, limits: Limits, is_cancelled: threading.Event
     ) -> tuple[Outcome, bool]:
-        place.lay_out()
-        place.request.write_bytes(asked)
+        """Run one query in a worker, and return its outcome and whether the worker was lost with its zygote."""
+        place.create()
+        place.request.write_bytes(question)
         worker = self._starter.start(Order(directory=str(place.directory), memory_bytes=limits.memory_bytes))
-        outcome = oversee(worker, place, limits, is_cancelled=is_cancelled, abandon=self._starter.abandon)
+        outcome = supervise(worker, place, limits, is_cancelled=is_cancelled, abandon=self._starter.abandon)
         return outcome, worker.is_lost() and outcome.answer is None
 
     def _cancel_all(self) -> None:
         for query in list(self._queries):
             query.cancel()
+
+
+@contextmanager
+def merge_interrupts() -> Iterator[None]:
+    """Raise one KeyboardInterrupt for several SIGINTs that arrive together, while the block runs.
+
+    A terminal and a parent process may both send one for the same Ctrl-C. A second KeyboardInterrupt while the first
+    is handled can leave one of Python's locks taken for ever, and the next thread that needs the lock hangs.
+
+    Only the main thread with Python's default handler is changed; a handler of the user's stays.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    last = float("-inf")
+
+    def interrupt(_: int, __: FrameType | None) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last > SAME_INTERRUPT_S:
+            last = now
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGINT) is interrupt:
+            signal.signal(signal.SIGINT, signal.default_int_handler)

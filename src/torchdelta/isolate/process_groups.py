@@ -1,6 +1,11 @@
-"""A process group as one thing: asked to end, ended for good, and what it holds.
+"""Signals to a worker's process group, what the group holds in memory, and the ties that end it with its parent.
 
-Nobody outlives whom it works for: also not after kill -9, and not while busy outside of Python.
+A worker leads a process group of its own, so a signal to the group also reaches the compilers and other children that
+the task started. This module sends the signals (`terminate`, `kill`); `supervisor.py` decides when.
+
+A worker must not outlive its parent, not even after `kill -9` of the parent and not while it is busy outside of
+Python. So the kernel kills it (`die_with_parent`, Linux), and a thread of a spawned worker watches a pipe to the parent
+(`exit_when_closed`).
 """
 
 from __future__ import annotations
@@ -13,43 +18,78 @@ import threading
 from pathlib import Path
 
 GRACE_S = 0.2
-"""How long a group has after SIGTERM. A C++ compiler needs it: killed outright it leaves half a precompiled header."""
+"""How long a group has between SIGTERM and SIGKILL, because a C++ compiler that is killed outright leaves half a
+precompiled header."""
 
 _PROC = Path("/proc")
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
-def ask_to_end(group: int) -> None:
+def terminate(group: int) -> None:
     """Send SIGTERM to every process of a group."""
     _send(group, signal.SIGTERM)
 
 
-def end_for_good(group: int) -> None:
+def kill(group: int) -> None:
     """Send SIGKILL to every process of a group."""
     _send(group, signal.SIGKILL)
 
 
 def is_gone(group: int) -> bool:
-    """Tell whether no process of a group is left."""
+    """Return whether no process of a group is left."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
         return True
-    except PermissionError:  # what is left of it is not ours
+    except PermissionError:  # the processes that are left belong to another user
         return False
     return False
 
 
-def held_bytes(group: int) -> int:
-    """Return the memory of a group that is nobody else's file: mapped libraries and weights on disk do not count.
+def memory_of(group: int) -> int:
+    """Return the bytes of memory of a group, without mapped files such as libraries and weights on disk.
 
-    Zero where the system does not tell; a limit then holds through the address space alone.
+    Return 0 on systems without /proc; there only the limit of the address space holds.
     """
     return sum(_anonymous_bytes(process) for process in _processes() if _group_of(process) == group)
 
 
+def default_memory_bytes() -> int | None:
+    """Return three quarters of the machine's memory, the default limit of a worker, or None if its size is unknown."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 3 // 4
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
 def children_of(parent: int) -> list[int]:
-    """Return the children of a process, those that it adopted included."""
+    """Return the ids of a process's children, including those that it adopted."""
     return [process for process in _processes() if _parent_of(process) == parent]
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends, and exit at once if the parent has ended already."""
+    if sys.platform == "linux" and _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) and os.getppid() != parent:
+        os._exit(1)
+
+
+def adopt_orphans() -> bool:
+    """Make this process the parent of every descendant whose own parent ends, and return whether the system can."""
+    return sys.platform == "linux" and _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def exit_when_closed(descriptor: int) -> None:
+    """Start a thread that kills this process and its group once the other end of a pipe is closed."""
+
+    def watch() -> None:
+        while os.read(descriptor, 1):
+            pass
+        if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
+            kill(os.getpgrp())
+        os._exit(1)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
 
 
 def _send(group: int, number: int) -> None:
@@ -60,6 +100,7 @@ def _send(group: int, number: int) -> None:
 
 
 def _processes() -> list[int]:
+    """Return the ids of all processes, or an empty list on systems without /proc."""
     return [int(name) for name in os.listdir(_PROC) if name.isdecimal()] if _PROC.exists() else []
 
 
@@ -71,6 +112,7 @@ def _group_of(process: int) -> int | None:
 
 
 def _parent_of(process: int) -> int | None:
+    """Return the id of a process's parent, or None if the process has ended."""
     try:
         text = (_PROC / str(process) / "stat").read_text(errors="replace")
     except OSError:
@@ -80,49 +122,15 @@ def _parent_of(process: int) -> int | None:
 
 
 def _anonymous_bytes(process: int) -> int:
+    """Return the memory of a process that does not belong to a file, or 0 if the process has ended."""
     try:
         lines = (_PROC / str(process) / "status").read_text(errors="replace").splitlines()
     except OSError:
         return 0
-    held = [line.split()[1] for line in lines if line.startswith(("RssAnon:", "RssShmem:"))]
-    return sum(map(int, held)) * 1024
+    kibibytes = [line.split()[1] for line in lines if line.startswith(("RssAnon:", "RssShmem:"))]
+    return sum(map(int, kibibytes)) * 1024
 
 
-def most_bytes() -> int | None:
-    """Return what a worker may hold if nobody says otherwise: so much that the rest of the machine lives on."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 3 // 4
-    except (AttributeError, OSError, ValueError):  # a system that does not tell
-        return None
-
-
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends; at once if that was before."""
-    if sys.platform == "linux" and _set(_PR_SET_PDEATHSIG, signal.SIGKILL) and os.getppid() != parent:
-        os._exit(1)
-
-
-def adopt_orphans() -> bool:
-    """Become the parent of every descendant whose own parent ends, so that none is lost sight of."""
-    return sys.platform == "linux" and _set(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def end_when_closed(descriptor: int) -> None:
-    """Watch a pipe in a thread, and end this process with its group once the other end is closed."""
-
-    def watch() -> None:
-        while os.read(descriptor, 1):
-            pass
-        if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
-            end_for_good(os.getpgrp())
-        os._exit(1)
-
-    threading.Thread(target=watch, name="lifeline", daemon=True).start()
-
-
-def _set(option: int, value: int) -> bool:
+def _prctl(option: int, value: int) -> bool:
+    """Set a process attribute of Linux, and return whether the kernel accepted it."""
     return bool(ctypes.CDLL(None).prctl(option, value, 0, 0, 0) == 0)

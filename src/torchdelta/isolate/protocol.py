@@ -1,4 +1,7 @@
-"""The messages between parent, zygote and workers: strict JSON, in lines and in files; nothing is ever unpickled."""
+"""Messages between parent, zygote and workers: strict JSON objects, one a line in pipes, one a file on disk.
+
+Nothing is ever unpickled, so a task that went wrong cannot run code in the parent.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def write_message(path: Path, message: Message) -> None:
 
 
 class Lines:
-    """Reads the messages of a pipe, as they become complete."""
+    """Reads messages from a pipe; a message that has arrived in part is kept until the rest arrives."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

@@ -1,8 +1,11 @@
-"""How a worker comes to be, whichever way it does: what an overseer needs of it, and what a pool of the way itself.
+"""How a pool starts its workers: forked from a zygote (`ForkingStarter`), or as new Pythons (`SpawningStarter`).
 
-Workers that a zygote forks: the parent's side of it. A zygote that died is started again.
+A fork takes milliseconds, and a new Python imports torch for seconds. But forking needs `os.fork` and a zygote that
+may fork, which Windows and macOS do not offer (`pool.CAN_FORK`). Both ways have the same interface, `Starter` and
+`Worker`, which is all that `pool.py` and `supervisor.py` use. What spawning cannot do: end daemons that left a
+worker's process group, and start with a warm compiler.
 
-Workers that are processes of their own from the beginning, for where there is no fork; one is always in reserve.
+`_ZygoteHandle` is the parent's side of the messages that `zygote.py` documents.
 """
 
 from __future__ import annotations
@@ -19,127 +22,184 @@ from typing import Protocol
 
 from torchdelta.errors import EnvironmentUnfit
 from torchdelta.isolate import process_groups
-from torchdelta.isolate.directories import tail_of
+from torchdelta.isolate.directories import read_tail
 from torchdelta.isolate.protocol import Lines, Message, line_of
 from torchdelta.isolate.worker import Order
-from torchdelta.isolate.zygote_start import new_zygote, zygote_of_this
+from torchdelta.isolate.zygote_start import fork_zygote, start_zygote
 
 _LOG_BYTES = 1 << 12
+_READY_S = 180.0
+"""How long a zygote may take to import everything."""
+_HAS_GROUPS = sys.platform != "win32"
+_SOON_S = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
 class Readiness:
-    """What every worker finds done: the parent's import path, modules imported, and a compiler warmed up."""
+    """What is done in every worker before its query: import path set, modules imported, compiler warmed up."""
 
     path: list[str]
     preload: list[str] = field(default_factory=list)
     warm: str = ""
-    """The backend of torch.compile that has compiled something before."""
+    """The backend of torch.compile with which a zygote compiles once, or empty."""
 
 
 class Worker(Protocol):
-    """A process that carries out one order."""
+    """A process that runs one query."""
 
     @property
     def group(self) -> int | None:
-        """The process group; None where there are none."""
+        """The process group, or None if it is not known or the system has none."""
 
     def wait(self, seconds: float) -> int | None:
-        """Return the status once the worker and its group are gone, negative for a signal; None if it takes longer."""
+        """Wait until the worker and its group are gone, and return the exit status, or None if that takes longer.
+
+        The status is negative if a signal ended the worker.
+        """
 
     def end(self) -> None:
-        """End the worker with its group, soon."""
+        """Begin to end the worker with its group: SIGTERM now, SIGKILL after a grace period."""
 
     def dismiss(self) -> bool:
-        """Leave it to others to see off a worker that has answered; False if there are none, and one has to wait."""
+        """Let a worker that has answered exit unobserved. Return False if the caller must wait for its end instead."""
 
     def is_lost(self) -> bool:
-        """Tell whether it ended because its zygote did, and through no fault that is known to be its own."""
+        """Return whether the worker ended because its zygote ended."""
 
 
 class Starter(Protocol):
     """A way to start workers."""
 
     def start(self, order: Order) -> Worker:
-        """Start a worker on an order; CancelledError once it is closed."""
+        """Start a worker on an order and return it. Raise CancelledError if the starter is closed."""
 
     def abandon(self) -> None:
-        """Give up on whoever does not end workers when asked to."""
+        """Give up the zygote, which did not end a worker that it was told to end."""
 
     def close(self) -> None:
-        """End whom nobody oversees, and start none from now on."""
+        """End the processes that have no order, and start no more."""
 
 
-def log_of(directory: Path) -> Path:
-    """Return where zygotes and workers print to before their first order."""
+def start_log(directory: Path) -> Path:
+    """Return the file to which zygotes and workers print before their first order."""
     return directory / "start.log"
 
 
-def why_not(directory: Path) -> str:
-    """Return the last that was printed there: why something did not start."""
-    return tail_of(log_of(directory), _LOG_BYTES)
+def read_start_log(directory: Path) -> str:
+    """Return the end of that file, which says why a process did not start."""
+    return read_tail(start_log(directory), _LOG_BYTES)
 
 
-_READY_S = 180.0
+# forked workers
+
+
+class ForkingStarter:
+    """Starts workers through a zygote, and starts a new zygote when one dies."""
+
+    def __init__(self, directory: Path, readiness: Readiness, *, from_here: bool = False) -> None:
+        self._directory, self._readiness = directory, readiness
+        self._lock = threading.Lock()
+        self._is_closed = False
+        # only the first zygote may be a fork of this process, which has threads from here on
+        self._zygote = _ZygoteHandle(directory, readiness, from_here=from_here)
+
+    def start(self, order: Order) -> ForkedWorker:
+        """Have a worker forked, by a new zygote if the last one died."""
+        while True:
+            worker = self._ready_zygote().start(order)
+            if worker is not None:
+                return worker
+
+    def abandon(self) -> None:
+        """Kill the zygote, and with it its workers."""
+        self._zygote.kill()
+
+    def close(self) -> None:
+        """End the zygote and its workers, and start no more."""
+        self._is_closed = True
+        self._zygote.close()
+
+    def _ready_zygote(self) -> _ZygoteHandle:
+        """Return a zygote that takes orders; wait for it, and replace it if it died."""
+        with self._lock:
+            while not self._zygote.is_ready():
+                self._replace()
+            return self._zygote
+
+    def _replace(self) -> None:
+        """Start a new zygote in place of a dead one. Raise EnvironmentUnfit if that one could not even get ready."""
+        if self._is_closed:
+            raise CancelledError
+        if not self._zygote.was_ready:
+            if not self._readiness.warm:
+                log = read_start_log(self._directory)
+                raise EnvironmentUnfit(f"the process that workers are forked from does not start:\n{log}")
+            # the compiler that crashed while it warmed up may be the one under test: start without it
+            self._readiness = Readiness(path=self._readiness.path, preload=self._readiness.preload)
+        self._zygote = _ZygoteHandle(self._directory, self._readiness)
+        if self._is_closed:  # meanwhile, by another thread
+            self._zygote.close()
 
 
 class ForkedWorker:
-    """A worker as its zygote tells of it."""
+    """A worker that a zygote forked; the zygote reports its start and its end."""
 
     def __init__(self, zygote: _ZygoteHandle, number: int) -> None:
         self._zygote, self._number = zygote, number
-        self._is_over = threading.Event()
+        self._has_ended = threading.Event()
         self._status: int | None = None
         self.group: int | None = None
 
     def wait(self, seconds: float) -> int | None:
-        """Return the status once the worker and its group are gone; None if that takes longer."""
-        if not self._is_over.wait(seconds):
+        """Return the exit status once the worker and its group are gone, or None if that takes longer."""
+        if not self._has_ended.wait(seconds):
             return None
         return -9 if self._status is None else self._status
 
     def end(self) -> None:
-        """Ask the zygote to end the worker with its group: it alone knows that the number is still this worker's."""
+        """Have the zygote end the group: only the parent of a process knows that the id is not in use again."""
         self._zygote.send({"end": self._number})
 
     def dismiss(self) -> bool:
-        """Have the zygote see to it that the worker leaves: to free what it holds can take longer than the query."""
+        """Have the zygote watch the exit, because freeing a worker's memory can take longer than the query."""
         self._zygote.send({"dismiss": self._number})
         return True
 
     def is_lost(self) -> bool:
-        """Tell whether the zygote died before the worker did."""
-        return self._is_over.is_set() and self._status is None
+        """Return whether the zygote ended before it could report the worker's end."""
+        return self._has_ended.is_set() and self._status is None
 
-    def over(self, status: int | None) -> None:
-        """Take note of the end."""
+    def note_end(self, status: int | None) -> None:
+        """Record that the worker has ended, with its exit status, or None if the zygote ended first."""
         self._status = status
-        self._is_over.set()
+        self._has_ended.set()
 
 
 class _ZygoteHandle:
+    """A zygote as the parent sees it: messages go out through `send`, and a thread reads its reports."""
+
     def __init__(self, directory: Path, readiness: Readiness, *, from_here: bool = False) -> None:
         self._directory = directory
         self._numbers = itertools.count()
         self._workers: dict[int, ForkedWorker] = {}
         self._lock = threading.Lock()
-        self._is_decided = threading.Event()
+        self._is_ready_or_ended = threading.Event()
         self._has_ended = False
         self.was_ready = False
-        self._process = (zygote_of_this if from_here else new_zygote)(log_of(directory))
+        self._process = (fork_zygote if from_here else start_zygote)(start_log(directory))
         self.send({"path": readiness.path, "preload": readiness.preload, "warm": readiness.warm})
         self._listener = threading.Thread(target=self._listen, name="torchdelta-zygote", daemon=True)
         self._listener.start()
 
     def is_ready(self) -> bool:
-        """Wait until it may be given orders; False if it died before, or takes too long."""
-        if not self._is_decided.wait(_READY_S):
+        """Wait until the zygote takes orders. Return False if it ended before that or takes too long."""
+        if not self._is_ready_or_ended.wait(_READY_S):
             self._process.kill()
             return False
         return self.was_ready and not self._has_ended
 
     def start(self, order: Order) -> ForkedWorker | None:
-        """Have a worker forked; None if nobody is there to do it."""
+        """Have a worker forked and return it, or None if the zygote has ended."""
         with self._lock:
             if self._has_ended:
                 return None
@@ -149,7 +209,7 @@ class _ZygoteHandle:
         return forked
 
     def send(self, message: Message) -> None:
-        """Send a message; who is no longer there needs none."""
+        """Send a message; do nothing if the zygote has ended."""
         assert self._process.stdin is not None
         try:
             with self._lock:
@@ -158,16 +218,16 @@ class _ZygoteHandle:
             return
 
     def kill(self) -> None:
-        """End it at once; the kernel ends its workers."""
+        """End the zygote at once; the kernel then ends its workers."""
         self._process.kill()
 
     def close(self) -> None:
-        """Let it end its workers, and itself."""
+        """Let the zygote end its workers and itself, and kill it if that takes too long."""
         assert self._process.stdin is not None
         with self._lock:
             self._process.stdin.close()
         if not self.was_ready:
-            # still importing, and nobody's parent yet
+            # it is still importing, and has no workers yet
             self._process.kill()
         try:
             self._process.wait(10 * process_groups.GRACE_S)
@@ -176,12 +236,13 @@ class _ZygoteHandle:
         self._listener.join()
 
     def _listen(self) -> None:
+        """Handle the zygote's reports until it ends, and then record the end of all its workers."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         lines = Lines(self._process.stdout.fileno())
-        while (messages := lines.read()) is not None:
-            for message in messages:
-                self._note(message)
+        while (reports := lines.read()) is not None:
+            for report in reports:
+                self._handle(report)
         self._process.wait()
         self._process.stdout.close()
         with self._lock:
@@ -190,78 +251,71 @@ class _ZygoteHandle:
             lost = list(self._workers.values())
         for worker in lost:
             if worker.group is not None:
-                process_groups.end_for_good(worker.group)
-            worker.over(None)
-        self._is_decided.set()
+                process_groups.kill(worker.group)
+            worker.note_end(None)
+        self._is_ready_or_ended.set()
 
-    def _note(self, message: Message) -> None:
-        if "ready" in message:
+    def _handle(self, report: Message) -> None:
+        """Record what one report says: the zygote is ready, or a worker has started or ended."""
+        if "ready" in report:
             self.was_ready = True
-            self._is_decided.set()
-        elif "started" in message:
-            self._workers[message["started"]].group = message["process"]
+            self._is_ready_or_ended.set()
+        elif "started" in report:
+            self._workers[report["started"]].group = report["process"]
         else:
             with self._lock:
-                worker = self._workers.pop(message["ended"])
-            worker.over(message["status"])
+                worker = self._workers.pop(report["ended"])
+            worker.note_end(report["status"])
 
 
-class ForkingStarter:
-    """Starts workers through a zygote, which it keeps alive."""
+# spawned workers
 
-    def __init__(self, directory: Path, readiness: Readiness, *, from_here: bool = False) -> None:
+
+class SpawningStarter:
+    """Starts workers as new Pythons, and each one before it is needed, while the last one works."""
+
+    def __init__(self, directory: Path, readiness: Readiness) -> None:
         self._directory, self._readiness = directory, readiness
         self._lock = threading.Lock()
         self._is_closed = False
-        # only the first: by the time that it has died, this process has threads
-        self._zygote = _ZygoteHandle(directory, readiness, from_here=from_here)
+        self._reserve: SpawnedWorker | None = SpawnedWorker(directory, readiness)
 
-    def start(self, order: Order) -> ForkedWorker:
-        """Have a worker forked, by a new zygote if the last one died."""
-        while True:
-            worker = self._living().start(order)
-            if worker is not None:
-                return worker
+    def start(self, order: Order) -> SpawnedWorker:
+        """Give the order to the worker in reserve, and start the next reserve."""
+        with self._lock:
+            if self._is_closed:
+                raise CancelledError
+            worker = self._reserve
+            if worker is None or not worker.is_running():
+                worker = SpawnedWorker(self._directory, self._readiness)
+            self._reserve = SpawnedWorker(self._directory, self._readiness)
+        try:
+            worker.order(order)
+        except EnvironmentUnfit:
+            worker.wait(process_groups.GRACE_S)
+            raise
+        return worker
 
     def abandon(self) -> None:
-        """Kill the zygote: it does not end a worker that it was asked to end."""
-        self._zygote.kill()
+        """Do nothing, because there is no zygote."""
 
     def close(self) -> None:
-        """End the zygote and its workers, and start none from now on."""
-        self._is_closed = True
-        self._zygote.close()
-
-    def _living(self) -> _ZygoteHandle:
+        """End the worker in reserve, and start no more. Workers with an order are their supervisor's to end."""
         with self._lock:
-            while not self._zygote.is_ready():
-                self._replace()
-            return self._zygote
-
-    def _replace(self) -> None:
-        if self._is_closed:
-            raise CancelledError
-        if not self._zygote.was_ready:
-            if not self._readiness.warm:
-                why = why_not(self._directory)
-                raise EnvironmentUnfit(f"the process that workers are forked from does not start:\n{why}")
-            # what it compiles to warm up may be the very thing that crashes: then workers start cold
-            self._readiness = Readiness(path=self._readiness.path, preload=self._readiness.preload)
-        self._zygote = _ZygoteHandle(self._directory, self._readiness)
-        if self._is_closed:  # meanwhile, by another thread
-            self._zygote.close()
-
-
-_HAS_GROUPS = sys.platform != "win32"
-_SOON_S = 0.01
+            self._is_closed = True
+            reserve, self._reserve = self._reserve, None
+        if reserve is not None:
+            reserve.end()
+            while reserve.wait(1) is None:
+                pass
 
 
 class SpawnedWorker:
-    """A worker that imports by itself, and then waits for its order."""
+    """A worker that is a new Python: it imports everything by itself, and then waits for its order."""
 
     def __init__(self, directory: Path, readiness: Readiness) -> None:
         self._directory = directory
-        with log_of(directory).open("ab") as log:
+        with start_log(directory).open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "torchdelta.isolate.worker"],
                 stdin=subprocess.PIPE,
@@ -270,31 +324,34 @@ class SpawnedWorker:
                 bufsize=0,
                 start_new_session=True,
             )
-        self._killed_at: float | None = None
+        self._kill_at: float | None = None
         self._send(line_of({"path": readiness.path, "preload": readiness.preload}))
 
     @property
     def group(self) -> int | None:
-        """The process group; None where there are none."""
+        """The process group, or None on a system without groups."""
         return self._process.pid if _HAS_GROUPS else None
 
-    def is_waiting(self) -> bool:
-        """Tell whether it still lives."""
+    def is_running(self) -> bool:
+        """Return whether the process has not ended."""
         return self._process.poll() is None
 
     def order(self, order: Order) -> None:
-        """Give it its order once it has imported everything, which is not what a deadline is for."""
+        """Wait until the worker has imported everything, and give it its order; no deadline counts until then.
+
+        Raise EnvironmentUnfit if it ends before.
+        """
         assert self._process.stdout is not None
         if not self._process.stdout.readline():
-            why = why_not(self._directory)
-            raise EnvironmentUnfit(f"a worker does not start:\n{why}")
+            log = read_start_log(self._directory)
+            raise EnvironmentUnfit(f"a worker does not start:\n{log}")
         self._send(line_of(vars(order)))
 
     def wait(self, seconds: float) -> int | None:
-        """Return the status once the worker and its group are gone; None if that takes longer."""
+        """Return the exit status once the worker and its group are gone, or None if that takes longer."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            if self._killed_at is not None and time.monotonic() >= self._killed_at:
+            if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 self._kill()
             try:
                 status = self._process.wait(min(_SOON_S, seconds))
@@ -308,23 +365,23 @@ class SpawnedWorker:
         return None
 
     def end(self) -> None:
-        """End the worker with its group, soon."""
-        if self._killed_at is None:
-            self._killed_at = time.monotonic() + (process_groups.GRACE_S if _HAS_GROUPS else 0)
+        """Send SIGTERM to the group, once, and set the time at which `wait` sends SIGKILL."""
+        if self._kill_at is None:
+            self._kill_at = time.monotonic() + (process_groups.GRACE_S if _HAS_GROUPS else 0)
             if _HAS_GROUPS:
-                process_groups.ask_to_end(self._process.pid)
+                process_groups.terminate(self._process.pid)
 
     def dismiss(self) -> bool:
-        """Tell that nobody else would see it off."""
+        """Return False: there is no zygote that could watch the exit."""
         return False
 
     def is_lost(self) -> bool:
-        """Tell that nobody else's death ends it."""
+        """Return False: there is no zygote whose end could end it."""
         return False
 
     def _kill(self) -> None:
         if _HAS_GROUPS:
-            process_groups.end_for_good(self._process.pid)
+            process_groups.kill(self._process.pid)
         else:
             kill_tree = ["taskkill", "/T", "/F", "/PID", str(self._process.pid)]
             subprocess.run(kill_tree, check=False, capture_output=True)
@@ -333,49 +390,10 @@ class SpawnedWorker:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(line)
-        except BrokenPipeError:  # it died already, and says so by its status
+        except BrokenPipeError:  # it has ended, and its exit status says why
             return
 
     def _close_pipes(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
-
-
-class SpawningStarter:
-    """Starts workers as new processes, the next one while the last one works."""
-
-    def __init__(self, directory: Path, readiness: Readiness) -> None:
-        self._directory, self._readiness = directory, readiness
-        self._lock = threading.Lock()
-        self._is_closed = False
-        self._reserve: SpawnedWorker | None = SpawnedWorker(directory, readiness)
-
-    def start(self, order: Order) -> SpawnedWorker:
-        """Put the reserve to work, and call up the next."""
-        with self._lock:
-            if self._is_closed:
-                raise CancelledError
-            worker = self._reserve
-            if worker is None or not worker.is_waiting():
-                worker = SpawnedWorker(self._directory, self._readiness)
-            self._reserve = SpawnedWorker(self._directory, self._readiness)
-        try:
-            worker.order(order)
-        except EnvironmentUnfit:
-            worker.wait(process_groups.GRACE_S)
-            raise
-        return worker
-
-    def abandon(self) -> None:
-        """Do nothing: nobody stands between the parent and its workers."""
-
-    def close(self) -> None:
-        """End the reserve, and start none from now on; whoever works is its overseer's to end."""
-        with self._lock:
-            self._is_closed = True
-            reserve, self._reserve = self._reserve, None
-        if reserve is not None:
-            reserve.end()
-            while reserve.wait(1) is None:
-                pass

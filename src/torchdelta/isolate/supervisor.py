@@ -1,6 +1,9 @@
-"""What came of a query: an answer, or a failure with the last that was heard of it.
+"""Watch one worker until its query has an outcome, and end a worker that hangs or exceeds another limit.
 
-Whoever oversees a worker: deadline, memory and output while it runs, and what to make of how it ended.
+`supervise` waits for the answer's file or the worker's end. Meanwhile `_breach` checks the limits: cancellation,
+deadline, output, memory. On a breach the worker's group gets SIGTERM and then SIGKILL; if it is still there after
+`_PATIENCE_S`, the zygote that should have ended it is killed too. `_outcome` then turns the files and the exit status
+into an `Outcome`: an answer, or a failure with the evidence.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import Any
 from torchdelta import errors
 from torchdelta.errors import UsageError
 from torchdelta.isolate import process_groups
-from torchdelta.isolate.directories import QueryDirectory, tail_of
+from torchdelta.isolate.directories import QueryDirectory, read_tail
 from torchdelta.isolate.protocol import message_in
 from torchdelta.isolate.starters import Worker
 from torchdelta.records.failure import Failure
@@ -23,10 +26,10 @@ from torchdelta.records.failure import Failure
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of a query. Exactly one of `answer` and `failure` is there.
+    """The result of a query: exactly one of `answer` and `failure` is not None.
 
-    `output` is the end of what worker and children printed, `part` what the task told last, `error` the class of
-    torchdelta's own errors that it raised.
+    `output` is the end of what the worker and its children printed, `part` the part of the task that began last, and
+    `error` the class name if the task raised one of torchdelta's own errors.
     """
 
     answer: dict[str, Any] | None = None
@@ -41,22 +44,25 @@ class Outcome:
             raise ValueError("an outcome is either an answer or a failure")
 
     def raise_own_error(self) -> None:
-        """Raise again, in the parent, what the task raised if it is one of torchdelta's own errors."""
+        """Raise the task's exception again, in the parent, if it is one of torchdelta's own errors; else do nothing."""
         if self.error is not None and self.failure is not None:
             kind: type[errors.TorchDeltaError] = getattr(errors, self.error)
             raise kind(self.failure.message)
 
 
 KEPT_OUTPUT_BYTES = 64 << 10
-# an answer is looked for often at first, and then every so often that waiting is a small part of the query
-_LEAST_S, _PULSE_S, _PART = 0.001, 0.01, 0.05
-_LOOK_S = 0.05
+"""Bytes of output that an outcome keeps, from its end."""
+# The supervisor looks for an answer after a share of the time that the query has run, between these bounds: often at
+# first, and then so seldom that waiting is a small part of the query.
+_MIN_WAIT_S, _MAX_WAIT_S, _WAIT_SHARE = 0.001, 0.01, 0.05
+_CHECK_LIMITS_S = 0.05
 _PATIENCE_S = 5.0
+"""How long a worker may take to end after SIGTERM and SIGKILL before its starter is given up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a query may use."""
+    """What a query may use. With None for `memory_bytes`, its memory is not limited."""
 
     deadline_s: float
     memory_bytes: int | None = None
@@ -69,38 +75,42 @@ class Limits:
                 raise UsageError(f"{name} of a query is {value}: nothing can run within that")
 
 
-def oversee(
+def supervise(
     worker: Worker, place: QueryDirectory, limits: Limits, *, is_cancelled: threading.Event, abandon: Callable[[], None]
 ) -> Outcome:
-    """Wait for an answer or the worker's end, bring the end about when a limit is passed, and say what came of it."""
+    """Wait for an answer or the worker's end, end the worker if it exceeds a limit, and return the outcome.
+
+    `abandon` is called if the worker does not end although it was told to.
+    """
     started = time.monotonic()
-    breached: str | None = None
+    breach: str | None = None
     patience_ends = float("inf")
     status: int | None = None
-    next_look = started + _LOOK_S
+    next_check = started + _CHECK_LIMITS_S
     while status is None:
         now = time.monotonic()
-        if breached is None and place.answer.exists() and worker.dismiss():
+        if breach is None and place.answer.exists() and worker.dismiss():
             status = 0
             break
-        rest = started + limits.deadline_s - now if breached is None else _PULSE_S
-        status = worker.wait(max(_LEAST_S, min(_PULSE_S, rest, _PART * (now - started))))
+        rest = started + limits.deadline_s - now if breach is None else _MAX_WAIT_S
+        status = worker.wait(max(_MIN_WAIT_S, min(_MAX_WAIT_S, rest, _WAIT_SHARE * (now - started))))
         now = time.monotonic()
-        if status is None and breached is None and (now >= next_look or now - started >= limits.deadline_s):
-            next_look = now + _LOOK_S
-            breached = _breach(worker, place, limits, seconds=now - started, is_cancelled=is_cancelled)
-            if breached is not None:
+        if status is None and breach is None and (now >= next_check or now - started >= limits.deadline_s):
+            next_check = now + _CHECK_LIMITS_S
+            breach = _breach(worker, place, limits, seconds=now - started, is_cancelled=is_cancelled)
+            if breach is not None:
                 worker.end()
                 patience_ends = now + _PATIENCE_S
         elif status is None and now > patience_ends:
             abandon()
             patience_ends = float("inf")
-    return _outcome(place, limits, status, breached, time.monotonic() - started)
+    return _outcome(place, limits, status, breach, time.monotonic() - started)
 
 
 def _breach(
     worker: Worker, place: QueryDirectory, limits: Limits, *, seconds: float, is_cancelled: threading.Event
 ) -> str | None:
+    """Return which limit a running worker exceeds (cancelled, timeout, output, memory), or None."""
     if is_cancelled.is_set():
         return "cancelled"
     if seconds >= limits.deadline_s:
@@ -108,35 +118,37 @@ def _breach(
     if place.output.exists() and place.output.stat().st_size > limits.output_bytes:
         return "output"
     group = worker.group
-    if limits.memory_bytes is not None and group is not None and process_groups.held_bytes(group) > limits.memory_bytes:
+    if limits.memory_bytes is not None and group is not None and process_groups.memory_of(group) > limits.memory_bytes:
         return "memory"
     return None
 
 
-def _outcome(place: QueryDirectory, limits: Limits, status: int, breached: str | None, seconds: float) -> Outcome:
-    part = place.told_last()
-    known: dict[str, Any] = {"output": tail_of(place.output, KEPT_OUTPUT_BYTES), "part": part, "seconds": seconds}
-    # an answer that is there is complete, however its worker ended afterwards
+def _outcome(place: QueryDirectory, limits: Limits, status: int, breach: str | None, seconds: float) -> Outcome:
+    """Return the outcome of a worker that has answered or ended, from its files, its status and the breach."""
+    part = place.last_part()
+    evidence: dict[str, Any] = {"output": read_tail(place.output, KEPT_OUTPUT_BYTES), "part": part, "seconds": seconds}
+    # an answer's file is complete, however its worker ended afterwards
     if place.answer.exists():
-        said = message_in(place.answer.read_bytes())
-        if "answer" in said:
-            return Outcome(answer=said["answer"], **known)
-        if "raised" in said:
-            raised = said["raised"]
+        message = message_in(place.answer.read_bytes())
+        if "answer" in message:
+            return Outcome(answer=message["answer"], **evidence)
+        if "raised" in message:
+            raised = message["raised"]
             failure = Failure.of_exception(raised["type"], raised["message"], stage=part, traceback=raised["traceback"])
-            return Outcome(failure=failure, error=raised["error"], **known)
-        breached = "memory"
-    return Outcome(failure=_failure(limits, status, breached, part), **known)
+            return Outcome(failure=failure, error=raised["error"], **evidence)
+        breach = "memory"
+    return Outcome(failure=_failure(limits, status, breach, part), **evidence)
 
 
-def _failure(limits: Limits, status: int, breached: str | None, part: str) -> Failure:
-    if breached == "cancelled":
+def _failure(limits: Limits, status: int, breach: str | None, part: str) -> Failure:
+    """Return the failure of a worker that ended without an answer: the breach if there was one, or its exit status."""
+    if breach == "cancelled":
         return Failure.of_cancelled(stage=part)
-    if breached == "timeout":
+    if breach == "timeout":
         return Failure.of_timeout(limits.deadline_s, stage=part)
-    if breached == "output":
+    if breach == "output":
         return Failure.of_output(limits.output_bytes, stage=part)
-    if breached == "memory":
+    if breach == "memory":
         return Failure.of_memory(limits.memory_bytes or 0, stage=part)
     if status < 0:
         return Failure.of_signal(_signal_name(-status), stage=part)
@@ -146,5 +158,5 @@ def _failure(limits: Limits, status: int, breached: str | None, part: str) -> Fa
 def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
-    except ValueError:  # a real-time signal has none
+    except ValueError:  # real-time signals have no name
         return f"signal {number}"

@@ -1,4 +1,8 @@
-"""A worker: one process for one query, set apart from everybody else, which answers or dies."""
+"""A worker: a process that runs one query, writes its answer to a file, and exits.
+
+`run_query` is the whole of it. The process comes from a zygote's fork (`zygote.py`), or it is a new Python that runs
+`main` here. It leaves by `os._exit`, because the interpreter's own shutdown could crash on state that a task damaged.
+"""
 
 from __future__ import annotations
 
@@ -20,89 +24,114 @@ from torchdelta.isolate import process_groups
 from torchdelta.isolate.directories import QueryDirectory
 from torchdelta.isolate.protocol import Lines, Message, line_of, message_in, write_message
 
-_PAGE_FIELDS = Path("/proc/self/statm")
+_PAGE_COUNTS = Path("/proc/self/statm")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What a worker is told when it begins."""
+    """What a worker needs to begin: the directory of its query, and how much memory it may use."""
 
     directory: str
     memory_bytes: int | None
 
 
-def work(order: Order) -> NoReturn:
-    """Run the query of a place, and leave without the interpreter's farewell: what a task broke must not break that."""
+def run_query(order: Order) -> NoReturn:
+    """Run the query of a directory, write its answer there, and exit this process."""
     place = QueryDirectory(directory=Path(order.directory))
     errors.catch_everything()
     try:
-        _redirect(place.output)
-        _limit(order)
-        asked = message_in(place.request.read_bytes())
+        _redirect_output(place.output)
+        _set_limits(order)
+        question = message_in(place.request.read_bytes())
         _set_up_compiler(place)
-        answer = _answer(asked, place, order)
-    except SystemExit as left:
-        _leave(_status_of(left))
+        answer = _answer(question, place, order)
+    except SystemExit as error:
+        _exit(_exit_status(error))
     write_message(place.answer, answer)
-    _leave(0)
+    _exit(0)
 
 
 def import_all(names: list[str]) -> None:
-    """Import modules before the first query needs them, and call what is named behind a colon."""
-    # what is imported stays: to look for garbage in it takes a sixth of the time
+    """Import modules, and call the functions among `names` (those with a colon), before the first query needs them."""
+    # imported modules stay alive: looking for garbage among them would take a sixth of the time
     gc.disable()
     try:
         for name in names:
             if ":" in name:
-                _function(name)()
+                _load_function(name)()
             else:
                 importlib.import_module(name)
     finally:
-        # and what is frozen is not looked at later either, so that its pages stay shared after a fork
+        # later collections skip frozen objects too, so their pages stay shared after a fork
         gc.freeze()
         gc.enable()
 
 
-def _answer(asked: Message, place: QueryDirectory, order: Order) -> Message:
+def main() -> NoReturn:
+    """Run a spawned worker: import the modules of the first message, wait for the order, and run it."""
+    process_groups.die_with_parent(os.getppid())
+    orders, reports = os.dup(0), os.dup(1)
+    os.dup2(2, 1)
+    lines = Lines(orders)
+    received: list[Message] = []
+    while len(received) < 2:
+        more = lines.read()
+        if more is None:
+            os._exit(1)
+        if more and not received:
+            sys.path[:] = more[0]["path"]
+            import_all(more[0]["preload"])
+            os.write(reports, line_of({"ready": os.getpid()}))
+            os.close(reports)
+        received += more
+    process_groups.exit_when_closed(orders)
+    run_query(Order(**received[1]))
+
+
+def _answer(question: Message, place: QueryDirectory, order: Order) -> Message:
+    """Call the task, and return the message with its answer or a description of its exception."""
     try:
-        answer = {"answer": _function(asked["task"])(asked["request"], place)}
+        answer = {"answer": _load_function(question["task"])(question["request"], place)}
         if not isinstance(answer["answer"], dict):
-            raise TypeError(f"{asked['task']} answered with a {type(answer['answer']).__name__}, not a dict")
-        # an answer that strict JSON cannot hold is the task's mistake, and is told as one
+            raise TypeError(f"{question['task']} answered with a {type(answer['answer']).__name__}, not a dict")
+        # raises if the answer is not strict JSON, which is then the task's exception
         line_of(answer)
     except SystemExit:
         raise
     except BaseException as error:
-        return _described(error, order)
+        return _describe(error, order)
     else:
         return answer
 
 
-def _function(task: str) -> Callable[..., Any]:
+def _load_function(task: str) -> Callable[..., Any]:
+    """Return the function that `package.module:function` names."""
     module, _, name = task.partition(":")
-    found: Any = importlib.import_module(module)
+    value: Any = importlib.import_module(module)
     for part in name.split("."):
-        found = getattr(found, part)
-    function: Callable[..., Any] = found
+        value = getattr(value, part)
+    function: Callable[..., Any] = value
     return function
 
 
-def _described(error: BaseException, order: Order) -> Message:
+def _describe(error: BaseException, order: Order) -> Message:
+    """Return the message about a task's exception; running out of memory under a limit has a message of its own."""
     if order.memory_bytes is not None and _is_out_of_memory(error):
         return {"memory": str(error)}
     kind = type(error)
-    ours = next((base.__name__ for base in kind.__mro__ if base.__module__ == errors.__name__), None)
+    own_class = next((base.__name__ for base in kind.__mro__ if base.__module__ == errors.__name__), None)
     return {
         "raised": {
             "type": f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins."),
             "message": str(error),
             "traceback": "".join(traceback.format_exception(error)),
-            "error": ours,
+            "error": own_class,
         }
     }
 
 
-def _redirect(output: Path) -> None:
+def _redirect_output(output: Path) -> None:
+    """Send everything that this process and its children print to a file, line by line; input is empty."""
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (descriptor, 1), (descriptor, 2)):
@@ -110,12 +139,12 @@ def _redirect(output: Path) -> None:
     os.close(descriptor)
     os.close(nothing)
     for stream in (sys.stdout, sys.stderr):
-        # a line that is still in a buffer when the process dies is a line that nobody reads
+        # a line that is still in a buffer when the process dies would be lost
         stream.reconfigure(line_buffering=True, write_through=True)  # type: ignore[union-attr]
 
 
-def _limit(order: Order) -> None:
-    # the last words of a crash and of a hang: where in Python it was
+def _set_limits(order: Order) -> None:
+    """Print Python's stack on a crash or SIGTERM, write no core dumps, and limit the address space."""
     faulthandler.enable()
     if sys.platform == "win32":
         return
@@ -123,9 +152,9 @@ def _limit(order: Order) -> None:
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if order.memory_bytes is not None and _PAGE_FIELDS.exists():
-        # the overseer counts what is really held; this is for what is faster than it looks
-        mapped = int(_PAGE_FIELDS.read_text().split()[0]) * resource.getpagesize()
+    if order.memory_bytes is not None and _PAGE_COUNTS.exists():
+        # the supervisor measures memory in use; this limit stops allocations that are faster than its checks
+        mapped = int(_PAGE_COUNTS.read_text().split()[0]) * resource.getpagesize()
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (mapped + 2 * order.memory_bytes, hard))
 
@@ -143,41 +172,22 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return is_out_of_memory(error)
 
 
-def _status_of(left: SystemExit) -> int:
-    if left.code is None or isinstance(left.code, int):
-        return (left.code or 0) & 0xFF
-    print(left.code, file=sys.stderr)
+def _exit_status(error: SystemExit) -> int:
+    """Return the status that `sys.exit` asked for, and print its message if it was given text, as Python does."""
+    if error.code is None or isinstance(error.code, int):
+        return (error.code or 0) & 0xFF
+    print(error.code, file=sys.stderr)
     return 1
 
 
-def _leave(status: int) -> NoReturn:
+def _exit(status: int) -> NoReturn:
+    """Write out all buffers and end this process without the interpreter's shutdown."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     if sys.platform != "win32":
-        ctypes.CDLL(None).fflush(None)  # what C++ printed
+        ctypes.CDLL(None).fflush(None)  # the buffers of C and C++
     os._exit(status)
 
 
-def _main() -> NoReturn:
-    """Be a spawned worker: get ready, wait for an order, carry it out."""
-    process_groups.die_with_parent(os.getppid())
-    orders, reports = os.dup(0), os.dup(1)
-    os.dup2(2, 1)
-    lines = Lines(orders)
-    received: list[Message] = []
-    while len(received) < 2:
-        more = lines.read()
-        if more is None:
-            os._exit(1)
-        if more and not received:
-            sys.path[:] = more[0]["path"]
-            import_all(more[0]["preload"])
-            os.write(reports, line_of({"ready": os.getpid()}))
-            os.close(reports)
-        received += more
-    process_groups.end_when_closed(orders)
-    work(Order(**received[1]))
-
-
 if __name__ == "__main__":
-    _main()
+    main()

@@ -1,7 +1,20 @@
-"""The zygote: one thread that has imported everything, forks a worker for each order, and buries it with its children.
+"""The zygote: a process that has imported torch and everything else, and forks a worker from itself for each query.
 
-It never runs an operation on several threads: a process that did must not fork. The worker of the next order is forked
-beforehand, and waits for it.
+A fork takes milliseconds where a new Python would import torch for seconds. The zygote has one thread and never runs
+an operation on several threads, because a process that did must not fork. It forks the worker of the next order
+beforehand (`_reserve`), and that worker waits for its order at a pipe.
+
+The parent's side is `starters.py`. It sends one JSON message a line:
+
+    {"path": …, "preload": …, "warm": …}    first: what to import, answered by {"ready": process}
+    {"start": 3, "order": {…}}              answered by {"started": 3, "process": …}
+    {"end": 3}                              SIGTERM to worker 3's group, SIGKILL after a grace period
+    {"dismiss": 3}                          worker 3 has answered and is exiting; SIGKILL after the grace period
+
+The zygote reports {"ended": 3, "status": …} once a worker and its whole group are gone. When the pipe of orders
+closes, it ends all workers and itself.
+
+Start reading at `_Zygote.serve`; `_Zygote._fork` is the fork.
 """
 
 from __future__ import annotations
@@ -26,14 +39,17 @@ _PARENT_CHECK_S = 1.0
 
 
 @dataclass
-class _Ward:
-    """A worker in the zygote's care."""
+class _WorkerProcess:
+    """A worker that has an order: the order's number, the process, and how far its end has come."""
 
     number: int
     process: int
     status: int | None = None
-    was_asked: bool = False
-    killed_at: float | None = None
+    """The exit status, or None while the process runs."""
+    is_terminated: bool = False
+    """Whether its group was sent SIGTERM."""
+    kill_at: float | None = None
+    """When its group is sent SIGKILL, or None if it is not to be ended."""
 
 
 class _Zygote:
@@ -41,78 +57,73 @@ class _Zygote:
         self._orders, self._reports = orders, reports
         self._lines = Lines(orders)
         self._parent = os.getppid()
-        self._wards: dict[int, _Ward] = {}
+        self._workers: dict[int, _WorkerProcess] = {}
         self._reserve: tuple[int, int] | None = None
-        self._has_buried = False
-        self._woken, self._waker = os.pipe()
-        os.set_blocking(self._waker, False)
-        os.set_blocking(self._woken, False)
-        signal.signal(signal.SIGCHLD, _notice)
-        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
+        self._may_have_strays = False
+        self._wakeup_reader, self._wakeup_writer = os.pipe()
+        os.set_blocking(self._wakeup_writer, False)
+        os.set_blocking(self._wakeup_reader, False)
+        signal.signal(signal.SIGCHLD, _ignore_signal)
+        signal.set_wakeup_fd(self._wakeup_writer, warn_on_full_buffer=False)
 
-    def greet(self) -> None:
-        """Read the first message, import what it names, and say so."""
-        waiting: list[Message] = []
-        while not waiting:
+    def get_ready(self) -> None:
+        """Read the first message, import what it names, fork the first worker, and report that orders may come."""
+        messages: list[Message] = []
+        while not messages:
             more = self._lines.read()
             if more is None:
                 os._exit(0)
-            waiting = more
-        greeting, *rest = waiting
-        sys.path[:] = greeting["path"]
-        worker.import_all(greeting["preload"])
-        if greeting["warm"]:
+            messages = more
+        preparation, *orders = messages
+        sys.path[:] = preparation["path"]
+        worker.import_all(preparation["preload"])
+        if preparation["warm"]:
             from torchdelta._torch.process import forking
 
-            forking.warm_up(greeting["warm"])
-        # collected now and never looked at again: pages that nobody writes to stay shared after a fork
+            forking.warm_up(preparation["warm"])
+        # collections skip frozen objects from now on: memory that is not written to stays shared after a fork
         gc.collect()
         gc.freeze()
         self._reserve = self._fork()
         self._report({"ready": os.getpid()})
-        for order in rest:
-            self._obey(order)
+        for order in orders:
+            self._carry_out(order)
 
     def serve(self) -> None:
-        """Obey orders until the pipe closes, then end everybody."""
+        """Carry out orders until their pipe closes or the parent ends, then end all workers."""
         while True:
-            readable, _, _ = select.select([self._orders, self._woken], [], [], self._patience())
-            if self._woken in readable:
-                _drain(self._woken)
+            readable, _, _ = select.select([self._orders, self._wakeup_reader], [], [], self._wait_s())
+            if self._wakeup_reader in readable:
+                _drain(self._wakeup_reader)
             self._reap()
             if self._orders in readable:
                 orders = self._lines.read()
                 if orders is None:
                     break
                 for order in orders:
-                    self._obey(order)
-            # somebody whom the parent forked may hold the other end of the pipe
+                    self._carry_out(order)
+            # the pipe may stay open after the parent's end, because another child of the parent inherited it
             if os.getppid() != self._parent:
                 break
-            self._settle()
+            self._kill_overdue_and_report_ended()
             if not readable:
-                self._use_leisure()
-        self._end_everybody()
+                self._do_idle_work()
+        self._end_all()
 
-    def _use_leisure(self) -> None:
-        if self._has_buried:
-            self._has_buried = False
-            self._end_strays()
-        if self._reserve is None:
-            self._reserve = self._fork()
-
-    def _obey(self, order: Message) -> None:
+    def _carry_out(self, order: Message) -> None:
+        """Do what one message of the parent says: start, end or dismiss a worker."""
         if "start" in order:
             self._start(order["start"], order["order"])
             return
-        for ward in self._wards.values():
-            if ward.number == order.get("end"):
-                self._end(ward)
-            elif ward.number == order.get("dismiss") and ward.killed_at is None:
-                # it is leaving by itself; no signal, which it would comment on in its output
-                ward.killed_at = time.monotonic() + process_groups.GRACE_S
+        for child in self._workers.values():
+            if child.number == order.get("end"):
+                self._end(child)
+            elif child.number == order.get("dismiss") and child.kill_at is None:
+                # no SIGTERM, because it would print its stack into the output; it is exiting by itself
+                child.kill_at = time.monotonic() + process_groups.GRACE_S
 
     def _start(self, number: int, order: Message) -> None:
+        """Give an order to the worker in reserve, or to a new one if the reserve died, and report its process."""
         line = line_of(order)
         while True:
             process, pipe = self._reserve or self._fork()
@@ -120,46 +131,47 @@ class _Zygote:
             try:
                 os.write(pipe, line)
                 break
-            except BrokenPipeError:  # somebody killed it while it waited
+            except BrokenPipeError:  # it was killed while it waited
                 continue
             finally:
                 os.close(pipe)
-        self._wards[process] = _Ward(number=number, process=process)
+        self._workers[process] = _WorkerProcess(number=number, process=process)
         self._report({"started": number, "process": process})
 
     def _fork(self) -> tuple[int, int]:
-        """Fork a worker that waits for its order, and return it with the pipe for that."""
+        """Fork a worker that waits for its order, and return its process and the pipe for the order."""
         zygote = os.getpid()
-        for_worker, pipe = os.pipe()
+        reader, pipe = os.pipe()
         process = os.fork()
         if process == 0:
             try:
                 os.close(pipe)
-                self._be_worker(zygote, for_worker)
+                self._become_worker(zygote, reader)
             except BaseException:
                 traceback.print_exc()
             finally:
                 os._exit(1)
-        os.close(for_worker)
+        os.close(reader)
         return process, pipe
 
-    def _be_worker(self, zygote: int, pipe: int) -> None:
-        # a Ctrl-C at the terminal is not for this process, and its group can be ended as one
+    def _become_worker(self, zygote: int, pipe: int) -> None:
+        """In the forked process: leave the zygote's group and pipes, wait for the order, and run it."""
+        # a session of its own: Ctrl-C at the terminal does not reach it, and its group can be ended as one
         os.setsid()
         process_groups.die_with_parent(zygote)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for descriptor in (self._orders, self._reports, self._woken, self._waker):
+        for descriptor in (self._orders, self._reports, self._wakeup_reader, self._wakeup_writer):
             os.close(descriptor)
         orders = Lines(pipe).read()
         if orders is None:
             return
         os.close(pipe)
-        worker.work(worker.Order(**orders[0]))
+        worker.run_query(worker.Order(**orders[0]))
 
     def _reap(self) -> None:
-        """Take note of every child that ended."""
+        """Collect the exit status of every child that ended, and end the rest of its group."""
         while True:
             try:
                 process, status = os.waitpid(-1, os.WNOHANG)
@@ -167,68 +179,81 @@ class _Zygote:
                 return
             if process == 0:
                 return
-            if process in self._wards:
-                ward = self._wards[process]
-                ward.status = os.waitstatus_to_exitcode(status)
-                self._end(ward)
+            if process in self._workers:
+                child = self._workers[process]
+                child.status = os.waitstatus_to_exitcode(status)
+                self._end(child)
 
-    def _settle(self) -> None:
+    def _end(self, child: _WorkerProcess) -> None:
+        """Send SIGTERM to a worker's group, once, and set the time for SIGKILL."""
+        if not child.is_terminated:
+            child.is_terminated = True
+            process_groups.terminate(child.process)
+            child.kill_at = time.monotonic() + process_groups.GRACE_S
+
+    def _kill_overdue_and_report_ended(self) -> None:
+        """Send SIGKILL to groups whose time is up, and report the workers whose whole group is gone."""
         now = time.monotonic()
-        for ward in list(self._wards.values()):
-            if ward.killed_at is not None and now >= ward.killed_at:
-                process_groups.end_for_good(ward.process)
-            if ward.status is not None and process_groups.is_gone(ward.process):
-                del self._wards[ward.process]
-                self._report({"ended": ward.number, "status": ward.status})
-                self._has_buried = True
+        for child in list(self._workers.values()):
+            if child.kill_at is not None and now >= child.kill_at:
+                process_groups.kill(child.process)
+            if child.status is not None and process_groups.is_gone(child.process):
+                del self._workers[child.process]
+                self._report({"ended": child.number, "status": child.status})
+                self._may_have_strays = True
 
-    def _end(self, ward: _Ward) -> None:
-        if not ward.was_asked:
-            ward.was_asked = True
-            process_groups.ask_to_end(ward.process)
-            ward.killed_at = time.monotonic() + process_groups.GRACE_S
+    def _do_idle_work(self) -> None:
+        """While no message waits: end daemons that workers left behind, and fork the next worker."""
+        if self._may_have_strays:
+            self._may_have_strays = False
+            self._end_strays()
+        if self._reserve is None:
+            self._reserve = self._fork()
 
     def _end_strays(self) -> None:
-        """Kill who left a worker's group and lost its parent: no query has a right to daemons."""
-        kept = {*self._wards, *(() if self._reserve is None else (self._reserve[0],))}
-        while strays := [child for child in process_groups.children_of(os.getpid()) if child not in kept]:
+        """Kill the processes that left a worker's group and whose parent ended: a query may not leave daemons."""
+        own = {*self._workers, *(() if self._reserve is None else (self._reserve[0],))}
+        while strays := [child for child in process_groups.children_of(os.getpid()) if child not in own]:
             for stray in strays:
                 os.kill(stray, signal.SIGKILL)
-            # their children are adopted in turn, and found in the next round
+            # the zygote adopts their children in turn, and the next round finds them
             for stray in strays:
                 os.waitpid(stray, 0)
 
-    def _end_everybody(self) -> None:
+    def _end_all(self) -> None:
+        """End every worker, the one in reserve and all strays; return when they are gone."""
         deadline = time.monotonic() + process_groups.GRACE_S
-        for ward in self._wards.values():
-            process_groups.ask_to_end(ward.process)
-        while time.monotonic() < deadline and not all(map(process_groups.is_gone, self._wards)):
+        for child in self._workers.values():
+            process_groups.terminate(child.process)
+        while time.monotonic() < deadline and not all(map(process_groups.is_gone, self._workers)):
             time.sleep(_SOON_S)
             self._reap()
-        for process in self._wards:
-            process_groups.end_for_good(process)
+        for process in self._workers:
+            process_groups.kill(process)
         self._reserve = None
-        self._wards = {}
+        self._workers = {}
         self._end_strays()
 
-    def _patience(self) -> float:
-        if any(ward.killed_at is not None for ward in self._wards.values()):
+    def _wait_s(self) -> float:
+        """Return how many seconds `serve` may wait for messages before it has something else to do."""
+        if any(child.kill_at is not None for child in self._workers.values()):
             return _SOON_S
-        if self._reserve is None or self._has_buried:
-            # forking takes as long as a short query: it is not done beside one
-            return _SHORT_S if self._wards else 0.0
+        if self._reserve is None or self._may_have_strays:
+            # a fork takes as long as a short query, so it waits for a moment without one
+            return _SHORT_S if self._workers else 0.0
         return _PARENT_CHECK_S
 
     def _report(self, message: Message) -> None:
+        """Send a message to the parent; if the parent is gone, end all workers and this process."""
         try:
             os.write(self._reports, line_of(message))
         except BrokenPipeError:
-            self._end_everybody()
+            self._end_all()
             os._exit(0)
 
 
-def _notice(*_: Any) -> None:
-    """Do nothing: that a child ended is read from the wakeup descriptor."""
+def _ignore_signal(*_: Any) -> None:
+    """Do nothing: Python writes the signal's number to the wakeup pipe, which `serve` reads."""
 
 
 def _drain(descriptor: int) -> None:
@@ -240,19 +265,19 @@ def _drain(descriptor: int) -> None:
 
 
 def main() -> None:
-    """Be a zygote: orders come in where input does, and reports go out where output does."""
-    # threads that have nothing to do sleep, and leave the machine to the other workers
+    """Run as a zygote until the parent closes the pipe: orders come in at stdin, reports go out at stdout."""
+    # threads without work sleep, and leave the machine to the other workers
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     process_groups.adopt_orphans()
     orders, reports = os.dup(0), os.dup(1)
-    # whatever prints while it is imported prints to the log, and not between reports
+    # output during imports goes to the log instead of between the reports
     os.dup2(2, 1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     zygote = _Zygote(orders, reports)
-    zygote.greet()
+    zygote.get_ready()
     zygote.serve()
     os._exit(0)
 

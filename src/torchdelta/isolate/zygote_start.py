@@ -1,4 +1,8 @@
-"""How a zygote comes to be: as a new process, or as a fork of this one, whose imports it then need not repeat."""
+"""Start a zygote: as a new Python (`start_zygote`), or as a fork of this process (`fork_zygote`).
+
+A fork has this process's imports already, which saves the seconds that importing torch takes. It is safe only in a
+process that never had threads: `is_forkable` says so before torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -19,48 +23,48 @@ from torchdelta.isolate import zygote
 _SOON_S = 0.005
 
 
-def is_alone() -> bool:
-    """Tell whether this process may be forked once it has imported torch: nobody else here has threads by then."""
+def is_forkable() -> bool:
+    """Return whether this process may fork a zygote after it has imported torch: Linux, one thread, no torch yet."""
     if sys.platform != "linux" or not all(isinstance(each, io.TextIOWrapper) for each in (sys.stdout, sys.stderr)):
         return False
-    # whoever imported torch before may have run something in parallel
+    # if torch was imported before, an operation may have run in parallel
     return "torch" not in sys.modules and _has_one_thread()
 
 
-def new_zygote(log: Path) -> subprocess.Popen[bytes]:
-    """Start a zygote that has imported nothing yet, and prints to a file."""
-    with log.open("ab") as printed:
+def start_zygote(log: Path) -> subprocess.Popen[bytes]:
+    """Start a zygote as a new Python that has not imported anything yet, and prints to the file `log`."""
+    with log.open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "torchdelta.isolate.zygote"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=printed,
+            stderr=output,
             bufsize=0,
             start_new_session=True,
         )
 
 
-def zygote_of_this(log: Path) -> subprocess.Popen[bytes] | ForkedZygote:
-    """Fork a zygote from this process, which was alone; a new one if it has threads by now."""
-    return ForkedZygote(log) if _has_one_thread() else new_zygote(log)
+def fork_zygote(log: Path) -> subprocess.Popen[bytes] | ForkedZygote:
+    """Fork a zygote from this process, or start a new Python if this process has several threads by now."""
+    return ForkedZygote(log) if _has_one_thread() else start_zygote(log)
 
 
 class ForkedZygote:
-    """A zygote that was this process until now, held as a `subprocess.Popen` is."""
+    """A zygote that was forked from this process, with the part of `subprocess.Popen`'s interface that is needed."""
 
     def __init__(self, log: Path) -> None:
-        for_orders, orders = os.pipe()
-        reports, for_reports = os.pipe()
-        printed = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        orders_reader, orders = os.pipe()
+        reports, reports_writer = os.pipe()
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()  # or a worker would print it once more
+            stream.flush()  # or the fork would print the buffers once more
         with warnings.catch_warnings():
-            # newer Pythons warn of any thread, also of those of libraries that know how to fork
+            # newer Pythons warn about any thread, also about threads of libraries that handle a fork
             warnings.simplefilter("ignore", DeprecationWarning)
             self.pid = os.fork()
         if self.pid == 0:
-            _be_zygote(for_orders, for_reports, printed)
-        for descriptor in (for_orders, for_reports, printed):
+            _become_zygote(orders_reader, reports_writer, output)
+        for descriptor in (orders_reader, reports_writer, output):
             os.close(descriptor)
         self.stdin = os.fdopen(orders, "wb", buffering=0)
         self.stdout = os.fdopen(reports, "rb", buffering=0)
@@ -74,7 +78,7 @@ class ForkedZygote:
                 os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for its end; subprocess.TimeoutExpired if that takes longer."""
+        """Wait for its end. Raise subprocess.TimeoutExpired if that takes longer than `timeout` seconds."""
         until = float("inf") if timeout is None else time.monotonic() + timeout
         while not self._is_reaped():
             if time.monotonic() > until:
@@ -83,25 +87,26 @@ class ForkedZygote:
             time.sleep(_SOON_S)
 
     def _is_reaped(self) -> bool:
+        """Return whether the process has ended, and collect its status if so."""
         with self._lock:
             if not self._is_gone:
                 with contextlib.suppress(ChildProcessError):
                     self._is_gone = os.waitpid(self.pid, os.WNOHANG)[0] == self.pid
                     return self._is_gone
-                self._is_gone = True  # the program waited for whatever child there was
+                self._is_gone = True  # the user's program has waited for all children already
             return True
 
 
-def _be_zygote(orders: int, reports: int, printed: int) -> None:
-    """Become a zygote, as a new process would; never returns to whom it was forked from."""
+def _become_zygote(orders: int, reports: int, output: int) -> None:
+    """In the forked process: take over the pipes, close everything else, and run as a zygote; never return."""
     try:
         os.setsid()
-        for descriptor, place in ((orders, 0), (reports, 1), (printed, 2)):
-            os.dup2(descriptor, place)
-        # a lock is held, and a pipe open, as long as anybody has it
+        for descriptor, standard in ((orders, 0), (reports, 1), (output, 2)):
+            os.dup2(descriptor, standard)
+        # a lock stays held, and a pipe open, as long as any process has its descriptor
         for descriptor in map(int, os.listdir("/proc/self/fd")):
             if descriptor > 2:
-                with contextlib.suppress(OSError):  # the one that the list was read from
+                with contextlib.suppress(OSError):  # the descriptor that the listing itself used
                     os.close(descriptor)
         zygote.main()
     except BaseException:

@@ -30,7 +30,7 @@ class Decompositions:
 
     def __call__(self, handed: HandedGraph) -> Callable[..., Any]:
         """Hand the graph on, and compare on its first call."""
-        graph = graphs.copied_graph(handed.graph)
+        graph = graphs.copy_graph(handed.graph)
         made = handed.on()
         has_run = False
 

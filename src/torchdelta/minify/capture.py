@@ -68,7 +68,7 @@ def _captured(check: Check, level: str) -> list[Subject]:
     found: list[Subject] = []
 
     def seam(handed: HandedGraph) -> Callable[..., Any]:
-        graph = graphs.copied_graph(handed.graph)
+        graph = graphs.copy_graph(handed.graph)
         calls = 0
 
         def run(*args: Any) -> Any:
@@ -122,4 +122,4 @@ def _exported(check: Check) -> Subject:
             f"{check.case.program} cannot be exported, so there is no graph to minify: {type(error).__name__}: {said}"
         ) from error
     inputs = graphs.flat_inputs(module, made.args, made.kwargs)  # before its calling convention is taken away
-    return Subject.of(graphs.flattened(module), inputs)
+    return Subject.of(graphs.flatten_signature(module), inputs)

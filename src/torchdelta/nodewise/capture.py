@@ -71,7 +71,7 @@ def capture(
             args, kwargs = copy_together(_split_arguments(batch), name="the batch")
             runtime.seed_everything(seed + len(finished))
             interpreter = ObservingInterpreter(
-                graph_module, writes=recorder.before_write, made=recorder.log, unlogged=unlogged
+                graph_module, before_write=recorder.before_write, after_node=recorder.log, unlogged=unlogged
             )
             recorder.begin(graph_module)
             try:

@@ -51,7 +51,7 @@ class Gates:
 
         Return a callable with the graph's original inputs and outputs, whose first call is recorded in `runs`.
         """
-        original = graphs.copied_graph(handed.graph)
+        original = graphs.copy_graph(handed.graph)
         redirect_reads(original)
         inputs = graphs.flat_inputs(handed.graph, handed.example_inputs)
         edges = _gated_edges(original, trained_nodes(original, inputs))
@@ -60,7 +60,7 @@ class Gates:
         redirect_reads(gated)
         _add_gates(gated, edges)
         compiled = handed.make(gated, [*inputs, *_zeros(original, edges).values()])
-        restore = graphs.restored_outputs(handed.graph)
+        restore = graphs.output_builder(handed.graph)
         self.total += len({reader for _, reader in edges} - {OUTPUT}) + len(trained_leaves(handed.graph, inputs))
 
         def call(*args: Any, **kwargs: Any) -> Any:

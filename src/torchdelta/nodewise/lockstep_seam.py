@@ -67,7 +67,7 @@ class LockstepSeam:
         A result that is not a graph is returned as it is, and counted in `black_boxes`.
         """
         assign_handles(handed.graph)
-        original = graphs.copied_graph(handed.graph)
+        original = graphs.copy_graph(handed.graph)
         compiled = handed.on()
         transformed = graph_behind(compiled)
         if transformed is None:
@@ -134,7 +134,7 @@ def compare_graphs(
     Dead code of the candidate is left out. If the graph is one of several, names of the mapping that it does not have
     are ignored, because they may be those of the other graphs.
     """
-    candidate = graphs.sharing_parameters(candidate)
+    candidate = graphs.copy_sharing_parameters(candidate)
     candidate.graph.eliminate_dead_code(lambda node: node.is_impure() or writes_to(node))
     candidate.recompile()
     reference, candidate = copy_with_redirected_reads(reference), copy_with_redirected_reads(candidate)

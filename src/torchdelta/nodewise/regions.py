@@ -27,7 +27,7 @@ from torch.fx.node import map_arg
 from torchdelta._torch import tensors
 from torchdelta._torch.graphs import graphs
 from torchdelta._torch.graphs.nodes import (
-    is_setting,
+    is_item_assignment,
     may_share,
     may_write,
     op_name,
@@ -171,7 +171,7 @@ def copy_with_redirected_reads(module: GraphModule) -> GraphModule:
     """
     if not any(returns_what_it_writes(node) for node in module.graph.nodes):
         return module
-    redirected = graphs.sharing_parameters(module)
+    redirected = graphs.copy_sharing_parameters(module)
     redirect_reads(redirected)
     return redirected
 
@@ -203,7 +203,7 @@ def stale_edges(module: GraphModule) -> set[tuple[Node, Node]]:
     for node in module.graph.nodes:
         source = node.args[0] if node.args and isinstance(node.args[0], Node) else None
         group = shares[source] if source is not None and may_share(node) else set()
-        if is_setting(node) or writes_to_first(node):
+        if is_item_assignment(node) or writes_to_first(node):
             # a norm or a called module writes to its own buffers, which no node reads in between
             stale |= {(other, user) for other in group for user in other.users if order[user] > order[node]}
         group.add(node)

@@ -70,7 +70,7 @@ class Taps:
 
         Its first call judges the tapped nodes and adds them to `nodes`.
         """
-        original = graphs.copied_graph(handed.graph)
+        original = graphs.copy_graph(handed.graph)
         redirect_reads(original)
         tappable = [node for node in original.graph.nodes if is_tappable(node)]
         chosen = self._fit_into_limit([node for node in tappable if self.is_chosen(node)])
@@ -78,7 +78,7 @@ class Taps:
         self.tap_count += len(chosen)
         tapped, output_count = tap(handed.graph, {node.name for node in chosen})
         compiled = handed.make(tapped, graphs.flat_inputs(handed.graph, handed.example_inputs))
-        restore = graphs.restored_outputs(handed.graph)
+        restore = graphs.output_builder(handed.graph)
         has_run = False
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -161,7 +161,7 @@ class Taps:
 def tap(graph_module: GraphModule, names: Collection[str]) -> tuple[GraphModule, int]:
     """Return a copy of the graph that returns these nodes' values too, and the number of its original outputs."""
     # the copy shares the parameters, so that gradients reach those of the original
-    tapped = graphs.flattened(GraphModule(graph_module, copy.deepcopy(graph_module.graph)))
+    tapped = graphs.flatten_signature(GraphModule(graph_module, copy.deepcopy(graph_module.graph)))
     output = tapped.graph.output_node()
     outputs = list(output.args[0]) if isinstance(output.args[0], (list, tuple)) else [output.args[0]]
     taps = []

@@ -117,7 +117,7 @@ class OpInputs:
     @cached_property
     def fresh(self) -> list[Baseline]:
         """The same with fresh values that the operator takes."""
-        found = self._accepted(examples.fresh(self.given.program, seed=self.seed + 1))
+        found = self._accepted(examples.redraw(self.given.program, seed=self.seed + 1))
         return [found] if found else []
 
     @cached_property
@@ -125,14 +125,14 @@ class OpInputs:
         """The same with other sizes; empty where the operator takes none, and `no_other_sizes` says why."""
         if self.others:
             return [self._other(place) for place in range(len(self.others))]
-        kinds = examples.resized(self.given.program, seed=self.seed + 1)
+        kinds = examples.resize(self.given.program, seed=self.seed + 1)
         return [found for tries in kinds if (found := self._accepted(tries))]
 
     @cached_property
     def laid_out(self) -> dict[str, Baseline]:
         """The same values in other layouts that the operator takes, each by its name: forward only."""
         found = {}
-        for name, program in examples.laid_out(self.given.program):
+        for name, program in examples.relayout(self.given.program):
             baseline = self._baseline(program, FORWARD)
             try:
                 baseline.reference  # noqa: B018

@@ -75,7 +75,7 @@ def check_pipeline(
         "semantic": semantic,
     }
     with runtime.preserved():
-        original = graphs.copied_graph(graph)
+        original = graphs.copy_graph(graph)
         assign_handles(original)
         run = _PipelineRun(
             name=type(graph).__name__, succession=Succession(original=original, inputs=tuple(inputs), words=words)
@@ -122,7 +122,7 @@ class _PipelineRun:
                 yield PassRow(name=name, has_run=False, note=f"not run: {stopped}")
                 continue
             try:
-                after = self._applied(each, graphs.copied_graph(before))
+                after = self._applied(each, graphs.copy_graph(before))
             except errors.caught_from_user_code() as error:
                 yield _crashed(name, error)
                 stopped = f"{name} raised before it"
@@ -141,7 +141,7 @@ class _PipelineRun:
         if isinstance(made, Graph):
             made = graph if made is graph.graph else GraphModule(graph, made)
         # a count, or whether anything was changed, says that it was changed in place
-        return graphs.runnable(None if isinstance(made, (bool, int)) else made, graph)
+        return graphs.as_callable(None if isinstance(made, (bool, int)) else made, graph)
 
 
 def _row(name: str, step: GraphVersion) -> PassRow:

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from torchdelta._torch import tensors
 from torchdelta._torch.compile import dynamo
 from torchdelta._torch.graphs import graphs
-from torchdelta._torch.graphs.nodes import draws_its_own_way, every_node, may_write, op_name, talks_to_others
+from torchdelta._torch.graphs.nodes import every_node, has_inductor_randoms, may_write, needs_other_processes, op_name
 
 Run = Callable[..., Any]
 TALKS = "it talks to other processes, and all of them would have to check it at the same time"
@@ -48,9 +48,9 @@ def require_checkable(graph_module: GraphModule, args: Sequence[Any]) -> None:
     """Raise UncheckedCall with why a call of a graph cannot be checked."""
     if not have_values(args):
         raise UncheckedCall("it was called with tensors that have no values")
-    if talks_to_others(graph_module):
+    if needs_other_processes(graph_module):
         raise UncheckedCall(TALKS)
-    if draws_its_own_way(graph_module):
+    if has_inductor_randoms(graph_module):
         raise UncheckedCall("it draws random numbers in the compiler's own way: a guard of dynamo's graphs checks it")
     if any(op_name(node) in EFFECTS for node in every_node(graph_module)):
         raise UncheckedCall("it does something besides computing, and a check would do it again")
@@ -107,7 +107,7 @@ def called_alike(run: Run, graph_module: GraphModule, level: str, midway: Sequen
 
 def as_checked(graph_module: GraphModule, midway: Sequence[int]) -> GraphModule:
     """Return the graph that is held against what was made of it."""
-    return graphs.returning(graph_module, midway) if midway else graph_module
+    return graphs.return_inputs(graph_module, midway) if midway else graph_module
 
 
 def _written(graph_module: GraphModule) -> set[Any]:

@@ -25,7 +25,7 @@ from torch.fx import GraphModule
 from torchdelta._torch.compile import aot, inductor_passes, stances
 from torchdelta._torch.compile.graph_versions import Chain, Version
 from torchdelta._torch.compile.seams import Boxed, HandedGraph, as_boxed
-from torchdelta._torch.graphs.nodes import talks_to_others
+from torchdelta._torch.graphs.nodes import needs_other_processes
 from torchdelta._torch.modes import outside
 from torchdelta._torch.process import runtime
 from torchdelta.compare.policy_parser import parse
@@ -56,7 +56,7 @@ class ChainJudge:
 
     def judge(self, values: Mapping[str, Any]) -> None:
         """Judge on what the graph is called with, by the names of its inputs."""
-        if talks_to_others(self.chain.versions[0].as_module):
+        if needs_other_processes(self.chain.versions[0].as_module):
             self._leave_open(f"not checked: {TALKS}")
             return
         with _aside(self.chain.phase):

@@ -1,14 +1,15 @@
-"""What a callable reaches: the tensors, modules and functions that running it can read or change.
+"""Copy a program so that two copies share nothing, and each keeps its aliasing, strides and `requires_grad`.
 
-A function is opaque to `copy.deepcopy`, so its closure, its defaults and the module-level names it uses are followed
-here. Only the user's own code is followed into its globals: what an installed package keeps at module level is the
-package's business.
+`copy.deepcopy` does the walking. Its memo is filled beforehand with the objects that it would get wrong:
 
-Copy a program so that two copies share nothing and each keeps its own aliasing, strides and requires_grad.
+- tensors: it refuses tensors that are not leaves, and loses which parameters share memory;
+- functions: it does not copy them, so both copies would use the same closure.
 
-`copy.deepcopy` does the walking; its memo is filled beforehand with what it would get wrong: tensors (it refuses
-non-leaf ones, and a parameter loses what it shares with another) and functions (it does not copy them, so both copies
-would close over the same tensors).
+A function is opaque to `deepcopy`, so this module finds by itself what a callable reaches: closure, defaults, and the
+module-level names that it uses. Only the user's own code is followed into its globals, because the state of an
+installed package is not part of the program.
+
+Start reading at `copy_together`; `everything_in` lists the objects that a value reaches.
 """
 
 from __future__ import annotations
@@ -36,20 +37,195 @@ _STATE = (torch.Tensor, torch.nn.Module, torch.Generator, np.ndarray)
 _CONTAINERS = (list, dict, set, collections.deque)
 
 
+Convert = Callable[[torch.dtype], torch.dtype]
+"""Returns the dtype that a copy has in place of the original's."""
+
+
+def copy_together(values: Any, *, name: str, convert: Convert = lambda dtype: dtype) -> Any:
+    """Return a copy of a value of any kind; `convert` may change the dtypes of its tensors.
+
+    Parts that share memory or objects in the original share them in the copy. `name` is for error messages. Raise
+    ProgramError if the value cannot be copied, or if copies would share trained parameters.
+    """
+    objects = everything_in(values)
+    _refuse_shared(objects, name)
+    # modules stay themselves: deepcopy would try to copy their contents
+    memo: dict[int, Any] = {id(value): value for value in objects if isinstance(value, ModuleType)}
+    memo.update({id(value): value.clone_state() for value in objects if isinstance(value, torch.Generator)})
+    try:
+        _copy_tensors([value for value in objects if isinstance(value, torch.Tensor)], memo, convert)
+        for function, shell in _function_shells(objects, memo):
+            _fill_shell(function, shell, memo)
+        for tensor in (value for value in objects if isinstance(value, torch.Tensor) and value.is_leaf):
+            tensors.copy_hooks(tensor, memo[id(tensor)], lambda hook: copy.deepcopy(hook, memo))
+        return _rebind_methods(copy.deepcopy(values, memo), memo)
+    except Exception as error:
+        raise ProgramError(
+            f"{name} cannot be copied ({type(error).__name__}: {error}), and a reference and a candidate that share "
+            "state cannot be told apart: keep what cannot be copied out of the module, its arguments and its closure"
+        ) from error
+
+
+def _refuse_shared(objects: list[Any], name: str) -> None:
+    """Raise ProgramError if a class or module holds a parameter, because both sides would train it."""
+    trained = [path for path, tensor in shared_state(objects).items() if tensor.requires_grad]
+    if trained:
+        raise ProgramError(
+            f"{name}: it uses {', '.join(sorted(trained))} of a module or class, which both sides would share; "
+            "make it an attribute of the module that is checked, or an argument"
+        )
+
+
+@contextlib.contextmanager
+def shared_state_unchanged(value: Any, *, name: str) -> Iterator[None]:
+    """Run the block, and raise ProgramError if it changed a tensor that every copy of the value shares."""
+    shared = shared_state(everything_in(value))
+    before = {path: (tensor, tensors.version(tensor)) for path, tensor in shared.items()}
+    yield
+    changed = [path for path, (tensor, version) in before.items() if tensors.version(tensor) != version]
+    if changed:
+        raise ProgramError(
+            f"{name}: it changes {', '.join(sorted(changed))} of a module or class, which both sides share; "
+            "make it a buffer of the module that is checked, or an argument"
+        )
+
+
+def _copy_tensors(originals: list[torch.Tensor], memo: dict[int, Any], convert: Convert) -> None:
+    """Add a copy of each tensor to the memo, with strides, aliasing, views, gradients and attributes as they were."""
+    storages: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+    for tensor in sorted(originals, key=_is_plain_view):  # a base comes before its views
+        ordinary = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensors.has_own_buffer(tensor)
+        if not ordinary or tensor.is_conj() or tensor.is_neg():
+            memo[id(tensor)] = _copy_special(tensor, convert)
+            continue
+        duplicate = torch.empty(0, dtype=convert(tensor.dtype), device=tensor.device)
+        if key := tensors.storage_key(tensor):
+            if (key, tensor.dtype) not in storages:
+                whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+                storages[key, tensor.dtype] = whole.to(convert(tensor.dtype), copy=True)
+            whole = storages[key, tensor.dtype]
+            if _is_plain_view(tensor):
+                # compilers compare the bases of two views
+                base = memo.get(id(tensors.base_of(tensor)), whole)
+                duplicate = base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+            else:
+                duplicate.set_(whole.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+        else:
+            duplicate = torch.empty_strided(
+                tensor.size(), tensor.stride(), dtype=convert(tensor.dtype), device=tensor.device
+            )
+        memo[id(tensor)] = _match_kind(tensor, duplicate)
+    for tensor in originals:
+        duplicate = memo[id(tensor)]
+        if tensor.is_leaf and tensor.grad is not None:
+            duplicate.grad = tensor.grad.detach().clone().to(convert(tensor.grad.dtype))
+        if vars(tensor):
+            duplicate.__dict__.update(copy.deepcopy(vars(tensor), memo))
+
+
+def _is_plain_view(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a view of another of its dtype, and neither requires grad."""
+    base = tensors.base_of(tensor)
+    return base is not None and base.dtype == tensor.dtype and not base.requires_grad and not tensor.requires_grad
+
+
+def _match_kind(tensor: torch.Tensor, duplicate: torch.Tensor) -> torch.Tensor:
+    """Return the duplicate as a Parameter if the tensor is one, and with its `requires_grad`."""
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(duplicate, requires_grad=tensor.requires_grad)
+    return duplicate.requires_grad_(tensor.requires_grad)
+
+
+def _copy_special(tensor: torch.Tensor, convert: Convert) -> torch.Tensor:
+    """Return a clone of a tensor that is a subclass, a lazy conjugate, or has no memory of its own."""
+    duplicate = tensor.detach().clone()
+    if convert(tensor.dtype) != tensor.dtype:
+        duplicate = duplicate.to(convert(tensor.dtype))
+    return _match_kind(tensor, duplicate)
+
+
+def _function_shells(objects: list[Any], memo: dict[int, Any]) -> list[tuple[FunctionType, FunctionType]]:
+    """Return each function that reaches state, with a copy of it whose closure and defaults are still empty.
+
+    The copies of one module's functions share one copy of its globals. They are added to the memo.
+    """
+    namespaces: dict[int, dict[str, Any]] = {}
+    shells = []
+    for function in objects:
+        if not isinstance(function, FunctionType) or not _reaches_state(function):
+            continue
+        namespace = function.__globals__
+        if any(has_state(value) for value in used_globals(function).values()):
+            namespace = namespaces.setdefault(id(namespace), dict(namespace))
+        cells = tuple(CellType() for _ in function.__closure__ or ())
+        shell = FunctionType(function.__code__, namespace, function.__name__, None, cells)
+        memo[id(function)] = shell
+        shells.append((function, shell))
+    return shells
+
+
+def _reaches_state(function: FunctionType) -> bool:
+    # a call may replace any value in a closure, a counter for example
+    has_own_closure = bool(function.__closure__) and not is_installed(function)
+    return has_own_closure or any(has_state(value) for _, value in captured_by(function))
+
+
+def _fill_shell(function: FunctionType, shell: FunctionType, memo: dict[int, Any]) -> None:
+    """Give a function's copy its own closure, defaults, attributes and used globals."""
+    for original, cell in zip(function.__closure__ or (), shell.__closure__ or (), strict=True):
+        if is_filled(original):
+            cell.cell_contents = _copy_captured(original.cell_contents, memo)
+    shell.__defaults__ = tuple(_copy_captured(value, memo) for value in function.__defaults__ or ()) or None
+    shell.__kwdefaults__ = {
+        name: _copy_captured(value, memo) for name, value in (function.__kwdefaults__ or {}).items()
+    }
+    shell.__qualname__, shell.__doc__, shell.__module__ = function.__qualname__, function.__doc__, function.__module__
+    shell.__dict__.update({name: _copy_captured(value, memo) for name, value in vars(function).items()})
+    if shell.__globals__ is not function.__globals__:
+        used = used_globals(function)
+        shell.__globals__.update({name: _copy_captured(value, memo) for name, value in used.items()})
+
+
+def _copy_captured(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a copy of a captured value, or the value itself if it has no state, such as a logger or a lock."""
+    if isinstance(value, FunctionType):
+        return memo.get(id(value), value)
+    if not has_state(value):
+        return value
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:
+        if has_tensors(value):
+            raise
+        return value
+
+
+def _rebind_methods(duplicate: Any, memo: dict[int, Any]) -> Any:
+    """Give bound methods within the duplicate their copied functions, and return it.
+
+    `deepcopy` copies the object to which a method is bound, but not its function.
+    """
+    for holder in everything_in(duplicate):
+        for name, value in list(getattr(holder, "__dict__", {}).items()):
+            if isinstance(value, MethodType) and id(value.__func__) in memo:
+                vars(holder)[name] = MethodType(memo[id(value.__func__)], value.__self__)
+    return duplicate
+
+
 def everything_in(value: Any) -> list[Any]:
-    """Return every object that can be reached from the value, itself first, each once; plain values are left out."""
-    seen: dict[int, Any] = {}
+    """Return the value and every object that it reaches, each once, without plain values such as numbers and text."""
+    objects: dict[int, Any] = {}
     waiting = [value]
     while waiting:
         current = waiting.pop()
-        if id(current) not in seen:
-            seen[id(current)] = current
+        if id(current) not in objects:
+            objects[id(current)] = current
             waiting.extend(child for _, child in children(current) if not isinstance(child, _ATOMS))
-    return list(seen.values())
+    return list(objects.values())
 
 
 def children(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what the value holds directly, by name."""
+    """Yield the objects that a value holds directly, each with its name: attributes, items, captured values."""
     if isinstance(value, (*_ATOMS, torch.Tensor, type, ModuleType)):
         return
     if isinstance(value, FunctionType):
@@ -78,17 +254,17 @@ def children(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def has_tensors(value: Any) -> bool:
-    """Tell whether anything that a program computes with can be reached from the value."""
+    """Return whether the value reaches a tensor, module, generator or numpy array."""
     return any(isinstance(inner, _STATE) for inner in everything_in(value))
 
 
 def has_state(value: Any) -> bool:
-    """Tell whether two runs that share the value could get in each other's way: it holds tensors, or fills up."""
+    """Return whether two runs that share the value could affect each other: it is a container or reaches tensors."""
     return isinstance(value, _CONTAINERS) or has_tensors(value)
 
 
 def captured_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield what a function carries besides its arguments: closure, defaults, attributes and the globals it names."""
+    """Yield the values that a function uses besides its arguments: closure, defaults, attributes, used globals."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if is_filled(cell):
             yield name, cell.cell_contents
@@ -99,7 +275,7 @@ def captured_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def is_filled(cell: CellType) -> bool:
-    """Tell whether a cell of a closure was given its value already."""
+    """Return whether a cell of a closure has a value yet."""
     try:
         _ = cell.cell_contents
     except ValueError:
@@ -108,51 +284,52 @@ def is_filled(cell: CellType) -> bool:
 
 
 def used_globals(function: FunctionType) -> dict[str, Any]:
-    """Return the module-level names that a function of the user's own code mentions, with their values."""
+    """Return the globals that a function mentions, by name, or an empty dict if it belongs to an installed package."""
     if is_installed(function):
         return {}
     return {name: function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__}
 
 
 def is_installed(function: FunctionType) -> bool:
-    """Tell whether the function belongs to an installed package or to Python itself."""
+    """Return whether the function belongs to an installed package or to Python itself."""
     return function.__code__.co_filename.startswith(_INSTALLED)
 
 
 def shared_state(values: list[Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors that code among the values uses and that a copy of them would not have for itself.
+    """Return the tensors, by name, that every copy of the values would share.
 
-    Classes and modules are never copied: what their attributes hold, and what their methods read from module level,
-    is the same for every copy.
+    Classes and modules are never copied, so copies share the tensors in class attributes and those that methods read
+    from module level.
     """
-    found: dict[str, torch.Tensor] = {}
+    shared: dict[str, torch.Tensor] = {}
     for kind in {kind for value in values for kind in type(value).__mro__ if not _is_installed_class(kind)}:
         for name, member in vars(kind).items():
             function = getattr(member, "__func__", member)
             if isinstance(function, FunctionType):
                 if name != "__init__":
                     for used, value in used_globals(function).items():
-                        found.update(_tensors_in(value, used))
+                        shared.update(_tensors_in(value, used))
             elif not isinstance(member, type):
-                found.update(_tensors_in(member, f"{kind.__qualname__}.{name}"))
+                shared.update(_tensors_in(member, f"{kind.__qualname__}.{name}"))
     for function in values:
         if isinstance(function, FunctionType):
-            found.update(_foreign_state(function))
-    return found
+            shared.update(_state_of_other_modules(function))
+    return shared
 
 
-def _foreign_state(function: FunctionType) -> dict[str, torch.Tensor]:
-    """Return the tensors that a function takes from another module of the user's, as in `other.model`."""
-    found: dict[str, torch.Tensor] = {}
+def _state_of_other_modules(function: FunctionType) -> dict[str, torch.Tensor]:
+    """Return the tensors that a function reads from another module of the user's, as in `other.model`, by name."""
+    state: dict[str, torch.Tensor] = {}
     attributes = set(function.__code__.co_names)
     for name, module in used_globals(function).items():
         if isinstance(module, ModuleType) and not is_installed_module(module):
             for attribute in attributes & vars(module).keys():
-                found.update(_tensors_in(vars(module)[attribute], f"{name}.{attribute}"))
-    return found
+                state.update(_tensors_in(vars(module)[attribute], f"{name}.{attribute}"))
+    return state
 
 
 def _tensors_in(value: Any, name: str) -> dict[str, torch.Tensor]:
+    """Return the tensors that a value reaches, by names that begin with `name`; of a module, its parameters only."""
     if isinstance(value, torch.nn.Module):
         return {f"{name}.{inner}": parameter for inner, parameter in value.named_parameters()}
     tensors = (inner for inner in everything_in(value) if isinstance(inner, torch.Tensor))
@@ -165,177 +342,17 @@ def _is_installed_class(kind: type) -> bool:
 
 
 def is_installed_module(module: ModuleType) -> bool:
-    """Tell whether a module belongs to an installed package or to Python itself."""
-    # what has no file is built in
+    """Return whether a module belongs to an installed package or to Python itself."""
+    # a module without a file is built in
     return (getattr(module, "__file__", None) or _INSTALLED[0]).startswith(_INSTALLED) and module.__name__ != "__main__"
 
 
 def _names(code: CodeType) -> Iterator[str]:
+    """Yield the global names that a function's code reads, including its inner functions."""
     for instruction in dis.get_instructions(code):
-        # an attribute has a name too, which may be that of an unrelated global
+        # not LOAD_ATTR: an attribute may have the name of an unrelated global
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             yield str(instruction.argval)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
-
-
-Convert = Callable[[torch.dtype], torch.dtype]
-
-
-def copy_together(values: Any, *, name: str, convert: Convert = lambda dtype: dtype) -> Any:
-    """Copy a value of any kind; dtypes of tensors go through `convert`. What two parts share, their copies share."""
-    found = everything_in(values)
-    _refuse_shared(found, name)
-    # an imported module is what it is: deepcopy would try to take it apart
-    memo: dict[int, Any] = {id(value): value for value in found if isinstance(value, ModuleType)}
-    memo.update({id(value): value.clone_state() for value in found if isinstance(value, torch.Generator)})
-    try:
-        _copy_tensors([value for value in found if isinstance(value, torch.Tensor)], memo, convert)
-        for function, shell in _function_shells(found, memo):
-            _fill(function, shell, memo)
-        for tensor in (value for value in found if isinstance(value, torch.Tensor) and value.is_leaf):
-            tensors.copy_hooks(tensor, memo[id(tensor)], lambda hook: copy.deepcopy(hook, memo))
-        return _rebound(copy.deepcopy(values, memo), memo)
-    except Exception as error:
-        raise ProgramError(
-            f"{name} cannot be copied ({type(error).__name__}: {error}), and a reference and a candidate that share "
-            "state cannot be told apart: keep what cannot be copied out of the module, its arguments and its closure"
-        ) from error
-
-
-def _refuse_shared(found: list[Any], name: str) -> None:
-    # classes and modules are never copied, so a parameter in one would be trained by both sides
-    trained = [path for path, tensor in shared_state(found).items() if tensor.requires_grad]
-    if trained:
-        raise ProgramError(
-            f"{name}: it uses {', '.join(sorted(trained))} of a module or class, which both sides would share; "
-            "make it an attribute of the module that is checked, or an argument"
-        )
-
-
-@contextlib.contextmanager
-def shared_state_unchanged(value: Any, *, name: str) -> Iterator[None]:
-    """Raise ProgramError when what runs inside changes a tensor that every copy of the value shares."""
-    before = {path: (tensor, tensors.version(tensor)) for path, tensor in _shared_by(value).items()}
-    yield
-    changed = [path for path, (tensor, version) in before.items() if tensors.version(tensor) != version]
-    if changed:
-        raise ProgramError(
-            f"{name}: it changes {', '.join(sorted(changed))} of a module or class, which both sides share; "
-            "make it a buffer of the module that is checked, or an argument"
-        )
-
-
-def _shared_by(value: Any) -> dict[str, torch.Tensor]:
-    return shared_state(everything_in(value))
-
-
-def _copy_tensors(originals: list[torch.Tensor], memo: dict[int, Any], convert: Convert) -> None:
-    storages: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-    for tensor in sorted(originals, key=_is_plain_view):  # what they are views of comes first
-        ordinary = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensors.has_own_buffer(tensor)
-        if not ordinary or tensor.is_conj() or tensor.is_neg():
-            memo[id(tensor)] = _copy_special(tensor, convert)
-            continue
-        duplicate = torch.empty(0, dtype=convert(tensor.dtype), device=tensor.device)
-        if key := tensors.storage_key(tensor):
-            if (key, tensor.dtype) not in storages:
-                whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
-                storages[key, tensor.dtype] = whole.to(convert(tensor.dtype), copy=True)
-            whole = storages[key, tensor.dtype]
-            if _is_plain_view(tensor):
-                # a compiler asks two views of one tensor what they are views of
-                base = memo.get(id(tensors.base_of(tensor)), whole)
-                duplicate = base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
-            else:
-                duplicate.set_(whole.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
-        else:
-            duplicate = torch.empty_strided(
-                tensor.size(), tensor.stride(), dtype=convert(tensor.dtype), device=tensor.device
-            )
-        memo[id(tensor)] = _dressed_as(tensor, duplicate)
-    for tensor in originals:
-        duplicate = memo[id(tensor)]
-        if tensor.is_leaf and tensor.grad is not None:
-            duplicate.grad = tensor.grad.detach().clone().to(convert(tensor.grad.dtype))
-        if vars(tensor):
-            duplicate.__dict__.update(copy.deepcopy(vars(tensor), memo))
-
-
-def _is_plain_view(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is a view of another, and gradients are nobody's business."""
-    base = tensors.base_of(tensor)
-    return base is not None and base.dtype == tensor.dtype and not base.requires_grad and not tensor.requires_grad
-
-
-def _dressed_as(tensor: torch.Tensor, duplicate: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(duplicate, requires_grad=tensor.requires_grad)
-    return duplicate.requires_grad_(tensor.requires_grad)
-
-
-def _copy_special(tensor: torch.Tensor, convert: Convert) -> torch.Tensor:
-    duplicate = tensor.detach().clone()
-    if convert(tensor.dtype) != tensor.dtype:
-        duplicate = duplicate.to(convert(tensor.dtype))
-    return _dressed_as(tensor, duplicate)
-
-
-def _function_shells(found: list[Any], memo: dict[int, Any]) -> list[tuple[FunctionType, FunctionType]]:
-    """Make an empty double of each function of the user's that reaches state; those of one module share its globals."""
-    doubles: dict[int, dict[str, Any]] = {}
-    shells = []
-    for function in found:
-        if not isinstance(function, FunctionType) or not _keeps_state(function):
-            continue
-        namespace = function.__globals__
-        if any(has_state(value) for value in used_globals(function).values()):
-            namespace = doubles.setdefault(id(namespace), dict(namespace))
-        cells = tuple(CellType() for _ in function.__closure__ or ())
-        shell = FunctionType(function.__code__, namespace, function.__name__, None, cells)
-        memo[id(function)] = shell
-        shells.append((function, shell))
-    return shells
-
-
-def _keeps_state(function: FunctionType) -> bool:
-    # what a closure holds may be counted up or replaced, whatever it is
-    has_own_closure = bool(function.__closure__) and not is_installed(function)
-    return has_own_closure or any(has_state(value) for _, value in captured_by(function))
-
-
-def _fill(function: FunctionType, shell: FunctionType, memo: dict[int, Any]) -> None:
-    for original, cell in zip(function.__closure__ or (), shell.__closure__ or (), strict=True):
-        if is_filled(original):
-            cell.cell_contents = _copied(original.cell_contents, memo)
-    shell.__defaults__ = tuple(_copied(value, memo) for value in function.__defaults__ or ()) or None
-    shell.__kwdefaults__ = {name: _copied(value, memo) for name, value in (function.__kwdefaults__ or {}).items()}
-    shell.__qualname__, shell.__doc__, shell.__module__ = function.__qualname__, function.__doc__, function.__module__
-    shell.__dict__.update({name: _copied(value, memo) for name, value in vars(function).items()})
-    if shell.__globals__ is not function.__globals__:
-        used = used_globals(function)
-        shell.__globals__.update({name: _copied(value, memo) for name, value in used.items()})
-
-
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Copy what a function carries as far as runs could meet in it: a logger or a lock is nobody's state."""
-    if isinstance(value, FunctionType):
-        return memo.get(id(value), value)
-    if not has_state(value):
-        return value
-    try:
-        return copy.deepcopy(value, memo)
-    except Exception:
-        if has_tensors(value):
-            raise
-        return value
-
-
-def _rebound(duplicate: Any, memo: dict[int, Any]) -> Any:
-    """Give bound methods their copied functions: deepcopy copies what a method is bound to, and not its function."""
-    for holder in everything_in(duplicate):
-        for name, value in list(getattr(holder, "__dict__", {}).items()):
-            if isinstance(value, MethodType) and id(value.__func__) in memo:
-                vars(holder)[name] = MethodType(memo[id(value.__func__)], value.__self__)
-    return duplicate

@@ -1,10 +1,10 @@
-"""The same values, lying otherwise in memory: as `t` makes a tensor, a slice, or a kernel for images.
+"""Other example inputs for a program: other values (`redraw`), other sizes (`resize`), other layouts (`relayout`).
 
-Fresh inputs of the same kind: dtype, shape, strides, aliasing and value range stay, the values do not.
+They show mistakes that the user's own inputs hide: a value, a size or a stride that was baked into a trace. New inputs
+are of the same kind as the given ones: dtype, aliasing and value range stay, and an index stays in range. Whether the
+program accepts them is known only after running it, so each function yields several tries.
 
-A value that was baked into a trace shows as soon as the inputs change.
-
-Other inputs for a program: fresh values, other sizes, other layouts. Whether it takes them only running it tells.
+Start reading at `redraw`; `randomise` overwrites inputs in place.
 """
 
 from __future__ import annotations
@@ -25,68 +25,249 @@ from torchdelta.compare.leaves import leaves_of
 from torchdelta.program.copies import copy_together
 from torchdelta.program.programs import Program
 
-Layout = Callable[[torch.Tensor, int], torch.Tensor]
-"""Lays a tensor out anew, the n-th of several."""
+ATTEMPTS = 6
+"""How often values are drawn. Each draw lies nearer to the given inputs, which the program does accept."""
+MOST_ELEMENTS = 2**20
+"""A tensor may grow to so many elements, or to four times its size if that is more."""
 
 
-def contiguous(tensor: torch.Tensor, _: int) -> torch.Tensor:
-    """Return it row by row."""
-    return tensor.contiguous()
+def redraw(program: Program, *, seed: int) -> Iterator[Program]:
+    """Yield the program with other values of the same kind, or nothing if no input has values to change."""
+    inputs = _inputs(program)
+    for attempt in range(ATTEMPTS):
+        drawn = _draw(program, inputs, seed + attempt, nearness=attempt)
+        if not _is_same(inputs, drawn):
+            yield _with(program, drawn)
 
 
-def transposed(tensor: torch.Tensor, _: int) -> torch.Tensor:
-    """Return a copy whose last axis is the outermost in memory, and so on."""
-    backwards = tuple(reversed(range(tensor.dim())))
-    return tensor.permute(backwards).contiguous().permute(backwards)
+def resize(program: Program, *, seed: int) -> Iterator[Iterator[Program]]:
+    """Yield two kinds of resized programs, each as an iterator of tries of which one is enough.
+
+    In the first kind, equal sizes stay equal. In the second kind, sizes grow threefold, and equal sizes become
+    different; this shows code that holds only for equal or nearby sizes. If an input has integers, equal sizes stay
+    equal there too, because few kernels check how many indices they get. Sizes 0 and 1 stay. Nothing is yielded if
+    inputs share memory, which has one size.
+    """
+    inputs = _inputs(program)
+    if not are_shared(program):
+        yield _tries(program, _equal_changes(_sizes(inputs)), seed)
+        may_differ = not any(isinstance(leaf, torch.Tensor) and _is_integer(leaf) for leaf in tree_leaves(inputs))
+        yield _tries(program, [*([_grow_apart] if may_differ else []), lambda size, _: 3 * size + 2], seed)
 
 
-def transposed_by_turns(tensor: torch.Tensor, place: int) -> torch.Tensor:
-    """Return every other tensor transposed: none has the strides of its neighbour."""
-    return transposed(tensor, place) if place % 2 else tensor
+def relayout(program: Program) -> Iterator[tuple[str, Program]]:
+    """Yield each layout's name with the program, its input values unchanged; nothing if inputs share memory."""
+    inputs = _inputs(program)
+    if are_shared(program):
+        return
+    leaves = {id(leaf): leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)}
+    for name, lay_out in LAYOUTS.items():
+        changed = {key: _apply_layout(leaf, lay_out, place) for place, (key, leaf) in enumerate(leaves.items())}
+        other = tree_map_only(torch.Tensor, _replace_by(changed), inputs)
+        if _strides(other) != _strides(inputs):
+            yield name, _with(program, other)
 
 
-def with_gaps(tensor: torch.Tensor, _: int) -> torch.Tensor:
-    """Return a copy with something else before each element."""
-    if tensor.is_floating_point() or tensor.is_complex():
-        gap = torch.full_like(tensor, torch.nan)
-    else:
-        gap = (tensor == 0).to(tensor.dtype)  # as small as an index has to be
-    return torch.stack((gap, tensor), dim=-1)[..., 1]
+def can_be_resized(program: Program) -> bool:
+    """Return whether any input has a size above 1, which `resize` could change."""
+    return bool(_sizes(_inputs(program)))
 
 
-def channels_last(tensor: torch.Tensor, _: int) -> torch.Tensor:
-    """Return images with their channels innermost, and what is no image as it is."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return tensor.contiguous(memory_format=formats[tensor.dim()]) if tensor.dim() in formats else tensor
+def can_vary(program: Program) -> bool:
+    """Return whether any input is a tensor with elements, which a trace could depend on."""
+    return any(leaf.numel() for leaf in tree_leaves(_inputs(program)) if isinstance(leaf, torch.Tensor))
 
 
-STRIDED: Mapping[str, Layout] = {
-    "transposed": transposed,
-    "transposed by turns": transposed_by_turns,
-    "with gaps": with_gaps,
-    "channels last": channels_last,
-}
-"""Those that are not contiguous."""
-LAYOUTS: Mapping[str, Layout] = {"contiguous": contiguous, **STRIDED}
+Change = Callable[[int, int], int]
+"""Returns another size, given a size and its place among all axes of all inputs."""
+
+
+def _equal_changes(sizes: list[int]) -> Iterator[Change]:
+    """Yield changes under which equal sizes stay equal: of all sizes, then of one size at a time."""
+    yield lambda size, _: size + 1
+    yield lambda size, _: 2 * size
+    for chosen in sizes if len(sizes) > 1 else ():
+        yield functools.partial(_change_one, chosen, lambda size: size + 1)
+        yield functools.partial(_change_one, chosen, lambda size: 2 * size)
+
+
+def _change_one(chosen: int, change: Callable[[int], int], size: int, _: int) -> int:
+    return change(size) if size == chosen else size
+
+
+def _grow_apart(size: int, place: int) -> int:
+    return 3 * size + 2 + place
+
+
+def _tries(program: Program, changes: Iterable[Change], seed: int) -> Iterator[Program]:
+    """Yield the program with its sizes changed in each way: first with new values, then with repeated old ones."""
+    inputs = _inputs(program)
+    for change in changes:
+        grown: dict[int, torch.Tensor] = {}
+        places = itertools.count()
+        for leaf in tree_leaves(inputs):
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in grown:
+                if _grows_too_large(leaf, change):
+                    break
+                grown[id(leaf)] = _grown(leaf, change, places)
+        else:
+            larger = tree_map_only(torch.Tensor, _replace_by(grown), inputs)
+            for nearness in (0, ATTEMPTS):
+                yield _with(program, _draw(program, larger, seed, nearness=nearness))
+
+
+def _replace_by(tensors_by_id: Mapping[int, torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: tensors_by_id[id(tensor)]
+
+
+def _sizes(inputs: Any) -> list[int]:
+    plain = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and tensors.has_own_buffer(leaf))
+    return sorted({size for tensor in plain for size in tensor.shape if size > 1})
+
+
+def are_shared(program: Program) -> bool:
+    """Return whether two of the inputs share memory."""
+    leaves = {id(leaf): leaf for leaf in tree_leaves(_inputs(program)) if isinstance(leaf, torch.Tensor)}
+    keys = [key for leaf in leaves.values() if (key := tensors.storage_key(leaf))]
+    return len(set(keys)) < len(keys)
+
+
+def _grown(tensor: torch.Tensor, change: Change, places: Iterator[int]) -> torch.Tensor:
+    """Return a larger tensor that repeats the values, so that indices stay in range; the order of strides stays."""
+    if not tensors.has_own_buffer(tensor):
+        return tensor
+    grown = tensor.detach()
+    for axis, size in enumerate(tensor.shape):
+        if size > 1:
+            repeated = torch.arange(change(size, next(places)), device=tensor.device) % size
+            grown = grown.index_select(axis, repeated)
+    if _is_sorted(tensor):
+        grown = grown.sort(dim=-1).values
+    order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
+    back = sorted(range(tensor.dim()), key=order.__getitem__)
+    permuted = grown.permute(order).contiguous().permute(back)
+    return permuted.requires_grad_(tensor.requires_grad)
+
+
+def _apply_layout(tensor: torch.Tensor, lay_out: Layout, place: int) -> torch.Tensor:
+    """Return a tensor in another layout, or unchanged if it is a subclass or has attributes, which would be lost."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or vars(tensor) or not tensors.has_own_buffer(tensor):
+        return tensor
+    return lay_out(tensor.detach(), place).requires_grad_(tensor.requires_grad)
+
+
+def _strides(inputs: Any) -> list[tuple[int, ...]]:
+    plain = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and tensors.has_own_buffer(leaf))
+    return [tensor.stride() for tensor in plain if tensor.numel() > 1]
+
+
+def _grows_too_large(tensor: torch.Tensor, change: Change) -> bool:
+    if not tensors.has_own_buffer(tensor):
+        return False
+    larger = math.prod(change(size, 0) if size > 1 else size for size in tensor.shape)
+    return larger > max(MOST_ELEMENTS, 4 * tensor.numel())
+
+
+def _is_integer(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def _is_sorted(tensor: torch.Tensor) -> bool:
+    """Return whether these are integers in ascending order, as offsets are, which would be invalid out of order."""
+    if not _is_integer(tensor) or not tensors.has_own_buffer(tensor) or not tensor.dim() or tensor.shape[-1] < 2:
+        return False
+    return bool((tensor[..., 1:] >= tensor[..., :-1]).all())
+
+
+def _draw(program: Program, inputs: Any, seed: int, *, nearness: int) -> Any:
+    """Return new values for the inputs: random for nearness 0, halfway back for 1, and unchanged for `ATTEMPTS`."""
+    drawn = copy_together(inputs, name=program.name)
+    if nearness < ATTEMPTS:
+        randomise(drawn, seed=seed)
+        _vary_constants(inputs, drawn, seed)
+        _sort_where_sorted(inputs, drawn)
+    if not nearness:
+        return drawn
+    share = 0.5**nearness if nearness < ATTEMPTS else 0.0
+    with torch.no_grad():
+        for old, new in zip(tree_leaves(inputs), tree_leaves(drawn), strict=True):
+            if not isinstance(new, torch.Tensor) or not tensors.has_own_buffer(new):
+                continue
+            if not (new.is_floating_point() or new.is_complex()):
+                new.copy_(old)  # there is nothing between two integers
+            elif share:
+                new.copy_(old + share * (new - old))
+    return drawn
+
+
+def _vary_constants(inputs: Any, drawn: Any, seed: int) -> None:
+    """Change the drawn tensors that equal their inputs a little: a constant has no range to draw from."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for old, new in zip(tree_leaves(inputs), tree_leaves(drawn), strict=True):
+            if not isinstance(new, torch.Tensor) or not tensors.has_own_buffer(new) or not new.numel():
+                continue
+            if not _has_same_values(old, new):
+                continue
+            if new.dtype is torch.bool:
+                new.logical_not_()
+            elif _is_integer(new):
+                # downwards if possible, so that an index stays in range
+                new.copy_(torch.where(old > 0, old - 1, old + 1))
+            elif new.is_floating_point() and new.numel() > 1:
+                noise = torch.randn(new.shape, generator=generator).to(new.device)
+                scale = 0.1 * float(old.abs().max().double()) or 0.1
+                new.copy_((old.double() + scale * noise).to(new.dtype))
+
+
+def _sort_where_sorted(inputs: Any, drawn: Any) -> None:
+    for old, new in zip(tree_leaves(inputs), tree_leaves(drawn), strict=True):
+        if isinstance(new, torch.Tensor) and _is_sorted(old):
+            new.copy_(new.sort(dim=-1).values)
+
+
+def _is_same(inputs: Any, drawn: Any) -> bool:
+    """Return whether all tensors have the same values in both."""
+    pairs = zip(tree_leaves(inputs), tree_leaves(drawn), strict=True)
+    return all(
+        not isinstance(old, torch.Tensor) or not tensors.has_own_buffer(old) or _has_same_values(old, new)
+        for old, new in pairs
+    )
+
+
+def _has_same_values(old: torch.Tensor, new: torch.Tensor) -> bool:
+    return measure(old.detach(), new.detach()).mismatches == 0
+
+
+def _inputs(program: Program) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return program.args, dict(program.kwargs)
+
+
+def _with(program: Program, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Program:
+    return replace(program, args=inputs[0], kwargs=inputs[1])
 
 
 def randomise(inputs: Any, *, seed: int) -> None:
-    """Overwrite every tensor of the inputs in place; a single integer and a constant stay."""
+    """Overwrite the tensors among the inputs with random values of the same range, in place.
+
+    Integers and booleans that are all equal stay.
+    """
     generator = torch.Generator().manual_seed(seed)
     done: set[int] = set()
     for value in leaves_of(inputs).values():
         if not isinstance(value, torch.Tensor) or not (key := tensors.storage_key(value)) or key in done:
             continue
         done.add(key)
-        # the whole storage is drawn anew, so that views of one another still agree
+        # the whole storage at once, so that two views of it still agree
         whole = torch.empty(0, dtype=value.dtype, device=value.device).set_(value.untyped_storage())
         with torch.no_grad():
-            whole.copy_(_drawn_like(whole, generator))
+            whole.copy_(_draw_like(whole, generator))
 
 
-def _drawn_like(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _draw_like(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return random values with the range of the given ones, and for floats also with their mean and deviation."""
     if values.is_complex():
-        return torch.view_as_complex(_drawn_like(torch.view_as_real(values), generator).contiguous())
+        return torch.view_as_complex(_draw_like(torch.view_as_real(values), generator).contiguous())
     flat = values.detach().cpu()
     if flat.dtype is torch.bool:
         both = bool(flat.any()) and not bool(flat.all())
@@ -105,220 +286,46 @@ def _drawn_like(values: torch.Tensor, generator: torch.Generator) -> torch.Tenso
     return torch.where(torch.isfinite(wide), drawn.clamp(finite.min(), finite.max()), wide)
 
 
-ATTEMPTS = 6
-"""How often values are drawn: each draw lies nearer to the given inputs, which the program does take."""
-MOST_ELEMENTS = 2**20
-"""A tensor is made larger up to here, and four times as large in any case."""
+Layout = Callable[[torch.Tensor, int], torch.Tensor]
+"""Returns a tensor's values in another memory layout; the second argument is its place among the inputs."""
 
 
-def fresh(program: Program, *, seed: int) -> Iterator[Program]:
-    """Yield the program with other values of the same kind; nothing where no tensor has any to change."""
-    given = _inputs(program)
-    for attempt in range(ATTEMPTS):
-        drawn = _drawn(program, given, seed + attempt, nearness=attempt)
-        if not _is_same(given, drawn):
-            yield _with(program, drawn)
+def contiguous(tensor: torch.Tensor, _: int) -> torch.Tensor:
+    """Return the tensor in row-major order."""
+    return tensor.contiguous()
 
 
-def resized(program: Program, *, seed: int) -> Iterator[Iterator[Program]]:
-    """Yield two kinds of the program with other sizes, each as tries of which one is enough; 0 and 1 stay.
-
-    In the first, sizes that are equal stay equal. In the second they leap, each its own way if it may: what holds
-    only because two sizes are the same, or for sizes nearby, shows there. Beside integers they leap together: few
-    kernels look whether there are as many indices as there should be.
-    """
-    given = _inputs(program)
-    # memory that inputs share has no other size
-    if not are_shared(program):
-        yield _tries(program, _together(_sizes(given)), seed)
-        may_part = not any(isinstance(leaf, torch.Tensor) and _counts(leaf) for leaf in tree_leaves(given))
-        yield _tries(program, [*([_leap_apart] if may_part else []), lambda size, _: 3 * size + 2], seed)
+def transposed(tensor: torch.Tensor, _: int) -> torch.Tensor:
+    """Return a copy in column-major order: its last axis is the outermost in memory."""
+    backwards = tuple(reversed(range(tensor.dim())))
+    return tensor.permute(backwards).contiguous().permute(backwards)
 
 
-def laid_out(program: Program) -> Iterator[tuple[str, Program]]:
-    """Yield the program with the same values in each other layout, by its name."""
-    given = _inputs(program)
-    # memory that inputs share lies as it lies
-    if are_shared(program):
-        return
-    laid = {id(leaf): leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)}
-    for name, lay_out in LAYOUTS.items():
-        held = {key: _laid_out(leaf, lay_out, place) for place, (key, leaf) in enumerate(laid.items())}
-        other = tree_map_only(torch.Tensor, _swapping(held), given)
-        if _strides(other) != _strides(given):
-            yield name, _with(program, other)
+def transposed_by_turns(tensor: torch.Tensor, place: int) -> torch.Tensor:
+    """Return every other tensor transposed, so that neighbours have different strides."""
+    return transposed(tensor, place) if place % 2 else tensor
 
 
-def can_be_resized(program: Program) -> bool:
-    """Tell whether any input has a size to change."""
-    return bool(_sizes(_inputs(program)))
+def with_gaps(tensor: torch.Tensor, _: int) -> torch.Tensor:
+    """Return a copy with an unused element between every two: NaN for floats, 0 or 1 for integers."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        gap = torch.full_like(tensor, torch.nan)
+    else:
+        gap = (tensor == 0).to(tensor.dtype)  # small, so that a kernel that reads it as an index stays in range
+    return torch.stack((gap, tensor), dim=-1)[..., 1]
 
 
-def can_vary(program: Program) -> bool:
-    """Tell whether any input has values that a trace could depend on."""
-    return any(leaf.numel() for leaf in tree_leaves(_inputs(program)) if isinstance(leaf, torch.Tensor))
+def channels_last(tensor: torch.Tensor, _: int) -> torch.Tensor:
+    """Return a tensor of 4 or 5 dimensions with its channels innermost in memory, and any other unchanged."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return tensor.contiguous(memory_format=formats[tensor.dim()]) if tensor.dim() in formats else tensor
 
 
-Change = Callable[[int, int], int]
-"""Makes of a size, and of its place among all axes of all inputs, another size."""
-
-
-def _together(sizes: list[int]) -> Iterator[Change]:
-    yield lambda size, _: size + 1
-    yield lambda size, _: 2 * size
-    for chosen in sizes if len(sizes) > 1 else ():
-        yield functools.partial(_one_of, chosen, lambda size: size + 1)
-        yield functools.partial(_one_of, chosen, lambda size: 2 * size)
-
-
-def _one_of(chosen: int, change: Callable[[int], int], size: int, _: int) -> int:
-    return change(size) if size == chosen else size
-
-
-def _leap_apart(size: int, place: int) -> int:
-    return 3 * size + 2 + place
-
-
-def _tries(program: Program, changes: Iterable[Change], seed: int) -> Iterator[Program]:
-    given = _inputs(program)
-    for change in changes:
-        grown: dict[int, torch.Tensor] = {}
-        places = itertools.count()
-        for leaf in tree_leaves(given):
-            if isinstance(leaf, torch.Tensor) and id(leaf) not in grown:
-                if _is_out_of_proportion(leaf, change):
-                    break
-                grown[id(leaf)] = _grown(leaf, change, places)
-        else:
-            larger = tree_map_only(torch.Tensor, _swapping(grown), given)
-            for nearness in (0, ATTEMPTS):
-                yield _with(program, _drawn(program, larger, seed, nearness=nearness))
-
-
-def _swapping(grown: Mapping[int, torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda tensor: grown[id(tensor)]
-
-
-def _sizes(given: Any) -> list[int]:
-    found = (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor) and tensors.has_own_buffer(leaf))
-    return sorted({size for tensor in found for size in tensor.shape if size > 1})
-
-
-def are_shared(program: Program) -> bool:
-    """Tell whether two of the inputs have the same memory."""
-    found = {id(leaf): leaf for leaf in tree_leaves(_inputs(program)) if isinstance(leaf, torch.Tensor)}
-    keys = [key for leaf in found.values() if (key := tensors.storage_key(leaf))]
-    return len(set(keys)) < len(keys)
-
-
-def _grown(tensor: torch.Tensor, change: Change, places: Iterator[int]) -> torch.Tensor:
-    """Return a larger tensor that repeats the values: an index that was in range still is."""
-    if not tensors.has_own_buffer(tensor):
-        return tensor
-    grown = tensor.detach()
-    for axis, size in enumerate(tensor.shape):
-        if size > 1:
-            repeated = torch.arange(change(size, next(places)), device=tensor.device) % size
-            grown = grown.index_select(axis, repeated)
-    if _is_sorted(tensor):
-        grown = grown.sort(dim=-1).values
-    order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
-    back = sorted(range(tensor.dim()), key=order.__getitem__)
-    laid_out = grown.permute(order).contiguous().permute(back)
-    return laid_out.requires_grad_(tensor.requires_grad)
-
-
-def _laid_out(tensor: torch.Tensor, lay_out: Layout, place: int) -> torch.Tensor:
-    # a subclass may have its own mind, and an attribute would be lost
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or vars(tensor) or not tensors.has_own_buffer(tensor):
-        return tensor
-    return lay_out(tensor.detach(), place).requires_grad_(tensor.requires_grad)
-
-
-def _strides(given: Any) -> list[tuple[int, ...]]:
-    found = (leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor) and tensors.has_own_buffer(leaf))
-    return [tensor.stride() for tensor in found if tensor.numel() > 1]
-
-
-def _is_out_of_proportion(tensor: torch.Tensor, change: Change) -> bool:
-    if not tensors.has_own_buffer(tensor):
-        return False
-    larger = math.prod(change(size, 0) if size > 1 else size for size in tensor.shape)
-    return larger > max(MOST_ELEMENTS, 4 * tensor.numel())
-
-
-def _counts(tensor: torch.Tensor) -> bool:
-    return tensor.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-
-def _is_sorted(tensor: torch.Tensor) -> bool:
-    """Tell whether these are integers in order, as offsets and boundaries are: out of order they mean nothing."""
-    if not _counts(tensor) or not tensors.has_own_buffer(tensor) or not tensor.dim() or tensor.shape[-1] < 2:
-        return False
-    return bool((tensor[..., 1:] >= tensor[..., :-1]).all())
-
-
-def _drawn(program: Program, given: Any, seed: int, *, nearness: int) -> Any:
-    drawn = copy_together(given, name=program.name)
-    if nearness < ATTEMPTS:
-        randomise(drawn, seed=seed)
-        _stir(given, drawn, seed)
-        _put_in_order(given, drawn)
-    if not nearness:
-        return drawn
-    share = 0.5**nearness if nearness < ATTEMPTS else 0.0
-    with torch.no_grad():
-        for old, new in zip(tree_leaves(given), tree_leaves(drawn), strict=True):
-            if not isinstance(new, torch.Tensor) or not tensors.has_own_buffer(new):
-                continue
-            if not (new.is_floating_point() or new.is_complex()):
-                new.copy_(old)  # between two integers there is nothing
-            elif share:
-                new.copy_(old + share * (new - old))
-    return drawn
-
-
-def _stir(given: Any, drawn: Any, seed: int) -> None:
-    """Move what is all the same value, which says nothing of the kind that it is of: a little."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for old, new in zip(tree_leaves(given), tree_leaves(drawn), strict=True):
-            if not isinstance(new, torch.Tensor) or not tensors.has_own_buffer(new) or not new.numel():
-                continue
-            if not _has_same_values(old, new):
-                continue
-            if new.dtype is torch.bool:
-                new.logical_not_()
-            elif _counts(new):
-                # downwards where that may be: what is an index stays one
-                new.copy_(torch.where(old > 0, old - 1, old + 1))
-            elif new.is_floating_point() and new.numel() > 1:
-                noise = torch.randn(new.shape, generator=generator).to(new.device)
-                scale = 0.1 * float(old.abs().max().double()) or 0.1
-                new.copy_((old.double() + scale * noise).to(new.dtype))
-
-
-def _put_in_order(given: Any, drawn: Any) -> None:
-    for old, new in zip(tree_leaves(given), tree_leaves(drawn), strict=True):
-        if isinstance(new, torch.Tensor) and _is_sorted(old):
-            new.copy_(new.sort(dim=-1).values)
-
-
-def _is_same(given: Any, drawn: Any) -> bool:
-    pairs = zip(tree_leaves(given), tree_leaves(drawn), strict=True)
-    return all(
-        not isinstance(old, torch.Tensor) or not tensors.has_own_buffer(old) or _has_same_values(old, new)
-        for old, new in pairs
-    )
-
-
-def _has_same_values(old: torch.Tensor, new: torch.Tensor) -> bool:
-    return measure(old.detach(), new.detach()).mismatches == 0
-
-
-def _inputs(program: Program) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return program.args, dict(program.kwargs)
-
-
-def _with(program: Program, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Program:
-    return replace(program, args=inputs[0], kwargs=inputs[1])
+STRIDED: Mapping[str, Layout] = {
+    "transposed": transposed,
+    "transposed by turns": transposed_by_turns,
+    "with gaps": with_gaps,
+    "channels last": channels_last,
+}
+"""The layouts that are not contiguous, by name."""
+LAYOUTS: Mapping[str, Layout] = {"contiguous": contiguous, **STRIDED}

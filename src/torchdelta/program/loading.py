@@ -1,4 +1,4 @@
-"""A program by its name: that of a factory which builds it, or of a directory in which a graph was recorded."""
+"""Load a program by its name: `path/file.py:factory`, `package.module:factory`, or the directory of a recording."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from torchdelta.records.recording import recording_of
 
 
 def load_program(spec: str) -> Program:
-    """Build the program that `path/file.py:factory`, `package.module:factory` or a recorded directory names."""
+    """Return the program that a factory builds or a recording holds. Raise ProgramError if that fails."""
     if recording_of(spec) is not None:
         return recordings.read(spec)[0]
     factory = load_callable(spec, what="program factory")
     try:
-        built = factory()
+        result = factory()
     except errors.caught_from_user_code() as error:
         raise ProgramError(f"{spec}: the factory raised {type(error).__name__}: {error}") from error
-    if not isinstance(built, (tuple, list)) or len(built) not in (2, 3):
+    if not isinstance(result, (tuple, list)) or len(result) not in (2, 3):
         raise ProgramError(
-            f"{spec}: the factory must return (callable, args) or (callable, args, kwargs), not {_shape(built)}"
+            f"{spec}: the factory must return (callable, args) or (callable, args, kwargs), not {_describe(result)}"
         )
-    call, args, *rest = built
+    call, args, *rest = result
     return Program(
         name=spec, call=call, args=tuple(args) if isinstance(args, list) else args, kwargs=rest[0] if rest else {}
     )
 
 
 def import_program(spec: str) -> None:
-    """Import what a named program is made of; what that sets holds from then on, as in the user's own run."""
+    """Import the modules of a named program. Settings that they make hold from then on, as in the user's own run."""
     recording = recording_of(spec)
     if recording is None:
         load_callable(spec, what="program factory")
@@ -38,7 +38,7 @@ def import_program(spec: str) -> None:
 
 
 def import_place(place: str) -> None:
-    """Import a module by file or by name, or what a recorded directory needs."""
+    """Import a module by file or by name, or the modules that a recording needs."""
     recording = recording_of(place)
     if recording is None:
         load_module(place, what="operators")
@@ -46,7 +46,7 @@ def import_place(place: str) -> None:
         recordings.make_ready(recording)
 
 
-def _shape(value: object) -> str:
+def _describe(value: object) -> str:
     if isinstance(value, (tuple, list)):
         return f"{type(value).__name__} of {len(value)}"
     return type(value).__name__

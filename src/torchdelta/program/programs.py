@@ -1,4 +1,10 @@
-"""A program: a callable with its example arguments, given alive or by the name of its factory."""
+"""A program: a callable with its example arguments. And loading an object by its name.
+
+    Program(name="mlp", call=model, args=(x,))          # alive
+    load_callable("models.py:build", what="program factory")
+
+`loading.py` builds a `Program` from a name; `sides.py` makes the independent copies that are run.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +27,7 @@ from torchdelta.registry import nearest
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A callable and its arguments. They are never run themselves: every side is a copy."""
+    """A callable and its arguments. They are never run themselves, because every side is a copy of them."""
 
     name: str
     call: Callable[..., Any]
@@ -29,7 +35,7 @@ class Program:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # the reference is the program as it was written, and a transform starts from that too
+        # reference and transform both start from the program as it was written, not from a compiled one
         object.__setattr__(self, "call", dynamo.uncompiled(self.call))
         if not callable(self.call):
             raise ProgramError(f"{self.name}: {type(self.call).__name__} cannot be called")
@@ -42,10 +48,11 @@ class Program:
         self._require_fit()
 
     def _require_fit(self) -> None:
+        """Raise ProgramError if the callable's signature does not take the arguments."""
         target = getattr(self.call, "forward", self.call)
         try:
             signature = inspect.signature(target)
-        except (TypeError, ValueError):  # builtins and C++ functions do not tell
+        except (TypeError, ValueError):  # builtins and C++ functions have no signature
             return
         try:
             signature.bind(*self.args, **self.kwargs)
@@ -56,24 +63,27 @@ class Program:
 
 
 def own_path() -> tuple[str, ...]:
-    """Return where modules of the user's are searched for, besides what is installed."""
+    """Return the entries of `sys.path` outside of the Python installation, where the user's own modules are."""
     installed = (sys.prefix, sys.base_prefix)
     return tuple(str(Path(place).resolve()) for place in sys.path if not place.startswith(installed))
 
 
 def load_callable(spec: str, *, what: str) -> Callable[..., Any]:
-    """Return the function or class that `path/file.py:name` or `package.module:name` names."""
-    found = load_object(spec, what=what)
-    if not callable(found):
-        raise UsageError(f"{spec} is no {what} but {type(found).__name__}: it must be callable")
-    return found  # type: ignore[no-any-return]
+    """Return the function or class that `path/file.py:name` or `package.module:name` names.
+
+    `what` says in error messages what it is for. Raise UsageError or ProgramError if there is none.
+    """
+    value = load_object(spec, what=what)
+    if not callable(value):
+        raise UsageError(f"{spec} is a {type(value).__name__}: a {what} must be callable")
+    return value  # type: ignore[no-any-return]
 
 
 def load_object(spec: str, *, what: str) -> Any:
     """Return the object that `path/file.py:name` or `package.module:name` names."""
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
-        raise UsageError(f"{spec!r} names no {what}: write path/file.py:name or package.module:name")
+        raise UsageError(f"{spec!r} does not name a {what}: write path/file.py:name or package.module:name")
     module = load_module(place, what=what)
     value: Any = module
     for step in name.split("."):
@@ -86,7 +96,7 @@ def load_object(spec: str, *, what: str) -> Any:
 
 
 def load_module(place: str, *, what: str) -> ModuleType:
-    """Import a module by file or by name, with its own folder importable while it loads."""
+    """Import a module by file or by name and return it; a file can import from its own folder while it loads."""
     if not place.endswith(".py"):
         try:
             return importlib.import_module(place)
@@ -99,7 +109,7 @@ def load_module(place: str, *, what: str) -> ModuleType:
     path = Path(place).resolve()
     if not path.is_file():
         raise ProgramError(f"there is no file {place} for the {what}")
-    # the compiler looks functions up by their module's name: it must be importable, and never another file's
+    # dynamo finds functions by the name of their module, so the name must be importable and unique to this file
     name = f"{path.stem}_{hashlib.sha256(bytes(path) + path.read_bytes()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]

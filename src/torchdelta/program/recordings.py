@@ -134,7 +134,7 @@ def read(directory: str | os.PathLike[str]) -> tuple[Program, Recording]:
         raise ProgramError(f"{place} has no graph that could be run{_explain_lacks(recording)}")
     allow = make_ready(recording)
     try:
-        graph = graphs.flattened(read_graph(place / GRAPH, allow=allow))
+        graph = graphs.flatten_signature(read_graph(place / GRAPH, allow=allow))
         values = read_values(place / INPUTS, allow=allow)
     except ReportUnreadable as error:
         raise ReportUnreadable(f"{error}{_explain_lacks(recording)}") from error

@@ -1,4 +1,10 @@
-"""Run something of the user's without leaving a trace in it: state and random generators are put back."""
+"""Put back what a run of the user's code changes: module state (`restored`) and random generators.
+
+draws = GeneratorDraws.now()
+with restored([model]):
+    model(x)                # may update buffers, lists, dicts
+draws.rewind()
+"""
 
 from __future__ import annotations
 
@@ -17,7 +23,7 @@ from torchdelta._torch import tensors
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorDraws:
-    """The state of every global generator at one moment: what runs from it draws the same numbers."""
+    """The state of every global random generator at one moment; two runs from it draw the same numbers."""
 
     cpu: torch.Tensor
     devices: tuple[torch.Tensor, ...]
@@ -26,7 +32,7 @@ class GeneratorDraws:
 
     @classmethod
     def now(cls) -> GeneratorDraws:
-        """Take the state as it is."""
+        """Return the state of the generators as it is now."""
         return cls(
             cpu=torch.get_rng_state(),
             devices=tuple(_device_module().get_rng_state(index) for index in _devices()),
@@ -45,47 +51,49 @@ class GeneratorDraws:
 
 @contextmanager
 def restored(holders: Iterable[torch.nn.Module | torch.Tensor]) -> Iterator[None]:
-    """Put back what runs inside change in modules and tensors: buffers, attributes, and what is in lists and dicts.
+    """Run the block, then undo its changes to modules and tensors: buffers, attributes, contents of lists and dicts.
 
-    Parameters are put back where they were replaced, not where they were written to: a copy of every parameter would
-    take as much memory as the model.
+    A parameter that was replaced is put back. A parameter that was written to is not, because a copy of every
+    parameter would take as much memory as the model.
     """
-    met: dict[int, tuple[Any, Any]] = {}
+    contents_before: dict[int, tuple[Any, Any]] = {}
     copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for holder in holders:
         if isinstance(holder, torch.Tensor):
             _copy(holder, copies)
             continue
         for module in holder.modules():
-            _note(vars(module), met, copies)
+            _remember(vars(module), contents_before, copies)
     try:
         yield
     finally:
-        for container, contents in met.values():
+        for container, contents in contents_before.values():
             _refill(container, contents)
         with torch.no_grad():
-            # whether it was written to or not: batch norm counts no version when it updates its statistics
-            for whole, copied in copies.values():
-                whole.copy_(copied)
+            # always, because batch norm updates its statistics without a new version number
+            for memory, duplicate in copies.values():
+                memory.copy_(duplicate)
 
 
-def _note(container: Any, met: dict[int, tuple[Any, Any]], copies: dict[int, Any]) -> None:
-    if id(container) in met:
+def _remember(container: Any, contents: dict[int, tuple[Any, Any]], copies: dict[int, Any]) -> None:
+    """Add the contents of a container, and of those within it, to `contents`, and copies of their tensors."""
+    if id(container) in contents:
         return
-    met[id(container)] = (container, container.copy())
+    contents[id(container)] = (container, container.copy())
     for value in container.values() if isinstance(container, dict) else container:
         if isinstance(value, (dict, list, set, deque)):
-            _note(value, met, copies)
+            _remember(value, contents, copies)
         elif isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
             _copy(value, copies)
 
 
 def _copy(tensor: torch.Tensor, copies: dict[int, Any]) -> None:
+    """Add a copy of the memory behind a tensor to `copies`, once for each piece of memory."""
     key = tensors.storage_key(tensor)
     if key and key not in copies:
         # all of the memory, because elements of an expanded tensor cannot be written to
-        whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
-        copies[key] = (whole, whole.clone())
+        memory = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+        copies[key] = (memory, memory.clone())
 
 
 def _refill(container: Any, contents: Any) -> None:

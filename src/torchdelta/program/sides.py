@@ -1,4 +1,8 @@
-"""A side: one independent copy of a program, with its inputs and its state by name."""
+"""A side: one independent copy of a program, with its inputs and its state by name.
+
+Reference, candidate and truth are sides of the same program. They share nothing, so a run of one cannot change
+another. `copies.py` does the copying; `stages.py` runs a side. Start reading at `Side.copied_from`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from torchdelta.program.programs import Program
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """What a callable keeps between calls, by name."""
+    """The tensors that a callable keeps between calls, by name."""
 
     parameters: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
@@ -27,23 +31,23 @@ class State:
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """What is run: nothing in it is shared with another side."""
+    """A callable with its inputs, ready to run; it shares nothing with another side."""
 
     call: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     owner: Callable[..., Any]
-    """Whose state this is; `call` may be a wrapper of it."""
+    """The callable that holds the state; `call` may be a wrapper of it."""
     names: Mapping[str, str] | None = None
-    """The owner's names of the state, and those they have here; None where they are the same."""
+    """The name of each state tensor in this side by its name in the owner, or None if the names are the same."""
 
     @classmethod
     def copied_from(
         cls, program: Program, *, convert: Convert = lambda dtype: dtype, with_callable: bool = True
     ) -> Side:
-        """Copy the program; `convert` may change the dtypes of its tensors.
+        """Return a copy of the program; `convert` may change the dtypes of its tensors.
 
-        Without its callable the side has copies of the inputs only, and its call is not to be run.
+        Without `with_callable` only the inputs are copied, and the side's call must not be run.
         """
         if not with_callable:
             args, kwargs = copy_together((program.args, dict(program.kwargs)), name=program.name, convert=convert)
@@ -55,12 +59,12 @@ class Side:
 
     @classmethod
     def of(cls, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Side:
-        """Take a callable as it is."""
+        """Return a side of a callable and its inputs as they are, without a copy."""
         return cls(call=call, args=args, kwargs=kwargs, owner=call)
 
     @property
     def state(self) -> State:
-        """The state as it is now: a call may have put another tensor in the place of one."""
+        """The state as it is now, because a call may have replaced a tensor by another."""
         state = state_of(self.owner)
         if self.names is None:
             return state
@@ -72,58 +76,62 @@ class Side:
 
 
 def started_from(side: Side) -> list[torch.Tensor]:
-    """Return every tensor that a run of the side starts from: its state and its inputs."""
+    """Return every tensor that a run of the side reads first: buffers, parameters and inputs."""
     return [*side.state.buffers.values(), *varied_in(side)]
 
 
 def varied_in(side: Side) -> list[torch.Tensor]:
-    """Return what varies from one use of the program to the next: parameters and inputs, and no constants."""
+    """Return the parameters and the tensors among the inputs: they vary from use to use, unlike buffers."""
     inputs = [value for value in copies.everything_in((side.args, side.kwargs)) if isinstance(value, torch.Tensor)]
     return [*side.state.parameters.values(), *inputs]
 
 
 def state_of(call: Callable[..., Any]) -> State:
-    """Return the state that a callable reaches; a tensor in a closure is a parameter or a buffer of its own."""
-    state = State(parameters={}, buffers={}, attributes={})
-    met: set[int] = set()
+    """Return the state that a callable reaches: of its modules, and of tensors in its closure and globals.
 
-    def take(kind: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
-        if id(tensor) not in met:
-            met.add(id(tensor))
+    A tensor outside of a module counts as a parameter if it requires grad, and else as a buffer.
+    """
+    state = State(parameters={}, buffers={}, attributes={})
+    known: set[int] = set()
+
+    def add(kind: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
+        if id(tensor) not in known:
+            known.add(id(tensor))
             kind[name] = tensor
 
     for name, holder in state_holders(call):
         if isinstance(holder, torch.Tensor):
-            take(state.parameters if holder.requires_grad else state.buffers, name, holder)
+            add(state.parameters if holder.requires_grad else state.buffers, name, holder)
             continue
         prefix = f"{name}." if name else ""
         for inner, parameter in holder.named_parameters():
-            take(state.parameters, f"{prefix}{inner}", parameter)
+            add(state.parameters, f"{prefix}{inner}", parameter)
         for inner, buffer in holder.named_buffers():
-            take(state.buffers, f"{prefix}{inner}", buffer)
+            add(state.buffers, f"{prefix}{inner}", buffer)
         for inner, module in holder.named_modules():
             for attribute, value in vars(module).items():
                 if isinstance(value, torch.Tensor):
-                    take(state.attributes, f"{prefix}{inner}.{attribute}" if inner else f"{prefix}{attribute}", value)
+                    add(state.attributes, f"{prefix}{inner}.{attribute}" if inner else f"{prefix}{attribute}", value)
     return state
 
 
 def state_holders(call: Callable[..., Any]) -> Iterator[tuple[str, torch.nn.Module | torch.Tensor]]:
-    """Yield the outermost modules and the tensors that a callable reaches, by the names its source has for them."""
+    """Yield the outermost modules and the tensors that a callable reaches, each with its name in the source code."""
     yield from _holders(call, "", set())
 
 
-def _holders(value: Any, name: str, met: set[int]) -> Iterator[tuple[str, torch.nn.Module | torch.Tensor]]:
-    if id(value) in met or isinstance(value, type):
+def _holders(value: Any, name: str, visited: set[int]) -> Iterator[tuple[str, torch.nn.Module | torch.Tensor]]:
+    """Yield the outermost modules and tensors within a value called `name`, except for those in `visited`."""
+    if id(value) in visited or isinstance(value, type):
         return
-    met.add(id(value))
+    visited.add(id(value))
     if isinstance(value, (torch.nn.Module, torch.Tensor)):
         yield name, value
         return
     is_function = isinstance(value, (FunctionType, MethodType, functools.partial))
     for inner, child in copies.children(value):
-        if is_function:  # what a function captures has a name of its own: `model.weight`, not `closure.model.weight`
+        if is_function:  # a captured value has a name of its own: `model.weight`, not `closure.model.weight`
             path = name if inner in ("__self__", "__func__", "func") else inner
         else:
             path = f"{name}.{inner}" if name else inner
-        yield from _holders(child, path, met)
+        yield from _holders(child, path, visited)

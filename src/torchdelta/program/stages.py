@@ -1,11 +1,13 @@
-"""Optimizers by name: what the `steps` stage trains with.
+"""Run one side through its stages, and record what each stage leaves behind.
 
-Run one side through its stages and keep what each of them leaves behind.
+- `forward`: the outputs, and the inputs, parameters and buffers after the call;
+- `gradients`: those of every parameter and input, under a seeded random cotangent for each output;
+- `steps`: parameters, buffers and optimizer state after each optimizer step, and the gradients of the later steps.
 
-`forward` leaves outputs, and inputs, parameters and buffers as the call left them; `gradients` leaves those of every
-parameter and input under a seeded random cotangent; `steps` leaves parameters, buffers and optimizer state after each
-optimizer step, and the gradients that later ones took. Nothing that is kept shares memory with the side, except for
-state that the run did not change: that is kept as the original it still equals, which costs neither memory nor time.
+An observation shares no memory with the side, with one exception: state that the run did not change is represented by
+the original's tensor, which it still equals. That costs neither memory nor time.
+
+Start reading at `observe`; `_Observer.run` is the order of events.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from torchdelta.registry import Registry
 OptimizerFactory = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
 OPTIMIZERS: Registry[OptimizerFactory] = Registry("optimizer")
+"""The optimizers of the `steps` stage, by name."""
 OPTIMIZERS.add("sgd", lambda parameters: torch.optim.SGD(parameters, lr=0.01))
 OPTIMIZERS.add("adamw", lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
 
@@ -42,7 +45,7 @@ Loss = Callable[[Any], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to run: the same for every side of a case."""
+    """Which stages to run, with which seed, iterations, steps and optimizer; the same for every side of a case."""
 
     stages: tuple[str, ...]
     seed: int
@@ -54,18 +57,18 @@ class Plan:
 
 @dataclass
 class Observation:
-    """What one side left behind: the leaves of each stage, and which of them share memory."""
+    """The results of one side: the leaves of each stage by path, and which of them share memory."""
 
     stages: dict[str, Leaves] = field(default_factory=dict)
     aliases: dict[str, frozenset[str]] = field(default_factory=dict)
     state_names: set[str] = field(default_factory=set)
-    """The paths of all state that the side has, whether or not a stage left anything behind for it."""
+    """The paths of all parameters, buffers and attributes of the side, also those that no stage records."""
     draws_random: bool = False
     is_differentiable: bool = False
 
 
 class SideFailed(Exception):
-    """A side raised: in which stage of which iteration, and what it had left behind before."""
+    """A side raised an exception: the stage and iteration, the exception, and the observation up to then."""
 
     def __init__(self, stage: str, iteration: int, observation: Observation, error: BaseException) -> None:
         super().__init__(f"{stage}: {type(error).__name__}: {error}")
@@ -79,9 +82,9 @@ Scope = Callable[[], AbstractContextManager[Any]]
 
 
 Keeps = Callable[[str, str], bool]
-"""Tells by stage and path whether a leaf is worth its memory."""
+"""Returns whether to record a leaf, given its stage and path."""
 BeforeStep = Callable[[int, Mapping[str, torch.Tensor]], None]
-"""Gets the gradients of a step, by the name of their parameter, before the optimizer does."""
+"""Is called with a step's number and its gradients, by parameter name, before the optimizer takes the step."""
 
 
 def observe(
@@ -94,14 +97,17 @@ def observe(
     before_step: BeforeStep = lambda *_: None,
     loss_scope: Scope = nullcontext,
 ) -> Observation:
-    """Run the side, each part of it within `scope`; `convert` tells which dtypes it has in place of the original's.
+    """Run the side through the stages of the plan and return the observation. Raise SideFailed if the side raises.
 
-    `original` is the untouched program: its tensors stand for those that the run did not change.
+    Every part runs within `scope`, and the loss within `loss_scope`. `original` is a side of the program that was not
+    run; its tensors represent those that the run did not change. `convert` maps the original's dtypes to this side's.
     """
     return _Observer(side, plan, original, scope, convert, keeps, before_step, loss_scope).run()
 
 
 class _Observer:
+    """Runs one side and fills its observation."""
+
     def __init__(
         self,
         side: Side,
@@ -125,48 +131,52 @@ class _Observer:
         self.original_tensors = _tensors_in(_inputs_and_state(original))
         self.original_attributes = original.state.attributes
         self.original_plain = _plain_leaves(_inputs(original))
-        self.seen = Observation()
+        self.observation = Observation()
         self.iteration = 0
 
     def run(self) -> Observation:
+        """Run all iterations of forward and gradients, then the optimizer steps, and return the observation."""
         for iteration in range(self.plan.iterations):
-            # the first iteration runs the user's own inputs, under the plain names
+            # the first iteration has the user's own inputs, and its paths have no prefix
             prefix = f"iterations[{iteration}]." if iteration else ""
             self.iteration = iteration
             if iteration:
                 self._draw_inputs(iteration)
             outputs = self._call("forward", self.plan.seed + iteration)
-            self._keep_forward(outputs, prefix)
+            self._record_forward(outputs, prefix)
             if self.plan.stages != ("forward",):
                 self._backward("gradients", outputs, prefix)
-            if "gradients" in self.plan.stages and self.seen.is_differentiable:
-                self._keep_gradients(prefix)
-        if "steps" in self.plan.stages and self.seen.is_differentiable:
+            if "gradients" in self.plan.stages and self.observation.is_differentiable:
+                self._record_gradients(prefix)
+        if "steps" in self.plan.stages and self.observation.is_differentiable:
             self._take_steps()
-        return self.seen
+        return self.observation
 
-    def _kept(self, stage: str) -> Leaves:
-        return self.seen.stages.setdefault(stage, {})
+    def _leaves(self, stage: str) -> Leaves:
+        """Return the dict of a stage's leaves, to be filled."""
+        return self.observation.stages.setdefault(stage, {})
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
+        """Run user code within the scope, wait for the device, and raise SideFailed if the code raises."""
         try:
             with self.scope():
                 yield
             runtime.synchronise()
         except errors.caught_from_user_code() as error:
-            raise SideFailed(name, self.iteration, self.seen, error) from error
+            raise SideFailed(name, self.iteration, self.observation, error) from error
 
     def _call(self, stage: str, seed: int) -> Any:
+        """Call the side with all generators seeded, note whether it drew random numbers, and return the outputs."""
         runtime.seed_everything(seed)
         before = runtime.random_state()
         with self._stage(stage):
             outputs = self.side.call(*self.side.args, **self.side.kwargs)
-        self.seen.draws_random |= runtime.random_state() != before
+        self.observation.draws_random |= runtime.random_state() != before
         return outputs
 
     def _draw_inputs(self, iteration: int) -> None:
-        """Give the side fresh inputs: drawn in the original's dtypes, so that every side gets the same ones."""
+        """Give the side new input values, drawn in the original's dtypes so that every side gets the same ones."""
         drawn = copy_together(_inputs(self.original), name="the inputs")
         randomise(drawn, seed=self.plan.seed + iteration)
         fresh = _tensors_in(drawn)
@@ -175,30 +185,32 @@ class _Observer:
                 if path in fresh and tensor.shape == fresh[path].shape:
                     tensor.copy_(fresh[path])
 
-    def _keep_forward(self, outputs: Any, prefix: str) -> None:
-        kept = self._kept("forward")
+    def _record_forward(self, outputs: Any, prefix: str) -> None:
+        """Record the outputs, the inputs and state after the call, and which outputs share memory with them."""
+        leaves = self._leaves("forward")
         for path, value in leaves_of(outputs, "outputs").items():
-            kept[prefix + path] = _snapshot(value)
+            leaves[prefix + path] = _snapshot(value)
         for path, value in _plain_leaves(_inputs(self.side)).items():
             if path not in self.original_plain or not _is_equal(value, self.original_plain[path]):
-                kept[prefix + path] = _snapshot(value)
+                leaves[prefix + path] = _snapshot(value)
         around = _tensors_in(_inputs_and_state(self.side))
         for path, tensor in around.items():
             original = self.original_tensors.get(path)
             if self.keeps("forward", prefix + path):
-                kept[prefix + path] = original if self._is_unchanged(tensor, original) else _snapshot(tensor)
+                leaves[prefix + path] = original if self._is_unchanged(tensor, original) else _snapshot(tensor)
             # a call may run a backward of its own
             if not prefix and tensor.is_leaf and tensor.grad is not None:
-                kept.update(_snapshots(tensor.grad, f"{path}.grad"))
+                leaves.update(_snapshots(tensor.grad, f"{path}.grad"))
         attributes = self.side.state.attributes
-        self.seen.state_names.update(path for path in around if path.startswith(("parameters", "buffers")))
-        self.seen.state_names.update(f"attributes[{name!r}]" for name in attributes)
+        self.observation.state_names.update(path for path in around if path.startswith(("parameters", "buffers")))
+        self.observation.state_names.update(f"attributes[{name!r}]" for name in attributes)
         for name, tensor in attributes.items():
             if not self._is_unchanged(tensor, self.original_attributes.get(name)):
-                kept.update(_snapshots(tensor, f"{prefix}attributes[{name!r}]"))
-        self.seen.aliases.update({prefix + path: others for path, others in _aliases(outputs, around).items()})
+                leaves.update(_snapshots(tensor, f"{prefix}attributes[{name!r}]"))
+        self.observation.aliases.update({prefix + path: others for path, others in _aliases(outputs, around).items()})
 
     def _is_unchanged(self, tensor: torch.Tensor, original: torch.Tensor | None) -> bool:
+        """Return whether a tensor equals the original's in values, dtype, shape, strides, device and requires_grad."""
         return (
             original is not None
             and tensor.shape == original.shape
@@ -212,6 +224,7 @@ class _Observer:
         )
 
     def _backward(self, stage: str, outputs: Any, prefix: str = "") -> None:
+        """Run a backward from the loss, or from every differentiable output with a random cotangent."""
         for tensor in self._trained().values():
             tensor.grad = None
         if self.loss is not None:
@@ -222,34 +235,37 @@ class _Observer:
             leaves = leaves_of(outputs, "outputs").items()
             roots = {path: value for path, value in leaves if _is_differentiable(value)}
             cotangents = [cotangent_for(value, prefix + path, self.plan.seed) for path, value in roots.items()]
-        self.seen.is_differentiable = any(root.requires_grad for root in roots.values())
-        if self.seen.is_differentiable:
+        self.observation.is_differentiable = any(root.requires_grad for root in roots.values())
+        if self.observation.is_differentiable:
             with self._stage(stage):
                 torch.autograd.backward(list(roots.values()), cotangents)
 
-    def _keep_gradients(self, prefix: str) -> None:
-        kept = self._kept("gradients")
+    def _record_gradients(self, prefix: str) -> None:
+        """Record the gradient of every trained parameter and input."""
+        leaves = self._leaves("gradients")
         for path, tensor in self._trained().items():
-            kept.update(_snapshots(tensor.grad, f"{prefix}{path}.grad"))
+            leaves.update(_snapshots(tensor.grad, f"{prefix}{path}.grad"))
 
     def _trained(self) -> dict[str, torch.Tensor]:
+        """Return the leaf tensors that require grad among inputs, parameters and buffers, by path."""
         tensors_now = _tensors_in(_inputs_and_state(self.side))
         return {path: tensor for path, tensor in tensors_now.items() if tensor.requires_grad and tensor.is_leaf}
 
     def _take_steps(self) -> None:
+        """Take the optimizer's steps, and record state and gradients after each."""
         trained = {name: tensor for name, tensor in self.side.state.parameters.items() if tensor.requires_grad}
         if not trained:
             return
         names = list(trained)
         with self._stage("steps"):
             optimizer = self.plan.optimizer(list(trained.values()))
-        kept = self._kept("steps")
+        leaves = self._leaves("steps")
         for step in range(self.plan.steps):
-            if step:  # the first one takes the gradients that are there
+            if step:  # the first step uses the gradients of the last iteration
                 self._backward("steps", self._call("steps", self.plan.seed + self.plan.iterations + step))
             gradients = {name: tensor.grad for name, tensor in trained.items() if tensor.grad is not None}
             if step or "gradients" not in self.plan.stages:
-                kept.update(_snapshots(gradients, f"steps[{step}].gradients"))
+                leaves.update(_snapshots(gradients, f"steps[{step}].gradients"))
             self.before_step(step, gradients)
             with self._stage("steps"):
                 optimizer.step()
@@ -257,14 +273,14 @@ class _Observer:
             now = self.side.state
             after = {"parameters": now.parameters, "buffers": now.buffers, "optimizer": state}
             for name, values in after.items():
-                kept.update(_snapshots(values, f"steps[{step}].{name}"))
+                leaves.update(_snapshots(values, f"steps[{step}].{name}"))
 
 
 def cotangent_for(output: torch.Tensor, path: str, seed: int) -> torch.Tensor:
-    """Return the random cotangent of an output: the same numbers for the same path, whatever the side and dtype."""
+    """Return a random cotangent for an output: the same numbers for the same path and seed, in any dtype."""
     generator = torch.Generator().manual_seed(seed ^ zlib.crc32(path.encode()))
     shape = (*output.shape, 2) if output.is_complex() else tuple(output.shape)
-    # values that bfloat16 can hold are exact in every dtype that a side may have
+    # rounded to bfloat16, whose values are exact in every dtype that a side may have
     drawn = torch.randn(shape, generator=generator).to(torch.bfloat16).to(torch.float64)
     if output.is_complex():
         drawn = torch.view_as_complex(drawn)
@@ -285,6 +301,7 @@ def _inputs_and_state(side: Side) -> dict[str, Any]:
 
 
 def _tensors_in(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors within named values, by path."""
     return {
         path: leaf
         for name, value in values.items()
@@ -294,7 +311,7 @@ def _tensors_in(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _plain_leaves(values: Mapping[str, Any]) -> Leaves:
-    """Return the containers and plain values among the inputs: a call may append to a list or count in a cache."""
+    """Return the containers and plain values among the inputs, by path; a call may append to a list, for example."""
     plain = (Container, bool, int, float, complex, str, type(None), np.ndarray)
     return {
         path: leaf
@@ -331,16 +348,16 @@ def _snapshot(value: Any) -> Any:
         return value.copy()
     if not isinstance(value, torch.Tensor):
         return value
-    taken = value.detach()
+    detached = value.detach()
     if not tensors.has_own_buffer(value) or type(value) not in (torch.Tensor, torch.nn.Parameter):
-        return taken.clone().requires_grad_(value.requires_grad)
+        return detached.clone().requires_grad_(value.requires_grad)
     # an expanded dimension is copied once and expanded again
-    steps = list(zip(taken.size(), taken.stride(), strict=True))
-    compact = taken[tuple(slice(0, 1) if stride == 0 and size > 1 else slice(None) for size, stride in steps)]
+    steps = list(zip(detached.size(), detached.stride(), strict=True))
+    compact = detached[tuple(slice(0, 1) if stride == 0 and size > 1 else slice(None) for size, stride in steps)]
     span = 1 + sum((size - 1) * stride for size, stride in zip(compact.size(), compact.stride(), strict=True))
     if span >= compact.numel():
-        copied = torch.empty_strided(compact.size(), compact.stride(), dtype=taken.dtype, device=taken.device)
-        copied.copy_(compact)
-    else:  # elements overlap, as those of a sliding window do: no memory of that layout can be written
-        copied = compact.clone()
-    return copied.expand(taken.size()).requires_grad_(value.requires_grad)
+        duplicate = torch.empty_strided(compact.size(), compact.stride(), dtype=detached.dtype, device=detached.device)
+        duplicate.copy_(compact)
+    else:  # elements overlap, as in a sliding window, so a tensor of this layout cannot be written to
+        duplicate = compact.clone()
+    return duplicate.expand(detached.size()).requires_grad_(value.requires_grad)

@@ -1,1 +1,4 @@
-"""One file that shows what was found: it imports torch alone, and exits 1 while the bug is there."""
+"""Write a failure as a script that imports torch alone, and exits with 1 while the bug is there.
+
+Start reading in `script.py`; `finding.py` is what goes in, `confirm.py` runs the script in a clean process.
+"""

@@ -1,10 +1,8 @@
-"""Names that a person would have given: `x` and `weight`, where a tracer wrote arg0_1 and L_self_modules_…_weight_.
+"""A graph as Python code to read: a function of its inputs, or a module if the graph has parameters of its own.
 
-Modules of torch.nn as the calls that build them.
-
-One node of a graph as the expression that a person would write for it.
-
-A graph as code to read: a function of its inputs, or a module where the graph has parameters of its own.
+`write_program` writes the whole; below it come the statements of a graph (`_Body`), the expression of one node
+(`write_call`), the call that builds a module of torch.nn (`write_module`), and short names (`Names`): `x` and `weight`
+where a tracer wrote `arg0_1` and `L_self_modules_…_weight_`.
 """
 
 from __future__ import annotations
@@ -29,251 +27,81 @@ from torchdelta._torch.process import runtime
 from torchdelta.errors import ReproUnwritable
 from torchdelta.repro.values import Refer, attribute_path, write_callable, write_index, write_value
 
-RESERVED = frozenset(
-    {
-        *("torch", "sys", "math", "operator", "subprocess", "signal", "resource", "importlib", "pathlib", "program"),
-        *("Program", "inputs", "run", "main", "self", "transformed", "saved", "memory", "cotangent", "structure"),
-        *("args", "autocast", "call", "cast", "decomposed", "exported", "given", "outputs", "transform"),
-    }
-)
-"""What a script calls its own."""
-_ANONYMOUS = re.compile(r"^(arg|primals_|tangents_|args_|input_|inputs_)\d+(_\d+)?$")
-_LOCAL = re.compile(r"^(?:[LG]_+)+")
-_HELD = re.compile(r"_(?:parameters|buffers|modules)_")
-_ROLES = {"self": "x", "input": "x", "other": "y", "mat1": "x", "mat2": "weight", "tensor": "x", "grad_output": "grad"}
-_PLAIN = ("x", "y", "z", "u", "v", "w")
-
-
-class Names:
-    """Gives each thing a name that nothing else has."""
-
-    def __init__(self) -> None:
-        self._taken: set[str] = set(RESERVED)
-
-    def give(self, wishes: Iterable[str]) -> str:
-        """Return the first wish that is free; if none is, the last one with a number."""
-        wish = "value"
-        for raw in wishes:
-            wish = _identifier(raw)
-            if self._is_free(wish):
-                self._taken.add(wish)
-                return wish
-        number = 1
-        while not self._is_free(f"{wish}_{number}"):
-            number += 1
-        self._taken.add(f"{wish}_{number}")
-        return f"{wish}_{number}"
-
-    def _is_free(self, name: str) -> bool:
-        # no program reads from the terminal
-        is_built_in = hasattr(builtins, name) and name != "input"
-        return name not in self._taken and not keyword.iskeyword(name) and not is_built_in
-
-
-def wishes_for_input(node: Node, value: Any) -> Iterator[str]:
-    """Yield names for a placeholder, the shortest first."""
-    # a reduction calls so what it gives instead of computing it
-    target = str(node.target).removesuffix("_given")
-    if not isinstance(value, torch.Tensor):
-        yield from ("size",) if type(value) is int and re.fullmatch(r"(s|u)\d+", target) else ()
-    elif _ANONYMOUS.match(target):
-        yield from _roles(node)
-        yield from _PLAIN
-    yield from wishes_for_path(target)
-
-
-def wishes_for_path(path: str) -> Iterator[str]:
-    """Yield names for what is `h.0.mlp.weight` in a model, or L_self_modules_h_… in a trace: its last part first."""
-    held = _HELD.split(_LOCAL.sub("", path).removeprefix("l_"))
-    parts = [part for part in ".".join(held[1:] or held).strip("_").split(".") if part.strip("_")]
-    for count in range(1, len(parts) + 1):
-        name = "_".join(part.strip("_") for part in parts[-count:])
-        if not name[:1].isdigit():
-            yield name
-    yield "_".join(parts) or "value"
-
-
-def _roles(node: Node) -> Iterator[str]:
-    """Yield what the operators that read a placeholder call it."""
-    for user in node.users:
-        if is_operator(user.target):
-            for name, value in nodes.arguments(user).items():
-                if value is node:
-                    yield _ROLES.get(name, name)
-
-
-def _identifier(raw: str) -> str:
-    name = re.sub(r"\W+", "_", raw).strip("_") or "value"
-    return f"_{name}" if name[0].isdigit() else name
-
-
-def write_module(module: nn.Module, name: str) -> str:
-    """Return an expression that builds such a module, whose parameters and buffers are anybody's."""
-    kind = type(module)
-    if getattr(nn, kind.__name__, None) is not kind:
-        raise ReproUnwritable(
-            f"the graph calls {name}, a {kind.__module__}.{kind.__qualname__}, which no script of torch alone can "
-            "build: trace through it"
-        )
-    if kind is nn.Sequential:
-        parts = ", ".join(write_module(part, f"{name}.{step}") for step, part in module.named_children())
-        written = f"torch.nn.Sequential({parts})"
-    else:
-        written = f"torch.nn.{module!r}"
-        if not _is_rebuilt(module, written):
-            raise ReproUnwritable(f"the graph calls {name}, and {module!r} does not say all that it was built with")
-    return written if module.training else f"{written}.eval()"
-
-
-def _is_rebuilt(module: nn.Module, written: str) -> bool:
-    try:
-        with runtime.drawing_from():
-            made = eval(written, {"torch": torch})
-    except Exception:
-        return False
-    return type(made) is type(module) and repr(made) == repr(module) and _traits(made) == _traits(module)
-
-
-def _traits(module: nn.Module) -> tuple[Any, ...]:
-    state = {name: tuple(tensor.shape) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-    plain = (bool, int, float, str, tuple, type(None))
-    settings = {
-        name: value
-        for name, value in vars(module).items()
-        if isinstance(value, plain) and not name.startswith("_") and name != "training"
-    }
-    return state, settings
-
-
-_INFIX: dict[Any, str] = {
-    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//",
-    operator.mod: "%", operator.pow: "**", operator.matmul: "@", operator.and_: "&", operator.or_: "|",
-    operator.xor: "^", operator.lshift: "<<", operator.rshift: ">>", operator.eq: "==", operator.ne: "!=",
-    operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=",
-}  # fmt: skip
-_PREFIX: dict[Any, str] = {operator.neg: "-", operator.pos: "+", operator.invert: "~", operator.not_: "not "}
-_PUBLIC: dict[Any, str] = {torch.ops.higher_order.cond: "torch.cond"}
-_GETATTR: tuple[Callable[..., Any], ...] = (getattr,)
-
-
-def write_call(node: Node, refer: Refer, imports: set[str]) -> str:
-    """Return what a call of a function or method computes; modules to import are added to `imports`."""
-
-    def referring(value: Any) -> str | None:
-        if (known := refer(value)) is not None:
-            return known
-        is_function = callable(value) and not isinstance(value, (torch.device, torch.Tensor, torch.nn.Module, type))
-        return write_callable(value, imports) if is_function else None
-
-    args = [write_value(argument, referring) for argument in node.args]
-    keywords = [f"{name}={write_value(argument, referring)}" for name, argument in node.kwargs.items()]
-    if node.op == "call_method":
-        return f"{_operand(args[0])}.{node.target}({', '.join((*args[1:], *keywords))})"
-    target = node.target
-    if not keywords:
-        if target in _INFIX and len(args) == 2:
-            return f"{_operand(args[0])} {_INFIX[target]} {_operand(args[1])}"
-        if target in _PREFIX and len(args) == 1:
-            return f"{_PREFIX[target]}{_operand(args[0])}"
-        if target is operator.getitem:
-            return f"{_operand(args[0])}[{write_index(node.args[1], referring)}]"
-        if target is operator.setitem:
-            return f"{_operand(args[0])}[{write_index(node.args[1], referring)}] = {args[2]}"
-        if target in _GETATTR and len(args) == 2 and isinstance(node.args[1], str) and node.args[1].isidentifier():
-            return f"{_operand(args[0])}.{node.args[1]}"
-    _import_registration(target, imports)
-    name = _PUBLIC[target] if target in _PUBLIC else write_callable(target, imports)
-    return f"{name}({', '.join((*args, *keywords))})"
-
-
-def is_statement(node: Node) -> bool:
-    """Tell whether what is written for a node is no expression."""
-    return node.target is operator.setitem
-
-
-def _import_registration(target: Any, imports: set[str]) -> None:
-    try:
-        module = registered_by(target)
-    except LookupError as error:
-        if not imports:
-            raise ReproUnwritable(f"{error}: name its module in the finding's imports") from error
-        return
-    if module is not None:
-        imports.add(module)
-
-
-def _operand(text: str) -> str:
-    return f"({text})" if text.startswith("-") or " " in text.split("(")[0] else text
-
-
 INDENT = "    "
 _GUARDS = "_guards_fn"
-"""Where export leaves its assertions about the inputs."""
+"""The submodule in which export puts its assertions about the inputs."""
 
 
 @dataclass(kw_only=True)
 class ProgramSource:
-    """The program of a script."""
+    """The source text of a script's program, and the tensors and modules that it needs."""
 
     inputs: list[str] = field(default_factory=list)
     """Names of the inputs, in their order."""
     body: list[str] = field(default_factory=list)
+    """The statements of the function, one a line."""
     imports: set[str] = field(default_factory=set)
+    """Modules that the script has to import."""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What the program holds besides its inputs, by its own name for it."""
+    """The program's own parameters, buffers and constants, by their names in the script."""
     paths: dict[str, str] = field(default_factory=dict)
-    """The name of that in a report, and how a script reaches it."""
+    """The name in the script of each tensor and module, by its path in the graph module."""
     modules: dict[str, str] = field(default_factory=dict)
-    """Modules that the program calls, by its own name for them: the call that builds each."""
+    """The expression that builds each module that the program calls, by its name in the script."""
 
     @property
     def is_module(self) -> bool:
-        """Whether the program holds something, and so is a module."""
+        """Whether the program has tensors or modules of its own, and so is written as a module."""
         return bool(self.tensors or self.modules)
 
 
 def write_program(graph_module: GraphModule, inputs: tuple[Any, ...], imports: tuple[str, ...] = ()) -> ProgramSource:
-    """Return the code of a graph; ReproUnwritable names the node that has none."""
+    """Return the code of a graph for these inputs. Raise ReproUnwritable, with the node, if a node has no code.
+
+    `imports` are modules that the script imports in any case.
+    """
     source = ProgramSource(imports=set(imports))
     names = Names()
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
-    given = {node: names.give(wishes_for_input(node, value)) for node, value in zip(placeholders, inputs, strict=True)}
-    source.inputs = list(given.values())
-    _hold(graph_module, source)
-    source.body = list(_Body(graph_module, source, names, "", given).lines())
+    input_names = {
+        node: names.choose(wishes_for_input(node, value)) for node, value in zip(placeholders, inputs, strict=True)
+    }
+    source.inputs = list(input_names.values())
+    _name_tensors_and_modules(graph_module, source)
+    source.body = list(_Body(graph_module, source, names, "", input_names).lines())
     return source
 
 
-def _hold(graph_module: GraphModule, source: ProgramSource) -> None:
-    """Give a name to every tensor and module that the graph has of its own."""
+def _name_tensors_and_modules(graph_module: GraphModule, source: ProgramSource) -> None:
+    """Add every tensor and module that the graph reads or calls to `source`, each under a new name."""
     names = Names()
-    met: dict[int, str] = {}
+    known: dict[int, str] = {}
     for path, node, owner in _reads(graph_module, ""):
         target = str(node.target)
         value = attribute(owner, target)
-        if id(value) in met or isinstance(value, GraphModule):
-            if id(value) in met and not isinstance(value, torch.nn.Module):
-                source.paths[path] = met[id(value)]
+        if id(value) in known or isinstance(value, GraphModule):
+            if id(value) in known and not isinstance(value, torch.nn.Module):
+                source.paths[path] = known[id(value)]
             continue
         if isinstance(value, torch.nn.Module) and node.op == "call_module":
-            name = names.give(wishes_for_path(target))
-            met[id(value)] = source.paths[path] = name
+            name = names.choose(wishes_for_path(target))
+            known[id(value)] = source.paths[path] = name
             source.modules[name] = write_module(value, target)
             for inner, tensor in (*value.named_parameters(), *value.named_buffers()):
-                met[id(tensor)] = source.paths[f"{path}.{inner}"] = attribute_path(name, inner)
+                known[id(tensor)] = source.paths[f"{path}.{inner}"] = attribute_path(name, inner)
                 source.tensors[attribute_path(name, inner)] = tensor
         elif isinstance(value, torch.Tensor):
-            name = names.give(wishes_for_path(target))
-            met[id(value)] = source.paths[path] = name
+            name = names.choose(wishes_for_path(target))
+            known[id(value)] = source.paths[path] = name
             source.tensors[name] = value
 
 
 def _reads(graph_module: GraphModule, prefix: str) -> Iterator[tuple[str, Node, GraphModule]]:
-    """Yield every node that reads what a module has, modules that are called first, those inside of graphs too."""
-    found = [
+    """Yield the path, node and graph of every `call_module` and then every `get_attr`, inner graphs included."""
+    readers = [
         node for node in graph_module.graph.nodes if node.op in ("get_attr", "call_module") and not _is_guard(node)
     ]
-    for node in sorted(found, key=lambda node: node.op):
+    for node in sorted(readers, key=lambda node: node.op):
         value = attribute(graph_module, str(node.target))
         yield f"{prefix}{node.target}", node, graph_module
         if isinstance(value, GraphModule):
@@ -288,42 +116,46 @@ class _Body:
     """Writes the statements of one graph."""
 
     def __init__(
-        self, graph_module: GraphModule, source: ProgramSource, names: Names, prefix: str, given: Mapping[Node, str]
+        self, graph_module: GraphModule, source: ProgramSource, names: Names, prefix: str, inputs: Mapping[Node, str]
     ) -> None:
         self.graph_module = graph_module
         self.source = source
         self.names = names
         self.prefix = prefix
-        self.text: dict[Node, str] = dict(given)
+        self.text: dict[Node, str] = dict(inputs)
+        """The name or expression of each node that is written already."""
         self.functions: dict[str, str] = {}
+        """The name of each inner graph's function, by the graph's attribute."""
 
     def lines(self) -> Iterator[str]:
+        """Yield the statements, with a comment wherever the user's source line changes."""
         place = ""
         body = [node for node in self.graph_module.graph.nodes if node.op != "placeholder" and not _is_guard(node)]
-        inlined = _returned_at_once(body)
+        inlined = _only_returned(body)
         for node in body:
             try:
                 yield from self._functions_of(node)
-                written = self._written(node)
+                text = self._write(node)
             except ReproUnwritable as error:
                 raise ReproUnwritable(f"{node.name} ({nodes.op_name(node)}): {error}") from error
             if node.op == "get_attr":
-                self.text[node] = written
+                self.text[node] = text
                 continue
             here = place_of(node)
             if here and here != place and node.op != "output":
                 place = here
                 yield f"# {here}"
             if inlined is not None and node is inlined:
-                self.text[node] = written
+                self.text[node] = text
             elif node.op == "output" or not node.users or is_statement(node):
-                yield written
+                yield text
                 self.text[node] = "None"
             else:
-                self.text[node] = self.names.give((node.name,))
-                yield f"{self.text[node]} = {written}"
+                self.text[node] = self.names.choose((node.name,))
+                yield f"{self.text[node]} = {text}"
 
-    def _written(self, node: Node) -> str:
+    def _write(self, node: Node) -> str:
+        """Return the statement of an output node, or the expression of any other."""
         if node.op == "get_attr":
             return self._attribute(node)
         if node.op == "output":
@@ -335,6 +167,7 @@ class _Body:
         return write_call(node, self._refer, self.source.imports)
 
     def _attribute(self, node: Node) -> str:
+        """Return the expression of the attribute that a node reads or calls: a function, `self.name`, or a literal."""
         target = str(node.target)
         if target in self.functions:
             return self.functions[target]
@@ -343,42 +176,228 @@ class _Body:
         return write_value(attribute(self.graph_module, target))
 
     def _functions_of(self, node: Node) -> Iterator[str]:
-        """Write a graph inside of the graph as a function inside of the function."""
+        """Yield the definition of a function for the inner graph that a node reads, once for each graph."""
         if node.op not in ("get_attr", "call_module") or str(node.target) in self.functions:
             return
         inner = attribute(self.graph_module, str(node.target))
         if not isinstance(inner, GraphModule):
             return
-        name = self.functions[str(node.target)] = self.names.give(wishes_for_path(str(node.target)))
-        given = {one: self.names.give((one.name,)) for one in inner.graph.nodes if one.op == "placeholder"}
-        yield f"def {name}({', '.join(given.values())}):"
-        for line in _Body(inner, self.source, self.names, f"{self.prefix}{node.target}.", given).lines():
+        name = self.functions[str(node.target)] = self.names.choose(wishes_for_path(str(node.target)))
+        inputs = {each: self.names.choose((each.name,)) for each in inner.graph.nodes if each.op == "placeholder"}
+        yield f"def {name}({', '.join(inputs.values())}):"
+        for line in _Body(inner, self.source, self.names, f"{self.prefix}{node.target}.", inputs).lines():
             yield f"{INDENT}{line}"
 
     def _refer(self, value: Any) -> str | None:
         return self.text[value] if isinstance(value, Node) else None
 
 
-def _returned_at_once(body: list[Node]) -> Node | None:
-    """Return the last node before the output where that only returns it: it needs no name."""
+def _only_returned(body: list[Node]) -> Node | None:
+    """Return the last node before the output if the output is all that uses it, so that it needs no name, or None."""
     if len(body) < 2 or body[-1].op != "output" or body[-2].op not in ("call_function", "call_method", "call_module"):
         return None
-    last, returned = body[-2], body[-1].args[0]
-    is_alone = returned is last or (isinstance(returned, (tuple, list)) and list(returned) == [last])
-    return last if is_alone and list(last.users) == [body[-1]] and not is_statement(last) else None
+    last, output = body[-2], body[-1].args[0]
+    is_whole_output = output is last or (isinstance(output, (tuple, list)) and list(output) == [last])
+    return last if is_whole_output and list(last.users) == [body[-1]] and not is_statement(last) else None
 
 
 def place_of(node: Node) -> str:
-    """Return where in the user's source a node comes from, without the user's folders."""
+    """Return the source line, function and module path of a node, without the user's folders; empty if unknown."""
     line = nodes.source_line(node)
     parts = []
-    if found := re.match(r"(?P<file>.+?):(?P<line>\d+): ", line):
-        where = f"{os.path.basename(found['file'])}:{found['line']}"
+    if location := re.match(r"(?P<file>.+?):(?P<line>\d+): ", line):
+        where = f"{os.path.basename(location['file'])}:{location['line']}"
         frame = re.search(
-            rf'File "{re.escape(found["file"])}", line {found["line"]}, in (?P<function>\S+)',
+            rf'File "{re.escape(location["file"])}", line {location["line"]}, in (?P<function>\S+)',
             str(node.meta.get("stack_trace")),
         )
         parts.append(f"{where} in {frame['function']}" if frame else where)
     if path := nodes.module_path(node):
         parts.append(f"module {path}")
     return ", ".join(parts)
+
+
+_INFIX: dict[Any, str] = {
+    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//",
+    operator.mod: "%", operator.pow: "**", operator.matmul: "@", operator.and_: "&", operator.or_: "|",
+    operator.xor: "^", operator.lshift: "<<", operator.rshift: ">>", operator.eq: "==", operator.ne: "!=",
+    operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=",
+}  # fmt: skip
+_PREFIX: dict[Any, str] = {operator.neg: "-", operator.pos: "+", operator.invert: "~", operator.not_: "not "}
+_PUBLIC: dict[Any, str] = {torch.ops.higher_order.cond: "torch.cond"}
+_GETATTR: tuple[Callable[..., Any], ...] = (getattr,)
+
+
+def write_call(node: Node, refer: Refer, imports: set[str]) -> str:
+    """Return the expression of a node that calls a function or method; modules to import are added to `imports`.
+
+    `refer` returns the name of a node that is written already.
+    """
+
+    def refer_or_import(value: Any) -> str | None:
+        if (name := refer(value)) is not None:
+            return name
+        is_function = callable(value) and not isinstance(value, (torch.device, torch.Tensor, torch.nn.Module, type))
+        return write_callable(value, imports) if is_function else None
+
+    args = [write_value(argument, refer_or_import) for argument in node.args]
+    keywords = [f"{name}={write_value(argument, refer_or_import)}" for name, argument in node.kwargs.items()]
+    if node.op == "call_method":
+        return f"{_operand(args[0])}.{node.target}({', '.join((*args[1:], *keywords))})"
+    target = node.target
+    if not keywords:
+        if target in _INFIX and len(args) == 2:
+            return f"{_operand(args[0])} {_INFIX[target]} {_operand(args[1])}"
+        if target in _PREFIX and len(args) == 1:
+            return f"{_PREFIX[target]}{_operand(args[0])}"
+        if target is operator.getitem:
+            return f"{_operand(args[0])}[{write_index(node.args[1], refer_or_import)}]"
+        if target is operator.setitem:
+            return f"{_operand(args[0])}[{write_index(node.args[1], refer_or_import)}] = {args[2]}"
+        if target in _GETATTR and len(args) == 2 and isinstance(node.args[1], str) and node.args[1].isidentifier():
+            return f"{_operand(args[0])}.{node.args[1]}"
+    _import_registration(target, imports)
+    name = _PUBLIC[target] if target in _PUBLIC else write_callable(target, imports)
+    return f"{name}({', '.join((*args, *keywords))})"
+
+
+def is_statement(node: Node) -> bool:
+    """Return whether a node is written as a statement, not as an expression."""
+    return node.target is operator.setitem
+
+
+def _import_registration(target: Any, imports: set[str]) -> None:
+    """Add the module that registers an operator to `imports`. Raise ReproUnwritable if none is known."""
+    try:
+        module = registered_by(target)
+    except LookupError as error:
+        if not imports:
+            raise ReproUnwritable(f"{error}: name its module in the finding's imports") from error
+        return
+    if module is not None:
+        imports.add(module)
+
+
+def _operand(text: str) -> str:
+    return f"({text})" if text.startswith("-") or " " in text.split("(")[0] else text
+
+
+def write_module(module: nn.Module, name: str) -> str:
+    """Return an expression that builds such a module, with other values of parameters and buffers.
+
+    Raise ReproUnwritable if the module is not of torch.nn, or its repr does not say how it was built.
+    """
+    kind = type(module)
+    if getattr(nn, kind.__name__, None) is not kind:
+        raise ReproUnwritable(
+            f"the graph calls {name}, a {kind.__module__}.{kind.__qualname__}, which no script of torch alone can "
+            "build: trace through it"
+        )
+    if kind is nn.Sequential:
+        parts = ", ".join(write_module(part, f"{name}.{step}") for step, part in module.named_children())
+        text = f"torch.nn.Sequential({parts})"
+    else:
+        text = f"torch.nn.{module!r}"
+        if not _builds(text, module):
+            raise ReproUnwritable(f"the graph calls {name}, and {module!r} does not say all that it was built with")
+    return text if module.training else f"{text}.eval()"
+
+
+def _builds(text: str, module: nn.Module) -> bool:
+    """Return whether an expression builds a module with the same class, settings and shapes."""
+    try:
+        with runtime.drawing_from():
+            built = eval(text, {"torch": torch})
+    except Exception:
+        return False
+    return type(built) is type(module) and repr(built) == repr(module) and _traits(built) == _traits(module)
+
+
+def _traits(module: nn.Module) -> tuple[Any, ...]:
+    """Return the shapes of a module's tensors and its plain attributes, for a comparison."""
+    state = {name: tuple(tensor.shape) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    plain = (bool, int, float, str, tuple, type(None))
+    settings = {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, plain) and not name.startswith("_") and name != "training"
+    }
+    return state, settings
+
+
+RESERVED = frozenset(
+    {
+        *("torch", "sys", "math", "operator", "subprocess", "signal", "resource", "importlib", "pathlib", "program"),
+        *("Program", "inputs", "run", "main", "self", "transformed", "saved", "memory", "cotangent", "structure"),
+        *("args", "autocast", "call", "cast", "decomposed", "exported", "given", "outputs", "transform"),
+    }
+)
+"""Names that the rest of a script uses."""
+_ANONYMOUS = re.compile(r"^(arg|primals_|tangents_|args_|input_|inputs_)\d+(_\d+)?$")
+_LOCAL = re.compile(r"^(?:[LG]_+)+")
+_OWNER = re.compile(r"_(?:parameters|buffers|modules)_")
+_ROLES = {"self": "x", "input": "x", "other": "y", "mat1": "x", "mat2": "weight", "tensor": "x", "grad_output": "grad"}
+_PLAIN = ("x", "y", "z", "u", "v", "w")
+
+
+class Names:
+    """Chooses names that are neither taken, reserved, keywords nor builtins."""
+
+    def __init__(self) -> None:
+        self._taken: set[str] = set(RESERVED)
+
+    def choose(self, wishes: Iterable[str]) -> str:
+        """Return the first wish that is free, or the last one with a number, and mark it as taken."""
+        wish = "value"
+        for raw in wishes:
+            wish = _identifier(raw)
+            if self._is_free(wish):
+                self._taken.add(wish)
+                return wish
+        number = 1
+        while not self._is_free(f"{wish}_{number}"):
+            number += 1
+        self._taken.add(f"{wish}_{number}")
+        return f"{wish}_{number}"
+
+    def _is_free(self, name: str) -> bool:
+        # `input` is allowed, because a graph never reads from the terminal
+        is_built_in = hasattr(builtins, name) and name != "input"
+        return name not in self._taken and not keyword.iskeyword(name) and not is_built_in
+
+
+def wishes_for_input(node: Node, value: Any) -> Iterator[str]:
+    """Yield names for a placeholder with this value, the best first."""
+    # the reducer adds this suffix to a node that it turns into an input
+    target = str(node.target).removesuffix("_given")
+    if not isinstance(value, torch.Tensor):
+        yield from ("size",) if type(value) is int and re.fullmatch(r"(s|u)\d+", target) else ()
+    elif _ANONYMOUS.match(target):
+        yield from _roles(node)
+        yield from _PLAIN
+    yield from wishes_for_path(target)
+
+
+def wishes_for_path(path: str) -> Iterator[str]:
+    """Yield names for a dotted path of a model or a name of a trace: `weight`, `mlp_weight`, … for `h.0.mlp.weight`."""
+    owners = _OWNER.split(_LOCAL.sub("", path).removeprefix("l_"))
+    parts = [part for part in ".".join(owners[1:] or owners).strip("_").split(".") if part.strip("_")]
+    for count in range(1, len(parts) + 1):
+        name = "_".join(part.strip("_") for part in parts[-count:])
+        if not name[:1].isdigit():
+            yield name
+    yield "_".join(parts) or "value"
+
+
+def _roles(node: Node) -> Iterator[str]:
+    """Yield the names of the arguments for which operators read a placeholder, shortened by `_ROLES`."""
+    for user in node.users:
+        if is_operator(user.target):
+            for name, value in nodes.arguments(user).items():
+                if value is node:
+                    yield _ROLES.get(name, name)
+
+
+def _identifier(raw: str) -> str:
+    name = re.sub(r"\W+", "_", raw).strip("_") or "value"
+    return f"_{name}" if name[0].isdigit() else name

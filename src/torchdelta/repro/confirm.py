@@ -1,4 +1,8 @@
-"""Run a script in a process of its own: nobody is told of one that did not fail there."""
+"""Run a script in a clean process, to confirm that it shows the bug there before it is handed to the user.
+
+Importing torch takes longer than most scripts, so a `CleanProcess` can be started early: it imports torch and waits
+for the path of a script.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +20,22 @@ from pathlib import Path
 from typing import IO
 
 KEPT = 64 * 1024
-"""Bytes of output, from its end."""
+"""Bytes of output that an outcome keeps, from its end."""
 _WAIT = """
 import sys
 
-sys.path[:] = filter(None, sys.path)  # where this process was started is not where the script lies
+sys.path[:] = filter(None, sys.path)  # without the directory in which this process was started
 import atexit, gc, importlib, os, runpy
 
 # inductor's helper processes take longer to start than one small graph takes to compile
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# nobody looks for garbage in what is imported, which stays, nor at the end: that takes longer than to leave
+# imported modules stay alive: looking for garbage among them, now or at exit, would only take time
 gc.disable()
 for step in sys.argv[1:]:
     place, _, function = step.partition(":")
-    found = runpy.run_path(place) if place.endswith(".py") else vars(importlib.import_module(place))
+    names = runpy.run_path(place) if place.endswith(".py") else vars(importlib.import_module(place))
     if function:
-        found[function]()
+        names[function]()
 gc.freeze()
 gc.enable()
 atexit.register(gc.freeze)
@@ -44,15 +48,15 @@ if path:
     runpy.run_path(path, run_name="__main__")
 """
 THERE = "the bug is there"
-"""What a script says before it exits with 1: Python itself exits so when it cannot even read one."""
+"""A script prints this before it exits with 1. The status alone would not do, because Python exits with 1 on errors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptOutcome:
-    """How a script ended."""
+    """How a script ended: its exit status, its output and how long it ran."""
 
     status: int | None
-    """None where it did not end in time."""
+    """None if it did not end in time."""
     output: str
     seconds: float
 
@@ -63,85 +67,87 @@ class ScriptOutcome:
 
 
 class CleanProcess:
-    """A clean process that has imported torch, which takes longer than most scripts, and waits for one.
+    """A process that imports torch and waits for one script, which it then runs.
 
-    `steps` are modules that it imports, and functions of modules or files (`module:function`, `file.py:function`) that
-    it calls meanwhile. It runs a single script, and ends when nobody holds it any more.
+    Before that it takes the `steps`: it imports modules, and calls functions of modules or files (`module:function`,
+    `file.py:function`). It ends when this object is garbage-collected.
     """
 
     def __init__(self, steps: Sequence[str] = ("torch",)) -> None:
-        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 — lives as long as the process
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 — lives as long as the process
         self._process = subprocess.Popen(
             [sys.executable, "-c", _WAIT, *steps],
             stdin=subprocess.PIPE,
-            stdout=self._printed,
+            stdout=self._output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self._begun: float | None = None
-        self._end = weakref.finalize(self, _end, self._process, self._printed)
+        self._started_at: float | None = None
+        self._end = weakref.finalize(self, _end, self._process, self._output)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it may still be given a script."""
-        return self._begun is None and self._end.alive and self._process.poll() is None
+        """Whether it lives and has not been given a script."""
+        return self._started_at is None and self._end.alive and self._process.poll() is None
 
     @property
     def is_over(self) -> bool:
-        """Whether what it ran has been waited for, or ended."""
+        """Whether it has been waited for or ended."""
         return not self._end.alive
 
     def begin(self, path: Path) -> None:
-        """Begin to run the script."""
-        self._begun = time.monotonic()
+        """Begin to run the script at `path`."""
+        self._started_at = time.monotonic()
         assert self._process.stdin is not None
-        # one that died while it waited says so by its status
+        # if it died while it waited, `wait` returns its status
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(f"{Path(path).resolve()}\n".encode())
             self._process.stdin.flush()
 
     def wait(self, *, deadline_s: float) -> ScriptOutcome:
-        """Wait for its end; one that takes longer is ended, with everything that it started."""
-        assert self._begun is not None
+        """Wait for the script's end and return its outcome; after `deadline_s` it is killed with all its children."""
+        assert self._started_at is not None
         status: int | None = None
         try:
-            status = self._process.wait(max(0.0, self._begun + deadline_s - time.monotonic()))
+            status = self._process.wait(max(0.0, self._started_at + deadline_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             pass
         finally:
             _kill(self._process)
-        seconds = time.monotonic() - self._begun
-        self._printed.seek(max(0, self._printed.seek(0, os.SEEK_END) - KEPT))
-        output = self._printed.read().decode(errors="replace")
+        seconds = time.monotonic() - self._started_at
+        self._output.seek(max(0, self._output.seek(0, os.SEEK_END) - KEPT))
+        output = self._output.read().decode(errors="replace")
         self._end()
         return ScriptOutcome(status=status, output=output, seconds=seconds)
 
     def end(self) -> None:
-        """End it, and what it runs."""
+        """End the process and the script that it runs."""
         self._end()
 
 
 def begin(path: Path, clean: CleanProcess | None = None) -> CleanProcess:
-    """Begin to run the script in a clean process, the one that waits for it if there is one."""
+    """Begin to run a script in a clean process and return that: `clean` if it still waits for one, or a new one."""
     runner = clean if clean is not None and clean.is_waiting else CleanProcess()
     runner.begin(path)
     return runner
 
 
 def confirm(path: Path, *, deadline_s: float, clean: CleanProcess | None = None) -> ScriptOutcome:
-    """Run the script in a clean process."""
+    """Run a script in a clean process and return its outcome."""
     return begin(path, clean).wait(deadline_s=deadline_s)
 
 
-def _end(process: subprocess.Popen[bytes], printed: IO[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], output: IO[bytes]) -> None:
+    """Kill the process with its group, and close its pipe and its output file."""
     _kill(process)
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it died before it had read everything
+    with contextlib.suppress(BrokenPipeError):  # it ended before it had read everything
         process.stdin.close()
-    printed.close()
+    output.close()
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process with its group, and wait for its end."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if hasattr(os, "killpg"):
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,6 +1,8 @@
-"""What a script has to show: a graph, its inputs, how it was transformed, and what came of that.
+"""A finding: a graph, its inputs, the transform and the failing report, for which a script is to be written.
 
-Which piece of a report a script shows: a failure, a broken clause, or the values that are furthest off.
+A report may have many failures and a script shows one: `divergence_of` chooses the worst leaf of the first stage that
+diverged, `bound_of` the difference above which a script says that the bug is there, and `key_of` the piece of an
+exception's message to look for.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torchdelta.records.verdict import Verdict
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A failure of one graph; the report is that of a check of exactly this graph on exactly these inputs."""
+    """A failure of one graph. The report is that of a check of exactly this graph with exactly these inputs."""
 
     graph: GraphModule
     inputs: tuple[Any, ...]
@@ -31,22 +33,22 @@ class Finding:
     case: Case
     report: Report
     deadline_s: float = 60.0
-    """How long a candidate that hangs or dies is waited for."""
+    """How long a script waits for a candidate that hangs or dies."""
     memory_bytes: int = 4 * 2**30
-    """How much more memory than it starts with a candidate may take that ran out of it."""
+    """How much memory a script allows for a candidate that ran out of it, in addition to what it starts with."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the compiler that were not as torch ships them, by their full names."""
+    """Settings of the compiler that differ from torch's defaults, by their full names."""
     inputs_from: Mapping[int, str] = field(default_factory=dict)
-    """Expressions of torch alone that give the very values of an input, by its place."""
+    """Expressions of torch alone that give exactly the values of an input, by its place."""
     tries: int = 1
-    """How often a script tries: what fails now and then need not fail at once."""
+    """How often a script tries, because an intermittent failure may not show in the first run."""
     imports: tuple[str, ...] = ()
     """Modules whose import registers the operators that the graph calls."""
 
     def __post_init__(self) -> None:
-        wanted = sum(node.op == "placeholder" for node in self.graph.graph.nodes)
-        if wanted != len(self.inputs):
-            raise UsageError(f"the graph has {wanted} placeholders and {len(self.inputs)} inputs were given")
+        count = sum(node.op == "placeholder" for node in self.graph.graph.nodes)
+        if count != len(self.inputs):
+            raise UsageError(f"the graph has {count} placeholders and {len(self.inputs)} inputs were given")
         if not self.report.verdict.is_failure:
             raise UsageError(f"the report says {self.report.verdict.value}: there is nothing to reproduce")
         for place in self.inputs_from:
@@ -59,38 +61,38 @@ _ARGUMENT = re.compile(r"^args\[\d+\](\.grad)?$")
 _VOLATILE = re.compile(r"\b(?:cpp|triton)_fused_\w+|0x[0-9a-fA-F]+|[\w.+~-]*/[\w./+~-]*|-?\d[\d.]*(?:e[-+]?\d+)?")
 _INEXACT = ("float", "bfloat", "complex")
 _OF_VALUES = ("casts", "integers")
-"""Clauses that are about values after all."""
+"""Clauses of the contract that are about values, so that a script compares values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """One leaf that is not what it should be."""
+    """A leaf that diverged: its stage, its comparison, and the script's expression for it."""
 
     stage: str
     comparison: Comparison
     leaf: str
-    """How a script reaches it, given `outputs`, `args` and `call`."""
+    """The expression in a script, given `outputs`, `args` and `call`."""
 
     @property
     def clause(self) -> str | None:
-        """The clause of the contract that is broken; None where the values differ."""
+        """The clause of the contract that is broken, or None if the values differ."""
         broken = (breach.clause for breach in self.comparison.contract if not breach.excused)
         return next((clause for clause in broken if clause not in _OF_VALUES), None)
 
     @property
     def is_exact(self) -> bool:
-        """Whether the values have no rounding."""
+        """Whether the values are integers or booleans, which have no rounding."""
         return not (self.comparison.dtype or "").startswith(_INEXACT)
 
     @property
     def is_lifted(self) -> bool:
-        """Whether it shows in float64 only."""
+        """Whether the divergence shows in float64 only."""
         return self.comparison.details.get("question") == "semantic"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """The largest difference of two elements that is not taken for the bug, and where it comes from."""
+    """The largest difference of two elements that a script does not count as the bug, and why."""
 
     value: float
     reason: str
@@ -99,27 +101,28 @@ class Bound:
 def divergence_of(report: Report, outputs: Mapping[str, str], state: Mapping[str, str]) -> Divergence:
     """Return the worst leaf of the first stage that diverged.
 
-    `outputs` has the expression of each leaf of the outputs by its path in the report, `state` that of each parameter.
+    `outputs` has the expression of each output leaf by its path in the report, `state` that of each parameter and
+    buffer by its name. Raise ReproUnwritable if no leaf that diverged has an expression.
     """
     unreachable = ""
     for stage in report.stages:
-        found = [seen for seen in stage.comparisons if seen.verdict is Verdict.DIVERGED]
-        for seen in sorted(found, key=lambda seen: seen.rank, reverse=True):
-            leaf = _expression(seen.path, outputs, state)
+        diverged = [comparison for comparison in stage.comparisons if comparison.verdict is Verdict.DIVERGED]
+        for comparison in sorted(diverged, key=lambda comparison: comparison.rank, reverse=True):
+            leaf = _expression(comparison.path, outputs, state)
             if leaf is not None:
-                return Divergence(stage=stage.name, comparison=seen, leaf=leaf)
-            unreachable = unreachable or seen.path
+                return Divergence(stage=stage.name, comparison=comparison, leaf=leaf)
+            unreachable = unreachable or comparison.path
     if not unreachable:
-        raise ReproUnwritable("the report says diverged and names no leaf that did", report=report)
+        raise ReproUnwritable("the report says diverged but does not name a leaf that did", report=report)
     raise ReproUnwritable(
-        f"only {unreachable} diverged, which a script does not get at: check one call of the graph, "
+        f"only {unreachable} diverged, which a script cannot reach: check one call of the graph, "
         "and without optimizer steps",
         report=report,
     )
 
 
 def bound_of(divergence: Divergence, error: float) -> Bound:
-    """Return the bound for elements, the largest of which was this far off."""
+    """Return the bound for the elements of a leaf, given its largest error: between noise and error."""
     allowed = divergence.comparison.allowed
     if not math.isfinite(error):
         value = allowed if allowed is not None and math.isfinite(allowed) else 0.0
@@ -133,20 +136,21 @@ def bound_of(divergence: Divergence, error: float) -> Bound:
 
 
 def key_of(failure: Failure) -> str:
-    """Return the piece of an exception's message that tells it from others, as it stands there."""
+    """Return the longest piece of an exception's message without numbers, paths and addresses, at most 80 letters."""
     pieces = [piece.strip() for piece in _VOLATILE.split(essence(failure.message))]
     return max(pieces, key=len, default="")[:80].strip()
 
 
 def _expression(path: str, outputs: Mapping[str, str], state: Mapping[str, str]) -> str | None:
+    """Return the script's expression for a leaf at a path of the report, or None if a script cannot reach it."""
     if path in outputs:
         return outputs[path]
     if path.startswith("outputs"):
-        # a leaf that one side alone has is a matter of the structure around it
+        # a leaf that only one side has is a difference of structure
         return path
     if _ARGUMENT.match(path):
         return path
-    found = _STATE.match(path)
-    if found is None or found["name"] not in state:
+    match = _STATE.match(path)
+    if match is None or match["name"] not in state:
         return None
-    return f"{state[found['name']]}{found['grad'] or ''}"
+    return f"{state[match['name']]}{match['grad'] or ''}"

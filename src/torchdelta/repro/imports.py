@@ -1,4 +1,4 @@
-"""How a script imports what is not torch: installed packages by name, files from where they lie."""
+"""Import statements of a script for modules other than torch: installed packages by name, files by their path."""
 
 from __future__ import annotations
 
@@ -16,74 +16,78 @@ from torchdelta.repro.code import RESERVED
 
 @dataclass(frozen=True, kw_only=True)
 class ImportLines:
-    """Lines that import something, and what it is called then."""
+    """The lines that import an object, and the expression for it afterwards."""
 
     lines: tuple[str, ...]
     name: str
 
 
 def import_named(spec: str, script: Path) -> ImportLines:
-    """Return how a script gets at what `path/file.py:name` or `package.module:name` names."""
+    """Return how a script imports the object that `path/file.py:name` or `package.module:name` names.
+
+    `script` is the path of the script, to which paths are relative. Raise ReproUnwritable if there is no such file.
+    """
     place, _, name = spec.rpartition(":")
     first, _, rest = name.partition(".")
     alias = f"given_{first}" if first in RESERVED else first
-    wanted = f"{first} as {alias}" if alias != first else first
+    import_as = f"{first} as {alias}" if alias != first else first
     if place.endswith(".py"):
         file = Path(place).resolve()
         if not file.is_file():
             raise ReproUnwritable(f"there is no file {place} that a script could load {name} from")
-        lines = _from_file(file, script, wanted, alias, first)
+        lines = _from_file(file, script, import_as, alias, first)
     else:
-        lines = (*_search_path(place, script), f"from {place} import {wanted}")
+        lines = (*_search_path(place, script), f"from {place} import {import_as}")
     return ImportLines(lines=lines, name=f"{alias}.{rest}" if rest else alias)
 
 
 def import_module(module: str, script: Path) -> tuple[str, ...]:
-    """Return what imports a module, given by name or by file."""
+    """Return the lines that import a module by name or by file. Raise ReproUnwritable if a script cannot."""
     if module.endswith(".py"):
-        given = Path(module).resolve()
-        if not given.is_file() or not _is_importable(given):
+        path = Path(module).resolve()
+        if not path.is_file() or not _is_importable(path):
             raise ReproUnwritable(f"a script cannot import {module}: it must be a file that has a name of its own")
-        return _inserted(given.parent, script), f"import {given.stem}"
+        return _add_to_path(path.parent, script), f"import {path.stem}"
     file = _file_of(module)
     if module == "__main__":
         raise ReproUnwritable("what is defined in __main__ is in another file in another process: move it to a module")
     if file is not None and "." not in module and file.stem not in (module, "__init__"):
-        # it was loaded from a file under a name that nobody else has
+        # torchdelta loaded it from a file, under a name made for it
         return (*import_module(str(file), script)[:1], f"import {file.stem} as {module}")
     return (*_search_path(module, script), f"import {module}")
 
 
 def _search_path(module: str, script: Path) -> tuple[str, ...]:
-    """Return what makes a module importable in a script: nothing where it is installed."""
+    """Return the line that makes a module importable in a script, or nothing if the module is installed."""
     file = _file_of(module)
     installed = {Path(folder).resolve() for key, folder in sysconfig.get_paths().items() if key.endswith("lib")}
     if file is None or "site-packages" in file.parts or any(folder in file.parents for folder in installed):
         return ()
     depth = module.count(".") + (file.name == "__init__.py")
-    return (_inserted(file.parents[depth], script),)
+    return (_add_to_path(file.parents[depth], script),)
 
 
 def _file_of(module: str) -> Path | None:
-    """Return the file of a module; None of one that is built in."""
+    """Return the source file of a module, or None if it is built in. Raise ReproUnwritable if there is no module."""
     try:
-        found = importlib.util.find_spec(module)
+        spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
-        found = getattr(sys.modules.get(module), "__spec__", None)
-    if found is None and module not in sys.modules:
+        spec = getattr(sys.modules.get(module), "__spec__", None)
+    if spec is None and module not in sys.modules:
         raise ReproUnwritable(f"there is no module {module} that a script could import")
-    is_source = found is not None and found.origin is not None and found.origin.endswith(".py")
-    return Path(str(found.origin)).resolve() if found is not None and is_source else None
+    is_source = spec is not None and spec.origin is not None and spec.origin.endswith(".py")
+    return Path(str(spec.origin)).resolve() if spec is not None and is_source else None
 
 
 def _is_importable(file: Path) -> bool:
     return file.stem.isidentifier() and file.stem not in {*sys.stdlib_module_names, *RESERVED}
 
 
-def _from_file(file: Path, script: Path, wanted: str, alias: str, first: str) -> tuple[str, ...]:
+def _from_file(file: Path, script: Path, import_as: str, alias: str, first: str) -> tuple[str, ...]:
+    """Return the lines that import the name `first` from a file, under the name `alias`."""
     if _is_importable(file):
-        return _inserted(file.parent, script), f"from {file.stem} import {wanted}"
-    # its name is that of another module, or none at all
+        return _add_to_path(file.parent, script), f"from {file.stem} import {import_as}"
+    # the file's name is not an identifier, or is the name of another module
     place = f"pathlib.Path(__file__).parent / {json.dumps(_relative(file, script))}"
     return (
         "import importlib.util",
@@ -94,7 +98,7 @@ def _from_file(file: Path, script: Path, wanted: str, alias: str, first: str) ->
     )
 
 
-def _inserted(folder: Path, script: Path) -> str:
+def _add_to_path(folder: Path, script: Path) -> str:
     relative = _relative(folder, script)
     here = "pathlib.Path(__file__).resolve().parent"
     return f"sys.path.insert(0, str({here}{'' if relative == '.' else f' / {json.dumps(relative)}'}))"

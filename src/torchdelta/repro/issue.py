@@ -1,6 +1,6 @@
-"""What is wrong, in a sentence, and the head of a script.
+"""The words about a finding: the text of an issue, the docstring of a script, and the headline of both.
 
-The text of an issue: what is wrong, where it was seen, the evidence, and the script.
+Start reading at `issue_text` and `header_of`.
 """
 
 from __future__ import annotations
@@ -20,57 +20,124 @@ from torchdelta.repro.question import Question
 from torchdelta.repro.transform import TransformSource
 
 WIDTH = 110
-SAID = 160
-"""Letters of a message that a headline holds."""
-_NAMED = 3
-_OTHERWISE = {"aliasing": "that share other memory", "requires_grad": "with another requires_grad"}
-"""How a broken clause is told where it is no noun."""
+MESSAGE_LETTERS = 160
+"""How much of an exception's message is quoted."""
+_MAX_NAMED_OPS = 3
+"""A headline names the operations of a graph that has at most so many."""
+_CLAUSE_WORDS = {"aliasing": "that share other memory", "requires_grad": "with another requires_grad"}
+"""How a headline describes a broken clause that does not fit `of another <clause>`."""
 EXITS = "Exits with 1 while the bug is there, 0 once it is gone, 2 if it cannot run here."
+MAX_ROWS = 5
+"""The table of evidence shows so many leaves."""
+
+
+def issue_text(finding: Finding, path: Path, *, data: bool = True) -> str:
+    """Return the text of an issue about the script at `path`; `data` as it was when the script was written."""
+    path = Path(path)
+    question = Question(finding, path, data=data)
+    environment = finding.report.environment
+    parts = [
+        f"# {headline(question.finding, question.applied, question.divergence)}",
+        details(question),
+        "## Evidence",
+        "\n".join(_evidence(finding, has_values=not question.is_replaced)),
+        "## Reproduce",
+        f"{EXITS}{_beside(path)}",
+        f"```python\n{path.read_text(encoding='utf-8').rstrip()}\n```",
+        "## Versions",
+        f"- torch {environment.torch}\n- Python {environment.python}\n- {environment.platform}",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _evidence(finding: Finding, *, has_values: bool) -> Iterator[str]:
+    """Yield the lines of the evidence: the exception's message, or a table of the leaves that diverged."""
+    report = finding.report
+    if report.failure is not None:
+        message = report.failure.message.rstrip()[-2000:]
+        yield f"```\n{report.failure.type or report.failure.kind}: {message}\n```"
+        return
+    diverged = [comparison for comparison in report.comparisons if comparison.verdict is Verdict.DIVERGED]
+    yield "| where | eager | candidate | float64 | error | noise | why |"
+    yield "|---|---|---|---|---|---|---|"
+    for comparison in sorted(diverged, key=lambda each: each.rank, reverse=True)[:MAX_ROWS]:
+        yield _row(comparison if has_values else replace(comparison, worst=None))
+    if len(diverged) > MAX_ROWS:
+        yield f"\nand {len(diverged) - MAX_ROWS} more."
+
+
+def _row(comparison: Comparison) -> str:
+    """Return a leaf's row of the table."""
+    worst = comparison.worst
+    where = f"`{comparison.path}{list(worst.index) if worst else ''}`"
+    values = (worst.reference, worst.candidate, worst.truth) if worst else (None, None, None)
+    numbers = ("" if number is None else f"{number:.3g}" for number in (comparison.error, comparison.noise))
+    cells = (
+        where,
+        *("" if value is None else str(value) for value in values),
+        *numbers,
+        comparison.reason.replace("|", "\\|"),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _beside(path: Path) -> str:
+    tensors = path.with_suffix(".pt")
+    return f" Its tensors are in {tensors.name}, which belongs beside it." if tensors.exists() else ""
 
 
 def headline(finding: Finding, applied: TransformSource, divergence: Divergence | None) -> str:
-    """Return what is wrong, without a full stop."""
+    """Return one sentence, without a full stop, that says what is wrong."""
     return f"{applied.what} {_does(finding, divergence)}{_ops(finding)}"
 
 
-def header_of(asked: Question, data: str) -> str:
-    """Return the docstring of a script."""
-    finding, applied, divergence = asked.finding, asked.applied, asked.divergence
+def header_of(question: Question, data: str) -> str:
+    """Return the docstring of a script; `data` is a sentence about the values that it embeds."""
+    finding, applied, divergence = question.finding, question.applied, question.divergence
     environment = finding.report.environment
-    found = f"Found with torch {environment.torch}, Python {environment.python}, {environment.platform}. {data}"
-    parts = [f"{headline(finding, applied, divergence)}.", f"{details(asked)} {found} {EXITS}"]
-    first, *rest = ("\n".join(textwrap.wrap(_quoted(part), WIDTH, break_long_words=False)) for part in parts)
+    origin = f"Found with torch {environment.torch}, Python {environment.python}, {environment.platform}. {data}"
+    parts = [f"{headline(finding, applied, divergence)}.", f"{details(question)} {origin} {EXITS}"]
+    first, *rest = ("\n".join(textwrap.wrap(_escape(part), WIDTH, break_long_words=False)) for part in parts)
     return "\n\n".join((f'"""{first}', *rest)) + '\n"""'
 
 
-def details(asked: Question) -> str:
-    """Return the evidence as a sentence, without values that the script has not."""
-    finding, applied, divergence = asked.finding, asked.applied, asked.divergence
+def details(question: Question) -> str:
+    """Return the evidence as a sentence; values are left out if the script has random numbers in their place."""
+    finding, applied, divergence = question.finding, question.applied, question.divergence
     failure = finding.report.failure
     if divergence is None:
         assert failure is not None
-        return f"It says: {said(failure)}." if failure.kind == "exception" else f"It ended so: {failure.message}."
-    seen = divergence.comparison
+        return (
+            f"It says: {quote_message(failure)}." if failure.kind == "exception" else f"It ended so: {failure.message}."
+        )
+    comparison = divergence.comparison
     if divergence.clause is not None:
-        broken = next(breach for breach in seen.contract if breach.clause == divergence.clause)
-        return f"{seen.path}, {broken.clause}: {broken.reference} eagerly, {broken.candidate} {applied.label}."
+        broken = next(breach for breach in comparison.contract if breach.clause == divergence.clause)
+        return f"{comparison.path}, {broken.clause}: {broken.reference} eagerly, {broken.candidate} {applied.label}."
     if divergence.is_lifted:
-        return f"It shows in float64, where both sides are run here: {seen.path} is off by {seen.error:.3g}."
-    if seen.worst is None or asked.is_replaced:
-        return f"{seen.path}: {seen.reason}."
-    index = f"{seen.path}{list(seen.worst.index) or ''}"
-    has_truth = seen.worst.truth is not None and not divergence.is_exact
-    truth = f", {seen.worst.truth} in float64" if has_truth else ""
-    casts = next((f" The reference {breach.reference}." for breach in seen.contract if breach.clause == "casts"), "")
-    return f"{index} is {seen.worst.reference} eagerly, {seen.worst.candidate} {applied.label}{truth}.{casts}"
+        return (
+            f"It shows in float64, where both sides are run here: {comparison.path} is off by {comparison.error:.3g}."
+        )
+    if comparison.worst is None or question.is_replaced:
+        return f"{comparison.path}: {comparison.reason}."
+    index = f"{comparison.path}{list(comparison.worst.index) or ''}"
+    has_truth = comparison.worst.truth is not None and not divergence.is_exact
+    truth = f", {comparison.worst.truth} in float64" if has_truth else ""
+    casts = next(
+        (f" The reference {breach.reference}." for breach in comparison.contract if breach.clause == "casts"), ""
+    )
+    return (
+        f"{index} is {comparison.worst.reference} eagerly, {comparison.worst.candidate} {applied.label}{truth}.{casts}"
+    )
 
 
-def said(failure: Failure) -> str:
-    """Return the line of a message that says what went wrong."""
-    return brief(essence(failure.message), SAID).rstrip(".")
+def quote_message(failure: Failure) -> str:
+    """Return the line of an exception's message that says what went wrong, shortened."""
+    return brief(essence(failure.message), MESSAGE_LETTERS).rstrip(".")
 
 
 def _does(finding: Finding, divergence: Divergence | None) -> str:
+    """Return the predicate of the headline: what the candidate does wrong."""
     failure = finding.report.failure
     if divergence is None:
         assert failure is not None
@@ -95,72 +162,15 @@ def _does(finding: Finding, divergence: Divergence | None) -> str:
             if "values in" in what
             else f"gives other {what} than eager PyTorch"
         )
-    return f"gives {what} {_OTHERWISE.get(divergence.clause, f'of another {divergence.clause}')} than eager PyTorch"
+    return f"gives {what} {_CLAUSE_WORDS.get(divergence.clause, f'of another {divergence.clause}')} than eager PyTorch"
 
 
 def _ops(finding: Finding) -> str:
-    """Name what a small graph calls."""
+    """Return ` for ` and the operations of a graph that has few, or an empty string."""
     called = [node for node in finding.graph.graph.nodes if node.op in ("call_function", "call_method", "call_module")]
     names = list(dict.fromkeys(nodes.op_name(node) for node in called if nodes.op_name(node) != "getitem"))
-    return f" for {', '.join(names)}" if 0 < len(names) <= _NAMED else ""
+    return f" for {', '.join(names)}" if 0 < len(names) <= _MAX_NAMED_OPS else ""
 
 
-def _quoted(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"""', "'''")
-
-
-SHOWN = 5
-"""Leaves that a table of evidence holds."""
-
-
-def issue_text(finding: Finding, path: Path, *, data: bool = True) -> str:
-    """Return text for a bug tracker about a script that was written to `path`, with the user's values or without."""
-    path = Path(path)
-    asked = Question(finding, path, data=data)
-    environment = finding.report.environment
-    parts = [
-        f"# {headline(asked.finding, asked.applied, asked.divergence)}",
-        details(asked),
-        "## Evidence",
-        "\n".join(_evidence(finding, has_values=not asked.is_replaced)),
-        "## Reproduce",
-        f"{EXITS}{_beside(path)}",
-        f"```python\n{path.read_text(encoding='utf-8').rstrip()}\n```",
-        "## Versions",
-        f"- torch {environment.torch}\n- Python {environment.python}\n- {environment.platform}",
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _evidence(finding: Finding, *, has_values: bool) -> Iterator[str]:
-    report = finding.report
-    if report.failure is not None:
-        said = report.failure.message.rstrip()[-2000:]
-        yield f"```\n{report.failure.type or report.failure.kind}: {said}\n```"
-        return
-    wrong = [seen for seen in report.comparisons if seen.verdict is Verdict.DIVERGED]
-    yield "| where | eager | candidate | float64 | error | noise | why |"
-    yield "|---|---|---|---|---|---|---|"
-    for seen in sorted(wrong, key=lambda seen: seen.rank, reverse=True)[:SHOWN]:
-        yield _row(seen if has_values else replace(seen, worst=None))
-    if len(wrong) > SHOWN:
-        yield f"\nand {len(wrong) - SHOWN} more."
-
-
-def _row(seen: Comparison) -> str:
-    worst = seen.worst
-    where = f"`{seen.path}{list(worst.index) if worst else ''}`"
-    values = (worst.reference, worst.candidate, worst.truth) if worst else (None, None, None)
-    numbers = ("" if number is None else f"{number:.3g}" for number in (seen.error, seen.noise))
-    cells = (
-        where,
-        *("" if value is None else str(value) for value in values),
-        *numbers,
-        seen.reason.replace("|", "\\|"),
-    )
-    return f"| {' | '.join(cells)} |"
-
-
-def _beside(path: Path) -> str:
-    tensors = path.with_suffix(".pt")
-    return f" Its tensors are in {tensors.name}, which belongs beside it." if tensors.exists() else ""

@@ -1,8 +1,8 @@
-"""The function `run` of a script: one side from its inputs to what is compared.
+"""What a script runs and asks: the stage, the leaf that it looks at, and the function `main` that decides.
 
-The function `main` of a script: is the bug still there?
-
-What a script asks of its program: which stage is run, which leaf is looked at, and what decides.
+`Question` collects everything about one script before `script.py` puts it together. Below it come the kinds of `main`
+(`ask_values`, `ask_exact`, `ask_contract`, `ask_exception`, `ask_child`), each a `ScriptMain`, and the function `run`
+(`write_run`), which takes one side from its inputs to the value that is compared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from torchdelta._torch.graphs.graphs import restored_outputs
+from torchdelta._torch.graphs.graphs import output_builder
 from torchdelta._torch.graphs.lift_graph import lift_graph
 from torchdelta._torch.modes.lift import is_narrow, widened
 from torchdelta.compare.leaves import leaves_of
@@ -29,101 +29,190 @@ from torchdelta.repro.finding import Bound, Divergence, Finding, bound_of, diver
 from torchdelta.repro.transform import write_transform
 from torchdelta.repro.values import write_tensors, write_text
 
-COTANGENT = (
-    "def cotangent(output, seed):",
-    "    drawn = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed))",
-    "    return drawn.bfloat16().to(output)  # numbers that every dtype can hold",
-)
-COMPLEX_COTANGENT = (
-    "def cotangent(output, seed):",
-    "    shape = (*output.shape, 2) if output.is_complex() else output.shape",
-    "    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))",
-    "    drawn = drawn.bfloat16().double()  # numbers that every dtype can hold",
-    "    return (torch.view_as_complex(drawn) if output.is_complex() else drawn).to(output)",
-)
-CAST = (
-    "def cast(args, dtype):",
-    "    def is_float(x):",
-    "        return torch.is_tensor(x) and x.is_floating_point()",
-    "",
-    "    return [x.detach().to(dtype).requires_grad_(x.requires_grad) if is_float(x) else x for x in args]",
-)
 
+class Question:
+    """All parts of one script: program, inputs, transform, the divergence that it shows, and its `main`.
 
-def write_run(
-    outputs: Mapping[str, str], *, seed: int, has_backward: bool, is_differentiable: bool, returns: Sequence[str]
-) -> list[str]:
-    """Return the definition of `run`, which ends with the statements `returns`.
-
-    `outputs` has each leaf of the outputs by its path in a report; with `is_differentiable` a single one surely is.
+    Raise ReproUnwritable if no script of torch alone can show the finding.
     """
-    lines = ["def run(call, args):", f"    torch.manual_seed({seed})", "    outputs = call(*args)"]
-    if has_backward:
-        seeds = {expression: seed ^ zlib.crc32(path.encode()) for path, expression in outputs.items()}
-        is_single = is_differentiable and len(seeds) == 1
-        lines += [f"    {line}" for line in (_backward_of_one(seeds) if is_single else _backward(seeds))]
-    elif not returns:
-        lines[-1] = "    call(*args)"
-    return [*lines, *(f"    {line}" for line in returns)]
+
+    def __init__(self, finding: Finding, path: Path, *, data: bool) -> None:
+        if finding.case.loss is not None:
+            raise ReproUnwritable(
+                f"the gradients are those of {finding.case.loss}: make the loss a part of the graph, and check that"
+            )
+        self.outputs = outputs_of(finding.graph)
+        is_lifted = finding.report.failure is None and shown_divergence(finding).is_lifted
+        self.finding = finding = _in_float64(finding) if is_lifted else finding
+        tensors = [value for value in finding.inputs if isinstance(value, torch.Tensor)]
+        self.applied = write_transform(finding.case, path, next((each.device.type for each in tensors), "cpu"))
+        self.program = write_program(finding.graph, finding.inputs, finding.imports)
+        self.divergence = self._divergence()
+        names = self.program.inputs
+        places = zip(names, finding.inputs, strict=True)
+        input_tensors = {name: value for name, value in places if isinstance(value, torch.Tensor)}
+        _refuse_shared(input_tensors, self.program.tensors)
+        recipes = {names[place]: text for place, text in finding.inputs_from.items()}
+        self.inputs = write_tensors(input_tensors, recipes=recipes, data=data)
+        self.state = write_tensors(self.program.tensors, data=data)
+        self.main = self._main()
+
+    @property
+    def stage(self) -> str:
+        """The last stage that a script runs."""
+        if self.divergence is not None:
+            stage = self.divergence.stage
+        else:
+            failure = self.finding.report.failure
+            assert failure is not None
+            # a worker that died may have died in any of the stages
+            stage = failure.signature.stage if failure.kind == "exception" else self.finding.case.stages[-1]
+        if stage == "steps":
+            raise ReproUnwritable("it shows in an optimizer's steps, and a script takes none: check the gradients")
+        return stage
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether random numbers replace some of the values that the failure was found with."""
+        return self.inputs.is_replaced or self.state.is_replaced
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the script needs the function `cast`."""
+        return any("cast(inputs()" in line for line in self.main.statements)
+
+    def _divergence(self) -> Divergence | None:
+        """Return the divergence that the script shows, or None if the candidate failed."""
+        if self.finding.report.failure is not None:
+            return None
+        return divergence_of(self.finding.report, self.outputs, dict(self._state_expressions()))
+
+    def _state_expressions(self) -> Iterator[tuple[str, str]]:
+        """Yield the path of each state tensor in a report, with the script's expression for it, given `call`."""
+        for path, name in self.program.paths.items():
+            if not self.applied.is_rebuilt:
+                yield path, f"call.{name}"
+            else:
+                kind = "parameter" if isinstance(self.program.tensors.get(name), torch.nn.Parameter) else "buffer"
+                yield path, f'call.get_{kind}("{name.replace("[", ".").replace("]", "")}")'
+
+    def _main(self) -> ScriptMain:
+        """Return the `main` that fits the finding: a failure, a broken clause, exact values or rounded values."""
+        finding, divergence, sides = self.finding, self.divergence, self._sides()
+        if divergence is None:
+            failure = finding.report.failure
+            assert failure is not None
+            if failure.kind == "exception":
+                return ask_exception(failure, sides)
+            return ask_child(failure, sides, deadline_s=finding.deadline_s, memory_bytes=finding.memory_bytes)
+        if divergence.clause is not None:
+            arguments = {f"args[{place}]": f"args[{place}]" for place in range(len(finding.inputs))}
+            return ask_contract(divergence, sides, {**self.outputs, **arguments})
+        if divergence.is_exact:
+            return ask_exact(divergence, sides)
+        comparison = divergence.comparison
+        measurement = comparison.measurement
+        largest = measurement.max_abs if measurement is not None and not measurement.misplaced else None
+        error = comparison.error if divergence.is_lifted or largest is None else largest
+        return ask_values(divergence, sides, bound_of(divergence, error or 0.0))
+
+    def _sides(self) -> ScriptSides:
+        """Return the calls of `run` for reference, candidate and truth."""
+        program = "Program()" if self.program.is_module else "program"
+        dtype, applied = self.applied.dtype, self.applied
+        candidate = f"run({applied.call.format(program)}, inputs())"
+        return ScriptSides(
+            reference=f"run({program}, inputs())",
+            candidate=candidate if dtype is None else self._run_in(dtype),
+            truth=self._run_in("torch.float64") if self._has_truth() else None,
+            label=applied.label,
+        )
+
+    def _run_in(self, dtype: str) -> str:
+        """Return the call of `run` with program and inputs cast to a dtype."""
+        program = f"Program().to({dtype})" if self.program.is_module else "program"
+        is_plain = all(
+            isinstance(value, torch.Tensor) and value.is_floating_point() and not value.requires_grad
+            for value in self.finding.inputs
+        )
+        args = f"[x.to({dtype}) for x in inputs()]" if is_plain else f"cast(inputs(), {dtype})"
+        return f"run({program}, {args})"
+
+    def _has_truth(self) -> bool:
+        """Return whether the script can compute and print the value in float64."""
+        divergence = self.divergence
+        if divergence is None or divergence.is_lifted:
+            return False
+        worst = divergence.comparison.worst
+        if worst is None or worst.truth is None:
+            return False
+        # casts would lose shared memory, and a program that names a narrow dtype would still round to it
+        if self.inputs.is_shared or self.state.is_shared or _names_narrow(self.finding.graph):
+            return False
+        values = (*self.finding.inputs, *self.program.tensors.values())
+        return not any(isinstance(value, torch.Tensor) and value.is_complex() for value in values)
 
 
-def _backward_of_one(seeds: Mapping[str, int]) -> Iterator[str]:
-    ((output, seed),) = seeds.items()
-    yield f"{output}.backward(cotangent({output}, {seed}))"
+def shown_divergence(finding: Finding) -> Divergence:
+    """Return the divergence that a script of the finding shows; its expression for state is only a placeholder."""
+    names = (*dict(finding.graph.named_parameters()), *dict(finding.graph.named_buffers()))
+    return divergence_of(finding.report, outputs_of(finding.graph), dict.fromkeys(names, "call"))
 
 
-def _backward(seeds: Mapping[str, int]) -> Iterator[str]:
-    yield f"seeded = [{', '.join(f'({output}, {seed})' for output, seed in seeds.items())}]"
-    yield "roots = [pair for pair in seeded if torch.is_tensor(pair[0]) and pair[0].requires_grad]"
-    yield "if roots:"
-    yield "    torch.autograd.backward([output for output, _ in roots], [cotangent(*pair) for pair in roots])"
+def _in_float64(finding: Finding) -> Finding:
+    """Return the finding with graph and inputs in float64, as the semantic question asks it."""
+    graph, inputs = copy_together((finding.graph, finding.inputs), name="the finding", convert=widened)
+    return replace(finding, graph=lift_graph(graph), inputs=inputs, inputs_from={})
 
 
-def outputs_of(graph_module: GraphModule) -> dict[str, str]:
-    """Return each leaf that a graph returns: its path in a report, and how a script reaches it."""
-    returned: Any = graph_module.graph.output_node().args[0]
-    if not isinstance(returned, (list, tuple)):
-        return _tensors_within(returned, "outputs", "outputs")
-    # who called the graph may have got another structure than it returns
-    restored = leaves_of(restored_outputs(graph_module)(list(range(len(returned)))), "outputs")
-    found: dict[str, str] = {}
-    for path, place in restored.items():
-        if type(place) is int:
-            found |= _tensors_within(returned[place], path, f"outputs[{place}]")
-    return found
+def _names_narrow(graph_module: GraphModule) -> bool:
+    """Return whether a node of the graph has a dtype below float64 as an argument."""
+
+    def flatten(values: Any) -> Iterator[Any]:
+        if isinstance(values, (list, tuple)):
+            for value in values:
+                yield from flatten(value)
+        else:
+            yield values
+
+    return any(
+        isinstance(value, torch.dtype) and is_narrow(value)
+        for node in graph_module.graph.nodes
+        for value in flatten((*node.args, *node.kwargs.values()))
+    )
 
 
-def _tensors_within(returned: Any, path: str, expression: str) -> dict[str, str]:
-    if not isinstance(returned, (list, tuple, dict)):
-        return {path: expression}
-    items = returned.items() if isinstance(returned, dict) else enumerate(returned)
-    found: dict[str, str] = {}
-    for key, item in items:
-        found |= _tensors_within(item, f"{path}[{key!r}]", f"{expression}[{key!r}]")
-    return found
+def _refuse_shared(inputs: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> None:
+    """Raise ReproUnwritable if an input shares memory with a tensor of the graph."""
+    strided = {name: tensor for name, tensor in inputs.items() if tensor.layout is torch.strided}
+    memory = {tensor.untyped_storage().data_ptr(): name for name, tensor in strided.items() if tensor.numel()}
+    for name, tensor in state.items():
+        if tensor.layout is torch.strided and (other := memory.get(tensor.untyped_storage().data_ptr())) is not None:
+            raise ReproUnwritable(f"the input {other} shares memory with {name} of the graph: make that an input too")
 
 
 SURVIVED = 42
-"""With this status a child says that it came to its end."""
+"""The exit status of a child that came to its end."""
 OUTPUT_BYTES = 16 * 2**20
+"""A child that prints so much prints without end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptSides:
-    """The calls of `run` that give each side, and what the candidate's values are called."""
+    """The calls of `run` for each side, and the word for the candidate's values, such as `compiled`."""
 
     reference: str
     candidate: str
     truth: str | None
-    """None where a script has no truth."""
+    """None if the script has no truth."""
     label: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptMain:
-    """What a script asks, and what it needs for that."""
+    """The statements of `main`, which returns whether the bug is there, and what they need."""
 
-    main: tuple[str, ...]
+    statements: tuple[str, ...]
     returns: tuple[str, ...] = ()
     """The last statements of `run`."""
     constants: tuple[str, ...] = ()
@@ -132,13 +221,13 @@ class ScriptMain:
 
 
 def ask_values(divergence: Divergence, sides: ScriptSides, bound: Bound) -> ScriptMain:
-    """Ask whether an element is further off than the bound."""
+    """Return a `main` that asks whether any element differs by more than the bound."""
     wide = "to(torch.complex128)" if (divergence.comparison.dtype or "").startswith("complex") else "double()"
     truth = ", {truth[worst].item()} in float64" if sides.truth else ""
     return ScriptMain(
         constants=(f"BOUND = {bound.value:.3g}  # {bound.reason}",),
         returns=(f"return {divergence.leaf}.detach().{wide}",),
-        main=(
+        statements=(
             *_both(sides),
             *([f"truth = {sides.truth}"] if sides.truth else []),
             _SAME_SHAPE,
@@ -153,10 +242,10 @@ def ask_values(divergence: Divergence, sides: ScriptSides, bound: Bound) -> Scri
 
 
 def ask_exact(divergence: Divergence, sides: ScriptSides) -> ScriptMain:
-    """Ask whether any element differs."""
+    """Return a `main` that asks whether any element differs."""
     return ScriptMain(
         returns=(f"return torch.as_tensor({divergence.leaf})",),
-        main=(
+        statements=(
             *_both(sides),
             _SAME_SHAPE,
             "differing = (candidate != reference).nonzero().tolist()",
@@ -187,7 +276,10 @@ _STRUCTURE = (
 
 
 def ask_contract(divergence: Divergence, sides: ScriptSides, around: Mapping[str, str]) -> ScriptMain:
-    """Ask whether a clause is still broken; `around` has whatever may share memory with the leaf, by its path."""
+    """Return a `main` that asks whether a clause of the contract is still broken.
+
+    `around` has the expressions of values that may share memory with the leaf, by path.
+    """
     clause, leaf = divergence.clause, divergence.leaf
     definitions: tuple[str, ...] = ()
     returns: tuple[str, ...]
@@ -210,7 +302,7 @@ def ask_contract(divergence: Divergence, sides: ScriptSides, around: Mapping[str
     return ScriptMain(
         returns=returns,
         definitions=definitions,
-        main=(
+        statements=(
             *_both(sides),
             f'print(f"{_at(divergence)}, {what}: {{reference}} eagerly, {{candidate}} {sides.label}")',
             "return candidate != reference",
@@ -219,12 +311,12 @@ def ask_contract(divergence: Divergence, sides: ScriptSides, around: Mapping[str
 
 
 def ask_exception(failure: Failure, sides: ScriptSides) -> ScriptMain:
-    """Ask whether the candidate still raises that."""
+    """Return a `main` that asks whether the candidate still raises this exception."""
     name, key = failure.type.rpartition(".")[2], key_of(failure)
     is_other = f'type(error).__name__ != "{name}"' + (" or SAID not in str(error)" if key else "")
     return ScriptMain(
         constants=(f"SAID = {write_text(key)}",) if key else (),
-        main=(
+        statements=(
             sides.reference,
             "try:",
             f"    {sides.candidate}",
@@ -239,14 +331,14 @@ def ask_exception(failure: Failure, sides: ScriptSides) -> ScriptMain:
 
 
 def ask_child(failure: Failure, sides: ScriptSides, *, deadline_s: float, memory_bytes: int) -> ScriptMain:
-    """Ask whether a process that runs the candidate still dies, or does not end."""
+    """Return a `main` that asks whether a child process with the candidate still dies, hangs or floods."""
     start = "[sys.executable, __file__, CHILD]"
     run: tuple[str, ...] = (sides.candidate,)
     imports = ["import subprocess"]
     constants = ['CHILD = "--child"']
     if failure.kind == "output":
-        constants.append(f"LIMIT = {OUTPUT_BYTES}  # bytes that nobody would print")
-        asked = [
+        constants.append(f"LIMIT = {OUTPUT_BYTES}  # bytes, more than any program prints")
+        decision = [
             f"with subprocess.Popen({start}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as child:",
             "    printed = len(child.stdout.read(LIMIT))",
             "    child.kill()",
@@ -255,7 +347,7 @@ def ask_child(failure: Failure, sides: ScriptSides, *, deadline_s: float, memory
         ]
     elif failure.kind == "timeout":
         constants.append(f"DEADLINE_S = {deadline_s:g}")
-        asked = [
+        decision = [
             "try:",
             f"    ended = subprocess.run({start}, timeout=DEADLINE_S).returncode",
             "except subprocess.TimeoutExpired:",
@@ -271,7 +363,7 @@ def ask_child(failure: Failure, sides: ScriptSides, *, deadline_s: float, memory
             imports.append("import resource")
             run = (*_LIMITED, "try:", f"    {sides.candidate}", *_OUT_OF_MEMORY)
             constants.append(f"LIMIT = {memory_bytes}  # bytes, beside what the child starts with")
-        asked = [
+        decision = [
             f"ended = subprocess.run({start}, timeout=DEADLINE_S).returncode",
             'print(f"the child ended with status {ended}")',
             f"if {died}:",
@@ -284,7 +376,7 @@ def ask_child(failure: Failure, sides: ScriptSides, *, deadline_s: float, memory
         f"    sys.exit({SURVIVED})  # it came to its end",
     )
     return ScriptMain(
-        main=(*child, sides.reference, *asked),
+        statements=(*child, sides.reference, *decision),
         constants=tuple(constants),
         imports=tuple(imports),
     )
@@ -308,6 +400,7 @@ _OUT_OF_MEMORY = (
 
 
 def _death(failure: Failure) -> str:
+    """Return the condition on `ended`, the child's exit status, under which it died as the candidate did."""
     if failure.kind == "signal":
         return f"ended == -signal.{failure.type}"
     if failure.kind == "exit":
@@ -325,155 +418,82 @@ _SAME_SHAPE = "assert candidate.shape == reference.shape"
 
 
 def _at(divergence: Divergence, index: str = "") -> str:
-    """Return a leaf, and the index of one of its elements, as they stand in a text that values are put into."""
+    """Return a leaf's path for an f-string of the script, with the expression `index` if the leaf has elements."""
     path = divergence.comparison.path.replace("{", "{{").replace("}", "}}").replace('"', "'")
     return f"{path}{{{index}}}" if index and divergence.comparison.shape else path
 
 
-class Question:
-    """Everything that is known about one script before it is put together."""
-
-    def __init__(self, finding: Finding, path: Path, *, data: bool) -> None:
-        if finding.case.loss is not None:
-            raise ReproUnwritable(
-                f"the gradients are those of {finding.case.loss}: make the loss a part of the graph, and check that"
-            )
-        self.outputs = outputs_of(finding.graph)
-        is_lifted = finding.report.failure is None and shown_by(finding).is_lifted
-        self.finding = finding = _in_float64(finding) if is_lifted else finding
-        tensors = [value for value in finding.inputs if isinstance(value, torch.Tensor)]
-        self.applied = write_transform(finding.case, path, next((each.device.type for each in tensors), "cpu"))
-        self.program = write_program(finding.graph, finding.inputs, finding.imports)
-        self.divergence = self._divergence()
-        names = self.program.inputs
-        places = zip(names, finding.inputs, strict=True)
-        given = {name: value for name, value in places if isinstance(value, torch.Tensor)}
-        _refuse_shared(given, self.program.tensors)
-        recipes = {names[place]: text for place, text in finding.inputs_from.items()}
-        self.inputs = write_tensors(given, recipes=recipes, data=data)
-        self.state = write_tensors(self.program.tensors, data=data)
-        self.verdict = self._verdict()
-
-    @property
-    def stage(self) -> str:
-        """The last stage that a script runs."""
-        if self.divergence is not None:
-            stage = self.divergence.stage
-        else:
-            failure = self.finding.report.failure
-            assert failure is not None
-            # who died without a word may have died in any of them
-            stage = failure.signature.stage if failure.kind == "exception" else self.finding.case.stages[-1]
-        if stage == "steps":
-            raise ReproUnwritable("it shows in an optimizer's steps, and a script takes none: check the gradients")
-        return stage
-
-    @property
-    def is_replaced(self) -> bool:
-        """Whether the script has other values than the failure was seen with."""
-        return self.inputs.is_replaced or self.state.is_replaced
-
-    @property
-    def is_cast(self) -> bool:
-        """Whether the script needs a function that casts inputs."""
-        return any("cast(inputs()" in line for line in self.verdict.main)
-
-    def _divergence(self) -> Divergence | None:
-        if self.finding.report.failure is not None:
-            return None
-        return divergence_of(self.finding.report, self.outputs, dict(self._reached()))
-
-    def _reached(self) -> Iterator[tuple[str, str]]:
-        """Yield how a script reaches what the program holds: a candidate may hold it by itself, under the same name."""
-        for path, name in self.program.paths.items():
-            if not self.applied.is_rebuilt:
-                yield path, f"call.{name}"
-            else:
-                kind = "parameter" if isinstance(self.program.tensors.get(name), torch.nn.Parameter) else "buffer"
-                yield path, f'call.get_{kind}("{name.replace("[", ".").replace("]", "")}")'
-
-    def _verdict(self) -> ScriptMain:
-        finding, divergence, sides = self.finding, self.divergence, self._sides()
-        if divergence is None:
-            failure = finding.report.failure
-            assert failure is not None
-            if failure.kind == "exception":
-                return ask_exception(failure, sides)
-            return ask_child(failure, sides, deadline_s=finding.deadline_s, memory_bytes=finding.memory_bytes)
-        if divergence.clause is not None:
-            arguments = {f"args[{place}]": f"args[{place}]" for place in range(len(finding.inputs))}
-            return ask_contract(divergence, sides, {**self.outputs, **arguments})
-        if divergence.is_exact:
-            return ask_exact(divergence, sides)
-        seen = divergence.comparison
-        largest = seen.measurement.max_abs if seen.measurement is not None and not seen.measurement.misplaced else None
-        error = seen.error if divergence.is_lifted or largest is None else largest
-        return ask_values(divergence, sides, bound_of(divergence, error or 0.0))
-
-    def _sides(self) -> ScriptSides:
-        program = "Program()" if self.program.is_module else "program"
-        dtype, applied = self.applied.dtype, self.applied
-        candidate = f"run({applied.call.format(program)}, inputs())"
-        return ScriptSides(
-            reference=f"run({program}, inputs())",
-            candidate=candidate if dtype is None else self._run_in(dtype),
-            truth=self._run_in("torch.float64") if self._has_truth() else None,
-            label=applied.label,
-        )
-
-    def _run_in(self, dtype: str) -> str:
-        program = f"Program().to({dtype})" if self.program.is_module else "program"
-        is_plain = all(
-            isinstance(value, torch.Tensor) and value.is_floating_point() and not value.requires_grad
-            for value in self.finding.inputs
-        )
-        args = f"[x.to({dtype}) for x in inputs()]" if is_plain else f"cast(inputs(), {dtype})"
-        return f"run({program}, {args})"
-
-    def _has_truth(self) -> bool:
-        divergence = self.divergence
-        if divergence is None or divergence.is_lifted:
-            return False
-        worst = divergence.comparison.worst
-        if worst is None or worst.truth is None:
-            return False
-        # copies in float64 share no memory, and a program that names a lower dtype rounds to it
-        if self.inputs.is_shared or self.state.is_shared or _names_narrow(self.finding.graph):
-            return False
-        held = (*self.finding.inputs, *self.program.tensors.values())
-        return not any(isinstance(value, torch.Tensor) and value.is_complex() for value in held)
+COTANGENT = (
+    "def cotangent(output, seed):",
+    "    drawn = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed))",
+    "    return drawn.bfloat16().to(output)  # numbers that every dtype can hold",
+)
+COMPLEX_COTANGENT = (
+    "def cotangent(output, seed):",
+    "    shape = (*output.shape, 2) if output.is_complex() else output.shape",
+    "    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))",
+    "    drawn = drawn.bfloat16().double()  # numbers that every dtype can hold",
+    "    return (torch.view_as_complex(drawn) if output.is_complex() else drawn).to(output)",
+)
+CAST = (
+    "def cast(args, dtype):",
+    "    def is_float(x):",
+    "        return torch.is_tensor(x) and x.is_floating_point()",
+    "",
+    "    return [x.detach().to(dtype).requires_grad_(x.requires_grad) if is_float(x) else x for x in args]",
+)
 
 
-def shown_by(finding: Finding) -> Divergence:
-    """Return the divergence that a script of a finding shows, before it is known how the script gets at it."""
-    held = (*dict(finding.graph.named_parameters()), *dict(finding.graph.named_buffers()))
-    return divergence_of(finding.report, outputs_of(finding.graph), dict.fromkeys(held, "call"))
+def write_run(
+    outputs: Mapping[str, str], *, seed: int, has_backward: bool, is_differentiable: bool, returns: Sequence[str]
+) -> list[str]:
+    """Return the lines of `run`, which end with the statements `returns`.
+
+    `outputs` has the expression of each output leaf by its path in a report. With `is_differentiable`, a single output
+    is known to require grad, and the script need not check it.
+    """
+    lines = ["def run(call, args):", f"    torch.manual_seed({seed})", "    outputs = call(*args)"]
+    if has_backward:
+        seeds = {expression: seed ^ zlib.crc32(path.encode()) for path, expression in outputs.items()}
+        is_single = is_differentiable and len(seeds) == 1
+        lines += [f"    {line}" for line in (_backward_of_one(seeds) if is_single else _backward(seeds))]
+    elif not returns:
+        lines[-1] = "    call(*args)"
+    return [*lines, *(f"    {line}" for line in returns)]
 
 
-def _in_float64(finding: Finding) -> Finding:
-    """Return the finding as the semantic question has it: nothing in it rounds below float64."""
-    graph, inputs = copy_together((finding.graph, finding.inputs), name="the finding", convert=widened)
-    return replace(finding, graph=lift_graph(graph), inputs=inputs, inputs_from={})
+def _backward_of_one(seeds: Mapping[str, int]) -> Iterator[str]:
+    ((output, seed),) = seeds.items()
+    yield f"{output}.backward(cotangent({output}, {seed}))"
 
 
-def _names_narrow(graph_module: GraphModule) -> bool:
-    def named(values: Any) -> Iterator[Any]:
-        if isinstance(values, (list, tuple)):
-            for value in values:
-                yield from named(value)
-        else:
-            yield values
-
-    return any(
-        isinstance(value, torch.dtype) and is_narrow(value)
-        for node in graph_module.graph.nodes
-        for value in named((*node.args, *node.kwargs.values()))
-    )
+def _backward(seeds: Mapping[str, int]) -> Iterator[str]:
+    yield f"seeded = [{', '.join(f'({output}, {seed})' for output, seed in seeds.items())}]"
+    yield "roots = [pair for pair in seeded if torch.is_tensor(pair[0]) and pair[0].requires_grad]"
+    yield "if roots:"
+    yield "    torch.autograd.backward([output for output, _ in roots], [cotangent(*pair) for pair in roots])"
 
 
-def _refuse_shared(given: dict[str, torch.Tensor], held: dict[str, torch.Tensor]) -> None:
-    strided = {name: tensor for name, tensor in given.items() if tensor.layout is torch.strided}
-    memory = {tensor.untyped_storage().data_ptr(): name for name, tensor in strided.items() if tensor.numel()}
-    for name, tensor in held.items():
-        if tensor.layout is torch.strided and (other := memory.get(tensor.untyped_storage().data_ptr())) is not None:
-            raise ReproUnwritable(f"the input {other} shares memory with {name} of the graph: make that an input too")
+def outputs_of(graph_module: GraphModule) -> dict[str, str]:
+    """Return the expression of each leaf that a graph returns, by its path in a report."""
+    returned: Any = graph_module.graph.output_node().args[0]
+    if not isinstance(returned, (list, tuple)):
+        return _leaves_within(returned, "outputs", "outputs")
+    # the graph's caller may get another structure than the graph returns
+    structure = leaves_of(output_builder(graph_module)(list(range(len(returned)))), "outputs")
+    expressions: dict[str, str] = {}
+    for path, place in structure.items():
+        if type(place) is int:
+            expressions |= _leaves_within(returned[place], path, f"outputs[{place}]")
+    return expressions
+
+
+def _leaves_within(returned: Any, path: str, expression: str) -> dict[str, str]:
+    """Return the expression of each leaf within a returned structure, by its path."""
+    if not isinstance(returned, (list, tuple, dict)):
+        return {path: expression}
+    items = returned.items() if isinstance(returned, dict) else enumerate(returned)
+    expressions: dict[str, str] = {}
+    for key, item in items:
+        expressions |= _leaves_within(item, f"{path}[{key!r}]", f"{expression}[{key!r}]")
+    return expressions

@@ -1,4 +1,8 @@
-"""Write the script: the program, its inputs, the transform, and a `main` that exits 1 while the bug is there."""
+"""Write a finding as a script that needs torch alone: program, inputs, transform, and a `main` that decides.
+
+The script exits with 1 while the bug is there, 0 once it is gone, and 2 if it cannot run. Start reading at `write`;
+`Question` has the parts, and `_Script.text` puts them together.
+"""
 
 from __future__ import annotations
 
@@ -23,25 +27,26 @@ HOOK = (
     "# an error on the way says nothing about the bug: it exits with 2",
     "sys.excepthook = lambda *error: sys.exit(sys.__excepthook__(*error) or 2)",
 )
-_LOADED = 'saved = torch.load(pathlib.Path(__file__).with_suffix(".pt"), weights_only=True)'
+_LOAD_SAVED = 'saved = torch.load(pathlib.Path(__file__).with_suffix(".pt"), weights_only=True)'
 
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenScript:
-    """The files of a script."""
+    """The files of a script that was written."""
 
     path: Path
     tensors_path: Path | None
-    """The tensors that were too large for it."""
+    """The file with the tensors that were too large for the script, or None."""
     embeds_data: bool
-    """Whether values of the user's tensors are in them."""
+    """Whether the files have values of the user's tensors."""
 
 
 def write(finding: Finding, path: Path, *, data: bool = True, under: str | None = None) -> WrittenScript:
-    """Write a script and what it needs beside it; without `data`, random numbers stand for the user's.
+    """Write a script, and its tensors beside it if they are large, and return the files.
 
-    With `under` it has that name, in the same directory, until somebody moves it to `path`. ReproUnwritable says why no
-    script of torch alone could show the finding.
+    Without `data`, random numbers replace the user's values. With `under`, the file gets that name in the directory of
+    `path`, and the caller moves it to `path` later. Raise ReproUnwritable if no script of torch alone can show the
+    finding.
     """
     path = Path(path)
     script = _Script(Question(finding, path, data=data), path)
@@ -58,128 +63,138 @@ def write(finding: Finding, path: Path, *, data: bool = True, under: str | None 
 class _Script:
     """Puts the parts of a script together."""
 
-    def __init__(self, asked: Question, path: Path) -> None:
-        self.asked = asked
-        self.finding = asked.finding
+    def __init__(self, question: Question, path: Path) -> None:
+        self.question = question
+        self.finding = question.finding
         self.path = path
-        self.saved = {**asked.inputs.saved, **asked.state.saved}
-        self.embeds_data = asked.inputs.embeds_data or asked.state.embeds_data
+        self.saved = {**question.inputs.saved, **question.state.saved}
+        self.embeds_data = question.inputs.embeds_data or question.state.embeds_data
 
     def text(self) -> str:
-        asked = self.asked
+        """Return the whole script."""
+        question = self.question
         blocks = [
-            [header_of(asked, self._data())],
+            [header_of(question, self._describe_data())],
             self._imports(),
             self._settings(),
-            list(asked.verdict.constants),
+            list(question.main.constants),
         ]
         functions = [
             self._inputs(),
             self._program(),
-            list(asked.applied.lines),
+            list(question.applied.lines),
             *self._tools(),
             write_run(
-                asked.outputs,
+                question.outputs,
                 seed=self.finding.case.seed,
-                has_backward=asked.stage == "gradients",
-                is_differentiable=asked.divergence is not None,
-                returns=asked.verdict.returns,
+                has_backward=question.stage == "gradients",
+                is_differentiable=question.divergence is not None,
+                returns=question.main.returns,
             ),
-            ["def main():", *(f"{INDENT}{line}" for line in asked.verdict.main)],
+            ["def main():", *(f"{INDENT}{line}" for line in question.main.statements)],
             self._ending(),
         ]
         top = "\n\n".join("\n".join(block) for block in blocks if block)
         return "\n\n\n".join([top, *("\n".join(block) for block in functions if block)]) + "\n"
 
     def _tools(self) -> Iterator[list[str]]:
-        yield list(self.asked.verdict.definitions)
-        if self.asked.is_cast:
+        """Yield the definitions of the helper functions that the script uses."""
+        yield list(self.question.main.definitions)
+        if self.question.is_cast:
             yield list(CAST)
-        if self.asked.stage == "gradients":
-            is_complex = any((seen.dtype or "").startswith("complex") for seen in self.finding.report.comparisons)
+        if self.question.stage == "gradients":
+            is_complex = any((each.dtype or "").startswith("complex") for each in self.finding.report.comparisons)
             yield list(COMPLEX_COTANGENT if is_complex else COTANGENT)
 
     def _imports(self) -> list[str]:
-        imported = [import_module(module, self.path) for module in sorted(self.asked.program.imports)]
-        others = [*(line for lines in imported for line in lines), *self.asked.applied.imports]
-        plain = {"import sys", *self.asked.verdict.imports}
+        """Return the import statements; torch comes after the exception hook, which also covers its import."""
+        imported = [import_module(module, self.path) for module in sorted(self.question.program.imports)]
+        others = [*(line for lines in imported for line in lines), *self.question.applied.imports]
+        plain = {"import sys", *self.question.main.imports}
         if self.saved or any("pathlib" in line for line in others):
             plain.add("import pathlib")
-        configs = sorted({f"import {name.rpartition('config.')[0]}config" for name in self._changed()})
+        configs = sorted({f"import {name.rpartition('config.')[0]}config" for name in self._compiler_settings()})
         last = list(dict.fromkeys(others))
         return [*sorted(plain), "", *HOOK, "", "import torch", *configs, *(["", *last] if last else [])]
 
-    def _changed(self) -> dict[str, Any]:
-        changed = {**self.finding.config, **self.asked.applied.settings}
+    def _compiler_settings(self) -> dict[str, Any]:
+        """Return the compiler's settings that the script changes, by their full names."""
+        settings = {**self.finding.config, **self.question.applied.settings}
         if SAME_RANDOM in self.finding.report.notes:
-            changed["torch._inductor.config.fallback_random"] = True
-        return changed
+            settings["torch._inductor.config.fallback_random"] = True
+        return settings
 
     def _settings(self) -> list[str]:
-        lines = [f"{name} = {write_value(value)}" for name, value in sorted(self._changed().items())]
+        """Return the statements that change settings of torch."""
+        lines = [f"{name} = {write_value(value)}" for name, value in sorted(self._compiler_settings().items())]
         if self.finding.case.deterministic:
             lines.append("torch.use_deterministic_algorithms(True)")
         return lines
 
     def _inputs(self) -> list[str]:
-        source = self.asked.inputs
-        written = [
+        """Return the definition of `inputs`, which builds the arguments of the program."""
+        source = self.question.inputs
+        values = [
             source.expressions[name] if isinstance(value, torch.Tensor) else write_value(value)
-            for name, value in zip(self.asked.program.inputs, self.finding.inputs, strict=True)
+            for name, value in zip(self.question.program.inputs, self.finding.inputs, strict=True)
         ]
-        lines = [*_prepared(source)]
-        one_line = f"return ({', '.join(written)}{',' if len(written) == 1 else ''})"
+        lines = [*_setup(source)]
+        one_line = f"return ({', '.join(values)}{',' if len(values) == 1 else ''})"
         if len(one_line) <= WIDTH - len(INDENT):
             lines.append(one_line)
         else:
-            lines += ["return (", *(line for text in written for line in _wrapped(f"{text},", INDENT)), ")"]
+            lines += ["return (", *(line for text in values for line in _wrap(f"{text},", INDENT)), ")"]
         return ["def inputs():", *(f"{INDENT}{line}" for line in lines)]
 
     def _program(self) -> list[str]:
-        program, source = self.asked.program, self.asked.state
+        """Return the definition of the function `program` or the class `Program`."""
+        program, source = self.question.program, self.question.state
         if not program.is_module:
             return [f"def program({', '.join(program.inputs)}):", *(f"{INDENT}{line}" for line in program.body)]
-        held = [*_prepared(source), *(f"self.{name} = {call}" for name, call in program.modules.items())]
+        state = [*_setup(source), *(f"self.{name} = {call}" for name, call in program.modules.items())]
         for name, tensor in program.tensors.items():
             is_buffer = name.isidentifier() and not isinstance(tensor, torch.nn.Parameter)
-            made = source.expressions[name]
-            held += _wrapped(f'self.register_buffer("{name}", {made})' if is_buffer else f"self.{name} = {made}")
+            value = source.expressions[name]
+            state += _wrap(f'self.register_buffer("{name}", {value})' if is_buffer else f"self.{name} = {value}")
         return [
             "class Program(torch.nn.Module):",
             f"{INDENT}def __init__(self):",
             f"{INDENT * 2}super().__init__()",
-            *(f"{INDENT * 2}{line}" for line in held),
+            *(f"{INDENT * 2}{line}" for line in state),
             "",
             f"{INDENT}def forward({', '.join(('self', *program.inputs))}):",
             *(f"{INDENT * 2}{line}" for line in program.body),
         ]
 
     def _ending(self) -> list[str]:
+        """Return the lines that call `main` and exit with its answer."""
         tries = self.finding.tries
-        asked = "main()" if tries == 1 else f"any(main() for _ in range({tries}))  # it does not fail each time"
+        call = "main()" if tries == 1 else f"any(main() for _ in range({tries}))  # it does not fail each time"
         return [
             'if __name__ == "__main__":',
-            f"{INDENT}is_there = {asked}",
+            f"{INDENT}is_there = {call}",
             f'{INDENT}print("the bug is there" if is_there else "the bug is gone")',
             f"{INDENT}sys.exit(int(is_there))",
         ]
 
-    def _data(self) -> str:
+    def _describe_data(self) -> str:
+        """Return a sentence that says whether the script embeds the user's values."""
         if not self.embeds_data:
             return "Its tensors are drawn or constant, and none is the user's; numbers in the code may be."
         beside = f", some of them in {self.path.with_suffix('.pt').name} beside it" if self.saved else ""
         return f"It embeds values of the tensors that it was found with{beside}."
 
 
-def _prepared(source: TensorSource) -> Iterator[str]:
+def _setup(source: TensorSource) -> Iterator[str]:
+    """Yield the statements that come before the expressions of tensors."""
     if source.saved:
-        yield _LOADED
+        yield _LOAD_SAVED
     for line in source.setup:
-        yield from _wrapped(line)
+        yield from _wrap(line)
 
 
-def _wrapped(text: str, indent: str = "") -> list[str]:
-    """Break a line of numbers, which may be broken behind any of them."""
+def _wrap(text: str, indent: str = "") -> list[str]:
+    """Return a statement in lines of at most `WIDTH` letters, broken at its spaces."""
     if len(text) + len(indent) <= WIDTH - 2 * len(INDENT):
         return [f"{indent}{text}"]
     return textwrap.wrap(

@@ -1,4 +1,7 @@
-"""A transform in plain torch: the lines of a script that turn the program into the candidate."""
+"""A transform as source text: the lines of a script that turn the program into the candidate.
+
+Start reading at `write_transform`, which has one writer for each kind of transform.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +21,30 @@ _BACKENDS = ("inductor", "aot_eager", "aot_eager_decomp_partition", "eager")
 
 @dataclass(frozen=True, kw_only=True)
 class TransformSource:
-    """How a script makes and runs its candidate."""
+    """The source text that makes a script's candidate, and the words for it."""
 
     what: str
-    """What the candidate is, as the subject of a sentence."""
+    """The candidate as the subject of a sentence, such as `torch.compile(backend="inductor")`."""
     label: str
-    """How its values are called apart from the reference's."""
+    """The word for the candidate's values, such as `compiled`."""
     call: str = "{}"
-    """The candidate, given the program."""
+    """The expression of the candidate, with `{}` for the program."""
     dtype: str | None = None
-    """What program and inputs are cast to."""
+    """The dtype to which program and inputs are cast, or None."""
     lines: tuple[str, ...] = ()
-    """Definitions that come before."""
+    """Definitions that the expression needs."""
     imports: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the compiler, by their full names."""
     is_rebuilt: bool = False
-    """Whether the candidate holds its state by itself, under the names that it has in the program."""
+    """Whether the candidate is a new module with parameters and buffers of its own, under the same names."""
 
 
 def write_transform(case: Case, script: Path, device: str) -> TransformSource:
-    """Return how a script applies the transform of a case; ReproUnwritable says why it cannot."""
+    """Return how a script applies the transform of a case. Raise ReproUnwritable if it cannot.
+
+    `script` is the path of the script, and `device` the type of device on which its inputs are.
+    """
     name, colon, argument = case.transform.partition(":")
     writers: dict[str, Callable[[], TransformSource]] = {
         "backend": lambda: _compiled(f'"{argument}"', argument, case.options),
@@ -61,10 +67,11 @@ def write_transform(case: Case, script: Path, device: str) -> TransformSource:
         raise ReproUnwritable(
             f"{case.transform} lives in this process only: put it in a file, and name it as path/file.py:name"
         )
-    return _passed(case, script)
+    return _fx_pass(case, script)
 
 
 def _compiled(backend: str, name: str, options: Mapping[str, Any]) -> TransformSource:
+    """Return `torch.compile` with a backend: its expression `backend`, and its `name`."""
     keywords = [f"backend={backend}"]
     settings = {
         f"{_INDUCTOR}.{key.removeprefix('config.')}": value
@@ -75,39 +82,43 @@ def _compiled(backend: str, name: str, options: Mapping[str, Any]) -> TransformS
     if mode := options.get("mode"):
         if name == "inductor":
             keywords.append(f'mode="{mode}"')
-        else:  # torch takes a mode for inductor alone
-            stands_for = mode_config(str(mode), dynamic=options.get("dynamic"))
-            settings = {**{f"{_INDUCTOR}.{key}": value for key, value in stands_for.items()}, **settings}
-    given = ", ".join(keywords)
+        else:  # torch accepts a mode for inductor only
+            mode_settings = mode_config(str(mode), dynamic=options.get("dynamic"))
+            settings = {**{f"{_INDUCTOR}.{key}": value for key, value in mode_settings.items()}, **settings}
+    arguments = ", ".join(keywords)
     return TransformSource(
-        what=f"torch.compile({given})", label="compiled", call=f"torch.compile({{}}, {given})", settings=settings
+        what=f"torch.compile({arguments})",
+        label="compiled",
+        call=f"torch.compile({{}}, {arguments})",
+        settings=settings,
     )
 
 
-def _passed(case: Case, script: Path) -> TransformSource:
-    found = import_named(case.transform, script)
+def _fx_pass(case: Case, script: Path) -> TransformSource:
+    """Return a user's pass on the dynamo, aten or export graph."""
+    imported = import_named(case.transform, script)
     options = dict(case.options)
     graph = options.pop("graph", "dynamo")
     what = f"The pass {case.transform.rpartition(':')[2]} on the {graph} graph"
-    boxed = 'made if getattr(made, "_boxed_call", False) else make_boxed_func(made)'
+    boxed = 'result if getattr(result, "_boxed_call", False) else make_boxed_func(result)'
     function = (
         "def transform(graph_module, example_inputs):",
-        f"    made = {found.name}(graph_module, example_inputs)",
-        "    made = graph_module if made is None else made  # it may have changed its graph in place",
-        "    if isinstance(made, torch.fx.GraphModule):",
-        "        made.recompile()",
-        f"    return {boxed if graph == 'aten' else 'made'}",
+        f"    result = {imported.name}(graph_module, example_inputs)",
+        "    result = graph_module if result is None else result  # it may have changed its graph in place",
+        "    if isinstance(result, torch.fx.GraphModule):",
+        "        result.recompile()",
+        f"    return {boxed if graph == 'aten' else 'result'}",
     )
-    imports = found.lines
+    imports = imported.lines
     if graph == "export":
-        made = _exported("exported", what, {}, then="transform({}, inputs())")
-        return replace(made, label="transformed", lines=(*function, "", "", *made.lines), imports=imports)
+        exported = _exported("exported", what, {}, then="transform({}, inputs())")
+        return replace(exported, label="transformed", lines=(*function, "", "", *exported.lines), imports=imports)
     backend = "transform"
     if graph == "aten":
         imports = ("from functorch.compile import make_boxed_func", _AOT_IMPORT, *imports)
         backend = "aot_autograd(fw_compiler=transform, bw_compiler=transform)"
-    made = _compiled(backend, backend, options)
-    return replace(made, what=what, label="transformed", lines=function, imports=imports)
+    compiled = _compiled(backend, backend, options)
+    return replace(compiled, what=what, label="transformed", lines=function, imports=imports)
 
 
 _AOT_IMPORT = "from torch._dynamo.backends.common import aot_autograd"
@@ -116,8 +127,12 @@ _AOT_IMPORT = "from torch._dynamo.backends.common import aot_autograd"
 def _exported(
     name: str, what: str, options: Mapping[str, Any], *, then: str = "{}", change: str = ""
 ) -> TransformSource:
+    """Return `torch.export` in a function called `name`.
+
+    `change` is appended to the exported program, and `then` is an expression with `{}` for its module.
+    """
     strict = ", strict=True" if options.get("strict") else ""
-    made = then.format(f"torch.export.export(program, inputs(){strict}){change}.module()")
+    module = then.format(f"torch.export.export(program, inputs(){strict}){change}.module()")
     return TransformSource(
         what=what,
         label=name,
@@ -128,32 +143,35 @@ def _exported(
             "        module = torch.nn.Module()",
             "        module.forward = program",
             "        program = module",
-            f"    return {made}",
+            f"    return {module}",
         ),
         is_rebuilt=True,
     )
 
 
 def _decomposed(options: Mapping[str, Any], script: Path) -> TransformSource:
+    """Return `run_decompositions`, with the user's table if the options name one."""
     if "table" not in options:
         return _exported("decomposed", "run_decompositions()", options, change=".run_decompositions()")
-    found = import_named(str(options["table"]), script)
-    table = f"{found.name}() if callable({found.name}) else {found.name}"
-    made = _exported("decomposed", f"run_decompositions({found.name})", options, change=f".run_decompositions({table})")
-    return replace(made, imports=found.lines)
+    imported = import_named(str(options["table"]), script)
+    name = imported.name
+    table = f"{name}() if callable({name}) else {name}"
+    exported = _exported("decomposed", f"run_decompositions({name})", options, change=f".run_decompositions({table})")
+    return replace(exported, imports=imported.lines)
 
 
 def _autocast(dtype: str, device: str) -> TransformSource:
-    given = f'"{device}", torch.{dtype}'
+    """Return `torch.autocast` around the program's call."""
+    arguments = f'"{device}", torch.{dtype}'
     return TransformSource(
-        what=f"torch.autocast({given})",
+        what=f"torch.autocast({arguments})",
         label="under autocast",
         call="autocast({})",
         lines=(
             "def autocast(program):",
             "    if not isinstance(program, torch.nn.Module):",
-            f"        return torch.autocast({given})(program)",
-            f"    program.forward = torch.autocast({given})(program.forward)",
+            f"        return torch.autocast({arguments})(program)",
+            f"    program.forward = torch.autocast({arguments})(program.forward)",
             "    return program",
         ),
     )

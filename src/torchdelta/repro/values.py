@@ -1,10 +1,11 @@
-"""Values as source text, exactly: what Python reads back is the same to the last bit.
+"""Values as source text: what Python reads back is the same to the last bit.
 
-The elements of a tensor as source text: the shortest that Python and torch read back to the same bits.
+Three levels, from the top down:
 
-Tensors as source text: inline where they are small, and otherwise in a file beside the script.
-
-Strides, `requires_grad` and which of them share memory are kept, because a failure may need any of these.
+- `write_tensors`: named tensors of a script, inline if they are small, and else in a file beside the script. Strides,
+  `requires_grad` and shared memory stay, because a failure may need any of these;
+- `write_contiguous`: the elements of one tensor, in the shortest text that gives the same bits;
+- `write_value`: numbers, text, containers, dtypes, functions.
 """
 
 from __future__ import annotations
@@ -26,16 +27,314 @@ from torchdelta._torch.process import runtime
 from torchdelta.errors import ReproUnwritable, UsageError
 from torchdelta.program.copies import copy_together
 
+INLINE = 64
+"""A tensor of at most so many elements is written into the script, because a reader can still look them over."""
+SEEDED = "torch.manual_seed(0)"
+
+
+@dataclass(kw_only=True)
+class TensorSource:
+    """The source text of a script's tensors."""
+
+    setup: list[str] = field(default_factory=list)
+    """Statements before the expressions."""
+    expressions: dict[str, str] = field(default_factory=dict)
+    """The expression of each tensor, by name."""
+    saved: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The tensors for the file beside the script, by name; the script loads them as `saved`."""
+    embeds_data: bool = False
+    """Whether the text or the file has values of the user's tensors."""
+    is_replaced: bool = False
+    """Whether random numbers replace some values."""
+    is_shared: bool = False
+    """Whether some tensors share memory."""
+
+
+def write_tensors(
+    tensors: Mapping[str, torch.Tensor], *, recipes: Mapping[str, str] | None = None, data: bool = True
+) -> TensorSource:
+    """Return the source of named tensors.
+
+    `recipes` has expressions that give the values of some of them, by name. Without `data`, random numbers replace the
+    other values. Raise ReproUnwritable if a tensor has no source.
+    """
+    source = TensorSource()
+    if not data and any(not is_trivial(tensor) for tensor in tensors.values()):
+        source.setup.append(SEEDED)
+    for shared in _by_memory(tensors):
+        if len(shared) == 1:
+            ((name, tensor),) = shared.items()
+            source.expressions[name] = _add_kind(
+                _write_one(name, tensor, (recipes or {}).get(name), data, source), tensor
+            )
+        else:
+            source.is_shared = True
+            _write_shared(shared, data, source)
+    source.saved = dict(zip(source.saved, copy_together(list(source.saved.values()), name="inputs"), strict=True))
+    return source
+
+
+def _by_memory(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Return the tensors in groups that share memory."""
+    groups: dict[object, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        groups.setdefault(parts.storage_key(tensor) or name, {})[name] = tensor
+    return list(groups.values())
+
+
+def _write_one(name: str, tensor: torch.Tensor, recipe: str | None, data: bool, source: TensorSource) -> str:
+    """Return the expression of one tensor without its kind; setup and tensors for the file are added to `source`."""
+    if recipe is not None:
+        _require_same(recipe, tensor, name)
+        return recipe
+    if not parts.has_own_buffer(tensor) or type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_neg():
+        if not data:
+            raise ReproUnwritable(f"{name} is a {parts.describe(tensor)}, which random numbers cannot replace")
+        source.embeds_data = True
+        source.saved[name] = tensor.detach()
+        return f'saved["{name}"]'
+    if tensor.is_conj():
+        return _write_one(name, tensor.detach().conj(), None, data, source) + ".conj()"
+    if _is_permuted(tensor):
+        if not _is_inline(tensor, data):
+            source.embeds_data = True
+            source.saved[name] = _compact(tensor)
+            return f'saved["{name}"]'
+        written = _write_values(tensor, data, source)
+        if tensor.is_contiguous():
+            return written
+        layout = f"{tuple(tensor.shape)}, {tensor.stride()}, dtype={tensor.dtype}"
+        return f"torch.empty_strided({layout}).copy_({written})"
+    _write_shared({name: tensor}, data, source)
+    return source.expressions.pop(name)
+
+
+def _write_shared(shared: Mapping[str, torch.Tensor], data: bool, source: TensorSource) -> None:
+    """Add a piece of memory to the setup of `source`, and each tensor of the group as a view of it."""
+    first = next(iter(shared.values()))
+    if any(tensor.dtype != first.dtype for tensor in shared.values()):
+        names = ", ".join(shared)
+        raise ReproUnwritable(f"{names} are one piece of memory in several dtypes: give the graph copies of them")
+    start = min(int(tensor.storage_offset()) for tensor in shared.values())
+    # the start may move, but not its alignment
+    start -= start % 16
+    end = max(int(tensor.storage_offset()) + _span(tensor) for tensor in shared.values())
+    memory = first.detach().as_strided((end - start,), (1,), start)
+    name = "memory" if "memory = " not in "".join(source.setup) else f"memory_{len(source.setup)}"
+    if _is_inline(memory, data):
+        source.setup.append(f"{name} = {_write_values(memory, data, source)}")
+    else:
+        source.embeds_data = True
+        source.saved[name] = memory.clone()
+        source.setup.append(f'{name} = saved["{name}"]')
+    for key, tensor in shared.items():
+        layout = f"{tuple(tensor.shape)}, {tensor.stride()}, {int(tensor.storage_offset()) - start}"
+        view = f"{name}.as_strided({layout})"
+        source.expressions[key] = _add_kind(view, tensor) if len(shared) > 1 else view
+
+
+def _write_values(tensor: torch.Tensor, data: bool, source: TensorSource) -> str:
+    """Return an expression of a contiguous tensor with the same elements, or with random ones without `data`."""
+    if not data and not is_trivial(tensor):
+        source.is_replaced = True
+        return _write_random(tensor)
+    source.embeds_data |= not is_trivial(tensor)
+    return write_contiguous(tensor)
+
+
+def _write_random(tensor: torch.Tensor) -> str:
+    """Return an expression that draws a tensor of the same shape and dtype, and for integers of the same range."""
+    shape, dtype = tuple(tensor.shape), tensor.dtype
+    if dtype is torch.bool:
+        return f"torch.rand({shape}) < 0.5"
+    if dtype.is_complex or dtype.is_floating_point:
+        if dtype.itemsize == 1:
+            return f"torch.randn({shape}).to({dtype})"
+        return f"torch.randn({shape}{'' if dtype is torch.float32 else f', dtype={dtype}'})"
+    # the same range, because the integers may be indices
+    wide = tensor.detach().cpu().to(torch.int64)
+    return f"torch.randint({int(wide.min())}, {int(wide.max()) + 1}, {shape}, dtype={dtype})"
+
+
+def _add_kind(expression: str, tensor: torch.Tensor) -> str:
+    """Return the expression of a tensor's values, extended by its device, `requires_grad` and Parameter class."""
+    if tensor.device.type != "cpu" and not expression.startswith("saved"):
+        expression = f"{_parenthesise(expression)}.to({str(tensor.device)!r})"
+    if isinstance(tensor, torch.nn.Parameter):
+        return f"torch.nn.Parameter({expression}{'' if tensor.requires_grad else ', requires_grad=False'})"
+    if not tensor.requires_grad:
+        return expression
+    if expression.startswith("torch.tensor(") and expression.count("(") == 1:
+        return f"{expression[:-1]}, requires_grad=True)"
+    return f"{_parenthesise(expression)}.requires_grad_()"
+
+
+def _parenthesise(expression: str) -> str:
+    return f"({expression})" if " < " in expression else expression
+
+
+def _is_inline(tensor: torch.Tensor, data: bool) -> bool:
+    return not data or tensor.numel() <= INLINE or is_constant(tensor)
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Return how many elements of memory lie between a tensor's first and last element, both included."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _is_permuted(tensor: torch.Tensor) -> bool:
+    """Return whether the elements fill their memory from its start without gaps or overlaps, in any order of axes."""
+    steps = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
+    expected = 1
+    for stride, size in steps:
+        if stride != expected and tensor.numel():
+            return False
+        expected *= size
+    return tensor.storage_offset() == 0
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    duplicate = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return duplicate.copy_(tensor.detach())
+
+
+def _require_same(recipe: str, tensor: torch.Tensor, name: str) -> None:
+    """Raise UsageError if a recipe does not give the tensor's values, dtype, shape and strides."""
+    try:
+        with runtime.drawing_from():
+            result = eval(recipe, {"torch": torch})
+    except Exception as error:
+        raise UsageError(f"the source of {name} fails: {recipe}: {type(error).__name__}: {error}") from error
+    is_like = isinstance(result, torch.Tensor) and (result.dtype, result.shape, result.stride()) == (
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+    )
+    if not is_like or not torch.equal(result.detach().cpu(), tensor.detach().cpu()):
+        raise UsageError(f"{recipe} does not give the values of {name}")
+
+
+_NUMPY = {torch.float16: np.float16, torch.float32: np.float32}
+_INFERRED = (torch.float32, torch.int64, torch.bool)
+"""The dtypes that torch infers from Python numbers, so that a literal needs no dtype."""
+_REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+_BY_BYTES = "torch.tensor({bytes}, dtype=torch.uint8).view({dtype}).reshape({shape})"
+
+
+def write_contiguous(tensor: torch.Tensor) -> str:
+    """Return an expression of a contiguous tensor with these elements on the CPU, bit for bit."""
+    plain = tensor.detach().cpu().contiguous()
+    if not plain.numel():
+        return f"torch.empty({tuple(plain.shape)}, dtype={plain.dtype})"
+    try:
+        written = _write_constant(plain) if plain.numel() > 1 and _is_constant(plain) else _write_elements(plain)
+        if _is_same(_read(written), plain):
+            return written
+    except (NotImplementedError, RuntimeError, TypeError, ValueError):
+        pass  # some dtypes can only be stored, and have no operations
+    # bytes also keep the payload of a NaN, which has no other text
+    return _BY_BYTES.format(
+        bytes=plain.reshape(-1).view(torch.uint8).tolist(), dtype=plain.dtype, shape=tuple(plain.shape)
+    )
+
+
+def is_trivial(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is all zeros or all ones, which does not count as the user's data."""
+    if not tensor.numel():
+        return True
+    try:
+        return bool((tensor == 0).all() or (tensor == 1).all())
+    except (NotImplementedError, RuntimeError):
+        return False
+
+
+def is_constant(tensor: torch.Tensor) -> bool:
+    """Return whether all elements have the same bits, so that one number describes them."""
+    return tensor.numel() < 2 or _is_constant(tensor.detach().cpu().contiguous())
+
+
+def _is_constant(plain: torch.Tensor) -> bool:
+    cells = plain.reshape(-1, 1).view(torch.uint8)
+    return bool((cells == cells[0]).all())
+
+
+def _write_constant(plain: torch.Tensor) -> str:
+    """Return `torch.zeros`, `torch.ones` or `torch.full` for a tensor of equal elements."""
+    shape, keyword = tuple(plain.shape), _keyword(plain.dtype)
+    (text,) = _texts(plain.reshape(-1)[:1])
+    if text in ("0.0", "1.0") or (text in ("0", "1") and plain.dtype is not torch.int64):
+        return f"torch.{'zeros' if text in ('0', '0.0') else 'ones'}({shape}{keyword})"
+    return f"torch.full({shape}, {text}{keyword})"
+
+
+def _write_elements(plain: torch.Tensor) -> str:
+    return f"torch.tensor({_nested(_texts(plain.reshape(-1)), plain.shape)}{_keyword(plain.dtype)})"
+
+
+def _keyword(dtype: torch.dtype) -> str:
+    return "" if dtype in _INFERRED else f", dtype={dtype}"
+
+
+def _nested(texts: Sequence[str], shape: Sequence[int]) -> str:
+    """Return the texts of elements as nested lists of a shape."""
+    if not shape:
+        return texts[0]
+    step = len(texts) // shape[0]
+    rows = (texts[index * step : (index + 1) * step] for index in range(shape[0]))
+    return f"[{', '.join(_nested(row, shape[1:]) for row in rows)}]"
+
+
+def _texts(flat: torch.Tensor) -> list[str]:
+    """Return the shortest text of each element that the dtype rounds to the same number."""
+    if flat.dtype.is_complex:
+        real = _REAL[flat.dtype]
+        parts = torch.view_as_real(flat).to(torch.float64).tolist()
+        return [write_complex(complex(_shortened(x, real), _shortened(y, real))) for x, y in parts]
+    if flat.dtype.is_floating_point:
+        return [write_float(_shortened(value, flat.dtype)) for value in flat.to(torch.float64).tolist()]
+    return [repr(value) for value in flat.tolist()]
+
+
+def _shortened(value: float, dtype: torch.dtype) -> float:
+    """Return the float with the shortest text that the dtype rounds to the same number."""
+    if dtype is torch.float64 or not math.isfinite(value) or value == 0.0:
+        return value
+    if dtype in _NUMPY:
+        shorter = float(str(_NUMPY[dtype](value)))
+        return shorter if float(torch.tensor(shorter, dtype=dtype)) == value else value
+    for digits in range(1, 10):
+        shorter = float(f"{value:.{digits}g}")
+        if float(torch.tensor(shorter, dtype=dtype)) == value:
+            return shorter
+    return value
+
+
+def _read(expression: str) -> torch.Tensor:
+    # safe, because this module has just written it from numbers
+    tensor = eval(expression, {"torch": torch})
+    assert isinstance(tensor, torch.Tensor)
+    return tensor
+
+
+def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two contiguous tensors have the same dtype, shape and bits."""
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
+
+
 Refer = Callable[[Any], str | None]
-"""Names what a value refers to; None of what it does not know."""
+"""Returns the script's name for a value, or None if the value has none and is written out."""
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
 _INDEXED = re.compile(r"\.(\d+)(?=\.|$)")
 
 
 def write_value(value: Any, refer: Refer = lambda _: None) -> str:
-    """Return an expression of the value; ReproUnwritable says what has none."""
-    if (referred := refer(value)) is not None:
-        return referred
+    """Return an expression of the value. Raise ReproUnwritable if it has none."""
+    if (name := refer(value)) is not None:
+        return name
     if type(value) is str:
         return write_text(value)
     if value is None or value is Ellipsis or type(value) in (bool, int, bytes):
@@ -61,24 +360,24 @@ def write_value(value: Any, refer: Refer = lambda _: None) -> str:
 
 
 def write_text(value: str) -> str:
-    """Return a string in double quotes, where Python has the same in them."""
+    """Return a string literal, in double quotes unless it needs escapes."""
     return repr(value) if any(char in value for char in "\"'\\") or not value.isprintable() else f'"{value}"'
 
 
 def write_float(value: float) -> str:
-    """Return a float; torch has names for those that Python has no literal of."""
+    """Return a float literal, or torch's name for NaN and Inf, which have no literal."""
     if math.isfinite(value):
         return repr(value)
     return "torch.nan" if math.isnan(value) else "torch.inf" if value > 0 else "-torch.inf"
 
 
 def write_complex(value: complex) -> str:
-    """Return a complex number by its parts: a literal loses the sign of a zero."""
+    """Return `complex(real, imag)`, because a complex literal loses the sign of a zero."""
     return f"complex({write_float(value.real)}, {write_float(value.imag)})"
 
 
 def write_index(index: Any, refer: Refer) -> str:
-    """Return what stands between the brackets of an index, as a person writes it."""
+    """Return the text between the brackets of an index, with slices as `start:stop`."""
     parts = index if type(index) is tuple and index else (index,)
     written = ", ".join(
         _write_slice(part, refer) if isinstance(part, slice) else write_value(part, refer) for part in parts
@@ -87,7 +386,10 @@ def write_index(index: Any, refer: Refer) -> str:
 
 
 def write_callable(target: Any, imports: set[str] | None = None) -> str:
-    """Return the name of a callable as a script writes it; what must be imported for it is added to `imports`."""
+    """Return a script's expression for a callable; the module that it needs is added to `imports`.
+
+    Raise ReproUnwritable if the callable cannot be found by a name.
+    """
     name = getattr(target, "__name__", "")
     for place, home in (("torch.nn.functional", torch.nn.functional), ("torch", torch)):
         if name.isidentifier() and getattr(home, name, None) is target:
@@ -110,7 +412,7 @@ def write_callable(target: Any, imports: set[str] | None = None) -> str:
 
 
 def attribute_path(base: str, target: str) -> str:
-    """Return how a dotted name of a module's part is reached: a number is no name, but an index."""
+    """Return the expression of a module's part at a dotted path, with numbers as indices: `layers[0].weight`."""
     return base + _INDEXED.sub(r"[\1]", f".{target}")
 
 
@@ -122,6 +424,7 @@ def _write_slice(part: slice, refer: Refer) -> str:
 
 
 def _write_atom(value: Any) -> str:
+    """Return an expression of a value that is not a number, text or container. Raise ReproUnwritable if none."""
     if isinstance(value, _TORCH_CONSTANTS):
         return str(value)
     if isinstance(value, torch.device):
@@ -139,285 +442,3 @@ def _write_atom(value: Any) -> str:
 
 def _joined(values: Any, refer: Refer) -> str:
     return ", ".join(write_value(value, refer) for value in values)
-
-
-_NUMPY = {torch.float16: np.float16, torch.float32: np.float32}
-_INFERRED = (torch.float32, torch.int64, torch.bool)
-"""What torch makes of a Python number that comes without a dtype."""
-_REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
-_BY_BYTES = "torch.tensor({bytes}, dtype=torch.uint8).view({dtype}).reshape({shape})"
-
-
-def write_contiguous(tensor: torch.Tensor) -> str:
-    """Return an expression of a contiguous tensor of these elements on the CPU."""
-    plain = tensor.detach().cpu().contiguous()
-    if not plain.numel():
-        return f"torch.empty({tuple(plain.shape)}, dtype={plain.dtype})"
-    try:
-        written = _write_constant(plain) if plain.numel() > 1 and _is_constant(plain) else _write_elements(plain)
-        if _is_same(_read(written), plain):
-            return written
-    except (NotImplementedError, RuntimeError, TypeError, ValueError):
-        pass  # a dtype that torch only stores has no numbers, and its bytes have
-    # the payload of a NaN has no other text
-    return _BY_BYTES.format(
-        bytes=plain.reshape(-1).view(torch.uint8).tolist(), dtype=plain.dtype, shape=tuple(plain.shape)
-    )
-
-
-def is_trivial(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is nothing but zeros or ones, which are nobody's data."""
-    if not tensor.numel():
-        return True
-    try:
-        return bool((tensor == 0).all() or (tensor == 1).all())
-    except (NotImplementedError, RuntimeError):
-        return False
-
-
-def is_constant(tensor: torch.Tensor) -> bool:
-    """Tell whether all elements have the same bits, so that they take one number however many they are."""
-    return tensor.numel() < 2 or _is_constant(tensor.detach().cpu().contiguous())
-
-
-def _is_constant(plain: torch.Tensor) -> bool:
-    cells = plain.reshape(-1, 1).view(torch.uint8)
-    return bool((cells == cells[0]).all())
-
-
-def _write_constant(plain: torch.Tensor) -> str:
-    shape, keyword = tuple(plain.shape), _keyword(plain.dtype)
-    (text,) = _texts(plain.reshape(-1)[:1])
-    if text in ("0.0", "1.0") or (text in ("0", "1") and plain.dtype is not torch.int64):
-        return f"torch.{'zeros' if text in ('0', '0.0') else 'ones'}({shape}{keyword})"
-    return f"torch.full({shape}, {text}{keyword})"
-
-
-def _write_elements(plain: torch.Tensor) -> str:
-    return f"torch.tensor({_nested(_texts(plain.reshape(-1)), plain.shape)}{_keyword(plain.dtype)})"
-
-
-def _keyword(dtype: torch.dtype) -> str:
-    return "" if dtype in _INFERRED else f", dtype={dtype}"
-
-
-def _nested(texts: Sequence[str], shape: Sequence[int]) -> str:
-    if not shape:
-        return texts[0]
-    step = len(texts) // shape[0]
-    rows = (texts[index * step : (index + 1) * step] for index in range(shape[0]))
-    return f"[{', '.join(_nested(row, shape[1:]) for row in rows)}]"
-
-
-def _texts(flat: torch.Tensor) -> list[str]:
-    if flat.dtype.is_complex:
-        real = _REAL[flat.dtype]
-        parts = torch.view_as_real(flat).to(torch.float64).tolist()
-        return [write_complex(complex(_shortened(x, real), _shortened(y, real))) for x, y in parts]
-    if flat.dtype.is_floating_point:
-        return [write_float(_shortened(value, flat.dtype)) for value in flat.to(torch.float64).tolist()]
-    return [repr(value) for value in flat.tolist()]
-
-
-def _shortened(value: float, dtype: torch.dtype) -> float:
-    """Return the float with the shortest text that the dtype rounds to the same number."""
-    if dtype is torch.float64 or not math.isfinite(value) or value == 0.0:
-        return value
-    if dtype in _NUMPY:
-        shorter = float(str(_NUMPY[dtype](value)))
-        return shorter if float(torch.tensor(shorter, dtype=dtype)) == value else value
-    for digits in range(1, 10):
-        shorter = float(f"{value:.{digits}g}")
-        if float(torch.tensor(shorter, dtype=dtype)) == value:
-            return shorter
-    return value
-
-
-def _read(expression: str) -> torch.Tensor:
-    # it was written a moment ago, of numbers alone
-    made = eval(expression, {"torch": torch})
-    assert isinstance(made, torch.Tensor)
-    return made
-
-
-def _is_same(made: torch.Tensor, wanted: torch.Tensor) -> bool:
-    if (made.dtype, made.shape) != (wanted.dtype, wanted.shape):
-        return False
-    return torch.equal(made.reshape(-1).view(torch.uint8), wanted.reshape(-1).view(torch.uint8))
-
-
-INLINE = 64
-"""Elements of a tensor that a reader can still look over."""
-SEEDED = "torch.manual_seed(0)"
-
-
-@dataclass(kw_only=True)
-class TensorSource:
-    """What a script makes its tensors of."""
-
-    setup: list[str] = field(default_factory=list)
-    """Statements that come first."""
-    expressions: dict[str, str] = field(default_factory=dict)
-    saved: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What goes to the file beside the script, by name; the script calls it `saved`."""
-    embeds_data: bool = False
-    is_replaced: bool = False
-    """Whether random numbers stand for values."""
-    is_shared: bool = False
-    """Whether some of them are one piece of memory."""
-
-
-def write_tensors(
-    given: Mapping[str, torch.Tensor], *, recipes: Mapping[str, str] | None = None, data: bool = True
-) -> TensorSource:
-    """Return the source of named tensors; without `data` random numbers stand for their values."""
-    source = TensorSource()
-    if not data and any(not is_trivial(tensor) for tensor in given.values()):
-        source.setup.append(SEEDED)
-    for shared in _by_memory(given):
-        if len(shared) == 1:
-            ((name, tensor),) = shared.items()
-            source.expressions[name] = _dressed(
-                _write_one(name, tensor, (recipes or {}).get(name), data, source), tensor
-            )
-        else:
-            source.is_shared = True
-            _write_shared(shared, data, source)
-    source.saved = dict(zip(source.saved, copy_together(list(source.saved.values()), name="inputs"), strict=True))
-    return source
-
-
-def _by_memory(given: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    groups: dict[object, dict[str, torch.Tensor]] = {}
-    for name, tensor in given.items():
-        groups.setdefault(parts.storage_key(tensor) or name, {})[name] = tensor
-    return list(groups.values())
-
-
-def _write_one(name: str, tensor: torch.Tensor, recipe: str | None, data: bool, source: TensorSource) -> str:
-    if recipe is not None:
-        _require_same(recipe, tensor, name)
-        return recipe
-    if not parts.has_own_buffer(tensor) or type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_neg():
-        if not data:
-            raise ReproUnwritable(f"{name} is a {parts.describe(tensor)}, which random numbers cannot stand for")
-        source.embeds_data = True
-        source.saved[name] = tensor.detach()
-        return f'saved["{name}"]'
-    if tensor.is_conj():
-        return _write_one(name, tensor.detach().conj(), None, data, source) + ".conj()"
-    if _is_permuted(tensor):
-        if not _is_inline(tensor, data):
-            source.embeds_data = True
-            source.saved[name] = _compact(tensor)
-            return f'saved["{name}"]'
-        written = _write_values(tensor, data, source)
-        if tensor.is_contiguous():
-            return written
-        layout = f"{tuple(tensor.shape)}, {tensor.stride()}, dtype={tensor.dtype}"
-        return f"torch.empty_strided({layout}).copy_({written})"
-    _write_shared({name: tensor}, data, source)
-    return source.expressions.pop(name)
-
-
-def _write_shared(shared: Mapping[str, torch.Tensor], data: bool, source: TensorSource) -> None:
-    """Write one piece of memory, and each tensor as a view of it."""
-    first = next(iter(shared.values()))
-    if any(tensor.dtype != first.dtype for tensor in shared.values()):
-        names = ", ".join(shared)
-        raise ReproUnwritable(f"{names} are one piece of memory in several dtypes: give the graph copies of them")
-    start = min(int(tensor.storage_offset()) for tensor in shared.values())
-    # where memory starts is not kept, but how it is aligned
-    start -= start % 16
-    end = max(int(tensor.storage_offset()) + _span(tensor) for tensor in shared.values())
-    memory = first.detach().as_strided((end - start,), (1,), start)
-    name = "memory" if "memory = " not in "".join(source.setup) else f"memory_{len(source.setup)}"
-    if _is_inline(memory, data):
-        source.setup.append(f"{name} = {_write_values(memory, data, source)}")
-    else:
-        source.embeds_data = True
-        source.saved[name] = memory.clone()
-        source.setup.append(f'{name} = saved["{name}"]')
-    for key, tensor in shared.items():
-        layout = f"{tuple(tensor.shape)}, {tensor.stride()}, {int(tensor.storage_offset()) - start}"
-        view = f"{name}.as_strided({layout})"
-        source.expressions[key] = _dressed(view, tensor) if len(shared) > 1 else view
-
-
-def _write_values(tensor: torch.Tensor, data: bool, source: TensorSource) -> str:
-    if not data and not is_trivial(tensor):
-        source.is_replaced = True
-        return _write_random(tensor)
-    source.embeds_data |= not is_trivial(tensor)
-    return write_contiguous(tensor)
-
-
-def _write_random(tensor: torch.Tensor) -> str:
-    shape, dtype = tuple(tensor.shape), tensor.dtype
-    if dtype is torch.bool:
-        return f"torch.rand({shape}) < 0.5"
-    if dtype.is_complex or dtype.is_floating_point:
-        if dtype.itemsize == 1:
-            return f"torch.randn({shape}).to({dtype})"
-        return f"torch.randn({shape}{'' if dtype is torch.float32 else f', dtype={dtype}'})"
-    # indices must stay within what they index
-    wide = tensor.detach().cpu().to(torch.int64)
-    return f"torch.randint({int(wide.min())}, {int(wide.max()) + 1}, {shape}, dtype={dtype})"
-
-
-def _dressed(expression: str, tensor: torch.Tensor) -> str:
-    """Add to the values of a tensor where it is and whether it is trained."""
-    if tensor.device.type != "cpu" and not expression.startswith("saved"):
-        expression = f"{_atom(expression)}.to({str(tensor.device)!r})"
-    if isinstance(tensor, torch.nn.Parameter):
-        return f"torch.nn.Parameter({expression}{'' if tensor.requires_grad else ', requires_grad=False'})"
-    if not tensor.requires_grad:
-        return expression
-    if expression.startswith("torch.tensor(") and expression.count("(") == 1:
-        return f"{expression[:-1]}, requires_grad=True)"
-    return f"{_atom(expression)}.requires_grad_()"
-
-
-def _atom(expression: str) -> str:
-    return f"({expression})" if " < " in expression else expression
-
-
-def _is_inline(tensor: torch.Tensor, data: bool) -> bool:
-    return not data or tensor.numel() <= INLINE or is_constant(tensor)
-
-
-def _span(tensor: torch.Tensor) -> int:
-    if not tensor.numel():
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _is_permuted(tensor: torch.Tensor) -> bool:
-    """Tell whether the elements fill their memory from its start, each a place of its own, in whichever order."""
-    steps = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
-    filled = 1
-    for stride, size in steps:
-        if stride != filled and tensor.numel():
-            return False
-        filled *= size
-    return tensor.storage_offset() == 0
-
-
-def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return made.copy_(tensor.detach())
-
-
-def _require_same(recipe: str, tensor: torch.Tensor, name: str) -> None:
-    try:
-        with runtime.drawing_from():
-            made = eval(recipe, {"torch": torch})
-    except Exception as error:
-        raise UsageError(f"the source of {name} fails: {recipe}: {type(error).__name__}: {error}") from error
-    is_like = isinstance(made, torch.Tensor) and (made.dtype, made.shape, made.stride()) == (
-        tensor.dtype,
-        tensor.shape,
-        tensor.stride(),
-    )
-    if not is_like or not torch.equal(made.detach().cpu(), tensor.detach().cpu()):
-        raise UsageError(f"{recipe} does not give the values of {name}")

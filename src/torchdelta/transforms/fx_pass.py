@@ -62,7 +62,7 @@ class FxPass(Transform):
 
     def _at(self, seam: Seam, module: GraphModule, inputs: Sequence[Any], level: str) -> Callable[..., Any]:
         def make(graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-            return graphs.runnable(self.function(graph, example_inputs), graph)
+            return graphs.as_callable(self.function(graph, example_inputs), graph)
 
         return seam(HandedGraph(graph=module, example_inputs=inputs, make=make, level=level))
 

@@ -131,7 +131,7 @@ def quantize(
         _require_module(graph, only)
         quantizer = QuantizedSubset(quantizer, only, is_inside)
     prepared = pt2e.prepare_pt2e(copy.deepcopy(graph), quantizer)
-    handles.share_folded(graph, prepared)
+    handles.share_handles_of_folded(graph, prepared)
     args, kwargs = copy_together((side.args, side.kwargs), name="the inputs to calibrate on")
     with torch.no_grad():
         prepared(*args, **kwargs)

@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from torchdelta._torch.graphs import graphs, handles
-from torchdelta._torch.graphs.nodes import OWN_DRAWS, arguments, op_name
+from torchdelta._torch.graphs.nodes import INDUCTOR_RANDOMS, arguments, op_name
 from torchdelta._torch.modes.outside import outside_modes
 
 Handle = Callable[[Node], int]
@@ -197,7 +197,7 @@ def _draws(node: Node) -> bool:
     if not isinstance(node.target, OpOverload):
         return False
     # inductor's own operators draw from seeds, and their tags do not say so
-    if op_name(node).startswith(OWN_DRAWS):
+    if op_name(node).startswith(INDUCTOR_RANDOMS):
         return True
     # attention has the tag too, and draws only if it has dropout
     drops = arguments(node).get("dropout_p")

@@ -1,4 +1,8 @@
-"""FX graphs as passes hand them over: sorted before they run, called by whichever convention they have."""
+"""Whole FX graphs: make the result of a pass callable, copy a graph, and convert between its calling conventions.
+
+A pass may leave nodes out of order, return a function that takes its arguments as one list ("boxed"), or change the
+graph in place: `as_callable` handles all of these. Single nodes are in `nodes.py`.
+"""
 
 from __future__ import annotations
 
@@ -25,32 +29,36 @@ aten = torch.ops.aten
 Pass = Callable[[GraphModule, Sequence[Any]], Any]
 
 
-def runnable(result: Any, graph_module: GraphModule) -> Callable[..., Any]:
-    """Return what a pass gave back, ready to be called: a pass that returns nothing changed its graph in place."""
-    made = graph_module if result is None else result
-    if isinstance(made, GraphModule):
-        sort_topologically(made)
-        made.recompile()
-    elif not callable(made):
+def as_callable(result: Any, graph_module: GraphModule) -> Callable[..., Any]:
+    """Return the result of a pass as a callable. If the result is None, the pass changed `graph_module` in place."""
+    function = graph_module if result is None else result
+    if isinstance(function, GraphModule):
+        sort_topologically(function)
+        function.recompile()
+    elif not callable(function):
         raise TypeError(
-            f"a pass must return a callable or change its graph in place, and returned {type(made).__name__}"
+            f"a pass must return a callable or change its graph in place, and returned {type(function).__name__}"
         )
-    return _unboxed(made) if _is_boxed(made) else made
+    return _unbox(function) if _is_boxed(function) else function
 
 
 def _is_boxed(function: Any) -> bool:
-    # AOTAutograd marks what it returns to dynamo as boxed although it takes its arguments one by one
+    """Return whether a function takes its arguments as one list."""
+    # AOTAutograd also marks the function that it returns to dynamo, which takes its arguments one by one
     code = getattr(function, "__code__", None)
     takes_any_number = code is not None and bool(code.co_flags & inspect.CO_VARARGS)
     return bool(getattr(function, "_boxed_call", False)) and not takes_any_number
 
 
-def _unboxed(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:
+def _unbox(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:
     return lambda *args: function(list(args))
 
 
 def sort_topologically(graph_module: GraphModule) -> None:
-    """Put every node behind its inputs; of those that could go next, the one that stood first does."""
+    """Reorder nodes so that each comes after its inputs, and change the order no more than needed.
+
+    Raise ValueError if the graph has a cycle.
+    """
     nodes = list(graph_module.graph.nodes)
     order = {node: index for index, node in enumerate(nodes)}
     if all(order[source] < order[node] for node in nodes for source in node.all_input_nodes):
@@ -75,56 +83,61 @@ def sort_topologically(graph_module: GraphModule) -> None:
 
 
 def after_aot(compiler: Callable[[GraphModule, Sequence[Any], str], Callable[..., Any]]) -> Callable[..., Any]:
-    """Return a torch.compile backend whose compiler gets each functionalised graph, and which of them it is."""
+    """Return a torch.compile backend that calls `compiler` with each functionalised graph, its inputs and its kind.
 
-    def named(level: str) -> Callable[..., Any]:
+    The kind is `forward`, `backward` or `inference`.
+    """
+
+    def compile_as(level: str) -> Callable[..., Any]:
         return lambda graph_module, inputs: make_boxed_func(compiler(graph_module, inputs, level))
 
     return aot_autograd(
-        fw_compiler=named("forward"), bw_compiler=named("backward"), inference_compiler=named("inference")
+        fw_compiler=compile_as("forward"),
+        bw_compiler=compile_as("backward"),
+        inference_compiler=compile_as("inference"),
     )
 
 
 def read_before_update(graph_module: GraphModule) -> None:
-    """Let every reader of a buffer or input that the graph updates at its end read a copy of it.
+    """Change a functionalised graph so that readers of a buffer or input that it updates at its end read a copy.
 
-    Autograd saves what an operation read, and refuses a backward once that was written to: a functionalised graph
-    that writes them back could be run but not trained.
+    Autograd saves the tensors that an operation reads, and refuses a backward if one was overwritten. Without the
+    copy, the graph could be run but not trained.
     """
     graph = graph_module.graph
     for node in [node for node in graph.nodes if node.op in ("get_attr", "placeholder")]:
         writers = [user for user in node.users if user.target is aten.copy_.default and user.args[0] is node]
         if not writers:
             continue
-        # behind the last placeholder: they come before everything else
+        # after the last placeholder, because placeholders come before all other nodes
         with graph.inserting_after(node if node.op == "get_attr" else _last_placeholder(graph)):
             snapshot = graph.call_function(aten.clone.default, (node,))
-        node.replace_all_uses_with(snapshot, lambda user, kept=(*writers, snapshot): user not in kept)
+        node.replace_all_uses_with(snapshot, lambda user, exempt=(*writers, snapshot): user not in exempt)
     graph_module.recompile()
 
 
 def _last_placeholder(graph: Graph) -> Node:
-    found: list[Node] = [node for node in graph.nodes if node.op == "placeholder"]
-    return found[-1]
+    placeholders: list[Node] = [node for node in graph.nodes if node.op == "placeholder"]
+    return placeholders[-1]
 
 
-def flattened(graph_module: GraphModule) -> GraphModule:
-    """Let a graph take and return its values one by one, although its caller gives and takes structures."""
+def flatten_signature(graph_module: GraphModule) -> GraphModule:
+    """Make a graph take and return flat values instead of its caller's structures, in place, and return it."""
     graph_module.graph.set_codegen(CodeGen())
     graph_module.recompile()
     return graph_module
 
 
 def flat_inputs(graph_module: GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> list[Any]:
-    """Return what the placeholders of a graph are given when it is called so."""
+    """Return the value of each placeholder for a call with these arguments."""
     codegen = graph_module.graph._codegen
     if isinstance(codegen, _PyTreeCodeGen):
         return tree_leaves((tuple(args), dict(kwargs or {})))
     return list(args)
 
 
-def restored_outputs(graph_module: GraphModule) -> Callable[[Sequence[Any]], Any]:
-    """Return what makes of a graph's values what it returned to its caller."""
+def output_builder(graph_module: GraphModule) -> Callable[[Sequence[Any]], Any]:
+    """Return a function that turns a graph's flat output values into the structure that its caller gets."""
     codegen = graph_module.graph._codegen
     if isinstance(codegen, _PyTreeCodeGen) and codegen.pytree_info.out_spec is not None:
         spec = codegen.pytree_info.out_spec
@@ -134,7 +147,7 @@ def restored_outputs(graph_module: GraphModule) -> Callable[[Sequence[Any]], Any
 
 
 def bytes_of(node: Node) -> int:
-    """Return how much memory a node's value takes, as far as the graph says."""
+    """Return the bytes of a node's value by the graph's metadata, or 0 if that is not a tensor."""
     value = node.meta.get("val", node.meta.get("example_value"))
     if not isinstance(value, torch.Tensor):
         return 0
@@ -142,66 +155,69 @@ def bytes_of(node: Node) -> int:
 
 
 def attribute(graph_module: GraphModule, target: str) -> Any:
-    """Return what a `get_attr` node of that target reads."""
+    """Return the attribute of a graph module at a dotted path, as a `get_attr` node reads it."""
     return functools.reduce(getattr, target.split("."), graph_module)
 
 
 def known_value(node: Node, graph_module: GraphModule) -> Any:
-    """Return the value that a node stands for, real or fake; None where nobody said."""
+    """Return the value of a node: the attribute itself, or the fake tensor of its metadata, or None if unknown."""
     if node.op == "get_attr":
         return attribute(graph_module, str(node.target))
     return node.meta.get("val", node.meta.get("example_value"))
 
 
 def has_fixed_float(node: Node, graph_module: GraphModule) -> bool:
-    """Tell whether a node stands for a float tensor whose size is a number."""
+    """Return whether a node's value is a float tensor without symbolic sizes."""
     value = known_value(node, graph_module)
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     return is_float and all(isinstance(size, int) for size in value.shape)
 
 
-def sharing_parameters(graph_module: GraphModule) -> GraphModule:
-    """Return a copy that has the same parameters, which running it does not change, and everything else of its own."""
-    made = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
-    for module in made.modules():
+def copy_sharing_parameters(graph_module: GraphModule) -> GraphModule:
+    """Return a copy with the same parameters, which a run does not change, and with buffers and nodes of its own."""
+    duplicate = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
+    for module in duplicate.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.clone()
-    return made
+    return duplicate
 
 
-def with_own_nodes(graph_module: GraphModule) -> GraphModule:
-    """Return a copy over the same attributes: what a compiler does to the nodes of one, the other does not see."""
-    with outside_modes():
-        made = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
-    for node in made.graph.nodes:
-        inner = attribute(made, str(node.target)) if node.op in ("get_attr", "call_module") else None
-        if isinstance(inner, GraphModule):
-            made.set_submodule(str(node.target), with_own_nodes(inner))
-    # one that is written when it is first called calls itself as a module then, and hooks of the user's with it
-    _LazyGraphModule.force_recompile(made)
-    return made
+def copy_nodes(graph_module: GraphModule) -> GraphModule:
+    """Return a copy with nodes of its own, inner graphs included, and the same attributes.
 
-
-def returning(graph_module: GraphModule, places: Sequence[int]) -> GraphModule:
-    """Return the graph with copies in the place of these inputs, which it returns as well: what it writes is there.
-
-    Autograd lets nobody write to a leaf that requires grad, and whatever is handed over by itself is one.
+    A compiler that rewrites the nodes of one copy does not change the other.
     """
-    made = with_own_nodes(graph_module)
-    given = [node for node in made.graph.nodes if node.op == "placeholder"]
+    with outside_modes():
+        duplicate = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
+    for node in duplicate.graph.nodes:
+        inner = attribute(duplicate, str(node.target)) if node.op in ("get_attr", "call_module") else None
+        if isinstance(inner, GraphModule):
+            duplicate.set_submodule(str(node.target), copy_nodes(inner))
+    # a lazy graph module generates its code at its first call, which would run the user's module hooks
+    _LazyGraphModule.force_recompile(duplicate)
+    return duplicate
+
+
+def return_inputs(graph_module: GraphModule, places: Sequence[int]) -> GraphModule:
+    """Return a copy of the graph that writes to copies of the inputs at `places`, and returns these copies as well.
+
+    The inputs themselves may be leaves that require grad, to which autograd does not allow writes.
+    """
+    duplicate = copy_nodes(graph_module)
+    placeholders = [node for node in duplicate.graph.nodes if node.op == "placeholder"]
     copies = []
     for place in places:
-        with made.graph.inserting_after(given[-1]):
-            copies.append(made.graph.call_function(torch.clone, (given[place],)))
-        given[place].replace_all_uses_with(copies[-1], lambda user, copied=copies[-1]: user is not copied)
-    ending = made.graph.output_node()
-    returned = ending.args[0]
-    ending.args = ((*(returned if isinstance(returned, (tuple, list)) else (returned,)), *copies),)
-    made.recompile()
-    return made
+        with duplicate.graph.inserting_after(placeholders[-1]):
+            copies.append(duplicate.graph.call_function(torch.clone, (placeholders[place],)))
+        placeholders[place].replace_all_uses_with(copies[-1], lambda user, clone=copies[-1]: user is not clone)
+    output = duplicate.graph.output_node()
+    values = output.args[0]
+    output.args = ((*(values if isinstance(values, (tuple, list)) else (values,)), *copies),)
+    duplicate.recompile()
+    return duplicate
 
 
-def copied_graph(graph_module: GraphModule) -> GraphModule:
-    """Return a copy that shares nothing, although AOTAutograd hands graphs over while new tensors are fake ones."""
+def copy_graph(graph_module: GraphModule) -> GraphModule:
+    """Return a deep copy of a graph, made outside of AOTAutograd's modes, in which new tensors would be fake."""
     with outside_modes():
         return copy.deepcopy(graph_module)

@@ -1,4 +1,7 @@
-"""Run an FX graph node by node, and say of each what it may write to before it does."""
+"""Run an FX graph node by node, and call back before a node may write to memory and after each value.
+
+Used to record a graph's run (`ObservingInterpreter`): a value that will be overwritten can be copied in time.
+"""
 
 from __future__ import annotations
 
@@ -24,42 +27,43 @@ _PURE_MODULES = ("torch", "_operator", "operator", "builtins", "math")
 
 
 class ObservingInterpreter(Interpreter):
-    """Interprets a graph: `writes` hears of memory before a node may write to it, `made` of each value after.
+    """Interprets a graph: calls `before_write` with the tensors that a node may write to, and `after_node` with
+    its name and value.
 
-    The branch that a `cond` takes and graphs that are called are interpreted too, under names behind that of their
-    graph; what other operators run inside is named in `unlogged`.
+    The graphs that it calls and the branch that a `cond` takes are interpreted too, with the name of their graph as a
+    prefix. Other operators that run graphs inside, which are not observed, are added to `unlogged` by node name.
     """
 
     def __init__(
         self,
         graph_module: GraphModule,
         *,
-        writes: Callable[[list[torch.Tensor]], None],
-        made: Callable[[str, Any], None],
+        before_write: Callable[[list[torch.Tensor]], None],
+        after_node: Callable[[str, Any], None],
         unlogged: dict[str, str],
         prefix: str = "",
     ) -> None:
         super().__init__(graph_module, garbage_collect_values=True)
-        self.writes = writes
-        self.made = made
+        self.before_write = before_write
+        self.after_node = after_node
         self.unlogged = unlogged
         self.prefix = prefix
         self.at = ""
-        """The node that runs."""
+        """The name of the node that runs."""
         self.extra_traceback = False
 
     def run_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the graph as a call of its module would."""
+        """Run the graph on the arguments of a call of its module, and return what the call would."""
         flat = flat_inputs(self.module, args, kwargs)  # type: ignore[arg-type]
         return self.graph.process_outputs(self.run(*flat, enable_io_processing=False))
 
     def run_node(self, n: Node) -> Any:
-        """Run one node, and tell what it made."""
+        """Run one node, with the callbacks before and after it, and return its value."""
         self.at = self.prefix + n.name
         if n.op in ("placeholder", "output"):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        self.writes(self._written(n, args, kwargs))
+        self.before_write(self._may_write(n, args, kwargs))
         called = self.fetch_attr(str(n.target)) if n.op == "call_module" and n.target != "_guards_fn" else None
         if isinstance(called, GraphModule):
             value = self._run_inner(called, n.target, lambda inner: inner.run_on(args, kwargs))
@@ -70,21 +74,27 @@ class ObservingInterpreter(Interpreter):
                 self.unlogged[self.prefix + n.name] = str(n.target)
             value = super().run_node(n)
         if not isinstance(value, torch.nn.Module):
-            self.made(self.prefix + n.name, value)
+            self.after_node(self.prefix + n.name, value)
         return value
 
     def _run_branch(
         self, node: Node, predicate: Any, if_true: GraphModule, if_false: GraphModule, operands: Any = ()
     ) -> Any:
+        """Interpret the branch that a `cond` takes, and return its value."""
         place, branch = (1, if_true) if bool(predicate) else (2, if_false)
         source = node.args[place]
         assert isinstance(source, Node)
         return self._run_inner(branch, source.target, lambda inner: inner.run(*operands, enable_io_processing=False))
 
     def _run_inner(self, graph_module: GraphModule, target: Any, run: Callable[[ObservingInterpreter], Any]) -> Any:
+        """Run a graph inside of this one with an interpreter of its own, and return its value."""
         prefix = f"{self.prefix}{target}."
         inner = ObservingInterpreter(
-            graph_module, writes=self.writes, made=self.made, unlogged=self.unlogged, prefix=prefix
+            graph_module,
+            before_write=self.before_write,
+            after_node=self.after_node,
+            unlogged=self.unlogged,
+            prefix=prefix,
         )
         try:
             return run(inner)
@@ -92,7 +102,8 @@ class ObservingInterpreter(Interpreter):
             self.at = inner.at
             raise
 
-    def _written(self, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    def _may_write(self, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """Return the tensors that a node may write to: by its schema or name, or all inputs of unknown functions."""
         if node.op == "get_attr":
             return []
         target: Any = node.target
@@ -116,11 +127,11 @@ class ObservingInterpreter(Interpreter):
 
 
 def as_graph_module(graph: Any) -> GraphModule:
-    """Return the graph to run: an exported program has one inside."""
+    """Return a graph module as it is, or that of an exported program. Raise UsageError for anything else."""
     if isinstance(graph, ExportedProgram):
-        made = graph.module()
-        assert isinstance(made, GraphModule)
-        return made
+        module = graph.module()
+        assert isinstance(module, GraphModule)
+        return module
     if isinstance(graph, GraphModule):
         return graph
     raise UsageError(
@@ -130,7 +141,7 @@ def as_graph_module(graph: Any) -> GraphModule:
 
 
 def flat_inputs(graph_module: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the value of each placeholder, in order."""
+    """Return the value of each placeholder, in order. Raise UsageError if the graph does not take the arguments."""
     try:
         bound = inspect.signature(graph_module.forward).bind(*args, **kwargs)
     except TypeError as error:
@@ -147,6 +158,7 @@ def flat_inputs(graph_module: GraphModule, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _written_by_schema(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Yield the arguments that an operator's schema declares as written to."""
     for index, argument in enumerate(target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield kwargs[argument.name] if argument.name in kwargs else args[index] if index < len(args) else None
@@ -155,19 +167,20 @@ def _written_by_schema(target: OpOverload, args: tuple[Any, ...], kwargs: dict[s
 def _is_inplace(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     try:
         return bool(inspect.signature(target).bind(*args, **kwargs).arguments.get("inplace", False))
-    except (TypeError, ValueError):  # the name of a method, or a builtin without a signature: those have no such flag
+    except (TypeError, ValueError):  # a method's name, or a builtin without a signature: neither has the flag
         return False
 
 
 def _is_of_torch(target: Any) -> bool:
+    """Return whether a function belongs to torch or Python, so that its name says whether it writes."""
     module = getattr(target, "__module__", None)
-    if module is None:  # torch's own builtins and operator packets do not say where they are from
+    if module is None:  # torch's builtins and operator packets have no module
         return isinstance(target, torch._ops.OpOverloadPacket) or type(target).__name__.startswith("builtin")
     return str(module).split(".")[0] in _PURE_MODULES and not isinstance(target, HigherOrderOperator)
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    listed = list(values) if isinstance(values, Iterator) else values
-    for leaf in tree_leaves(listed):
+    items = list(values) if isinstance(values, Iterator) else values
+    for leaf in tree_leaves(items):
         if isinstance(leaf, torch.Tensor):
             yield leaf

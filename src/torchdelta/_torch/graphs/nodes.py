@@ -1,4 +1,9 @@
-"""Nodes of a graph: where they come from, an operator's arguments by name, and assertions that export leaves behind."""
+"""Single nodes of an FX graph: what a node calls, where it comes from, its arguments, and what it may write to.
+
+A node may call an ATen operator, a Python function, a method or a module; these functions hide the difference. Whether
+a node writes is read from the operator's schema where there is one, and otherwise guessed from its name: a wrong
+"writes" is safe, a wrong "does not write" is not.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def op_name(node: Node) -> str:
-    """Return what a node calls, as a person would look for it."""
+    """Return the name of what a node calls, such as `aten.relu.default`, `relu` or `placeholder`."""
     if node.op in ("get_attr", "placeholder", "output"):
         return node.op
     if node.op == "call_function" and not isinstance(node.target, OpOverload):
@@ -29,10 +34,10 @@ def op_name(node: Node) -> str:
 
 
 def module_path(node: Node) -> str:
-    """Return the path of the innermost module that the node was traced in."""
+    """Return the path of the innermost module that the node was traced in, or an empty string."""
     if node.op == "get_attr":
         return str(node.target).rpartition(".")[0]
-    # a node of a backward graph has the modules of the forward one that it belongs to
+    # a backward node carries the modules of its forward node
     stack = list((node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}).values())
     path = str(stack[-1][0]) if stack else ""
     if not path.startswith(("L[", "G[")):
@@ -41,20 +46,23 @@ def module_path(node: Node) -> str:
 
 
 def source_line(node: Node) -> str:
-    """Return the innermost line that is not torch's own; a parameter is where it is first read."""
+    """Return the innermost source line outside of torch, as `file:line: code`, or an empty string.
+
+    A parameter has the line of its first reader.
+    """
     reader = next(iter(node.users)) if node.op == "get_attr" and node.users else node
     frames = list(_FRAME.finditer(reader.meta.get("stack_trace") or ""))
-    own = [frame for frame in frames if not frame["file"].startswith(_TORCH)]
-    return "{file}:{line}: {code}".format(**(own or frames)[-1].groupdict()) if frames else ""
+    outside = [frame for frame in frames if not frame["file"].startswith(_TORCH)]
+    return "{file}:{line}: {code}".format(**(outside or frames)[-1].groupdict()) if frames else ""
 
 
 def arguments(node: Node) -> dict[str, Any]:
-    """Return the arguments of an operator's call by the names of its schema, defaults included."""
+    """Return the arguments of an operator's node by the names of the schema, defaults included."""
     return {name: value for name, (value, _) in _bound(node).items()}
 
 
 def set_argument(node: Node, name: str, value: Any) -> None:
-    """Change one argument of an operator's call, wherever it stands."""
+    """Change one argument of an operator's node, positional or not, by the name in the schema."""
     bound = {**_bound(node)}
     bound[name] = (value, bound[name][1])
     node.args = tuple(value for value, is_keyword in bound.values() if not is_keyword)
@@ -62,18 +70,18 @@ def set_argument(node: Node, name: str, value: Any) -> None:
 
 
 def _bound(node: Node) -> dict[str, tuple[Any, bool]]:
-    """Return each argument's value, and whether it can only be given by keyword."""
+    """Return each argument's value, and whether it is keyword-only, by the names of the schema."""
     assert isinstance(node.target, OpOverload)
     declared = node.target._schema.arguments
-    # by keyword come those that have no place; by place there may be fewer than declared
-    given = {**dict(zip((argument.name for argument in declared), node.args, strict=False)), **node.kwargs}
+    # there may be fewer positional arguments than the schema declares
+    values = {**dict(zip((argument.name for argument in declared), node.args, strict=False)), **node.kwargs}
     return {
-        argument.name: (given.get(argument.name, argument.default_value), argument.kwarg_only) for argument in declared
+        argument.name: (values.get(argument.name, argument.default_value), argument.kwarg_only) for argument in declared
     }
 
 
 def drop_metadata_assertions(graph_module: GraphModule) -> None:
-    """Remove the assertions about dtypes and devices: a changed graph may break them, and they compute nothing."""
+    """Remove export's assertions about dtypes and devices, because a changed graph may violate them."""
     for module in graph_module.modules():
         if isinstance(module, GraphModule):
             for node in list(module.graph.nodes):
@@ -107,7 +115,7 @@ def updates_statistics(name: str) -> bool:
 
 
 def writes_to(node: Node) -> bool:
-    """Tell whether a node may write to what it reads."""
+    """Return whether a node may write to one of its inputs."""
     if isinstance(node.target, OpOverload):
         return bool(node.target._schema.is_mutable) or updates_statistics(op_name(node))
     if node.op == "call_module":
@@ -120,7 +128,7 @@ def writes_to(node: Node) -> bool:
 
 
 def may_write(node: Node) -> frozenset[Node]:
-    """Return what a node reads and may write to."""
+    """Return the input nodes whose values a node may write to."""
     if not writes_to(node):
         return frozenset()
     if not isinstance(node.target, OpOverload):
@@ -135,21 +143,21 @@ def may_write(node: Node) -> frozenset[Node]:
 
 
 def has_effect(node: Node) -> bool:
-    """Tell whether a node does something besides returning a value: writing, drawing, asserting, setting a mode."""
+    """Return whether a node does more than return a value: it writes, draws, asserts or sets a mode."""
     return writes_to(node) or node.is_impure()
 
 
-OWN_DRAWS = ("prims.inductor_random", "prims.inductor_randint", "prims.inductor_seed")
-"""What inductor puts in the place of random numbers before it compiles anything: others than eager would draw."""
+INDUCTOR_RANDOMS = ("prims.inductor_random", "prims.inductor_randint", "prims.inductor_seed")
+"""The operators by which inductor replaces random numbers; they draw other numbers than eager PyTorch."""
 
 
-def draws_its_own_way(graph_module: GraphModule) -> bool:
-    """Tell whether inductor has put its own random numbers into a graph."""
-    return any(op_name(node).startswith(OWN_DRAWS) for node in every_node(graph_module))
+def has_inductor_randoms(graph_module: GraphModule) -> bool:
+    """Return whether a graph has inductor's own operators for random numbers."""
+    return any(op_name(node).startswith(INDUCTOR_RANDOMS) for node in every_node(graph_module))
 
 
-def talks_to_others(graph_module: GraphModule) -> bool:
-    """Tell whether running a graph takes other processes, which would have to run it at the same time."""
+def needs_other_processes(graph_module: GraphModule) -> bool:
+    """Return whether a graph has collectives, so that other processes would have to run it at the same time."""
     group = torch.distributed
     if not (group.is_available() and group.is_initialized() and group.get_world_size() > 1):
         return False
@@ -157,26 +165,26 @@ def talks_to_others(graph_module: GraphModule) -> bool:
 
 
 def every_node(graph_module: GraphModule) -> Iterator[Node]:
-    """Yield the nodes of a graph and of those inside of it."""
+    """Yield the nodes of a graph and of the graphs inside of it."""
     for module in graph_module.modules():
         if isinstance(module, GraphModule):
             yield from module.graph.nodes
 
 
 def widens(node: Node) -> bool:
-    """Tell whether an operator returns a float that it reads in a wider dtype."""
+    """Return whether a node converts floats to a wider float dtype."""
     if not isinstance(node.target, OpOverload):
         return False
     if node.target._schema.name.partition("::")[2] not in ("_to_copy", "to", "convert_element_type"):
         return False
     source = node.args[0].meta.get("val") if isinstance(node.args[0], Node) else None
-    made = node.meta.get("val")
-    both = [value for value in (source, made) if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    result = node.meta.get("val")
+    both = [value for value in (source, result) if isinstance(value, torch.Tensor) and value.is_floating_point()]
     return len(both) == 2 and both[0].itemsize < both[1].itemsize
 
 
 def is_unset(node: Node) -> bool:
-    """Tell whether a node returns memory that nobody set."""
+    """Return whether a node returns uninitialised memory."""
     return _short_name(node) in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
@@ -186,8 +194,8 @@ def writes_to_first(node: Node) -> bool:
 
 
 def returns_what_it_writes(node: Node) -> bool:
-    """Tell whether a node writes to its first argument and returns that very tensor."""
-    if not (node.args and isinstance(node.args[0], Node) and writes_to_first(node)) or is_setting(node):
+    """Return whether a node writes to its first argument and returns that same tensor."""
+    if not (node.args and isinstance(node.args[0], Node) and writes_to_first(node)) or is_item_assignment(node):
         return False
     if isinstance(node.target, OpOverload):
         first, returns = node.target._schema.arguments[0].alias_info, node.target._schema.returns
@@ -196,7 +204,7 @@ def returns_what_it_writes(node: Node) -> bool:
         return True
     value = node.args[0].meta.get("val", node.args[0].meta.get("example_value"))
     is_operator = getattr(node.target, "__module__", "") == "_operator"
-    # of numbers `+=` makes new ones; and somebody's own function may return anything
+    # `+=` on numbers returns a new number, and a function of the user's may return anything
     return isinstance(value, torch.Tensor) if is_operator else _is_function_of_torch(node.target)
 
 
@@ -206,29 +214,29 @@ def _is_function_of_torch(target: Any) -> bool:
 
 
 def reads_memory(node: Node) -> bool:
-    """Tell whether it matters to a node how its first argument lies in memory, and not only what its elements are."""
+    """Return whether a node's result depends on the memory layout of its first argument, not only on the elements."""
     return _short_name(node).startswith("as_strided")
 
 
 def is_bounded(node: Node) -> bool:
-    """Tell whether a node computes a function that is at most one, by whichever approximation of it."""
+    """Return whether a node computes a function whose absolute value is bounded by a constant, such as tanh."""
     return _short_name(node) in ("cos", "erf", "erfc", "sigmoid", "sin", "tanh")
 
 
 def is_wide_float(node: Node) -> bool:
-    """Tell whether a node stands for floats of at least 32 bits."""
+    """Return whether a node's value, or one of its values, is a tensor of floats of at least 32 bits."""
     value = node.meta.get("val", node.meta.get("example_value"))
     values = value if isinstance(value, (tuple, list)) else (value,)
     return any(isinstance(each, torch.Tensor) and each.is_floating_point() and each.itemsize >= 4 for each in values)
 
 
-def is_setting(node: Node) -> bool:
-    """Tell whether a node writes and returns nothing that says so."""
+def is_item_assignment(node: Node) -> bool:
+    """Return whether a node is `x[index] = value`, which writes without returning the tensor."""
     return _short_name(node) == "setitem"
 
 
 def may_share(node: Node) -> bool:
-    """Tell whether what a node returns may be memory of its first argument."""
+    """Return whether a node's result may share memory with its first argument."""
     if isinstance(node.target, OpOverload):
         return node.target.is_view or node.target._schema.is_mutable or _short_name(node) in _MAYBE_VIEWS
     return node.op == "call_method" or writes_to_first(node) or _short_name(node) in (*_MAYBE_VIEWS, "getitem")
@@ -240,7 +248,7 @@ _MAYBE_VIEWS = frozenset(
 
 
 def short_name(name: str) -> str:
-    """Return what an operation is called in every kind of graph: `relu` of aten.relu_.default and of relu."""
+    """Return an operation's name as all kinds of graphs share it: `relu` for `aten.relu_.default` and for `relu`."""
     return name.removeprefix("aten.").partition(".")[0].strip("_")
 
 

@@ -1,4 +1,4 @@
-"""What quantize and dequantize nodes say of the levels that they round to."""
+"""Read from quantize and dequantize nodes which levels a tensor is rounded to. Start reading at `levels_of`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.fx import Node
 from torchdelta._torch.graphs.handles import is_dequantizing, is_quantizing, observed_by
 from torchdelta._torch.graphs.nodes import arguments
 
-_EVERY = ("per_tensor", "per_channel", "per_token")
+_KINDS = ("per_tensor", "per_channel", "per_token")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,23 +19,23 @@ class Levels:
     """The levels of one quantized tensor: `low` to `high`, a `scale` apart, with zero at `zero_point`."""
 
     scale: torch.Tensor | None
-    """None where the graph computes it from the values themselves."""
+    """None if the graph computes it from the values themselves."""
     zero_point: torch.Tensor | None
     low: int
     high: int
     axes: tuple[int, ...] | None
-    """The dimensions along which the scale varies; None where those are all but the last."""
+    """The dimensions along which the scale varies, or None if those are all but the last."""
 
     def along(self, parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Return a scale or zero point in a shape that spreads over the values."""
+        """Return a scale or zero point in a shape that broadcasts over the values."""
         if parameter.numel() == 1:
             return parameter.reshape(())
         shape = [1] * values.dim()
-        for axis in self.kept_in(values):
+        for axis in self.axes_in(values):
             shape[axis] = values.shape[axis]
         return parameter.reshape(shape)
 
-    def kept_in(self, values: torch.Tensor) -> tuple[int, ...]:
+    def axes_in(self, values: torch.Tensor) -> tuple[int, ...]:
         """Return the dimensions of these values along which the scale varies."""
         if self.axes is None:
             return tuple(range(values.dim() - 1))
@@ -43,9 +43,9 @@ class Levels:
 
 
 def levels_of(node: Node) -> Levels | None:
-    """Return the levels behind a dequantize node; None where nobody knows how its operator counts them.
+    """Return the levels of a dequantize node, or None if its operator is of an unknown kind.
 
-    They are those that the values were rounded to: of the quantize node where there is one.
+    If a quantize node comes before it, the levels are those of that node, because it did the rounding.
     """
     source = observed_by(node)
     is_rounded_here = source is not None and is_quantizing(source) and not is_dequantizing(source)
@@ -53,35 +53,37 @@ def levels_of(node: Node) -> Levels | None:
 
 
 def _levels_in(node: Node) -> Levels | None:
+    """Return the levels that the arguments of a quantize or dequantize node describe, or None."""
     operator = str(node.target).split(".")[1]
-    how = next((how for how in _EVERY if operator.endswith(how)), None)
-    given = arguments(node)
-    low, high = given.get("quant_min"), given.get("quant_max")
-    if how is None or not isinstance(low, int) or not isinstance(high, int) or high <= low:
+    kind = next((kind for kind in _KINDS if operator.endswith(kind)), None)
+    values = arguments(node)
+    low, high = values.get("quant_min"), values.get("quant_max")
+    if kind is None or not isinstance(low, int) or not isinstance(high, int) or high <= low:
         return None
-    by_axes: dict[str, tuple[int, ...] | None] = {
+    axes: dict[str, tuple[int, ...] | None] = {
         "per_tensor": (),
-        "per_channel": (int(given.get("axis", 0)),),
+        "per_channel": (int(values.get("axis", 0)),),
         "per_token": None,
     }
     return Levels(
-        scale=_constant(given.get("scale", given.get("scales")), node),
-        zero_point=_constant(given.get("zero_point", given.get("zero_points")), node),
+        scale=_constant(values.get("scale", values.get("scales")), node),
+        zero_point=_constant(values.get("zero_point", values.get("zero_points")), node),
         low=low,
         high=high,
-        axes=by_axes[how],
+        axes=axes[kind],
     )
 
 
 def _constant(value: Any, node: Node) -> torch.Tensor | None:
+    """Return an argument of a node as a float64 tensor, or None if the graph computes it."""
     if isinstance(value, Node):
         module = node.graph.owning_module
         if value.op != "get_attr" or module is None:
             return None
-        held: Any = module
+        attribute: Any = module
         for name in str(value.target).split("."):
-            held = getattr(held, name)
-        value = held
+            attribute = getattr(attribute, name)
+        value = attribute
     if isinstance(value, torch.Tensor):
         return value.detach().double()
     return torch.tensor(float(value), dtype=torch.float64) if isinstance(value, (int, float)) else None

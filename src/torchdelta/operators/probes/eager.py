@@ -38,7 +38,7 @@ def schema(op: Any, baseline: Baseline, *others: Baseline) -> Probe:
     drawn = [
         program
         for draw in range(DRAWS)
-        for program in itertools.islice(examples.fresh(baseline.program, seed=baseline.plan.seed + draw + 1), 1)
+        for program in itertools.islice(examples.redraw(baseline.program, seed=baseline.plan.seed + draw + 1), 1)
     ]
     for program in (baseline.program, *drawn, *(each.program for each in others)):
         for call in range(CALLS):
