@@ -16,15 +16,13 @@ from torchdelta.audit.faults.base import Fault, NotPlantable, PlaceLost, eligibl
 from torchdelta.errors import UsageError
 from torchdelta.program.sides import Side
 from torchdelta.records.audit import Place
-from torchdelta.transforms.base import Transform, Transformed
+from torchdelta.transforms.base import Traits, Transform, Transformed
 from torchdelta.transforms.export import Exports
 from torchdelta.transforms.replacement import OtherModule, Replacement
 
 
 class Planted(Transform):
     """The program with one fault in it, and then another transform of that, if any."""
-
-    has_seam = True
 
     def __init__(
         self,
@@ -47,13 +45,10 @@ class Planted(Transform):
         self.exports = exports
         self.place: Place | None = None
         """Where the fault was planted; None until the transform was applied."""
-        if then is not None:
-            self.lowered_to, self.keeps_names, self.is_compiler = then.lowered_to, then.keeps_names, then.is_compiler
-            self.has_backward, self.changes = then.has_backward, then.changes
-            self.rounds_to_levels = then.rounds_to_levels
+        self.traits = replace(then.traits if then is not None else Traits(), has_seam=True)
 
     @contextmanager
-    def applied(
+    def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[Transformed]:
         """Export the side and plant the fault: in the lifted program where it was planted in the native one."""
@@ -76,20 +71,20 @@ class Planted(Transform):
         note = f"a fault was planted on purpose: {self.place}"
         if self.then is None:
             call = seam(HandedGraph(graph=module, example_inputs=side.args, make=make, level="export"))
-            transformed = Transformed.whole(replace(faulty, call=call), captured=1)
+            transformed = Transformed.counting_calls(replace(faulty, call=call), captured=1)
             yield replace(transformed, notes=[note])
             return
         make(module, side.args)
         names = faulty.names or {}
         # what follows takes the graph module for the program: its names are the module's own
         own = replace(faulty, names={name: name for name in names})
-        with self.then.applied(own, draws_random=draws_random, lifted=lifted, seam=seam) as transformed:
+        with self.then.apply(own, draws_random=draws_random, lifted=lifted, seam=seam) as transformed:
             made = self._renamed(transformed.side, names)
             yield replace(transformed, side=made, notes=[note, *transformed.notes])
 
     def _renamed(self, side: Side, names: Mapping[str, str]) -> Side:
         """Give the state of a side the names of the program, where they are to be kept."""
-        if not self.keeps_names:
+        if not self.traits.keeps_names:
             return side
         between = side.names if side.names is not None else {name: name for name in names}
         return replace(side, names={own: names[name] for own, name in between.items() if name in names})
