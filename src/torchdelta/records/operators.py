@@ -10,22 +10,6 @@ from torchdelta.records.verdict import Verdict, worst_of
 
 SCHEMA_VERSION = 1
 """Of the JSON of both, which is not that of a report."""
-OWN_PROBES = (
-    "schema",
-    "repeat",
-    "layout",
-    "gradients",
-    "registration",
-    "backward",
-    "derivative",
-    "fake/given",
-    "fake/layout",
-    "fake/resized",
-    "fake/symbolic",
-)
-"""What an operator is asked itself."""
-TRACES = ("aot", "backend")
-"""What the names of the other probes begin with: there are several of each, and of backends those asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
