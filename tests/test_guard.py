@@ -71,7 +71,7 @@ def trained(backend, *, dropout=0.0, steps=3):
 
 
 def seen_by(guard):
-    return list(guard.ledger.seen.values())
+    return list(guard.findings.records.values())
 
 
 def guarded(backend, tmp_path, **words):
