@@ -42,7 +42,8 @@ class Guard:
         self.backend = self.origin.backend if isinstance(backend, str) else backend
         self.is_inductor_by_name = backend == "inductor"
         """Whether the guard has to turn modes and options into inductor's settings itself."""
-        self.config = config
+        # not `config`, because that attribute of a backend holds inductor's settings
+        self.guard_config = config
         self.findings = findings
         # torch.compile shows this name in its messages
         self.__name__ = self.origin.name
@@ -66,7 +67,7 @@ class Guard:
         settings: dict[str, Any],
     ) -> Callable[..., Any]:
         """Compile a graph with the backend, and guard dynamo's graph or the graphs behind AOTAutograd."""
-        if self.config.graph == "dynamo":
+        if self.guard_config.graph == "dynamo":
 
             def make(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
                 return self.backend(graph, list(inputs), **options)
@@ -106,12 +107,12 @@ class Guard:
                 nodes=len(graph_module.graph.nodes),
             )
         )
-        if not self.config.concerns(graph_module):
+        if not self.guard_config.concerns(graph_module):
             self.findings.update(replace(record, unchecked="it is not one of those that were asked for"))
             return make(graph_module, example_inputs)
         try:
             guarded = GuardedGraph(
-                config=self.config,
+                config=self.guard_config,
                 findings=self.findings,
                 record=record,
                 original=graphs.with_own_nodes(graph_module),
@@ -131,10 +132,10 @@ class Guard:
         except TorchDeltaError:
             raise
         except Exception as error:
-            if dynamo.is_for_dynamo(error) or self.config.check == "off":
+            if dynamo.is_for_dynamo(error) or self.guard_config.check == "off":
                 raise
             guarded.fail_to_compile(error, example_inputs)
-            if self.config.on_failure == "report":
+            if self.guard_config.on_failure == "report":
                 raise  # as it would without a guard
         return (
             (lambda *args: guarded(*args))

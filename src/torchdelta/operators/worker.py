@@ -111,14 +111,14 @@ def sweep_operator(request: Mapping[str, Any], place: QueryDirectory) -> dict[st
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            found = opinfo.offered(name, dtype, seed=seed)
+            found = opinfo.draw_samples(name, dtype, seed=seed)
         except TorchDeltaError:
             raise
         except Exception as error:
             why = f"the database does not give its samples: {_said(error)}"
             return _answer(_Findings(left_out={}), name, dtype, began, why=why)
         findings = _Findings(left_out=found.left_out)
-        for sample in opinfo.chosen(found.samples, request["samples"]):
+        for sample in opinfo.choose(found.samples, request["samples"]):
             findings.add(sample, _words_for(name, sample, request["words"]), seed, place)
     return _answer(findings, name, dtype, began)
 

@@ -83,7 +83,7 @@ def compare_symbolic(name: str, own: Baseline, other: Baseline) -> Probe | str:
     with runtime.preserved_generators(), dispatch_kept():
         try:
             symbolic = fake_kernels.Symbolic(side.call, side.args, side.kwargs)
-            takes_other_branch = symbolic.goes_other_ways_for(tensors)
+            takes_other_branch = symbolic.has_other_branches_for(tensors)
         except errors.caught_from_user_code() as error:  # a fake kernel is the user's code
             return _report_error(name, error)
     if takes_other_branch and symbolic.fixes_sizes:
