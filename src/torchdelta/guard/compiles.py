@@ -125,6 +125,7 @@ class GuardedCompiles:
         return counting_backend
 
     def _begin_watching(self) -> None:
+        """Watch inductor's passes from now on, unless they are watched already."""
         with _quietly():
             from torchdelta.passes.watch import watch_passes
 

@@ -81,6 +81,7 @@ class Followup:
         return read(record, Path(record.directory))
 
     def _run_all(self) -> None:
+        """Run the commands as they come, for as long as the process lives."""
         while True:
             followup = self.waiting.get()
             try:

@@ -250,6 +250,7 @@ class GuardedGraph:
 
     @property
     def _checked_call(self) -> CheckedCall:
+        """The check of the next call."""
         return CheckedCall(
             config=self.config,
             record=self.record,

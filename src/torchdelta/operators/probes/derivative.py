@@ -216,6 +216,7 @@ class _Difference:
 
     @classmethod
     def of(cls, here: torch.Tensor, ahead: torch.Tensor, behind: torch.Tensor, step: float) -> _Difference:
+        """Return the central difference of the function's values here, a step ahead and a step behind."""
         slopes = (ahead - behind) / (2.0 * step)
         return cls(
             step=step,

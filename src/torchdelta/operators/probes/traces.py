@@ -63,6 +63,7 @@ def trace_probes(backends: Sequence[str]) -> Iterator[ProbeEntry]:
 
 
 def _traces(backends: Sequence[str]) -> Iterator[Trace]:
+    """Yield the traces in the order in which they are asked about."""
     for shapes in ("static", "dynamic"):
         dynamic: dict[str, Scalar] = {"dynamic": shapes == "dynamic"}
         for variant, options in VARIANTS.items():
