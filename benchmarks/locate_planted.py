@@ -22,7 +22,7 @@ from torchdelta.program.sides import Side
 from torchdelta.records.location import Location
 from torchdelta.records.report import Report
 from torchdelta.records.verdict import Verdict
-from torchdelta.transforms.export import exported
+from torchdelta.transforms.export import export_side
 from torchdelta.transforms.fx_pass import FxPass
 
 TESTS = Path(__file__).parent.parent / "tests"
@@ -200,7 +200,7 @@ def _built(model: str) -> tuple[Any, tuple[Any, ...]]:
 @functools.cache
 def _kinds_in(model: str) -> tuple[str, ...]:
     module, inputs = _built(model)
-    graph_module, _ = exported(Side.of(module, inputs, {}), strict=False)
+    graph_module, _ = export_side(Side.of(module, inputs, {}), strict=False)
     return tuple(_programs("hidden").kinds_that_fit(graph_module))
 
 

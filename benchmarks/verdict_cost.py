@@ -33,18 +33,16 @@ class Warmed(Transform):
 
     def __init__(self, inner: Transform) -> None:
         self.inner = inner
-        self.lowered_to = inner.lowered_to
-        self.keeps_names = inner.keeps_names
-        self.is_compiler = inner.is_compiler
+        self.traits = inner.traits
         self.seconds = dict.fromkeys(("candidate", "semantic"), 0.0)
 
     @contextmanager
-    def applied(
+    def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[Transformed]:
         """Transform the side, and run it forward and backward, so that both are compiled."""
         started = time.perf_counter()
-        with self.inner.applied(side, draws_random=draws_random, lifted=lifted, seam=seam) as transformed:
+        with self.inner.apply(side, draws_random=draws_random, lifted=lifted, seam=seam) as transformed:
             outputs = leaves_of(transformed.side.call(*side.args, **side.kwargs), "outputs").values()
             roots = [leaf for leaf in outputs if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])

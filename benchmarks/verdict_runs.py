@@ -116,7 +116,7 @@ class Bench:
         convert = lift.widened if lifted else _unchanged
         scope = baseline.lifted_scope(torch.float64) if lifted else baseline.eager_scope
         side = Side.copied_from(baseline.program, convert=convert)
-        with transform.applied(side, draws_random=False, lifted=lifted) as transformed:
+        with transform.apply(side, draws_random=False, lifted=lifted) as transformed:
             return observe(transformed.side, baseline.plan, baseline.original, scope, convert)
 
 

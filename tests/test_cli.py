@@ -254,7 +254,7 @@ class TestBadInput:
             (["programs.py:build", "-t", "inductr"], "unknown transform 'inductr': did you mean inductor"),
             (["programs.py:build", "-t", "backend:aot_eagr"], "no backend 'aot_eagr': did you mean aot_eager"),
             (["programs.py:build", "-t", "programs.py:scael"], "programs.py has no 'scael'"),
-            (["programs.py:build", "-t", "cast:int8"], "'int8' is no floating-point dtype: try bfloat16"),
+            (["programs.py:build", "-t", "cast:int8"], "'int8' is not a floating-point dtype: try bfloat16"),
             (["programs.py:build", "-t", "cast"], "is written cast:DTYPE"),
             # its options
             ([*BUILD, "-O", "dynamic"], "malformed option 'dynamic': write -O key=value"),

@@ -224,7 +224,7 @@ def side_of(program, given, **options):
 
 def run(transform, program, given):
     """Return the output and the gradients of what a transform makes of a program."""
-    with transform.applied(side_of(program, given), draws_random=False) as transformed:
+    with transform.apply(side_of(program, given), draws_random=False) as transformed:
         torch.manual_seed(0)
         output = transformed.side.call(*transformed.side.args)
         if output.requires_grad:
@@ -234,7 +234,7 @@ def run(transform, program, given):
 
 
 def place_in(planted, program, given, **options):
-    with planted.applied(side_of(program, given, **options), draws_random=False, lifted=bool(options)):
+    with planted.apply(side_of(program, given, **options), draws_random=False, lifted=bool(options)):
         return planted.place
 
 
@@ -306,7 +306,7 @@ class TestEveryKind:
 
     @pytest.mark.parametrize(("kind", "program", "given"), BY_FUNCTIONS_OF_OURS, ids=kind_of)
     def test_leaves_a_graph_of_importable_functions(self, kind, program, given):
-        with plant(kind).applied(side_of(program, given), draws_random=False) as transformed:
+        with plant(kind).apply(side_of(program, given), draws_random=False) as transformed:
             graph = transformed.side.owner.graph
 
         targets = [node.target for node in graph.nodes if node.op == "call_function"]
@@ -370,7 +370,7 @@ class TestWhere:
         assert eligible_places("relu_leaky", exported(Blocks(), X)) == ()
 
     def test_it_is_on_the_notes(self):
-        with plant("bias_dropped").applied(side_of(linear(), X), draws_random=False) as transformed:
+        with plant("bias_dropped").apply(side_of(linear(), X), draws_random=False) as transformed:
             assert transformed.notes[0].startswith(
                 "a fault was planted on purpose: bias_dropped at linear (aten.linear"
             )
@@ -399,7 +399,7 @@ class TestTraining:
         assert len(without) == (1 if kind == "bias_dropped" else 0)
 
     def test_a_stale_parameter_does_not_learn(self):
-        with plant("parameter_stale", excluding=["bias"]).applied(side_of(linear(), X), draws_random=False) as faulty:
+        with plant("parameter_stale", excluding=["bias"]).apply(side_of(linear(), X), draws_random=False) as faulty:
             side = faulty.side
             before = side.call(X)
             with torch.no_grad():
@@ -456,9 +456,9 @@ class TestThen:
         assert not report.unmatched
 
     def test_it_is_what_follows_that_the_caller_has_to_know_about(self):
-        assert plant("tail_element").is_compiler is False
-        assert plant("tail_element", then=Compiler("eager", {})).is_compiler is True
-        assert plant("tail_element", then=Cast("bfloat16", {})).lowered_to is torch.bfloat16
+        assert plant("tail_element").traits.is_compiler is False
+        assert plant("tail_element", then=Compiler("eager", {})).traits.is_compiler is True
+        assert plant("tail_element", then=Cast("bfloat16", {})).traits.lowered_to is torch.bfloat16
 
     def test_another_program_has_no_fault(self):
         with pytest.raises(UsageError, match="tail_element cannot be planted under Replacement"):

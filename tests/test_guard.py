@@ -71,7 +71,7 @@ def trained(backend, *, dropout=0.0, steps=3):
 
 
 def seen_by(guard):
-    return list(guard.ledger.seen.values())
+    return list(guard.findings.records.values())
 
 
 def guarded(backend, tmp_path, **words):
@@ -619,7 +619,7 @@ class TestFinding:
         assert guard.summary.unchecked == {NO_ERROR: 1}
 
 
-class TestVigilance:
+class TestConfig:
     def test_only_graphs_that_were_asked_for_are_checked(self):
         for only in ((100, 200), lambda graph: False):
             torch._dynamo.reset()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from torchdelta.cli.op_arguments import DTYPES, read_arguments
 from torchdelta.errors import UsageError
-from torchdelta.operators.arguments import MOST_SHOWN, build, described, described_all
+from torchdelta.operators.arguments import MOST_SHOWN, build, describe, describe_all
 
 
 def values(text, seed=0):
@@ -30,9 +30,9 @@ class TestReading:
     def test_tensors_numbers_strings_and_names_in_one_line(self):
         args, kwargs = values("f32[3, 4], bf16[4], [1, 2.5], 'mean', None, dim=1, dtype=torch.bfloat16, keepdim=True")
 
-        assert [described(each) for each in args] == ["float32[3, 4]", "bfloat16[4]", "[1, 2.5]", "'mean'", "None"]
+        assert [describe(each) for each in args] == ["float32[3, 4]", "bfloat16[4]", "[1, 2.5]", "'mean'", "None"]
         assert kwargs == {"dim": 1, "dtype": torch.bfloat16, "keepdim": True}
-        assert described_all(args, kwargs)[-3:] == ("dim=1", "dtype=torch.bfloat16", "keepdim=True")
+        assert describe_all(args, kwargs)[-3:] == ("dim=1", "dtype=torch.bfloat16", "keepdim=True")
 
     def test_nothing_is_no_arguments(self):
         assert values("") == ((), {})
@@ -99,7 +99,7 @@ class TestReading:
     def test_containers_nest(self):
         value = only("{'a': [f32[2], (1, None)], 3: {'b': i64[1]}, 'c': ()}")
 
-        assert described(value) == "{'a': [float32[2], (1, None)], 3: {'b': int64[1]}, 'c': ()}"
+        assert describe(value) == "{'a': [float32[2], (1, None)], 3: {'b': int64[1]}, 'c': ()}"
 
     def test_numbers_of_every_kind(self):
         assert only("[-1, +2, 1e-3, -2.5e10, 1j, 1+2j, -1-0.5j, True]") == [
@@ -252,16 +252,16 @@ TREES = st.recursive(
 class TestDescribing:
     @given(TREES)
     def test_what_is_described_is_read_back_alike(self, value):
-        assert described(only(f"{described(value)},")) == described(value)
+        assert describe(only(f"{describe(value)},")) == describe(value)
 
     @given(SCALARS)
     def test_what_is_no_tensor_is_read_back_the_same(self, value):
-        assert only(f"{described(value)},") == value
+        assert only(f"{describe(value)},") == value
 
     def test_long_lists_are_cut(self):
-        assert described(list(range(20))) == "[0, 1, 2, 3, 4, 5, 6, 7, … 12 more]"
+        assert describe(list(range(20))) == "[0, 1, 2, 3, 4, 5, 6, 7, … 12 more]"
 
     def test_what_has_no_short_form_is_named_by_its_type(self):
-        assert described(torch.Generator()) == "Generator"
-        assert described(torch.nn.Parameter(torch.zeros(3))) == "float32[3]"
-        assert described(torch.Size([1, 2])) == "[1, 2]"
+        assert describe(torch.Generator()) == "Generator"
+        assert describe(torch.nn.Parameter(torch.zeros(3))) == "float32[3]"
+        assert describe(torch.Size([1, 2])) == "[1, 2]"

@@ -47,7 +47,7 @@ class TestNames:
             ("aten.addd", r"did you mean aten\.add or"),
             ("aten.add.Tensors", r"no overload 'Tensors': there are aten\.add\.Tensor, aten\.add\.Scalar$"),
             ("td_named.everywhere.x", r"there is td_named\.everywhere\.default$"),
-            ("td_nmaed::everywhere", r"nobody registered the namespace 'td_nmaed'.*--import.*td_named"),
+            ("td_nmaed::everywhere", r"the namespace 'td_nmaed' of .* is not registered.*--import.*td_named"),
             ("add", r"did you mean aten\.add or prims\.add or torch\.add"),
             ("flurb", r"write namespace\.operator"),
             ("", r"write namespace\.operator"),

@@ -17,7 +17,7 @@ from torchdelta.errors import EnvironmentUnfit, ProgramError, UsageError
 from torchdelta.nodewise.matching import align, assign_handles, handles_of
 from torchdelta.nodewise.node_records import node_records
 from torchdelta.program.sides import Side
-from torchdelta.transforms.quantize import Quantize, quantized, quantizer_named
+from torchdelta.transforms.quantize import Quantize, quantize_side, quantizer_factory
 from torchdelta.transforms.wrappers import ObservedTransform
 
 pytest.importorskip("torchao")
@@ -190,7 +190,7 @@ def test_a_quantizer_that_quantizes_nothing_did_not_happen(factories):
 @pytest.mark.parametrize(
     ("name", "error", "words"),
     [
-        ("number", UsageError, "number gives no quantizer but int"),
+        ("number", UsageError, "number returns int, which is not a quantizer"),
         ("broken", ProgramError, "broken could not be built: RuntimeError: no such backend"),
         ("Defualt", ProgramError, "did you mean Default"),
     ],
@@ -209,7 +209,7 @@ def test_without_torchao_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.quantization.pt2e.quantize_pt2e", None)
 
     with pytest.raises(EnvironmentUnfit, match=r"torchdelta\[quantize\]"):
-        quantizer_named("x86")
+        quantizer_factory("x86")
 
 
 class Averaging(nn.Module):
@@ -224,7 +224,7 @@ class Averaging(nn.Module):
 
 
 def test_calibrating_is_no_call_of_the_program():
-    _, candidate, side = quantized(Side.of(Averaging(), (IMAGE + 1,), {}), "x86")
+    _, candidate, side = quantize_side(Side.of(Averaging(), (IMAGE + 1,), {}), "x86")
 
     assert candidate.total.item() == 0
     side.call(IMAGE + 1)
@@ -232,8 +232,8 @@ def test_calibrating_is_no_call_of_the_program():
 
 
 def test_only_one_module_is_quantized():
-    everything = quantized(Side.of(net(), (IMAGE,), {}), "x86")[1]
-    _, candidate, side = quantized(Side.of(net(), (IMAGE,), {}), "x86", only="hidden")
+    everything = quantize_side(Side.of(net(), (IMAGE,), {}), "x86")[1]
+    _, candidate, side = quantize_side(Side.of(net(), (IMAGE,), {}), "x86", only="hidden")
 
     weights = [node for node in candidate.graph.nodes if "dequantize_per_channel" in str(node.target)]
     assert [user.name for node in weights for user in node.users] == ["linear"]
@@ -270,7 +270,7 @@ def test_only_part_of_what_shares_its_scale_is_quantized():
             return self.last(self.pool(torch.cat([self.first(x), self.second(x)], 1)))
 
     for path in ("first", "pool", "last"):
-        reference, candidate, _ = quantized(Side.of(Shared().eval(), (IMAGE,), {}), "x86", only=path)
+        reference, candidate, _ = quantize_side(Side.of(Shared().eval(), (IMAGE,), {}), "x86", only=path)
         assert candidate(IMAGE).shape == reference(IMAGE).shape
 
 
@@ -280,7 +280,7 @@ def test_an_observer_has_the_handle_of_what_it_observes_and_so_has_what_dequanti
     graph = torch.export.export(net(), (IMAGE,)).module()
     assign_handles(graph)
     mean = handles_of(names(graph)["mean"])
-    prepared = prepare_pt2e(graph, quantizer_named("x86")())
+    prepared = prepare_pt2e(graph, quantizer_factory("x86")())
     prepared(IMAGE)
     observers = {node.args[0].name: node for node in prepared.graph.nodes if "activation_post" in str(node.target)}
 
@@ -299,7 +299,7 @@ def test_assigning_again_leaves_observers_with_what_they_observe():
 
     graph = torch.export.export(net(), (IMAGE,)).module()
     assign_handles(graph)
-    prepared = prepare_pt2e(graph, quantizer_named("x86")())
+    prepared = prepare_pt2e(graph, quantizer_factory("x86")())
     before = {node.name: handles_of(node) for node in prepared.graph.nodes if handles_of(node)}
     assign_handles(prepared)
 
@@ -308,7 +308,7 @@ def test_assigning_again_leaves_observers_with_what_they_observe():
 
 
 def test_each_node_of_a_quantized_network_is_matched_and_close():
-    reference, candidate, _ = quantized(Side.of(net(), (IMAGE,), {}), "x86")
+    reference, candidate, _ = quantize_side(Side.of(net(), (IMAGE,), {}), "x86")
     found = align(node_records(reference), node_records(candidate))
     of_reference, of_candidate = values_of(reference), values_of(candidate)
 
@@ -323,7 +323,7 @@ def test_each_node_of_a_quantized_network_is_matched_and_close():
 
 
 def test_a_folded_batch_norm_is_matched_with_the_convolution_and_its_weights_with_nothing():
-    reference, candidate, _ = quantized(Side.of(net(), (IMAGE,), {}), "x86")
+    reference, candidate, _ = quantize_side(Side.of(net(), (IMAGE,), {}), "x86")
     found = align(node_records(reference), node_records(candidate))
 
     matched = {match.reference: match.candidate for match in found.matches}
@@ -385,7 +385,7 @@ class Spoilt(Quantize):
         super().__init__("x86", {})
         self.spoil = spoil
 
-    def applied(self, side, *, draws_random, lifted=False, seam=hand_on):
+    def apply(self, side, *, draws_random, lifted=False, seam=hand_on):
         def hand_over(handed):
             def make(graph, inputs):
                 made = handed.make(graph, inputs)
@@ -395,7 +395,7 @@ class Spoilt(Quantize):
 
             return seam(replace(handed, make=make))
 
-        return super().applied(side, draws_random=draws_random, lifted=lifted, seam=hand_over)
+        return super().apply(side, draws_random=draws_random, lifted=lifted, seam=hand_over)
 
 
 def read_by(graph, reader, place):

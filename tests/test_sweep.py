@@ -410,9 +410,9 @@ class TestTheDatabase:
     def test_gives_the_same_samples_whatever_was_drawn_before(self, opinfo):
         import torch
 
-        first = opinfo.offered("nn.functional.conv2d", "float32", seed=3).samples
+        first = opinfo.draw_samples("nn.functional.conv2d", "float32", seed=3).samples
         torch.rand(7)
-        second = opinfo.offered("nn.functional.conv2d", "float32", seed=3).samples
+        second = opinfo.draw_samples("nn.functional.conv2d", "float32", seed=3).samples
 
         assert len(first) == len(second) > 3
         for one, other in zip(first, second, strict=True):
@@ -423,37 +423,37 @@ class TestTheDatabase:
         import torch
 
         state = torch.get_rng_state()
-        opinfo.offered("add", "float32", seed=3)
+        opinfo.draw_samples("add", "float32", seed=3)
 
         assert torch.equal(torch.get_rng_state(), state)
         assert not torch.backends.flags_frozen()
 
     def test_asks_for_gradients_where_there_are_any(self, opinfo):
-        assert all(sample.has_gradient for sample in opinfo.offered("exp", "float32", seed=0).samples)
-        assert not any(sample.has_gradient for sample in opinfo.offered("add", "int64", seed=0).samples)
-        assert not any(sample.has_gradient for sample in opinfo.offered("nonzero", "float32", seed=0).samples)
+        assert all(sample.has_gradient for sample in opinfo.draw_samples("exp", "float32", seed=0).samples)
+        assert not any(sample.has_gradient for sample in opinfo.draw_samples("add", "int64", seed=0).samples)
+        assert not any(sample.has_gradient for sample in opinfo.draw_samples("nonzero", "float32", seed=0).samples)
 
     def test_chooses_samples_that_tell_something(self, opinfo):
-        samples = opinfo.offered("sum", "float32", seed=0).samples
+        samples = opinfo.draw_samples("sum", "float32", seed=0).samples
 
-        assert not samples[0].is_telling
-        assert all(sample.is_telling for sample in opinfo.chosen(samples, 4))
-        assert any(sample.has_gradient for sample in opinfo.chosen(samples, 1))
+        assert not samples[0].is_substantial
+        assert all(sample.is_substantial for sample in opinfo.choose(samples, 4))
+        assert any(sample.has_gradient for sample in opinfo.choose(samples, 1))
 
     def test_chooses_all_over_the_list(self, opinfo):
-        samples = opinfo.offered("nn.functional.max_pool2d", "float32", seed=0).samples
+        samples = opinfo.draw_samples("nn.functional.max_pool2d", "float32", seed=0).samples
 
-        first, second = (sample.number for sample in opinfo.chosen(samples, 2))
+        first, second = (sample.number for sample in opinfo.choose(samples, 2))
 
         assert first < len(samples) / 2 < second
 
     def test_chooses_everything_where_more_is_wanted(self, opinfo):
-        samples = opinfo.offered("add", "float32", seed=0).samples
+        samples = opinfo.draw_samples("add", "float32", seed=0).samples
 
-        assert opinfo.chosen(samples, 1000) == samples
+        assert opinfo.choose(samples, 1000) == samples
 
     def test_says_which_samples_are_left_out(self, opinfo):
-        found = opinfo.offered("sparse.sampled_addmm", "float32", seed=0)
+        found = opinfo.draw_samples("sparse.sampled_addmm", "float32", seed=0)
 
         assert found.samples == ()
         assert set(found.left_out) == {"a tensor of layout sparse_csr cannot be copied"}
@@ -461,7 +461,7 @@ class TestTheDatabase:
     def test_does_not_seed_inside_of_an_operator(self, opinfo):
         import torch
 
-        (sample,) = opinfo.chosen(opinfo.offered("bernoulli", "float32", seed=0).samples, 1)
+        (sample,) = opinfo.choose(opinfo.draw_samples("bernoulli", "float32", seed=0).samples, 1)
         with torch.no_grad():
             drawn = [sample.call(*sample.args, **sample.kwargs) for _ in range(20)]
 
@@ -492,8 +492,8 @@ def swept_here(monkeypatch, call, *args):
 
     sample = SimpleNamespace(call=call, args=args, kwargs={}, has_gradient=False)
     database = SimpleNamespace(
-        offered=lambda name, dtype, seed: SimpleNamespace(samples=(sample,), left_out={}),
-        chosen=lambda samples, many: samples,
+        draw_samples=lambda name, dtype, seed: SimpleNamespace(samples=(sample,), left_out={}),
+        choose=lambda samples, many: samples,
         WITHOUT_VALUES=(),
     )
     monkeypatch.setattr(worker, "opinfo", database)

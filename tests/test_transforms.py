@@ -1,6 +1,7 @@
 """Every transform does what its name says, on a program that survives it and on one that does not."""
 
 import copy
+import dataclasses
 import operator
 
 import pytest
@@ -9,6 +10,11 @@ from torch import nn
 
 import torchdelta as td
 from torchdelta import Verdict
+from torchdelta._torch.compile.seams import hand_on
+from torchdelta.check.quantized_layers import NoQuantizedLayer
+from torchdelta.program.sides import Side
+from torchdelta.transforms.base import Traits, Transform, Transformed
+from torchdelta.transforms.wrappers import AppliedOnce, ObservedAfterAot, ObservedTransform
 
 MODULE = """
 import torch
@@ -247,7 +253,7 @@ def test_another_implementation_with_other_names_needs_a_mapping(module_file):
         ("backend", {}, "backend:NAME"),
         ("export:now", {}, "written export"),
         ("cast:bfloat", {}, "try bfloat16"),
-        ("cast:int8", {}, "no floating-point dtype"),
+        ("cast:int8", {}, "not a floating-point dtype"),
         ("eager", {"dynamc": True}, "it has dynamic, fullgraph, mode"),
         ("eager", {"dynamic": "maybe"}, "True or False"),
         ("inductor", {"config.fallback_randm": True}, "did you mean fallback_random"),
@@ -315,3 +321,43 @@ def test_a_pass_on_the_exported_graph_may_return_any_callable():
 def test_options_without_a_transform_that_takes_them_are_a_mistake():
     with pytest.raises(td.UsageError, match="options"):
         td.check(relu_net(), (X,), candidate=relu_net(), options={"dynamic": True})
+
+
+class Unusual(Transform):
+    """A transform none of whose traits is the default."""
+
+    traits = Traits(
+        lowered_to=torch.bfloat16,
+        keeps_names=False,
+        reads_program=False,
+        has_backward=False,
+        excused_clauses=frozenset({"aliasing"}),
+        rounds_to_levels=True,
+        is_compiler=True,
+        has_seam=True,
+    )
+
+    def apply(self, side, *, draws_random, lifted=False, seam=hand_on):
+        raise NotImplementedError
+
+
+def applied_once(inner):
+    return AppliedOnce(inner, Transformed.counting_calls(Side.of(torch.sin, (X,), {})))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "differing"),
+    [
+        (lambda inner: ObservedTransform(inner, hand_on), {}),
+        (ObservedAfterAot, {}),
+        (lambda inner: td.faults.plant("tail_element", then=inner), {}),
+        (applied_once, {"has_seam": False}),
+        (NoQuantizedLayer, {"rounds_to_levels": False}),
+    ],
+    ids=["observed", "observed_after_aot", "planted", "applied_once", "no_quantized_layer"],
+)
+def test_a_wrapper_hands_on_every_trait_but_those_that_it_changes(wrap, differing):
+    for trait in dataclasses.fields(Traits):
+        assert getattr(Unusual.traits, trait.name) != trait.default, f"add {trait.name} to Unusual"
+
+    assert wrap(Unusual()).traits == dataclasses.replace(Unusual.traits, **differing)

@@ -69,13 +69,13 @@ def run_candidate(
     `lifted` is the scope of a side in float64, in which a candidate that is not compiled runs.
     """
     run = CandidateRun()
-    plan = plan if transform.has_backward else replace(plan, stages=("forward",))
-    run_scope = scope if lifted is None or transform.is_compiler else lifted
+    plan = plan if transform.traits.has_backward else replace(plan, stages=("forward",))
+    run_scope = scope if lifted is None or transform.traits.is_compiler else lifted
     # the loss is no part of what is compiled, and must not round either
-    loss_scope = lifted if lifted is not None and transform.is_compiler else nullcontext
+    loss_scope = lifted if lifted is not None and transform.traits.is_compiler else nullcontext
     convert = widened if lifted else _as_it_is
     try:
-        applied = transform.applied(side, draws_random=draws_random, lifted=lifted is not None)
+        applied = transform.apply(side, draws_random=draws_random, lifted=lifted is not None)
         with scope(), applied as transformed:
             run.notes += transformed.notes
             _attend(

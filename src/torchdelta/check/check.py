@@ -62,7 +62,7 @@ class Check:
         with baseline.timed("candidate"):
             self.candidate = run_candidate(
                 self.layered.transform,
-                Side.copied_from(baseline.program, with_callable=self.transform.reads_program),
+                Side.copied_from(baseline.program, with_callable=self.transform.traits.reads_program),
                 baseline.plan,
                 original=baseline.original,
                 scope=baseline.scope,
@@ -77,15 +77,15 @@ class Check:
             if noisy and any(_is_near(seen) for stage in stages for seen in stage.comparisons):
                 stages = self._look_again(stages)
             is_coarse = any(steadiness.is_coarse(seen) for stage in stages for seen in stage.comparisons)
-            if is_coarse and baseline.has_chosen and self.transform.lowered_to is None:
+            if is_coarse and baseline.has_chosen and self.transform.traits.lowered_to is None:
                 stages = self._replay(stages)
             stages = decisions.excuse_integers(stages, baseline, self.candidate.observation, noisy)
             if self._asks_for_casts(noisy):
                 stages, note = casts.notice(stages, baseline, self.candidate.observation, self._terms)
                 self.notes += [note] if note else []
-            asked, told = semantic.judge_lifted(lifted, baseline, keeps_names=self.transform.keeps_names)
+            asked, told = semantic.judge_lifted(lifted, baseline, keeps_names=self.transform.traits.keeps_names)
             stages = [semantic.add(stage, told.get(stage.name, {}), baseline) for stage in stages]
-            if noisy and self.transform.lowered_to is None:
+            if noisy and self.transform.traits.lowered_to is None:
                 stages = self._follow(stages, told)
         if any(steadiness.rests_on_steadiness(seen) for stage in stages for seen in stage.comparisons):
             stages = self._hold_steady(stages)
@@ -112,12 +112,12 @@ class Check:
         return semantic.run_lifted(self.baseline, self.transform)
 
     def _asks_for_casts(self, noisy: list[Observation]) -> bool:
-        if self.transform.lowered_to is not None or not self.candidate.observation.stages:
+        if self.transform.traits.lowered_to is not None or not self.candidate.observation.stages:
             return False
         return "casts" in self.case.strict or (bool(noisy) and self.baseline.narrowed_to is not None)
 
     def _noisy(self, count: int) -> list[Observation]:
-        return self.baseline.noisy(count, lowered_to=self.transform.lowered_to)
+        return self.baseline.noisy(count, lowered_to=self.transform.traits.lowered_to)
 
     def _ask(self, transform: Transform) -> Report:
         return replace(self, transform=transform, notes=[], candidate=CandidateRun())._report()
@@ -134,7 +134,7 @@ class Check:
         return self.baseline.no_truth or "the candidate failed before anything could be compared"
 
     def _judge(self, noisy: Sequence[Observation]) -> tuple[list[Stage], list[Unmatched]]:
-        candidate, baseline, keeps_names = self.candidate, self.baseline, self.transform.keeps_names
+        candidate, baseline, keeps_names = self.candidate, self.baseline, self.transform.traits.keeps_names
         stages: list[Stage] = []
         unmatched: list[Unmatched] = []
         if self._policy.needs_truth and baseline.no_truth:
@@ -145,7 +145,7 @@ class Check:
             if candidate.failure and candidate.has_failed_by(name):
                 reason = f"{candidate.failure.type}: {candidate.failure.message}"
                 return [*stages, Stage(name=name, verdict=Verdict.CRASHED, reason=reason)], unmatched
-            if name not in baseline.reference.stages or (name != "forward" and not self.transform.has_backward):
+            if name not in baseline.reference.stages or (name != "forward" and not self.transform.traits.has_backward):
                 stages += self._without_gradients(name)
                 continue
             found, alone, nameless = self._compare(name, noisy)
@@ -176,7 +176,7 @@ class Check:
         reference = reference or baseline.reference
         truth = truth or (baseline.truth if self._policy.needs_truth else None)
         of_reference, of_candidate, nameless = paired(
-            stage, reference, observed, keeps_names=self.transform.keeps_names
+            stage, reference, observed, keeps_names=self.transform.traits.keeps_names
         )
         runs = [run.stages.get(stage, {}) for run in noisy]
         undecided: dict[str, int] = {}
@@ -195,9 +195,9 @@ class Check:
     @property
     def _terms(self) -> Terms:
         return Terms(
-            ignore=frozenset(self.case.ignore) | self.transform.changes,
+            ignore=frozenset(self.case.ignore) | self.transform.traits.excused_clauses,
             strict=frozenset(self.case.strict),
-            lowered_to=self.transform.lowered_to,
+            lowered_to=self.transform.traits.lowered_to,
         )
 
     def _look_again(self, stages: list[Stage]) -> list[Stage]:
@@ -248,9 +248,9 @@ class Check:
         return followed
 
     def _without_gradients(self, name: str) -> list[Stage]:
-        has_loss = self.transform.has_backward and self.baseline.plan.loss is not None
+        has_loss = self.transform.traits.has_backward and self.baseline.plan.loss is not None
         what = "the loss does not require grad" if has_loss else "no output of the reference requires grad"
-        what = what if self.transform.has_backward else f"what {self.case.transform} makes has no backward"
+        what = what if self.transform.traits.has_backward else f"what {self.case.transform} makes has no backward"
         if self.stages_by_default and not has_loss:
             self.notes.append(f"{name} were not compared: {what}")
             return []

@@ -7,7 +7,7 @@ as all of its steps together, and no single bound on that would tell a bad layer
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torchdelta._torch.graphs.nodes import module_path, op_name
@@ -68,7 +68,7 @@ class LayerwiseCheck:
     @classmethod
     def of(cls, transform: Transform, policy: Policy, seed: int, ask: Callable[[Transform], Report]) -> LayerwiseCheck:
         """Stand there if this is a quantizer and noise is to be told from bugs."""
-        if not (transform.rounds_to_levels and policy.needs_truth):
+        if not (transform.traits.rounds_to_levels and policy.needs_truth):
             return cls(transform, ask)
         seam = LockstepSeam(judge=QuantizedJudge(seed=seed), with_gradients=False)
         return cls(transform, ask, seam)
@@ -104,7 +104,7 @@ class NoQuantizedLayer(ObservedTransform):
 
     def __init__(self, inner: Transform) -> None:
         super().__init__(inner, lambda handed: handed.graph)
-        self.rounds_to_levels = False
+        self.traits = replace(inner.traits, rounds_to_levels=False)
 
 
 def judged_by_layers(seen: Sequence[GraphComparison], notes: Sequence[str] = ()) -> LayerwisePolicy:

@@ -50,7 +50,7 @@ class LiftedRun:
 
 def run_lifted(baseline: Baseline, transform: Transform) -> LiftedRun:
     """Lift the program, apply the transform to it, and run both."""
-    if transform.lowered_to is not None:
+    if transform.traits.lowered_to is not None:
         return LiftedRun(asked="not asked: the transform lowers precision on purpose")
     reference = baseline.lifted_reference
     if reference is None:
@@ -62,7 +62,7 @@ def run_lifted(baseline: Baseline, transform: Transform) -> LiftedRun:
         with baseline.timed("semantic"):
             candidate = run_candidate(
                 transform,
-                Side.copied_from(baseline.program, convert=lift.widened, with_callable=transform.reads_program),
+                Side.copied_from(baseline.program, convert=lift.widened, with_callable=transform.traits.reads_program),
                 baseline.plan,
                 original=baseline.original,
                 scope=baseline.scope,

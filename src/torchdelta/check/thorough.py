@@ -61,7 +61,7 @@ def _ask(check: Check, transform: Transform, *, is_lifted: bool) -> tuple[Verdic
     baseline = check.baseline
     if is_lifted:
         lifted = semantic.run_lifted(baseline, transform)
-        question, answers = semantic.judge_lifted(lifted, baseline, keeps_names=transform.keeps_names)
+        question, answers = semantic.judge_lifted(lifted, baseline, keeps_names=transform.traits.keeps_names)
         comparisons = [comparison for stage in answers.values() for comparison in stage.values()]
         if not comparisons:
             return Verdict.INCONCLUSIVE, question
@@ -80,7 +80,7 @@ def _run_candidate(check: Check, transform: Transform, *, is_lifted: bool) -> st
         return ""
     run = run_candidate(
         transform,
-        Side.copied_from(baseline.program, with_callable=transform.reads_program),
+        Side.copied_from(baseline.program, with_callable=transform.traits.reads_program),
         baseline.plan,
         original=baseline.original,
         scope=baseline.scope,

@@ -108,7 +108,7 @@ def command(
         # what the script prints is printed as without us
         stream.reconfigure(errors=errors)
     started_in = os.getpid()
-    with compiles.attended():
+    with compiles.guard_all():
         ending = run_script(asked)
     # a child that the script forked ends here too, and has nothing to say
     if os.getpid() == started_in:
@@ -126,7 +126,7 @@ def _summed_up(compiles: GuardedCompiles, ending: ScriptEnding, *, strict: bool)
     if not ending.is_interrupted:
         with Console(file=sys.__stderr__).status("looking into what was found", spinner="dots") as status:
             compiles.finish(tell=lambda part: status.update(Text(part)))
-    summary, watched = compiles.summary(), compiles.watched()
+    summary, watched = compiles.summary(), compiles.pass_summary()
     # a script that closed its stderr wants to hear nothing
     if sys.__stderr__ is not None and not sys.__stderr__.closed:
         print_guard_summary(summary, watched)

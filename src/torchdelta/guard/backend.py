@@ -1,4 +1,9 @@
-"""The guard: a torch.compile backend around another, which sees every graph and checks it on real calls."""
+"""The guard itself: a torch.compile backend around another, which gets every graph and checks it on real calls.
+
+    model = torch.compile(model, backend=td.guard("inductor"))
+
+Start with `Guard.__call__`, which torch.compile calls for each graph. What it returns is a `GuardedGraph`.
+"""
 
 from __future__ import annotations
 
@@ -24,67 +29,76 @@ from torchdelta.minify.queries import plain_settings, spec_of
 from torchdelta.records.guard import GuardedGraphRecord, GuardSummary
 
 _COMPILING = threading.local()
-"""What a guard has handed on to its backend, in each thread."""
+"""The graph that a guard has handed to its backend, in each thread."""
 
 
 class Guard:
-    """A backend that does what another does, and watches it."""
+    """A backend that compiles with another one, and checks what that one returns."""
 
-    def __init__(self, backend: str | dynamo.Backend, vigilance: GuardConfig, ledger: GuardFindings) -> None:
+    def __init__(self, backend: str | dynamo.Backend, config: GuardConfig, findings: GuardFindings) -> None:
         self.origin = dynamo.origin_of(backend)
         if isinstance(self.origin.backend, Guard):
             raise UsageError(f"{self.origin.name} is guarded already: one guard is enough")
         self.backend = self.origin.backend if isinstance(backend, str) else backend
         self.is_inductor_by_name = backend == "inductor"
-        """Whether nobody else turns modes and options into settings."""
-        self.vigilance = vigilance
-        self.ledger = ledger
-        # torch.compile takes a backend's name for what it says about it
+        """Whether the guard has to turn modes and options into inductor's settings itself."""
+        # not `config`, because that attribute of a backend holds inductor's settings
+        self.guard_config = config
+        self.findings = findings
+        # torch.compile shows this name in its messages
         self.__name__ = self.origin.name
 
     def __call__(self, graph_module: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-        """Compile a graph; what comes back is checked when it is first called."""
-        config = dict(self.origin.config)
+        """Compile a graph; return a callable that is checked when it is first called."""
+        settings = dict(self.origin.config)
         if self.is_inductor_by_name and options:
-            config = dynamo.config_of(**options)
-            options = {"config_patches": config}
+            settings = dynamo.config_of(**options)
+            options = {"config_patches": settings}
         if graph_module is getattr(_COMPILING, "graph", None):
             raise UsageError(f"{self.__name__} is guarded already, by a guard around this one: one guard is enough")
-        with _at_work_on(graph_module):
-            return self._compiled(graph_module, example_inputs, options, config)
+        with _compiling(graph_module):
+            return self._compile(graph_module, example_inputs, options, settings)
 
-    def _compiled(
-        self, graph_module: GraphModule, example_inputs: Sequence[Any], options: dict[str, Any], config: dict[str, Any]
+    def _compile(
+        self,
+        graph_module: GraphModule,
+        example_inputs: Sequence[Any],
+        options: dict[str, Any],
+        settings: dict[str, Any],
     ) -> Callable[..., Any]:
-        if self.vigilance.graph == "dynamo":
+        """Compile a graph with the backend, and guard dynamo's graph or the graphs behind AOTAutograd."""
+        if self.guard_config.graph == "dynamo":
 
             def make(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
                 return self.backend(graph, list(inputs), **options)
 
-            return self._guarded(graph_module, example_inputs, make, "dynamo", config)
-        with aot.intercepting(lambda handed: self._behind_aot(handed, config)) as passed:
-            made = self.backend(graph_module, example_inputs, **options)
-        if not passed.programs:
-            self.ledger.note(f"{self.__name__} is not built on AOTAutograd: it has no ATen graphs, and was not guarded")
-        return made
+            return self._guard_graph(graph_module, example_inputs, make, "dynamo", settings)
+        with aot.intercepting(lambda handed: self._guard_handed(handed, settings)) as interception:
+            compiled = self.backend(graph_module, example_inputs, **options)
+        if not interception.programs:
+            self.findings.note(
+                f"{self.__name__} is not built on AOTAutograd: it has no ATen graphs, and was not guarded"
+            )
+        return compiled
 
     def finish(self) -> GuardSummary:
-        """Name the culprits of what was found, wait for what is under way, and return what came of it all."""
-        self.ledger.finish()
-        return self.ledger.summary()
+        """Name the culprits of all findings, wait for commands in the background, and return the summary."""
+        self.findings.finish()
+        return self.findings.summary()
 
     @property
     def summary(self) -> GuardSummary:
-        """What came of it so far."""
-        return self.ledger.summary()
+        """The summary of all graphs so far."""
+        return self.findings.summary()
 
-    def _behind_aot(self, handed: HandedGraph, config: dict[str, Any]) -> Callable[..., Any]:
-        return self._guarded(handed.graph, handed.example_inputs, handed.make, handed.level, config)
+    def _guard_handed(self, handed: HandedGraph, settings: dict[str, Any]) -> Callable[..., Any]:
+        return self._guard_graph(handed.graph, handed.example_inputs, handed.make, handed.level, settings)
 
-    def _guarded(
-        self, graph_module: GraphModule, example_inputs: Sequence[Any], make: Make, level: str, config: dict[str, Any]
+    def _guard_graph(
+        self, graph_module: GraphModule, example_inputs: Sequence[Any], make: Make, level: str, settings: dict[str, Any]
     ) -> Callable[..., Any]:
-        seen = self.ledger.enter(
+        """Compile one graph by `make`; return it guarded, or unguarded if it is not one of those to watch."""
+        record = self.findings.add(
             GuardedGraphRecord(
                 number=0,
                 name=_name_of(graph_module),
@@ -93,36 +107,36 @@ class Guard:
                 nodes=len(graph_module.graph.nodes),
             )
         )
-        if not self.vigilance.concerns(graph_module):
-            self.ledger.settle(replace(seen, unchecked="it is not one of those that were asked for"))
+        if not self.guard_config.concerns(graph_module):
+            self.findings.update(replace(record, unchecked="it is not one of those that were asked for"))
             return make(graph_module, example_inputs)
         try:
             guarded = GuardedGraph(
-                vigilance=self.vigilance,
-                ledger=self.ledger,
-                seen=seen,
+                config=self.guard_config,
+                findings=self.findings,
+                record=record,
                 original=graphs.copy_nodes(graph_module),
                 make=make,
                 run=graph_module.forward,
                 transform=self._spec,
-                options={f"config.{name}": value for name, value in plain_settings(config).items()},
+                options={f"config.{name}": value for name, value in plain_settings(settings).items()},
             )
         except Exception as error:  # a mistake of ours must not cost the user the run
-            self.ledger.settle(
-                replace(seen, unchecked=f"its nodes could not be kept ({type(error).__name__}: {error})")
+            self.findings.update(
+                replace(record, unchecked=f"its nodes could not be copied ({type(error).__name__}: {error})")
             )
             return make(graph_module, example_inputs)
-        guarded.foresee_death(example_inputs)
+        guarded.record_before_compiling(example_inputs)
         try:
             guarded.run = make(graph_module, example_inputs)
         except TorchDeltaError:
             raise
         except Exception as error:
-            if dynamo.is_for_dynamo(error) or self.vigilance.check == "off":
+            if dynamo.is_for_dynamo(error) or self.guard_config.check == "off":
                 raise
             guarded.fail_to_compile(error, example_inputs)
-            if self.vigilance.on_failure == "report":
-                raise  # where it would be without a guard
+            if self.guard_config.on_failure == "report":
+                raise  # as it would without a guard
         return (
             (lambda *args: guarded(*args))
             if level == "dynamo"
@@ -131,6 +145,7 @@ class Guard:
 
     @property
     def _spec(self) -> str | None:
+        """The name by which another process finds the backend, or None if it cannot be imported."""
         origin = self.origin
         if origin.is_inductor or origin.name in dynamo.backend_names():
             return origin.name if origin.is_inductor else f"backend:{origin.name}"
@@ -138,37 +153,37 @@ class Guard:
 
 
 class GuardFactory:
-    """`torchdelta.guard`: makes guards."""
+    """`torchdelta.guard`: builds guards."""
 
     def __call__(
         self,
         backend: str | dynamo.Backend = "inductor",
         *,
         out: str | os.PathLike[str] | None = None,
-        **words: Any,
+        **options: Any,
     ) -> Guard:
-        """Return a torch.compile backend that watches another; the words are those of `Vigilance`.
+        """Return a torch.compile backend that checks another; the options are the fields of `GuardConfig`.
 
-        Each graph is checked on its first real call. What is found is written into `out`, by default a new directory.
+        Each graph is checked on its first real call. Findings are written into `out`, by default a new directory.
         """
-        vigilance = _vigilance(words)
-        command = "diagnose" if vigilance.minify else "locate"
-        return Guard(
-            backend, vigilance, GuardFindings(out=Path(out).absolute() if out is not None else None, command=command)
-        )
+        config = _build_config(options)
+        command = "diagnose" if config.minify else "locate"
+        findings = GuardFindings(out=Path(out).absolute() if out is not None else None, command=command)
+        return Guard(backend, config, findings)
 
-    def preset(self, level: int, backend: str | dynamo.Backend = "inductor", **words: Any) -> Guard:
-        """Return the guard that does what one of PyTorch's four repro levels is for."""
+    def preset(self, level: int, backend: str | dynamo.Backend = "inductor", **options: Any) -> Guard:
+        """Return the guard that replaces one of PyTorch's four repro levels; options override the preset's."""
         if level not in PRESETS:
             raise UsageError(f"there is no repro level {level!r}: they are {', '.join(map(str, PRESETS))}")
-        return self(backend, **{**PRESETS[level], **words})
+        return self(backend, **{**PRESETS[level], **options})
 
 
 guard = GuardFactory()
 
 
 @contextmanager
-def _at_work_on(graph_module: GraphModule) -> Iterator[None]:
+def _compiling(graph_module: GraphModule) -> Iterator[None]:
+    """Remember in this thread that a guard compiles this graph, so that a second guard around it is noticed."""
     before = getattr(_COMPILING, "graph", None)
     _COMPILING.graph = graph_module
     try:
@@ -177,14 +192,15 @@ def _at_work_on(graph_module: GraphModule) -> Iterator[None]:
         _COMPILING.graph = before
 
 
-def _vigilance(words: dict[str, Any]) -> GuardConfig:
+def _build_config(options: dict[str, Any]) -> GuardConfig:
+    """Return the config with these options; UsageError if one does not exist."""
     try:
-        return GuardConfig(**words)
+        return GuardConfig(**options)
     except TypeError as error:
-        raise UsageError(f"a guard does not know that word: {error}") from None
+        raise UsageError(f"a guard does not have that option: {error}") from None
 
 
 def _name_of(graph_module: GraphModule) -> str:
-    """Return the user's first line that a graph comes from."""
+    """Return the first line of the user's code that a graph comes from."""
     lines = (source_line(node) for node in graph_module.graph.nodes if node.op not in ("placeholder", "output"))
     return next(filter(None, lines), "a graph without source lines")

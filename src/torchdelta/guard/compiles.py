@@ -1,4 +1,7 @@
-"""What becomes of each compile in a run: it is guarded, or counted as not guarded, and its passes are watched."""
+"""Everything that a script compiles in one run: guarded or counted as not guarded, and its passes watched.
+
+`torchdelta run` opens `GuardedCompiles.guard_all` around the script, and asks for the summaries when it has ended.
+"""
 
 from __future__ import annotations
 
@@ -25,37 +28,37 @@ ALL = "all"
 
 @dataclass(kw_only=True)
 class GuardedCompiles:
-    """Those of one run. Nothing here imports torch before somebody compiles: when that happens is the script's."""
+    """The compilations of one run. Torch is imported only when the script compiles, because when is its decision."""
 
     out: Path | None = None
     """Where findings are written; None is a new directory, made when there is one."""
     words: Mapping[str, Any] = field(default_factory=dict)
-    """Those of a guard."""
+    """The options of each guard."""
     wanted: str | None = ALL
-    """The backend that is guarded; `all` of them, or None."""
+    """The backend to guard; `all` of them, or None."""
     is_watching: bool = False
     """Whether passes are watched."""
 
     def __post_init__(self) -> None:
-        self._others: Counter[str] = Counter()
+        self._unguarded: Counter[str] = Counter()
         self._notes: list[str] = []
-        self._ledger: GuardFindings | None = None
-        self._watched: PassSummary | None = None
+        self._findings: GuardFindings | None = None
+        self._passes: PassSummary | None = None
         self._lock = threading.Lock()
         self._undo = ExitStack()
 
     @contextmanager
-    def attended(self) -> Iterator[None]:
-        """Attend to whatever is compiled inside."""
-        with self._undo, guarding_every(self._attend):
+    def guard_all(self) -> Iterator[None]:
+        """Guard everything that is compiled inside, and watch its passes if that is wanted."""
+        with self._undo, guarding_every(self._handle):
             yield
 
     def finish(self, tell: Callable[[str], None]) -> None:
-        """Look into what was found, now that the script has ended; whatever goes wrong there is a note."""
-        if self._ledger is None:
+        """Name the culprits of all findings, now that the script has ended; an error there becomes a note."""
+        if self._findings is None:
             return
         try:
-            self._ledger.finish(tell=tell)
+            self._findings.finish(tell=tell)
         except KeyboardInterrupt:
             self._notes.append(
                 "interrupted while culprits were named: `torchdelta locate` on a report's place does that"
@@ -64,32 +67,34 @@ class GuardedCompiles:
             self._notes.append(f"naming culprits failed ({type(error).__name__}: {error})")
 
     def summary(self) -> GuardSummary:
-        """Return what guards saw, and how many graphs had none."""
-        seen = self._ledger.summary() if self._ledger is not None else GuardSummary(graphs=0, checked=0)
-        unguarded = {f"not guarded, its backend is {name}": many for name, many in self._others.items()}
-        notes = (*seen.notes, *self._notes)
-        if unguarded and not seen.graphs:
+        """Return the summary of all guards, in which graphs of other backends are counted as unchecked."""
+        guarded = self._findings.summary() if self._findings is not None else GuardSummary(graphs=0, checked=0)
+        unguarded = {f"not guarded, its backend is {name}": many for name, many in self._unguarded.items()}
+        notes = (*guarded.notes, *self._notes)
+        if unguarded and not guarded.graphs:
             notes = (*notes, f"--guard {self.wanted}: nothing that was compiled has that backend")
         return replace(
-            seen,
-            graphs=seen.graphs + self._others.total(),
-            unchecked={**seen.unchecked, **unguarded},
+            guarded,
+            graphs=guarded.graphs + self._unguarded.total(),
+            unchecked={**guarded.unchecked, **unguarded},
             notes=notes,
         )
 
-    def watched(self) -> PassSummary | None:
-        """Return what came of watching passes; None where nobody asked for it."""
-        return (self._watched or PassSummary()) if self.is_watching else None
+    def pass_summary(self) -> PassSummary | None:
+        """Return the summary of the passes, or None if they are not watched."""
+        return (self._passes or PassSummary()) if self.is_watching else None
 
-    def _attend(self, backend: Backend, name: str) -> Backend:
+    def _handle(self, backend: Backend, name: str) -> Backend:
+        """Return the backend to compile with; Refused if the script guards it by itself."""
         try:
             if self.is_watching:
                 self._begin_watching()
-            return backend if self.wanted is None else self._guarded(backend, name)
+            return backend if self.wanted is None else self._guard(backend, name)
         except UsageError as error:
             raise Refused(str(error)) from error
 
-    def _guarded(self, backend: Backend, name: str) -> Backend:
+    def _guard(self, backend: Backend, name: str) -> Backend:
+        """Return the backend with a guard around it, or with a counter if it is not the one to guard."""
         with _quietly():
             from torchdelta._torch.compile.dynamo import origin_of
             from torchdelta.guard.backend import Guard
@@ -102,34 +107,37 @@ class GuardedCompiles:
                 f"the script guards {origin.name} by itself, and --guard would do so again: leave one of them out"
             )
         if self.wanted not in (ALL, name, origin.name):
-            return self._counted(backend, name)
-        vigilance = GuardConfig(**self.words)
+            return self._count(backend, name)
+        config = GuardConfig(**self.words)
         with self._lock:
-            if self._ledger is None:
-                self._ledger = GuardFindings(out=self.out, command="diagnose" if vigilance.minify else "locate")
-        return Guard(backend, vigilance, self._ledger)
+            if self._findings is None:
+                self._findings = GuardFindings(out=self.out, command="diagnose" if config.minify else "locate")
+        return Guard(backend, config, self._findings)
 
-    def _counted(self, backend: Backend, name: str) -> Backend:
+    def _count(self, backend: Backend, name: str) -> Backend:
+        """Return a backend that compiles with this one and counts its graphs as not guarded."""
+
         def counting_backend(graph_module: Any, example_inputs: Any, **options: Any) -> Any:
             with self._lock:
-                self._others[name] += 1
+                self._unguarded[name] += 1
             return backend(graph_module, example_inputs, **options)
 
         return counting_backend
 
     def _begin_watching(self) -> None:
+        """Watch inductor's passes from now on, unless they are watched already."""
         with _quietly():
             from torchdelta.passes.watch import watch_passes
 
         with self._lock:
-            if self._watched is None:
+            if self._passes is None:
                 policy = self.words.get("policy", "noise")
-                self._watched = self._undo.enter_context(watch_passes(policy=policy))
+                self._passes = self._undo.enter_context(watch_passes(policy=policy))
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Import what is ours in the middle of the script, which may have made warnings errors."""
+    """Ignore warnings while our modules are imported, because the script may have turned warnings into errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,4 @@
-"""How closely a guard watches, and what it does about what it finds."""
+"""What a guard checks, when, and what it does about a failure: the options of `torchdelta.guard` as one record."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ Only = Callable[[GraphModule], bool] | tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
-    """The words of `torchdelta.guard`."""
+    """The options of `torchdelta.guard`, checked when built."""
 
     check: str = "values"
-    """`values` are held against eager and truth; for `errors` it is only seen whether it runs; or `off`."""
+    """`values` compares with eager and truth; `errors` only asks whether the compiled graph runs; or `off`."""
     on_failure: str = "raise"
     """`raise`, `fallback` to the graph itself, or only `report`."""
     record: str = "on_failure"
     """Whether a graph is written to disk `on_failure`, or `always`, before it runs."""
     minify: bool | str = False
-    """Whether what is found is made small in the background; with `wait` the run waits for it."""
+    """Whether findings are minified in the background; with `wait` the run waits for it."""
     graph: str = "dynamo"
-    """Which graphs are watched: those that `dynamo` captures, or `aten` ones behind AOTAutograd."""
+    """Which graphs are checked: those that `dynamo` captures, or the `aten` graphs behind AOTAutograd."""
     only: Only | None = None
     """A predicate on graphs, or the least and the largest number of nodes."""
     budget_s: float | None = None
-    """How long all checks together may take; what comes later is not checked."""
+    """How long all checks together may take; later calls are not checked."""
     every: int = 0
     """Besides the first call of a graph, each call whose number is a multiple of this is checked."""
     policy: str = "noise"
@@ -41,19 +41,19 @@ class GuardConfig:
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 listed = ", ".join(map(str, known))
-                raise UsageError(f"a guard knows no {name}={getattr(self, name)!r}: it is one of {listed}")
+                raise UsageError(f"a guard has no {name}={getattr(self, name)!r}: it is one of {listed}")
         if self.every < 0:
             raise UsageError(f"every is a number of calls from 0, not {self.every}")
         if self.budget_s is not None and self.budget_s <= 0:
             raise UsageError(f"budget_s is a time above 0, not {self.budget_s:g}")
         if isinstance(self.only, tuple) and (len(self.only) != 2 or self.only[0] > self.only[1]):
-            raise UsageError(f"only={self.only} is no range of node counts: give the least and the largest")
+            raise UsageError(f"only={self.only} is not a range of node counts: give the least and the largest")
         if self.only is not None and not isinstance(self.only, tuple) and not callable(self.only):
             raise UsageError("only is a predicate on graphs, or the least and the largest number of nodes")
         parse(self.policy)
 
     def concerns(self, graph_module: GraphModule) -> bool:
-        """Tell whether a graph is one of those that are watched."""
+        """Tell whether a graph is one of those to check."""
         if self.only is None:
             return True
         if isinstance(self.only, tuple):
@@ -61,8 +61,8 @@ class GuardConfig:
             return least <= len(graph_module.graph.nodes) <= largest
         return bool(self.only(graph_module))
 
-    def is_spent(self, seconds: float) -> bool:
-        """Tell whether no time is left for another check."""
+    def is_over_budget(self, seconds: float) -> bool:
+        """Tell whether checks that took so long have used up the budget."""
         return self.budget_s is not None and seconds >= self.budget_s
 
 
@@ -72,4 +72,4 @@ PRESETS: dict[int, dict[str, object]] = {
     3: {"check": "errors", "record": "always"},
     4: {"check": "values", "minify": True},
 }
-"""PyTorch's repro levels, as they would be said here."""
+"""The options that do what PyTorch's repro levels (`TORCHDYNAMO_REPRO_LEVEL`) are for."""

@@ -1,4 +1,8 @@
-"""The ledger of a guarded run: every graph that was seen, what came of it, and an index of it all on disk."""
+"""The findings of a guarded run: a record of every graph, and an index of them on disk.
+
+All guards of a run share one `GuardFindings`. A record is added when its graph is compiled, and updated whenever a
+check or a command has an answer. `summary` counts them for the report.
+"""
 
 from __future__ import annotations
 
@@ -22,75 +26,77 @@ from torchdelta.records.strict_json import to_text
 from torchdelta.records.verdict import Verdict
 
 INDEX = "index.jsonl"
-PATIENCE_S = 600.0
+LOCK_WAIT_S = 600.0
+"""How long a check waits for a check in another thread, before it gives up."""
 PREFIX = "torchdelta-run-"
 
 
 @dataclass(kw_only=True)
 class GuardFindings:
-    """What the guards of one run have in common. Graphs may come from several threads."""
+    """The records that the guards of one run share. Graphs may come from several threads."""
 
     out: Path | None = None
     """Where everything is written; None is a new directory, made when there is something to write."""
     command: str = "locate"
-    """What is asked about each finding when the run has ended: `locate` or `diagnose`."""
-    seen: dict[int, GuardedGraphRecord] = field(default_factory=dict)
+    """The command that is run on each finding when the run has ended: `locate` or `diagnose`."""
+    records: dict[int, GuardedGraphRecord] = field(default_factory=dict)
+    """The latest record of each graph, by its number."""
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
-    """What checks have cost so far."""
+    """How long all checks took so far."""
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
     checking: threading.RLock = field(default_factory=threading.RLock, repr=False)
-    """Held by who checks: two checks at a time would rewind each other's random numbers."""
+    """Held during a check, because two checks at a time would rewind each other's random numbers."""
 
     def __post_init__(self) -> None:
-        self.aftermath = Followup()
+        self.followup = Followup()
         self.has_warned = False
         if self.out is not None:
-            self._require_place(self.out)
+            self._require_directory(self.out)
 
-    def enter(self, seen: GuardedGraphRecord) -> GuardedGraphRecord:
-        """Take a graph in; it gets its number."""
+    def add(self, record: GuardedGraphRecord) -> GuardedGraphRecord:
+        """Add the record of a new graph, and return it with its number."""
         with self.lock:
-            numbered = replace(seen, number=len(self.seen) + 1)
-            self.seen[numbered.number] = numbered
+            numbered = replace(record, number=len(self.records) + 1)
+            self.records[numbered.number] = numbered
             return numbered
 
-    def settle(self, seen: GuardedGraphRecord) -> None:
-        """Keep what is known about a graph from now on."""
+    def update(self, record: GuardedGraphRecord) -> None:
+        """Replace the record of a graph, and write it to the index."""
         with self.lock:
-            self.seen[seen.number] = seen
+            self.records[record.number] = record
             if self.out is not None:
-                self._index(seen)
+                self._write_to_index(record)
 
-    def directory_for(self, seen: GuardedGraphRecord) -> Path:
-        """Return the directory of a graph, made if need be."""
+    def directory_for(self, record: GuardedGraphRecord) -> Path:
+        """Return the directory of a graph's call, and make it if there is none."""
         with self.lock:
             if self.out is None:
                 self.out = Path(tempfile.mkdtemp(prefix=PREFIX, dir=Path.cwd()))
-                for earlier in self.seen.values():
-                    self._index(earlier)
-            again = f"-{seen.call}" if seen.call > 1 else ""
-            directory = self.out / f"{seen.number:04d}-{seen.level}{again}"
+                for earlier in self.records.values():
+                    self._write_to_index(earlier)
+            again = f"-{record.call}" if record.call > 1 else ""
+            directory = self.out / f"{record.number:04d}-{record.level}{again}"
             directory.mkdir(exist_ok=True)
             return directory
 
     def warn_once(self, text: str) -> None:
-        """Warn of the first thing that the run survived; all of them are in the summary."""
+        """Warn of the first failure that the run survived; the summary has all of them."""
         with self.lock:
             is_first, self.has_warned = not self.has_warned, True
         if not is_first:
             return
-        # who makes warnings errors wants his own to be; this run is to go on
+        # a script that turns warnings into errors means its own; this run is to go on
         with contextlib.suppress(Warning):
             warnings.warn(
                 f"torchdelta: {text}. Its recording is in {self.out}, and so are those of others", stacklevel=2
             )
 
     @contextmanager
-    def attention(self) -> Iterator[None]:
-        """Be the only one who checks, and count what that costs; Unchecked where another check does not end."""
-        # whoever compiles in one thread while another checks may be what that one waits for
-        if not self.checking.acquire(timeout=PATIENCE_S):
+    def exclusive_check(self) -> Iterator[None]:
+        """Let no other thread check at the same time, and count the seconds; UncheckedCall if another does not end."""
+        # a timeout, because the check in the other thread may itself wait for this thread's compilation
+        if not self.checking.acquire(timeout=LOCK_WAIT_S):
             raise UncheckedCall("a check in another thread did not end")
         began = time.perf_counter()
         try:
@@ -100,50 +106,53 @@ class GuardFindings:
             self.checking.release()
 
     def note(self, text: str) -> None:
-        """Say something about the run as a whole, once."""
+        """Add a note about the run as a whole, unless it is there already."""
         with self.lock:
             if text not in self.notes:
                 self.notes.append(text)
 
     def finish(self, *, tell: Callable[[str], None] = lambda _: None) -> None:
-        """Name the culprit of each finding, and wait for what was begun in the background."""
-        for seen in self._findings():
-            # who raised says so himself; only where values differ is there somebody to look for
-            if self.command == "diagnose" or (seen.verdict is Verdict.DIVERGED and seen.culprit is None):
-                tell(f"{self.command}: graph {seen.number}")
-                self.settle(self.aftermath.learn(seen, self.command))
+        """Run the command on each finding that needs it and wait for the answers; `tell` gets each step."""
+        for record in self._failures():
+            # an exception names its own culprit; only different values need a search
+            if self.command == "diagnose" or (record.verdict is Verdict.DIVERGED and record.culprit is None):
+                tell(f"{self.command}: graph {record.number}")
+                self.update(self.followup.wait_for(record, self.command))
 
     def summary(self) -> GuardSummary:
-        """Return what came of it so far."""
+        """Return the counts, findings and notes so far."""
         with self.lock:
-            known = list(self.seen.values())
-            checked = [seen for seen in known if seen.verdict is not None]
+            records = list(self.records.values())
+            checked = [record for record in records if record.verdict is not None]
             return GuardSummary(
-                graphs=len(known),
+                graphs=len(records),
                 checked=len(checked),
-                verdicts=dict(Counter(seen.verdict.value for seen in checked if seen.verdict is not None)),
-                unchecked=dict(Counter(seen.unchecked for seen in known if seen.verdict is None)),
-                findings=tuple(self._findings()),
+                verdicts=dict(Counter(record.verdict.value for record in checked if record.verdict is not None)),
+                unchecked=dict(Counter(record.unchecked for record in records if record.verdict is None)),
+                findings=tuple(self._failures()),
                 out=str(self.out) if self.out is not None else None,
                 notes=tuple(self.notes),
                 seconds=self.seconds,
             )
 
-    def _findings(self) -> list[GuardedGraphRecord]:
+    def _failures(self) -> list[GuardedGraphRecord]:
+        """Return the records of the graphs that failed their check."""
         with self.lock:
-            return [seen for seen in self.seen.values() if seen.verdict is not None and seen.verdict.is_failure]
+            records = self.records.values()
+            return [record for record in records if record.verdict is not None and record.verdict.is_failure]
 
-    def _index(self, seen: GuardedGraphRecord) -> None:
+    def _write_to_index(self, record: GuardedGraphRecord) -> None:
+        """Append a record to the index; an error becomes a note."""
         assert self.out is not None
-        # one line for each thing that was learnt: whoever is killed leaves the lines that are there
+        # a line for every update, because a process that is killed leaves the lines that are there
         try:
             with (self.out / INDEX).open("a", encoding="utf-8") as index:
-                index.write(to_text(encode(seen)) + "\n")
+                index.write(to_text(encode(record)) + "\n")
         except OSError as error:
             self.note(f"the index could not be written: {error}")
 
     @staticmethod
-    def _require_place(out: Path) -> None:
+    def _require_directory(out: Path) -> None:
         try:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -1,4 +1,8 @@
-"""What is done about a finding, in a process of its own: the user's run is not held up, and cannot be harmed by it."""
+"""What is done about a finding: `torchdelta locate` or `diagnose` on its recording, in another process.
+
+The command cannot harm the user's run there, and the run need not wait for it. Start with `Followup.begin` and
+`Followup.wait_for`.
+"""
 
 from __future__ import annotations
 
@@ -16,30 +20,31 @@ from torchdelta.records.location import Location
 
 LOCATION = "location.json"
 DIAGNOSIS = "diagnosis"
-PATIENCE_S = 600.0
-"""So long somebody waits; what was not found by then is left to who asks again."""
+WAIT_S = 600.0
+"""How long the run waits for a command; the command goes on afterwards."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inquiry:
+class FollowupCommand:
     """A command about a recording: `locate` or `diagnose`."""
 
-    place: Path
+    directory: Path
+    """Where the recording is, and where the answer goes."""
     command: str
 
     @property
     def log(self) -> Path:
-        """What the command printed."""
-        return self.place / f"{self.command}.log"
+        """The file with what the command printed."""
+        return self.directory / f"{self.command}.log"
 
     def run(self) -> None:
-        """Run the command as a user would."""
-        names_file = ["--json", str(self.place / LOCATION)]
-        answer = names_file if self.command == "locate" else ["--out", str(self.place / DIAGNOSIS)]
+        """Run the command as a user would, and wait for it to end."""
+        location = ["--json", str(self.directory / LOCATION)]
+        answer = location if self.command == "locate" else ["--out", str(self.directory / DIAGNOSIS)]
         with self.log.open("wb") as log:
-            # a session of its own: a Ctrl-C is meant for the user's run
+            # in a session of its own, because a Ctrl-C is meant for the user's run
             subprocess.run(
-                [sys.executable, "-m", "torchdelta", self.command, str(self.place), *answer],
+                [sys.executable, "-m", "torchdelta", self.command, str(self.directory), *answer],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -50,52 +55,57 @@ class Inquiry:
 
 @dataclass(kw_only=True)
 class Followup:
-    """Looks into findings, one after the other."""
+    """Runs the commands about findings one after the other, in a thread of its own."""
 
-    waiting: queue.SimpleQueue[Inquiry] = field(default_factory=queue.SimpleQueue, repr=False)
-    ended: dict[Inquiry, threading.Event] = field(default_factory=dict)
+    waiting: queue.SimpleQueue[FollowupCommand] = field(default_factory=queue.SimpleQueue, repr=False)
+    ends: dict[FollowupCommand, threading.Event] = field(default_factory=dict)
+    """For each command an event that is set when it has ended."""
 
-    def begin(self, seen: GuardedGraphRecord, command: str) -> threading.Event:
-        """Look into a finding while the run goes on; what comes back is set when that has ended."""
-        assert seen.directory is not None
-        inquiry = Inquiry(place=Path(seen.directory), command=command)
-        if not self.ended:
-            # nobody waits for it at the end of the run: what has begun by then goes on by itself
-            threading.Thread(target=self._answer_all, daemon=True, name="torchdelta-aftermath").start()
-        if inquiry not in self.ended:
-            self.ended[inquiry] = threading.Event()
-            self.waiting.put(inquiry)
-        return self.ended[inquiry]
+    def begin(self, record: GuardedGraphRecord, command: str) -> threading.Event:
+        """Queue a command about a finding, unless it was queued before; return the event that is set at its end."""
+        assert record.directory is not None
+        followup = FollowupCommand(directory=Path(record.directory), command=command)
+        if not self.ends:
+            # a daemon, because the end of the run does not wait for it: a command that has begun goes on by itself
+            threading.Thread(target=self._run_all, daemon=True, name="torchdelta-followup").start()
+        if followup not in self.ends:
+            self.ends[followup] = threading.Event()
+            self.waiting.put(followup)
+        return self.ends[followup]
 
-    def learn(self, seen: GuardedGraphRecord, command: str, *, patience_s: float = PATIENCE_S) -> GuardedGraphRecord:
-        """Wait for what a command finds out, and return that with the finding."""
-        if seen.directory is None or not self.begin(seen, command).wait(patience_s):
-            return seen
-        return _located(seen, Path(seen.directory)) if command == "locate" else _diagnosed(seen, Path(seen.directory))
+    def wait_for(self, record: GuardedGraphRecord, command: str, *, timeout_s: float = WAIT_S) -> GuardedGraphRecord:
+        """Run a command about a finding; return the record with its answer, or unchanged if there is none in time."""
+        if record.directory is None or not self.begin(record, command).wait(timeout_s):
+            return record
+        read = _read_location if command == "locate" else _read_diagnosis
+        return read(record, Path(record.directory))
 
-    def _answer_all(self) -> None:
+    def _run_all(self) -> None:
+        """Run the commands as they come, for as long as the process lives."""
         while True:
-            inquiry = self.waiting.get()
+            followup = self.waiting.get()
             try:
-                inquiry.run()
+                followup.run()
             except OSError as error:
-                inquiry.log.write_text(f"nothing could be found out: {error}\n", encoding="utf-8")
+                followup.log.write_text(f"the command could not be run: {error}\n", encoding="utf-8")
             finally:
-                self.ended[inquiry].set()
+                self.ends[followup].set()
 
 
-def _located(seen: GuardedGraphRecord, place: Path) -> GuardedGraphRecord:
+def _read_location(record: GuardedGraphRecord, directory: Path) -> GuardedGraphRecord:
+    """Return the record with the culprit that `locate` named; unchanged if it wrote no location."""
     try:
-        location = read_report(place / LOCATION, Location)
+        location = read_report(directory / LOCATION, Location)
     except TorchDeltaError:  # the log says why there is none
-        return seen
-    return replace(seen, culprit=next(iter(location.culprits), None))
+        return record
+    return replace(record, culprit=next(iter(location.culprits), None))
 
 
-def _diagnosed(seen: GuardedGraphRecord, place: Path) -> GuardedGraphRecord:
+def _read_diagnosis(record: GuardedGraphRecord, directory: Path) -> GuardedGraphRecord:
+    """Return the record with the culprit and the script of `diagnose`; unchanged if it wrote no report."""
     try:
-        report = read_report(place / DIAGNOSIS / "report.json")
+        report = read_report(directory / DIAGNOSIS / "report.json")
     except TorchDeltaError:  # the log says why there is none
-        return seen
+        return record
     repro = report.repro.path if report.repro is not None else None
-    return replace(seen, culprit=next(iter(report.culprits), seen.culprit), repro=repro)
+    return replace(record, culprit=next(iter(report.culprits), record.culprit), repro=repro)

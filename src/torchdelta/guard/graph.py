@@ -1,6 +1,10 @@
-"""What was made of a graph, held against the graph itself in one real call.
+"""One graph under guard, from its compilation to its last call.
 
-One graph under guard, from its compilation to its last call.
+A `GuardedGraph` stands in the place of the compiled graph. Before its first call, and then before every n-th, a
+`CheckedCall` runs the compiled graph and the original graph on copies of the inputs and compares them. A failure is
+recorded on disk, followed up in another process, and then raised, reported or answered by running the original graph.
+
+Start with `GuardedGraph.__call__`, then `GuardedGraph.check_call`.
 """
 
 from __future__ import annotations
@@ -31,12 +35,12 @@ from torchdelta.passes.real_calls import (
     RecordedCall,
     Run,
     UncheckedCall,
-    as_checked,
-    called_alike,
+    adapt_call,
+    detach_inputs,
     have_values,
-    inputs_of,
     require_checkable,
-    written_midway,
+    return_written,
+    written_nonleaves,
 )
 from torchdelta.program import recordings
 from torchdelta.program.programs import own_path
@@ -54,67 +58,70 @@ NO_ERROR = "only errors were looked for, and there was none"
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedCall:
-    """A graph, what was made of it or what making it raised, and how closely to look."""
+    """A check of one call: the graph, the compiled graph or the error of compiling it, and what to compare."""
 
-    vigilance: GuardConfig
-    seen: GuardedGraphRecord
+    config: GuardConfig
+    record: GuardedGraphRecord
     original: GraphModule
     make: Callable[[GraphModule, Sequence[Any]], Run]
-    """Makes something callable of a graph, as the backend did."""
+    """Compiles a graph as the backend did."""
     run: Run
     error: Exception | None
 
     def report(self, args: Sequence[Any]) -> Report:
-        """Say what came of it; Unchecked or ProgramError where nothing can be said."""
-        is_trained = self.seen.level == "dynamo" and torch.is_grad_enabled()
+        """Return the report on a call with these arguments; UncheckedCall or ProgramError if it cannot be checked."""
+        is_trained = self.record.level == "dynamo" and torch.is_grad_enabled()
         try:
-            return self._held_against_eager(args, None if is_trained else ("forward",))
+            return self._compare_with_eager(args, None if is_trained else ("forward",))
         except ProgramError as error:
             if not is_trained:
                 raise
-            # what has no backward has a forward still
-            report = self._held_against_eager(args, ("forward",))
+            # the backward may raise eagerly, and the forward can be compared still
+            report = self._compare_with_eager(args, ("forward",))
             return replace(report, notes=(*report.notes, f"gradients were not compared: {error}"))
 
-    def _held_against_eager(self, args: Sequence[Any], stages: tuple[str, ...] | None) -> Report:
-        check = self._check(args, stages)
+    def _compare_with_eager(self, args: Sequence[Any], stages: tuple[str, ...] | None) -> Report:
+        """Return the report of a check on copies of the arguments; ProgramError if the graph itself raises."""
+        check = self._prepare(args, stages)
         if self.error is not None:
             with runtime.preserved():
-                _ = check.baseline.reference  # what fails eagerly too is no failure of the compiler
-            return _crashed(check, failure_of(self.error, "transform"))
-        if self.vigilance.check == "errors":
+                _ = check.baseline.reference  # raises if the graph fails eagerly too: not the compiler's fault then
+            return _crash_report(check, failure_of(self.error, "transform"))
+        if self.config.check == "errors":
             with runtime.preserved():
-                if _rehearsed(check) is None:
+                if _failure_on_copies(check) is None:
                     raise UncheckedCall(NO_ERROR)
         report = check.run()
         if report.failure is not None and names_out_of_memory(report.failure.type, report.failure.message):
             raise UncheckedCall("there was not enough memory for a check, which holds both sides and the truth")
         return report
 
-    def _check(self, args: Sequence[Any], stages: tuple[str, ...] | None) -> Check:
-        midway = written_midway(self.original, args)
+    def _prepare(self, args: Sequence[Any], stages: tuple[str, ...] | None) -> Check:
+        """Return the check of the compiled graph against the original one."""
+        written = written_nonleaves(self.original, args)
 
-        def alike(run: Run) -> Run:
-            return called_alike(run, self.original, self.seen.level, midway)
+        def called_as_graph(run: Run) -> Run:
+            return adapt_call(run, self.original, self.record.level, written)
+
+        def compile_again(inputs: Sequence[Any]) -> Run:
+            return called_as_graph(self.make(graphs.copy_nodes(self.original), list(inputs)))
 
         check = prepare(
-            RecordedCall(as_checked(self.original, midway)),
-            inputs_of(args),
-            transform=PrecompiledTransform(
-                alike(self.run), lambda given: alike(self.make(graphs.copy_nodes(self.original), list(given)))
-            ),
+            RecordedCall(return_written(self.original, written)),
+            detach_inputs(args),
+            transform=PrecompiledTransform(called_as_graph(self.run), compile_again),
             stages=stages,
-            policy=self.vigilance.policy,
-            seed=self.vigilance.seed,
+            policy=self.config.policy,
+            seed=self.config.seed,
             semantic=False,
         )
-        baseline = replace(check.baseline, program=replace(check.baseline.program, name=self.seen.name))
-        case = replace(check.case, program=self.seen.name, transform=self.seen.backend)
+        baseline = replace(check.baseline, program=replace(check.baseline.program, name=self.record.name))
+        case = replace(check.case, program=self.record.name, transform=self.record.backend)
         return replace(check, case=case, baseline=baseline)
 
 
-def _rehearsed(check: Check) -> Failure | None:
-    """Run what was made on a copy of the inputs, so that what fails has changed nothing."""
+def _failure_on_copies(check: Check) -> Failure | None:
+    """Run the compiled graph on copies of the inputs, so that a failure changes nothing; return the failure if any."""
     baseline = check.baseline
     run = run_candidate(
         check.transform,
@@ -127,7 +134,8 @@ def _rehearsed(check: Check) -> Failure | None:
     return run.failure
 
 
-def _crashed(check: Check, failure: Failure) -> Report:
+def _crash_report(check: Check, failure: Failure) -> Report:
+    """Return the report of a graph that could not be compiled."""
     stage = Stage(name="forward", verdict=Verdict.CRASHED, reason=f"{failure.type}: {failure.message}")
     return Report(
         verdict=Verdict.CRASHED,
@@ -139,27 +147,28 @@ def _crashed(check: Check, failure: Failure) -> Report:
 
 
 REPORT = "report.json"
-WAITED_S = 180.0
+CULPRIT_WAIT_S = 180.0
 """How long a run that a failure ends waits for the culprit."""
 
 
 @dataclass(kw_only=True)
 class GuardedGraph:
-    """What a backend made of a graph; calling it is calling that, and some calls are checked before they run."""
+    """A compiled graph under guard. A call runs the compiled graph; some calls are checked first."""
 
-    vigilance: GuardConfig
-    ledger: GuardFindings
-    seen: GuardedGraphRecord
+    config: GuardConfig
+    findings: GuardFindings
+    record: GuardedGraphRecord
+    """What is known about the graph so far."""
     original: GraphModule
-    """The graph as it was handed over, over the attributes that it has now."""
+    """The graph as the backend got it, with the attributes that it has now."""
     make: Callable[[GraphModule, Sequence[Any]], Run]
-    """Makes something callable of a graph, as the backend did."""
+    """Compiles a graph as the backend did."""
     run: Run
-    """What runs: what was made, or the graph itself once that has failed."""
+    """What a call runs: the compiled graph, or the original one once that has failed."""
     transform: str | None
-    """By which another process finds the backend."""
+    """The name by which another process finds the backend, or None if it cannot."""
     options: dict[str, Any] = field(default_factory=dict)
-    """What else it has to be told."""
+    """The backend's settings, as options of that transform."""
     error: Exception | None = None
     """What compiling the graph raised."""
     calls: int = 0
@@ -168,211 +177,222 @@ class GuardedGraph:
     has_fallen_back: bool = False
 
     def __call__(self, *args: Any) -> Any:
-        """Run a call, which is checked first if it is its turn."""
-        self._attend_to(args)
+        """Run a call, after checking it if it is due."""
+        self._check_if_due(args)
         try:
             return self.run(*args)
         except Exception as error:
-            if not self._is_forgiven(error, args):
+            if not self._can_fall_back(error, args):
                 raise
         return self.run(*args)
 
     def call_boxed(self, args: list[Any]) -> Any:
-        """Do the same for arguments in a list, which what runs may empty to free them."""
-        self._attend_to(args)
+        """Do the same for arguments in a list, which the compiled graph may empty to free them."""
+        self._check_if_due(args)
         return as_boxed(self.run)(args)
 
-    def _attend_to(self, args: Sequence[Any]) -> None:
+    def _check_if_due(self, args: Sequence[Any]) -> None:
+        """Check the first call with values, and then every n-th, unless the original graph runs by now."""
         self.calls += 1
-        every = self.vigilance.every
+        every = self.config.every
         is_due = self.is_new or (every and self.calls % every == 0)
         if is_due and not self.has_fallen_back and have_values(args):
             self.is_new = False
-            self.look_at(args)
+            self.check_call(args)
 
-    def look_at(self, args: Sequence[Any]) -> None:
-        """Check a call before it runs, on copies, and act on what is found."""
-        seen = replace(self.seen, call=self.calls)
+    def check_call(self, args: Sequence[Any]) -> None:
+        """Check a call on copies before it runs; record the result, and act on a failure as the config says."""
+        record = replace(self.record, call=self.calls)
         try:
-            if self.vigilance.record == "always":
-                # what ends the process leaves this behind
-                seen = self._recorded(seen, args)
-            if self.vigilance.check == "off":
+            if self.config.record == "always":
+                # recorded first, because the call may end the process
+                record = self._write_recording(record, args)
+            if self.config.check == "off":
                 raise UncheckedCall("checks are off")
-            if self.vigilance.is_spent(self.ledger.seconds):
-                raise UncheckedCall(f"the budget of {self.vigilance.budget_s:g} s was spent")
+            if self.config.is_over_budget(self.findings.seconds):
+                raise UncheckedCall(f"the budget of {self.config.budget_s:g} s was spent")
             require_checkable(self.original, args)
-            with self.ledger.attention(), outside.without_modes_or_hooks():
-                report = self._attempt.report(args)
+            with self.findings.exclusive_check(), outside.without_modes_or_hooks():
+                report = self._checked_call.report(args)
         except UncheckedCall as why:
-            self._leave_unchecked(replace(seen, unchecked=str(why)))
-        except TorchDeltaError as error:  # it fails eagerly, or cannot be copied: nobody could check it
-            self._leave_unchecked(replace(seen, unchecked=str(error).splitlines()[0]))
+            self._leave_unchecked(replace(record, unchecked=str(why)))
+        except TorchDeltaError as error:  # it fails eagerly or cannot be copied, so no check is possible
+            self._leave_unchecked(replace(record, unchecked=str(error).splitlines()[0]))
         except Exception as error:  # a mistake of ours must not cost the user the run
-            self.ledger.note(f"graph {seen.number}: torchdelta failed itself ({type(error).__name__}: {error})")
-            self._leave_unchecked(replace(seen, unchecked="a mistake of torchdelta's own"))
+            self.findings.note(f"graph {record.number}: torchdelta failed itself ({type(error).__name__}: {error})")
+            self._leave_unchecked(replace(record, unchecked="a mistake of torchdelta's own"))
         else:
-            self._take(replace(seen, verdict=report.verdict, unchecked="", reason=reason_of(report)), report, args)
+            checked = replace(record, verdict=report.verdict, unchecked="", reason=reason_of(report))
+            self._act_on(checked, report, args)
 
-    def foresee_death(self, example_inputs: Sequence[Any]) -> None:
-        """Leave behind what a compiler that ends the process is about to be given."""
-        given = [dynamo.hint_of(each) for each in example_inputs]
-        # behind AOTAutograd there are none yet, and the first call brings them
-        if self.vigilance.record != "always" or not have_values(given):
+    def record_before_compiling(self, example_inputs: Sequence[Any]) -> None:
+        """Write the graph to disk if everything is recorded, because compiling it may end the process."""
+        inputs = [dynamo.hint_of(each) for each in example_inputs]
+        # behind AOTAutograd the example inputs have no values, and the first call brings them
+        if self.config.record != "always" or not have_values(inputs):
             return
         try:
-            self._settle(self._recorded(self.seen, given))
-        except Exception as error:  # the user's run is not to be lost for want of a recording
-            self.ledger.note(f"graph {self.seen.number} could not be recorded: {error}")
+            self._update(self._write_recording(self.record, inputs))
+        except Exception as error:  # the user's run matters more than a recording
+            self.findings.note(f"graph {self.record.number} could not be recorded: {error}")
 
     def fail_to_compile(self, error: Exception, example_inputs: Sequence[Any]) -> None:
-        """Take what compiling raised: where only a report is wanted, at once; otherwise when there is a call."""
+        """Report an error of the compiler: at once if errors are only reported, otherwise in the first call."""
         self.error = error
-        if self.vigilance.on_failure == "report":
+        if self.config.on_failure == "report":
             if have_values(example_inputs):
-                self.look_at([dynamo.hint_of(each) for each in example_inputs])
+                self.check_call([dynamo.hint_of(each) for each in example_inputs])
             else:
-                self._settle(replace(self.seen, verdict=Verdict.CRASHED, unchecked="", reason=_words(error)))
+                self._update(replace(self.record, verdict=Verdict.CRASHED, unchecked="", reason=_describe_error(error)))
             return
-        self.error = without_frames(error)  # they hold what the user has long let go of
+        self.error = without_frames(error)  # its frames hold tensors that the user has let go of
         self.run = _raising(self.error)
 
     @property
-    def _attempt(self) -> CheckedCall:
+    def _checked_call(self) -> CheckedCall:
+        """The check of the next call."""
         return CheckedCall(
-            vigilance=self.vigilance,
-            seen=self.seen,
+            config=self.config,
+            record=self.record,
             original=self.original,
             make=self.make,
             run=self.run,
             error=self.error,
         )
 
-    def _take(self, seen: GuardedGraphRecord, report: Report, args: Sequence[Any]) -> None:
-        """Act on what a check says; the first failure of a graph is the one that is kept."""
+    def _act_on(self, record: GuardedGraphRecord, report: Report, args: Sequence[Any]) -> None:
+        """Act on the report of a check; of several failures of a graph only the first is recorded."""
         if not report.verdict.is_failure:
-            self._settle(seen)
-            self._forget()
+            self._update(record)
+            self._free()
             return
         if not self._has_failed:
-            self._write(seen, report, args)
-            self._look_into(report)
-        if self.vigilance.on_failure == "fallback":
+            self._write_failure(record, report, args)
+            self._follow_up(report)
+        if self.config.on_failure == "fallback":
             self._fall_back()
-            self.ledger.warn_once(f"{self.seen.name}: {self.seen.reason}; it runs eagerly from now on")
-        elif self.vigilance.on_failure == "raise":
-            raised = Diverged if report.verdict is Verdict.DIVERGED else CompilerFailed
-            error = raised(_evidence(self.seen, report), report=report)
+            self.findings.warn_once(f"{self.record.name}: {self.record.reason}; it runs eagerly from now on")
+        elif self.config.on_failure == "raise":
+            kind = Diverged if report.verdict is Verdict.DIVERGED else CompilerFailed
+            error = kind(_evidence(self.record, report), report=report)
             if self.error is not None:
                 raise error from self.error
             raise error
 
-    def _leave_unchecked(self, seen: GuardedGraphRecord) -> None:
-        self._settle(seen)
-        if self.error is not None and self.vigilance.on_failure == "fallback":
+    def _leave_unchecked(self, record: GuardedGraphRecord) -> None:
+        """Note why a call was not checked; a graph that could not be compiled falls back if the config says so."""
+        self._update(record)
+        if self.error is not None and self.config.on_failure == "fallback":
             self._fall_back()
-            self.ledger.warn_once(f"{seen.name}: {_words(self.error)}; it runs eagerly from now on")
-        self._forget()
+            self.findings.warn_once(f"{record.name}: {_describe_error(self.error)}; it runs eagerly from now on")
+        self._free()
 
-    def _write(self, seen: GuardedGraphRecord, report: Report, args: Sequence[Any]) -> None:
+    def _write_failure(self, record: GuardedGraphRecord, report: Report, args: Sequence[Any]) -> None:
+        """Write recording and report of a failure to disk; an error there becomes a note."""
         try:
-            seen = seen if seen.directory is not None else self._recorded(seen, args)
-            assert seen.directory is not None
-            write_report(report, Path(seen.directory) / REPORT)
-        except Exception as error:  # what was found stands, written or not
-            self.ledger.note(f"what was found about graph {seen.number} could not be written: {error}")
-        self._settle(seen)
+            record = record if record.directory is not None else self._write_recording(record, args)
+            assert record.directory is not None
+            write_report(report, Path(record.directory) / REPORT)
+        except Exception as error:  # the finding stands, written or not
+            self.findings.note(f"what was found about graph {record.number} could not be written: {error}")
+        self._update(record)
 
-    def _look_into(self, report: Report) -> None:
-        if self.seen.directory is None:
+    def _follow_up(self, report: Report) -> None:
+        """Have another process name the culprit or minify the failure, and wait for it where the config says so."""
+        if self.record.directory is None:
             return
         if self.transform is None:
-            self.ledger.note(
-                f"{self.seen.backend} cannot be imported by another process, which is needed to name a culprit: "
+            self.findings.note(
+                f"{self.record.backend} cannot be imported by another process, which is needed to name a culprit: "
                 "let it be a function of a module"
             )
             return
-        aftermath, vigilance = self.ledger.aftermath, self.vigilance
-        if vigilance.on_failure == "raise" and report.verdict is Verdict.DIVERGED:
-            self._settle(aftermath.learn(self.seen, "locate", patience_s=WAITED_S))
-        if vigilance.minify == "wait":
-            self._settle(aftermath.learn(self.seen, "diagnose"))
-        elif vigilance.minify:
-            aftermath.begin(self.seen, "diagnose")
+        followup, config = self.findings.followup, self.config
+        if config.on_failure == "raise" and report.verdict is Verdict.DIVERGED:
+            self._update(followup.wait_for(self.record, "locate", timeout_s=CULPRIT_WAIT_S))
+        if config.minify == "wait":
+            self._update(followup.wait_for(self.record, "diagnose"))
+        elif config.minify:
+            followup.begin(self.record, "diagnose")
 
-    def _is_forgiven(self, error: Exception, args: Sequence[Any]) -> bool:
-        """Tell whether the graph itself runs from now on, although what was made of it raised in this call."""
-        is_hopeless = self.vigilance.on_failure != "fallback" or self.vigilance.check == "off" or self.has_fallen_back
-        # what was written to is not what it was: nobody could tell what a second run of it would be about
-        if is_hopeless or error is self.error or any(map(writes_to, every_node(self.original))):
+    def _can_fall_back(self, error: Exception, args: Sequence[Any]) -> bool:
+        """Check a call in which the compiled graph raised; tell whether the original graph runs from now on."""
+        is_final = self.config.on_failure != "fallback" or self.config.check == "off" or self.has_fallen_back
+        # inputs may have been mutated, and then a second run would not be comparable
+        if is_final or error is self.error or any(map(writes_to, every_node(self.original))):
             return False
-        self.look_at(args)
+        self.check_call(args)
         return self.has_fallen_back
 
     def _fall_back(self) -> None:
         self.run, self.has_fallen_back = self.original.forward, True
 
-    def _forget(self) -> None:
-        """Let go of what nobody needs any more: there may be many graphs."""
-        if not self.vigilance.every and self.vigilance.on_failure != "fallback":
-            self.original, self.make = _NOTHING, _forgotten
+    def _free(self) -> None:
+        """Free the original graph if it is not needed any more, because there may be many graphs."""
+        if not self.config.every and self.config.on_failure != "fallback":
+            self.original, self.make = _EMPTY_GRAPH, _refuse_to_compile
 
     @property
     def _has_failed(self) -> bool:
-        return self.seen.verdict is not None and self.seen.verdict.is_failure
+        return self.record.verdict is not None and self.record.verdict.is_failure
 
-    def _settle(self, seen: GuardedGraphRecord) -> None:
-        """Keep what was learnt: a failure stays one, and that a later call was not checked is nothing new."""
-        is_failure = seen.verdict is not None and seen.verdict.is_failure
-        if is_failure or (not self._has_failed and (seen.verdict is not None or self.seen.verdict is None)):
-            self.seen = seen
-            self.ledger.settle(seen)
+    def _update(self, record: GuardedGraphRecord) -> None:
+        """Replace the record, unless it says less: a failure stays one, and an unchecked call is not news."""
+        is_failure = record.verdict is not None and record.verdict.is_failure
+        if is_failure or (not self._has_failed and (record.verdict is not None or self.record.verdict is None)):
+            self.record = record
+            self.findings.update(record)
 
-    def _recorded(self, seen: GuardedGraphRecord, args: Sequence[Any]) -> GuardedGraphRecord:
-        directory = self.ledger.directory_for(seen)
-        is_trained = seen.level == "dynamo" and torch.is_grad_enabled()
+    def _write_recording(self, record: GuardedGraphRecord, args: Sequence[Any]) -> GuardedGraphRecord:
+        """Write the graph with its inputs to disk, and return the record with the directory."""
+        directory = self.findings.directory_for(record)
+        is_trained = record.level == "dynamo" and torch.is_grad_enabled()
         cast = runtime.autocast()
         recording = Recording(
-            name=seen.name,
-            level=seen.level,
+            name=record.name,
+            level=record.level,
             transform=self.transform,
             options=self.options,
             stages=None if is_trained else ("forward",),
-            policy=self.vigilance.policy,
-            nodes=seen.nodes,
+            policy=self.config.policy,
+            nodes=record.nodes,
             settings=plain_settings(settings.changed_settings()),
             path=own_path(),
             is_grad_enabled=torch.is_grad_enabled(),
             autocast=AutocastSetting(device=cast[0], dtype=cast[1]) if cast is not None else None,
         )
-        graph = as_checked(self.original, written_midway(self.original, args))
+        graph = return_written(self.original, written_nonleaves(self.original, args))
         for lacking in recordings.write(directory, graph, args, recording).lacks:
-            self.ledger.note(f"the recording of graph {seen.number}: {lacking}")
-        return replace(seen, directory=str(directory))
+            self.findings.note(f"the recording of graph {record.number}: {lacking}")
+        return replace(record, directory=str(directory))
 
 
-def _evidence(seen: GuardedGraphRecord, report: Report) -> str:
+def _evidence(record: GuardedGraphRecord, report: Report) -> str:
+    """Return the message of a failure: the evidence, the culprit, and the command that minifies it."""
     lines = [evidence_of(report)]
-    if seen.culprit is not None:
-        lines.append(f"  first wrong: {seen.culprit.op} ({seen.culprit.node}) at {seen.culprit.source_line}")
-    if seen.directory is not None:
-        lines.append(f"  recorded: `torchdelta diagnose {seen.directory} -o {seen.directory}/diagnosis` makes it small")
+    if record.culprit is not None:
+        lines.append(f"  first wrong: {record.culprit.op} ({record.culprit.node}) at {record.culprit.source_line}")
+    if record.directory is not None:
+        command = f"torchdelta diagnose {record.directory} -o {record.directory}/diagnosis"
+        lines.append(f"  recorded: `{command}` makes it small")
     return "\n".join(lines)
 
 
-def _words(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _raising(error: Exception) -> Run:
+    """Return a function that raises the error whenever it is called."""
+
     def raise_again(*_: Any) -> Any:
         raise error
 
     return raise_again
 
 
-_NOTHING = GraphModule(torch.nn.Module(), torch.fx.Graph())
+_EMPTY_GRAPH = GraphModule(torch.nn.Module(), torch.fx.Graph())
 
 
-def _forgotten(_: GraphModule, __: Sequence[Any]) -> Run:
-    raise AssertionError("a graph that nobody will check again was forgotten")
+def _refuse_to_compile(_: GraphModule, __: Sequence[Any]) -> Run:
+    raise AssertionError("the graph was freed, because no call of it will be checked again")

@@ -1,4 +1,8 @@
-"""A user's script, run in this process as `python` would run it: arguments, paths, `__main__`, and how it ends."""
+"""A user's script, run in this process as `python` would run it: arguments, paths, `__main__`, and how it ends.
+
+`torchdelta run` has to be in the same process as the script, so that its guards are there when the script compiles.
+Start with `run_script`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ _RUNS_AS = "__main__"
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """What `python` would be told to run: a file, `-m` a module or `-c` code."""
+    """What `python` would run: a file, `-m` a module or `-c` code."""
 
     kind: str
     text: str
@@ -42,67 +46,69 @@ class ScriptEnding:
     """How a script ended."""
 
     status: int
-    """What Python would exit with."""
+    """The exit status that Python would have."""
     is_interrupted: bool = False
-    """Whether by Ctrl-C, which Python dies of."""
+    """Whether Ctrl-C ended it."""
 
 
 def run_script(script: Script) -> ScriptEnding:
-    """Run a script, whose process this is from then on; Refused where it cannot be.
+    """Run a script in this process, and return how it ended; Refused if it cannot be run.
 
-    What it raises is shown as Python shows it, and its threads have ended too when this returns.
+    An exception of the script is printed as Python prints it. The script's threads have ended when this returns.
     """
     try:
-        module, code = _loaded(script)
+        module, code = _load(script)
         sys.modules[_RUNS_AS] = module
         exec(code, vars(module))
         ending = ScriptEnding(status=0)
     except Refused:
         raise
     except SystemExit as exited:
-        ending = _exited(exited)
-    except BaseException as error:  # whatever a script raises, its process ends by it
-        ending = _failed(error)
+        ending = _ending_of_exit(exited)
+    except BaseException as error:  # any exception of a script ends its process
+        ending = _print_error(error)
     _await_threads()
     return ending
 
 
-def _loaded(script: Script) -> tuple[ModuleType, CodeType]:
+def _load(script: Script) -> tuple[ModuleType, CodeType]:
+    """Set arguments and import path as Python would; return the script's `__main__` module and its code."""
     if script.kind == CODE:
-        _begin("", ("-c", *script.arguments))
-        return _as_main(None, importlib.machinery.BuiltinImporter), _compiled(script.text, "<string>")
+        _set_paths("", ("-c", *script.arguments))
+        return _as_main(None, importlib.machinery.BuiltinImporter), _compile(script.text, "<string>")
     if script.kind == MODULE:
-        _begin(os.getcwd(), ("-m", *script.arguments))
+        _set_paths(os.getcwd(), ("-m", *script.arguments))
         return _from_spec(_module_spec(script.text), sys.argv)
     path = os.path.abspath(script.text)
     if os.path.isdir(path) or zipfile.is_zipfile(path):
-        _begin(path, (script.text, *script.arguments))
+        _set_paths(path, (script.text, *script.arguments))
         spec = importlib.machinery.PathFinder.find_spec(_RUNS_AS, [path])
         if spec is None:
             raise Refused(f"there is no __main__.py in {script.text}, so it cannot be run")
         return _from_spec(spec, [])
-    _begin(os.path.dirname(os.path.realpath(path)), (script.text, *script.arguments))
+    _set_paths(os.path.dirname(os.path.realpath(path)), (script.text, *script.arguments))
     try:
         with io.open_code(path) as file:
             source = file.read()
     except OSError as error:
         raise Refused(f"cannot read the script {script.text}: {error.strerror or error}") from error
-    return _as_main(path, importlib.machinery.SourceFileLoader(_RUNS_AS, path)), _compiled(source, path)
+    return _as_main(path, importlib.machinery.SourceFileLoader(_RUNS_AS, path)), _compile(source, path)
 
 
-def _begin(first_place: str, argv: tuple[str, ...]) -> None:
-    """Put arguments and the first place to import from where Python would; ours are there until then."""
+def _set_paths(first_place: str, argv: tuple[str, ...]) -> None:
+    """Replace our arguments and our first import path by those of the script."""
     sys.argv[:] = argv
-    # with -P Python puts nobody's directory there, ours neither
+    # with -P Python adds no directory, so ours is not there to be replaced
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = first_place
 
 
-def _compiled(source: str | bytes, path: str) -> CodeType:
+def _compile(source: str | bytes, path: str) -> CodeType:
     return compile(source, path, "exec", dont_inherit=True)
 
 
 def _as_main(path: str | None, loader: object) -> ModuleType:
+    """Return an empty `__main__` module with the attributes that Python would set."""
     module = ModuleType(_RUNS_AS)
     vars(module).update(__builtins__=builtins, __loader__=loader)
     if path is not None:
@@ -111,10 +117,11 @@ def _as_main(path: str | None, loader: object) -> ModuleType:
 
 
 def _module_spec(name: str) -> importlib.machinery.ModuleSpec:
+    """Return the spec of a module, or of `__main__` in a package; Refused if there is none."""
     try:
         spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
-        # of a package on the way that does not exist; one that cannot import another fails by itself
+        # only a missing parent package means that there is no such module; any other import error is the script's
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         spec = None
@@ -130,6 +137,7 @@ def _module_spec(name: str) -> importlib.machinery.ModuleSpec:
 
 
 def _from_spec(spec: importlib.machinery.ModuleSpec, argv: list[str]) -> tuple[ModuleType, CodeType]:
+    """Return a `__main__` module and the code of a spec, and set the first argument to its file."""
     get_code = getattr(spec.loader, "get_code", None)
     code = get_code(spec.name) if get_code is not None else None
     if code is None:
@@ -141,19 +149,21 @@ def _from_spec(spec: importlib.machinery.ModuleSpec, argv: list[str]) -> tuple[M
     return module, code
 
 
-def _exited(exited: SystemExit) -> ScriptEnding:
+def _ending_of_exit(exited: SystemExit) -> ScriptEnding:
+    """Return the ending of a script that called `sys.exit`, and print its message as Python does."""
     if exited.code is None or isinstance(exited.code, int):
         return ScriptEnding(status=int(exited.code or 0))
     print(exited.code, file=sys.stderr)
     return ScriptEnding(status=1)
 
 
-def _failed(error: BaseException) -> ScriptEnding:
+def _print_error(error: BaseException) -> ScriptEnding:
+    """Print an exception as Python does, without our frames, and return the ending."""
     if error.__traceback__ is not None:
         error.with_traceback(_first_of_script(error.__traceback__))
     try:
         sys.excepthook(type(error), error, error.__traceback__)
-    except Exception:  # as Python says it of a script's own hook
+    except Exception:  # the script's own hook failed: print what Python prints then
         print("Error in sys.excepthook:", file=sys.stderr)
         traceback.print_exc()
         print("\nOriginal exception was:", file=sys.stderr)
@@ -162,7 +172,7 @@ def _failed(error: BaseException) -> ScriptEnding:
 
 
 def _first_of_script(trace: TracebackType) -> TracebackType | None:
-    """Return the traceback from the first frame on that is not ours; None where all are."""
+    """Return the traceback from the first frame that is not ours, or None if all are ours."""
     return next((each for each in _frames(trace) if each.tb_frame.f_code.co_filename != __file__), None)
 
 
@@ -175,7 +185,7 @@ def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
 def _await_threads() -> None:
     """Wait for the script's threads, as Python does before it ends."""
     pools = sys.modules.get("concurrent.futures.thread")
-    # Python itself tells the workers of a pool that nothing more will come: nobody else may wait for them
+    # Python itself ends the workers of a pool at exit: waiting for them here would never end
     workers = set(getattr(pools, "_threads_queues", ()))
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon and thread not in workers:

@@ -53,7 +53,7 @@ def climb(transform: Transform, known: tuple[Verdict, str], ask: Ask) -> tuple[R
     rungs = []
     for step in steps_of(transform):
         verdict, reason = known if step.transform is transform else ask(step.transform)
-        if isinstance(step.transform, ObservedAfterAot) and not step.transform.seen.programs:
+        if isinstance(step.transform, ObservedAfterAot) and not step.transform.interception.programs:
             continue  # the backend is not built on AOTAutograd, and was not stopped on its way
         rungs.append(Rung(name=step.name, verdict=verdict, reason=reason))
         if verdict in (Verdict.DIVERGED, Verdict.CRASHED, Verdict.TIMED_OUT):

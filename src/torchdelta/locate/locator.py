@@ -48,7 +48,7 @@ class Locator:
     def run(self) -> Location:
         """Check, then look for the node in the precision in which the check failed."""
         report = self.check.run()
-        self.compiles += self.check.transform.is_compiler
+        self.compiles += self.check.transform.traits.is_compiler
         is_lifted = any(seen.details.get("question") == "semantic" for seen in diverged_comparisons(report))
         self.walk = node_walk(
             self.check, is_lifted=is_lifted, mapping=self.mapping, limit_bytes=self.limit_bytes, notes=self.notes
@@ -87,7 +87,7 @@ class Locator:
         bad = next((rung.name for rung in rungs if rung.verdict.is_failure), None)
         if report.failure is not None:
             # graphs that were run in lockstep say how far they came
-            is_graph = transform.has_seam and not isinstance(transform, Compiler)
+            is_graph = transform.traits.has_seam and not isinstance(transform, Compiler)
             return (self.walk.between_graphs(transform, report) if is_graph else NodeFindings()), rungs
         if bad not in (None, BACKEND, DECOMPOSED) and isinstance(transform, Compiler):
             return NodeFindings(notes=(TOO_EARLY.format(rung=bad),)), rungs
@@ -98,7 +98,7 @@ class Locator:
         return found, rungs
 
     def _by_decomposition(self, transform: Transform) -> NodeFindings:
-        seam = Decompositions(judge=self.walk.judge(), table=lambda: watched.seen.decompositions)
+        seam = Decompositions(judge=self.walk.judge(), table=lambda: watched.interception.decompositions)
         watched = ObservedAfterAot(transform, seam, decompose=False, compile_graphs=False)
         self.walk.run(watched)
         return findings_from_taps(seam.seen, seam.total, seam.notes)

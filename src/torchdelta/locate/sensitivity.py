@@ -22,7 +22,7 @@ from torchdelta.errors import ProgramError, TorchDeltaError, UsageError
 from torchdelta.program.sides import Side
 from torchdelta.program.stages import SideFailed, observe
 from torchdelta.records.sensitivity import Effect, LayerEffect, Sensitivity
-from torchdelta.transforms.quantize import Quantize, exported_with_handles, for_inference, has_levels, quantize
+from torchdelta.transforms.quantize import Quantize, export_with_handles, for_inference, has_levels, quantize
 
 _RETURNED = re.compile(r"(?:iterations\[\d+\]\.)?outputs")
 NOTHING_ALONE = "nothing in it is quantized by itself: its scales are those of something outside of it"
@@ -62,7 +62,7 @@ class _OneByOne:
         baseline = self.check.baseline
         _ = baseline.reference  # what fails without any quantizer is told before one is blamed
         side = Side.copied_from(baseline.program)
-        graph, _ = exported_with_handles(side)
+        graph, _ = export_with_handles(side)
         baseline.progress("everything quantized")
         together = self._together(graph, side)
         readers = _readers(together)
@@ -83,7 +83,7 @@ class _OneByOne:
 
     def _together(self, graph: GraphModule, side: Side) -> GraphModule:
         try:
-            return quantize(graph, side, self.transform.quantizer, only=self.transform.only)
+            return quantize(graph, side, self.transform.quantizer_factory, only=self.transform.only)
         except TorchDeltaError:
             raise
         except Exception as error:
@@ -92,7 +92,7 @@ class _OneByOne:
 
     def _alone(self, graph: GraphModule, side: Side, path: str, ops: tuple[str, ...]) -> LayerEffect:
         try:
-            made = quantize(graph, side, self.transform.quantizer, only=path, is_inside=_is_directly_in)
+            made = quantize(graph, side, self.transform.quantizer_factory, only=path, is_inside=_is_directly_in)
             if not has_levels(made):
                 return LayerEffect(module_path=path, ops=ops, reason=NOTHING_ALONE)
             return LayerEffect(module_path=path, ops=ops, effects=self._effects(made))

@@ -21,7 +21,7 @@ from torchdelta.records.case import AOT, DYNAMO, require_level
 from torchdelta.records.report import Culprit
 from torchdelta.transforms.base import Transform
 from torchdelta.transforms.compiler import Compiler
-from torchdelta.transforms.export import exported
+from torchdelta.transforms.export import export_side
 from torchdelta.transforms.fx_pass import FxPass
 from torchdelta.transforms.wrappers import ObservedAfterAot, ObservedTransform
 
@@ -43,12 +43,12 @@ def subjects_of(check: Check, level: str = DYNAMO) -> list[Subject]:
             f"AOTAutograd hands nothing to {check.case.transform}: only a compiler and a pass on ATen graphs have the "
             f"level {AOT}"
         )
-    if not transform.reads_program or not transform.keeps_names:
+    if not transform.traits.reads_program or not transform.traits.keeps_names:
         raise UsageError(
             f"{check.case.transform} is another implementation, of which there is no graph to make smaller: "
             "`torchdelta locate` names the module that differs"
         )
-    return _captured(check, level) if transform.is_compiler else [_exported(check)]
+    return _captured(check, level) if transform.traits.is_compiler else [_exported(check)]
 
 
 def nodes_of(culprit: Culprit, subject: Subject) -> tuple[str, ...]:
@@ -115,7 +115,7 @@ def _dynamo_of(transform: Transform) -> Compiler:
 def _exported(check: Check) -> Subject:
     side = Side.copied_from(check.baseline.program)
     try:
-        module, made = exported(side, strict=False)
+        module, made = export_side(side, strict=False)
     except Exception as error:
         said = str(error).splitlines()[0] if str(error) else ""
         raise ProgramError(

@@ -37,7 +37,7 @@ from torchdelta.records.verdict import Verdict
 from torchdelta.transforms.base import Transform
 from torchdelta.transforms.cast import Cast
 from torchdelta.transforms.compiler import Compiler
-from torchdelta.transforms.export import exported
+from torchdelta.transforms.export import export_side
 from torchdelta.transforms.wrappers import ObservedAfterAot, ObservedTransform
 
 THINNINGS = (1, 2, 4)
@@ -72,7 +72,7 @@ class NodeWalk:
     def look_at_nodes(self, report: Report) -> NodeFindings:
         """Judge every node that can be got at, in whatever way this transform allows."""
         transform = self.transform
-        if not transform.has_seam:
+        if not transform.traits.has_seam:
             return self._without_seam(transform)
         if not isinstance(transform, Compiler):
             return self.between_graphs(transform, report)
@@ -83,11 +83,11 @@ class NodeWalk:
             return watched[-1]
 
         found = self._by_taps(after_aot, report)
-        return found if watched[-1].seen.programs else self._in_black_box(transform, report)
+        return found if watched[-1].interception.programs else self._in_black_box(transform, report)
 
     def between_graphs(self, transform: Transform, report: Report) -> NodeFindings:
         """Run the graph before and after the transform in lockstep."""
-        has_gradients = transform.has_backward and any(stage.name != "forward" for stage in report.stages)
+        has_gradients = transform.traits.has_backward and any(stage.name != "forward" for stage in report.stages)
         seam = LockstepSeam(judge=self.judge(), mapping=self.mapping, with_gradients=has_gradients)
         self.run(ObservedTransform(transform, seam))
         seam.require_used()
@@ -102,7 +102,7 @@ class NodeWalk:
             return found
         gates = Gates(judge=self.judge())
         self.run(ObservedTransform(transform, gates))
-        self.compiles += transform.is_compiler
+        self.compiles += transform.traits.is_compiler
         judged = gates.judge_nodes()
         slopes = findings_from_taps(judged, gates.total, (*gates.notes, *sorted(gates.judge.notes)))
         return join_findings(found, slopes)
@@ -119,7 +119,7 @@ class NodeWalk:
             taps = Taps(judge=self.judge(), is_chosen=is_chosen, limit_bytes=self.limit_bytes)
             transform = watched(taps)
             verdict, reason = self.ask(transform)
-            self.compiles += transform.is_compiler
+            self.compiles += transform.traits.is_compiler
             found = findings_from_taps(taps.nodes, taps.total, (*taps.notes, *sorted(taps.judge.notes)))
             if not taps.total or verdict is report.verdict:
                 return found
@@ -132,12 +132,12 @@ class NodeWalk:
 
     def _without_seam(self, transform: Transform) -> NodeFindings:
         """Look at two graphs where both sides are, or become, one; at modules where not."""
-        side = Side.copied_from(self.program, with_callable=transform.reads_program)
-        with transform.applied(side, draws_random=self.draws_random) as transformed:
+        side = Side.copied_from(self.program, with_callable=transform.traits.reads_program)
+        with transform.apply(side, draws_random=self.draws_random) as transformed:
             ours, theirs = Side.copied_from(self.program), transformed.side
             if isinstance(transform, Cast):
                 try:
-                    both = exported(ours, strict=False)[1], exported(theirs, strict=False)[1]
+                    both = export_side(ours, strict=False)[1], export_side(theirs, strict=False)[1]
                 except Exception as error:  # torch cannot export every program; modules can be looked at still
                     words = str(error).splitlines()[0] if str(error) else ""
                     self.notes.append(f"there is no graph to look at: {type(error).__name__}: {words}")
@@ -159,7 +159,7 @@ class NodeWalk:
             judge,
             "given",
             self.mapping,
-            with_gradients="gradients" in self.case.stages and self.transform.lowered_to is None,
+            with_gradients="gradients" in self.case.stages and self.transform.traits.lowered_to is None,
             candidate_inputs=inputs[1],
         )
         return findings_from_lockstep([compared], sorted(judge.notes))
@@ -177,10 +177,10 @@ class NodeWalk:
     def judge(self) -> LocalJudge:
         """Return a judge of single nodes, in the precision that is looked at."""
         # a quantized layer is off by its own steps, which no dtype tells
-        kind = QuantizedJudge if self.transform.rounds_to_levels else LocalJudge
+        kind = QuantizedJudge if self.transform.traits.rounds_to_levels else LocalJudge
         return kind(
             seed=self.case.seed,
             is_lifted=self.is_lifted,
-            lowered_to=self.transform.lowered_to,
+            lowered_to=self.transform.traits.lowered_to,
             policy=None if self.policy.needs_truth else self.policy,
         )

@@ -1,4 +1,8 @@
-"""Arguments of an operator: values made of a description, and values described in short."""
+"""Arguments of an operator: built from a description, and described in short.
+
+`build` makes the values that a command line such as `--args "f32[3, 4], dim=1"` describes; `describe` goes the other
+way, for reports.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +14,23 @@ import torch
 from torchdelta.errors import UsageError
 
 MOST_SHOWN = 8
-"""Of a list or of a dict."""
+"""How many elements of a list or dict a description shows."""
 
 _INTEGERS_BELOW = 10
+"""Integers without bounds are drawn from 0 up to this."""
 
 
 def build(description: Sequence[Any], seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments that `cli.op_arguments.read_arguments` described, with values drawn by the seed."""
+    """Return args and kwargs that `cli.op_arguments.read_arguments` described, with values drawn by the seed."""
     args, kwargs = description
     generator = torch.Generator().manual_seed(seed)
     return (
-        tuple(_built(each, generator) for each in args),
-        {name: _built(each, generator) for name, each in kwargs.items()},
+        tuple(_build_value(each, generator) for each in args),
+        {name: _build_value(each, generator) for name, each in kwargs.items()},
     )
 
 
-def described(value: Any) -> str:
+def describe(value: Any) -> str:
     """Return an argument in short: `float32[3, 4]`, `[int64[5], 2]`, `'mean'`."""
     if isinstance(value, torch.Tensor) and value.is_nested:
         return f"nested {_after_dot(value.dtype)}"
@@ -33,12 +38,12 @@ def described(value: Any) -> str:
         sizes = ", ".join(map(str, value.shape)) if value.dim() else "()"
         return f"{_after_dot(value.dtype)}[{sizes}]"
     if isinstance(value, Mapping):
-        return f"{{{_some([f'{key!r}: {described(each)}' for key, each in value.items()])}}}"
+        return f"{{{_join_some([f'{key!r}: {describe(each)}' for key, each in value.items()])}}}"
     if type(value) is tuple:
         comma = "," if len(value) == 1 else ""
-        return f"({_some([described(each) for each in value])}{comma})"
+        return f"({_join_some([describe(each) for each in value])}{comma})"
     if isinstance(value, (list, tuple)):
-        return f"[{_some([described(each) for each in value])}]"
+        return f"[{_join_some([describe(each) for each in value])}]"
     if value is None or isinstance(value, (bool, int, float, complex, str)):
         return repr(value)
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
@@ -48,68 +53,72 @@ def described(value: Any) -> str:
     return type(value).__name__
 
 
-def described_all(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+def describe_all(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
     """Return every argument of a call in short, keyword arguments as `dim=1`."""
-    return (*map(described, args), *(f"{name}={described(value)}" for name, value in kwargs.items()))
+    return (*map(describe, args), *(f"{name}={describe(value)}" for name, value in kwargs.items()))
 
 
-def _some(each: list[str]) -> str:
-    more = [f"… {len(each) - MOST_SHOWN} more"] if len(each) > MOST_SHOWN else []
-    return ", ".join(each[:MOST_SHOWN] + more)
+def _join_some(texts: list[str]) -> str:
+    more = [f"… {len(texts) - MOST_SHOWN} more"] if len(texts) > MOST_SHOWN else []
+    return ", ".join(texts[:MOST_SHOWN] + more)
 
 
 def _after_dot(value: object) -> str:
     return str(value).removeprefix("torch.")
 
 
-def _built(description: Any, generator: torch.Generator) -> Any:
+def _build_value(description: Any, generator: torch.Generator) -> Any:
+    """Return the value that a description stands for; a plain value describes itself, and a list its elements."""
     if isinstance(description, list):
-        return [_built(each, generator) for each in description]
+        return [_build_value(each, generator) for each in description]
     if not isinstance(description, dict):
         return description
     ((kind, of),) = description.items()
     match kind:
         case "tensor":
-            return _drawn(of, generator)
+            return _draw_tensor(of, generator)
         case "tuple":
-            return tuple(_built(each, generator) for each in of)
+            return tuple(_build_value(each, generator) for each in of)
         case "dict":
-            return {_built(key, generator): _built(value, generator) for key, value in of}
+            return {_build_value(key, generator): _build_value(value, generator) for key, value in of}
         case "float":
             return float(of)
         case "complex":
-            return complex(*(_built(each, generator) for each in of))
+            return complex(*(_build_value(each, generator) for each in of))
         case "dtype" | "torch":
             return getattr(torch, of)
         case "device":
             return _device(of)
-    raise ValueError(f"{kind!r} describes no argument")
+    raise ValueError(f"{kind!r} is not a kind of argument")
 
 
 def _device(name: str) -> torch.device:
+    """Return the device of that name; UsageError if there is none."""
     try:
         return torch.device(name)
     except RuntimeError as error:
         raise UsageError(f"there is no device {name!r}: {str(error).splitlines()[0]}") from None
 
 
-def _drawn(tensor: Mapping[str, Any], generator: torch.Generator) -> torch.Tensor:
+def _draw_tensor(tensor: Mapping[str, Any], generator: torch.Generator) -> torch.Tensor:
+    """Return a random tensor as described; UsageError if it cannot be made on its device."""
     sizes = list(tensor["sizes"])
     if tensor["transposed"]:
         sizes[-2:] = reversed(sizes[-2:])
     try:
-        values = _values(sizes, getattr(torch, tensor["dtype"]), tensor["bounds"], generator)
+        values = _draw_values(sizes, getattr(torch, tensor["dtype"]), tensor["bounds"], generator)
         values = values.to(tensor["device"])
     except (RuntimeError, TypeError, AssertionError) as error:  # too many elements, or no such device in this build
         shown = f"{tensor['dtype']}[{', '.join(map(str, tensor['sizes']))}]"
         raise UsageError(f"{shown} cannot be made on {tensor['device']}: {str(error).splitlines()[0]}") from error
-    laid_out = values.mT if tensor["transposed"] else values
-    return laid_out.requires_grad_(tensor["requires_grad"])
+    values = values.mT if tensor["transposed"] else values
+    return values.requires_grad_(tensor["requires_grad"])
 
 
-def _values(
+def _draw_values(
     sizes: list[int], dtype: torch.dtype, bounds: Sequence[float] | None, generator: torch.Generator
 ) -> torch.Tensor:
+    """Return random values on the CPU: uniform within the bounds, or without any normal, small integers or booleans."""
     if dtype is torch.bool:
         return torch.rand(sizes, generator=generator) < 0.5
     if not (dtype.is_floating_point or dtype.is_complex):
@@ -119,7 +128,7 @@ def _values(
         return torch.randn(sizes, dtype=dtype if dtype.is_complex else _wide(dtype), generator=generator).to(dtype)
     if dtype.is_complex:
         real = torch.float32 if dtype is torch.complex64 else torch.float64
-        return torch.complex(*(_values(sizes, real, bounds, generator) for _ in range(2)))
+        return torch.complex(*(_draw_values(sizes, real, bounds, generator) for _ in range(2)))
     low, high = bounds
     return torch.empty(sizes, dtype=torch.float64).uniform_(low, high, generator=generator).to(dtype)
 

@@ -1,6 +1,7 @@
-"""An operator as a program: called as its users call it.
+"""The inputs that an operator is probed with: the user's own, fresh values, other sizes and other layouts.
 
-What an operator is asked with: the given inputs, fresh values, other sizes, other layouts; each as it is run.
+An operator with inputs is a program, and a program that eager runs is a `Baseline`. Inputs that we draw ourselves may
+not suit the operator: only those that eager accepts are used. Start with `OpInputs`.
 """
 
 from __future__ import annotations
@@ -25,41 +26,46 @@ from torchdelta.program.sides import Side
 from torchdelta.program.stages import OPTIMIZERS, Plan
 
 
-def operated(op: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Program:
-    """Return the call of an operator.
+def program_of(op: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Program:
+    """Return the program that calls the operator with these arguments.
 
-    A copy of an input is a leaf, and a leaf that requires grad cannot be written to: what is none of the caller's, or
-    what the operator declares to change, is made one that is not inside of the call, and returned besides.
+    A check copies the inputs, and a copy is an autograd leaf, which cannot be written to if it requires grad. So the
+    program clones some inputs before it calls the operator, and returns the clones as further outputs: inputs that
+    require grad and are not leaves, or that the operator declares to change.
     """
-    inside = _not_leaves(op, args, kwargs)
+    cloned = _places_to_clone(op, args, kwargs)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return op(*args, **kwargs)
 
-    def call_inside(*args: Any, **kwargs: Any) -> Any:
+    def call_with_clones(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
-        given = [leaf.clone() if place in inside else leaf for place, leaf in enumerate(leaves)]
-        inner_args, inner_kwargs = tree_unflatten(given, spec)
-        return op(*inner_args, **inner_kwargs), [given[place] for place in inside]
+        inner = [leaf.clone() if place in cloned else leaf for place, leaf in enumerate(leaves)]
+        inner_args, inner_kwargs = tree_unflatten(inner, spec)
+        return op(*inner_args, **inner_kwargs), [inner[place] for place in cloned]
 
     name = lookup.name_of(op)
-    return Program(name=name, call=call_inside if inside else call, args=args, kwargs=dict(kwargs))
+    return Program(name=name, call=call_with_clones if cloned else call, args=args, kwargs=dict(kwargs))
 
 
-def called(side: Side, baseline: Baseline, *, seed: int | None = None) -> Leaves:
-    """Call it once on copies, and return what it returns with what it leaves in its inputs."""
+def call_on_copies(side: Side, baseline: Baseline, *, seed: int | None = None) -> Leaves:
+    """Call a side once on copies of its inputs; return the leaves of its outputs and of its inputs afterwards."""
     args, kwargs = copy_together((side.args, side.kwargs), name=baseline.program.name)
     runtime.seed_everything(baseline.plan.seed if seed is None else seed)
     with baseline.eager_scope():
         returned = side.call(*args, **kwargs)
-    # its memory may be written to by the next call
+    # the next call may write to the memory of these outputs
     returned, args, kwargs = copy_together((returned, args, kwargs), name="the outputs")
-    left = {**leaves_of(args, "args"), **leaves_of(kwargs, "kwargs")}
-    kept = {path: leaf for path, leaf in left.items() if isinstance(leaf, torch.Tensor)}
-    return {**leaves_of(returned, "outputs"), **kept}
+    inputs = {**leaves_of(args, "args"), **leaves_of(kwargs, "kwargs")}
+    tensors = {path: leaf for path, leaf in inputs.items() if isinstance(leaf, torch.Tensor)}
+    return {**leaves_of(returned, "outputs"), **tensors}
 
 
-def _not_leaves(op: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+def _places_to_clone(op: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the places of the input leaves to clone: they require grad, and are not leaves or are written to.
+
+    A tensor that occurs twice is listed at its first place only.
+    """
     positions = schemas.positions_of(op)
     written = [
         kwargs[name] if name in kwargs else args[positions[name]]
@@ -67,14 +73,16 @@ def _not_leaves(op: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
         if name in kwargs or positions[name] < len(args)
     ]
     changed = {id(leaf) for leaf in tree_leaves(written)}
-    met: set[int] = set()
-    found = []
+    earlier: set[int] = set()
+    places = []
     for place, leaf in enumerate(tree_leaves((args, dict(kwargs)))):
-        is_inside = isinstance(leaf, torch.Tensor) and leaf.requires_grad and (not leaf.is_leaf or id(leaf) in changed)
-        if is_inside and id(leaf) not in met:
-            found.append(place)
-        met.add(id(leaf))
-    return tuple(found)
+        is_to_clone = (
+            isinstance(leaf, torch.Tensor) and leaf.requires_grad and (not leaf.is_leaf or id(leaf) in changed)
+        )
+        if is_to_clone and id(leaf) not in earlier:
+            places.append(place)
+        earlier.add(id(leaf))
+    return tuple(places)
 
 
 FORWARD = ("forward",)
@@ -82,7 +90,7 @@ FORWARD = ("forward",)
 
 @dataclass(kw_only=True)
 class OpInputs:
-    """An operator with its arguments, and with those that are made of them."""
+    """An operator with its arguments, and with other inputs that are derived from them."""
 
     op: Callable[..., Any]
     args: tuple[Any, ...]
@@ -92,72 +100,76 @@ class OpInputs:
     stages: tuple[str, ...]
     seed: int
 
-    no_backward: str = ""
-    """What the backward raises eagerly, so that nothing can be asked about it; known once `given` was run."""
-    rejected_backward: str = ""
-    """What it raises with other inputs that the forward takes."""
-    rejected_layout: str = ""
-    """What the forward raises for another layout of the given inputs; known once `laid_out` was asked for."""
+    backward_error: str = ""
+    """What the backward raises eagerly, so that no probe can ask about it; set when `own` runs."""
+    other_backward_error: str = ""
+    """What the backward raises for other inputs that the forward takes; set when `fresh` or `resized` runs."""
+    layout_error: str = ""
+    """What the forward raises for another layout of the user's inputs; set when `laid_out` runs."""
 
     @cached_property
-    def given(self) -> Baseline:
-        """The operator with the inputs that were given; ProgramError where it does not take them."""
-        program = operated(self.op, self.args, self.kwargs)
+    def own(self) -> Baseline:
+        """The operator with the user's own inputs; ProgramError if it does not take them.
+
+        If only the backward raises, the baseline is of the forward alone, and so are those of all other inputs.
+        """
+        program = program_of(self.op, self.args, self.kwargs)
         baseline = self._baseline(program)
         try:
             baseline.reference  # noqa: B018
         except ProgramError as error:
-            alone = self._forward_of(program)
-            if alone is None:
+            forward = self._run_forward(program)
+            if forward is None:
                 raise
-            self.stages, self.no_backward = FORWARD, _cause_of(error)
-            return alone
+            self.stages, self.backward_error = FORWARD, _cause_of(error)
+            return forward
         return baseline
 
     @cached_property
     def fresh(self) -> list[Baseline]:
-        """The same with fresh values that the operator takes."""
-        found = self._accepted(examples.redraw(self.given.program, seed=self.seed + 1))
-        return [found] if found else []
+        """The operator with fresh values of the same sizes; empty if it accepts none."""
+        accepted = self._first_accepted(examples.redraw(self.own.program, seed=self.seed + 1))
+        return [accepted] if accepted else []
 
     @cached_property
     def resized(self) -> list[Baseline]:
-        """The same with other sizes; empty where the operator takes none, and `no_other_sizes` says why."""
+        """The operator with other sizes; empty if it accepts none, and `why_no_sizes` says why."""
         if self.others:
             return [self._other(place) for place in range(len(self.others))]
-        kinds = examples.resize(self.given.program, seed=self.seed + 1)
-        return [found for tries in kinds if (found := self._accepted(tries))]
+        kinds = examples.resize(self.own.program, seed=self.seed + 1)
+        return [accepted for tries in kinds if (accepted := self._first_accepted(tries))]
 
     @cached_property
     def laid_out(self) -> dict[str, Baseline]:
-        """The same values in other layouts that the operator takes, each by its name: forward only."""
-        found = {}
-        for name, program in examples.relayout(self.given.program):
+        """The forward with the same values in other memory layouts that it accepts, by the name of the layout."""
+        baselines = {}
+        for name, program in examples.relayout(self.own.program):
             baseline = self._baseline(program, FORWARD)
             try:
                 baseline.reference  # noqa: B018
             except ProgramError as error:
-                self.rejected_layout = f"it rejects inputs that are {name} in memory: {_cause_of(error)}"
+                self.layout_error = f"it rejects inputs that are {name} in memory: {_cause_of(error)}"
                 continue
-            found[name] = baseline
-        return found
+            baselines[name] = baseline
+        return baselines
 
     @property
-    def no_other_layouts(self) -> str:
-        """Why there are no other layouts."""
+    def why_no_layouts(self) -> str:
+        """Why `laid_out` is empty."""
         if self.are_shared:
-            return "what shares memory has no other layout"
-        return self.rejected_layout or "it has no input that could lie otherwise in memory"
+            return "its inputs share memory, so they have no other layout"
+        return self.layout_error or "no input has another layout in memory"
 
     @property
     def resized_alike(self) -> list[Baseline]:
-        """Those that differ from the given ones in sizes and values of tensors only."""
-        kinds = _kinds_of(self.given.program)
+        """Those of `resized` that differ from the user's inputs only in sizes and values of tensors."""
+        kinds = _kinds_of(self.own.program)
         return [baseline for baseline in self.resized if _kinds_of(baseline.program) == kinds]
 
     def _other(self, place: int) -> Baseline:
+        """Return the operator with one of the user's other arguments; ProgramError if it does not take them."""
         args, kwargs = self.others[place]
-        baseline = self._baseline(operated(self.op, tuple(args), dict(kwargs or {})))
+        baseline = self._baseline(program_of(self.op, tuple(args), dict(kwargs or {})))
         try:
             baseline.reference  # noqa: B018
         except ProgramError as error:
@@ -167,51 +179,52 @@ class OpInputs:
     @property
     def can_be_resized(self) -> bool:
         """Whether any input has a size to change."""
-        return examples.can_be_resized(self.given.program)
+        return examples.can_be_resized(self.own.program)
 
     @property
     def can_vary(self) -> bool:
         """Whether any input has values that a trace could depend on."""
-        return examples.can_vary(self.given.program)
+        return examples.can_vary(self.own.program)
 
     @property
     def are_shared(self) -> bool:
         """Whether two of the inputs have the same memory."""
-        return examples.are_shared(self.given.program)
+        return examples.are_shared(self.own.program)
 
     @property
-    def no_other_sizes(self) -> str:
-        """Why there are no other sizes."""
+    def why_no_sizes(self) -> str:
+        """Why `resized` is empty."""
         if not self.can_be_resized:
-            return "no input has a size that could be another"
+            return "no input has a size that can change"
         if self.are_shared:
-            return "what shares memory has no other size"
+            return "its inputs share memory, so they have no other sizes"
         return "it rejects every other size that was tried"
 
     @property
     def floats(self) -> list[torch.Tensor]:
-        """The inputs that could have gradients."""
-        found = (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor))
-        return [leaf for leaf in found if leaf.is_floating_point() or leaf.is_complex()]
+        """The input tensors that can have gradients."""
+        tensors = (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor))
+        return [leaf for leaf in tensors if leaf.is_floating_point() or leaf.is_complex()]
 
-    def _accepted(self, programs: Iterator[Program]) -> Baseline | None:
-        """Return the first that the operator takes: what it rejects before is nobody's fault.
+    def _first_accepted(self, programs: Iterator[Program]) -> Baseline | None:
+        """Return the first program that runs eagerly, or None if none does.
 
-        One that its forward takes and its backward does not is kept with its forward alone.
+        If no backward runs but a forward does, return the first such forward alone.
         """
-        alone: Baseline | None = None
+        forward: Baseline | None = None
         for program in programs:
             baseline = self._baseline(program)
             try:
                 baseline.reference  # noqa: B018
             except ProgramError as error:
-                if alone is None and (alone := self._forward_of(program)):
-                    self.rejected_backward = _cause_of(error)
+                if forward is None and (forward := self._run_forward(program)):
+                    self.other_backward_error = _cause_of(error)
                 continue
             return baseline
-        return alone
+        return forward
 
-    def _forward_of(self, program: Program) -> Baseline | None:
+    def _run_forward(self, program: Program) -> Baseline | None:
+        """Return the baseline of the program's forward alone, or None if it raises or was all that was asked."""
         if self.stages == FORWARD:
             return None
         baseline = self._baseline(program, FORWARD)
@@ -228,11 +241,21 @@ class OpInputs:
         return Baseline(program=program, plan=plan)
 
 
+def describe_error(error: BaseException) -> str:
+    """Return the type of an error and the first line of its message."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message."""
+    return str(error).strip().partition("\n")[0]
+
+
 def _cause_of(error: ProgramError) -> str:
-    cause = error.__cause__ or error
-    return f"{type(cause).__name__}: {cause}".partition("\n")[0]
+    return describe_error(error.__cause__ or error)
 
 
 def _kinds_of(program: Program) -> list[Any]:
+    """Return dtype and number of dimensions of each tensor input, and the text of each other input."""
     leaves = tree_leaves((program.args, dict(program.kwargs)))
     return [(leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]

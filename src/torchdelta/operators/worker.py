@@ -21,7 +21,7 @@ from torchdelta.check.worker import get_ready as get_check_ready
 from torchdelta.compare.torch_kernels import CPU_PIECE
 from torchdelta.errors import EagerFails, EnvironmentUnfit, ProgramError, TorchDeltaError, UsageError
 from torchdelta.isolate.directories import QueryDirectory
-from torchdelta.operators.arguments import build, described_all
+from torchdelta.operators.arguments import build, describe_all
 from torchdelta.operators.check import check_op
 from torchdelta.operators.sweep import AT
 from torchdelta.program.loading import import_place
@@ -111,14 +111,14 @@ def sweep_operator(request: Mapping[str, Any], place: QueryDirectory) -> dict[st
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            found = opinfo.offered(name, dtype, seed=seed)
+            found = opinfo.draw_samples(name, dtype, seed=seed)
         except TorchDeltaError:
             raise
         except Exception as error:
             why = f"the database does not give its samples: {_said(error)}"
             return _answer(_Findings(left_out={}), name, dtype, began, why=why)
         findings = _Findings(left_out=found.left_out)
-        for sample in opinfo.chosen(found.samples, request["samples"]):
+        for sample in opinfo.choose(found.samples, request["samples"]):
             findings.add(sample, _words_for(name, sample, request["words"]), seed, place)
     return _answer(findings, name, dtype, began)
 
@@ -144,7 +144,7 @@ class _Findings:
 
     def add(self, sample: opinfo.OpSample, words: Mapping[str, Any], seed: int, place: QueryDirectory) -> None:
         """Check one sample."""
-        shown = ", ".join(described_all(sample.args, sample.kwargs))
+        shown = ", ".join(describe_all(sample.args, sample.kwargs))
         place.tell(f"the arguments{AT}{shown}")
         try:
             report = check_op(

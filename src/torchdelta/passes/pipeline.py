@@ -1,4 +1,9 @@
-"""A user's own list of passes, run over a copy of a graph: which of them is the first to change the numbers?"""
+"""A user's own list of passes, run over a copy of a graph: which of them is the first to change the numbers?
+
+    td.check_pipeline(graph, inputs, [fold_constants, fuse_gelu])
+
+Start with `check_pipeline`; how a pass is judged is in `succession.py`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +28,7 @@ from torchdelta._torch.process.exceptions import place_of
 from torchdelta.check.prepare import name_of
 from torchdelta.errors import UsageError
 from torchdelta.nodewise.matching import assign_handles
-from torchdelta.passes.succession import GraphVersion, Succession
+from torchdelta.passes.succession import PassStep, Succession
 from torchdelta.program.copies import copy_together
 from torchdelta.records.failure import Failure
 from torchdelta.records.passes import PassRow, Pipeline
@@ -49,20 +54,20 @@ def check_pipeline(
     seed: int = 0,
     semantic: bool = True,
 ) -> Pipeline:
-    """Run passes over a copy of a graph, and name the first behind which it computes something else.
+    """Run passes over a copy of a graph; return a row for each, and the first that makes it compute something else.
 
     A pass takes a graph module and example inputs, a graph module, or a graph, as its signature says; it changes that
-    in place or returns another. Behind each one that changes something, the graph is held against the original, and
-    where they differ, against the graph before the pass: what a pass introduces is told from what it was given wrong.
-    A list ends at a pass that raises. `policy` and what comes behind it is as for `check`.
+    in place or returns another. The graph behind each pass that changes it is compared with the original. If they
+    differ, it is also compared with the graph before the pass, so that inherited errors do not count against it. The
+    list ends at a pass that raises. `policy` and the arguments after it are those of `check`.
     """
     if not isinstance(graph, GraphModule):
         raise UsageError(
-            f"passes work on a torch.fx.GraphModule, and {name_of(graph)} is none: trace it with "
+            f"passes work on a torch.fx.GraphModule, and {name_of(graph)} is not one: trace it with "
             "torch.fx.symbolic_trace, or take torch.export.export(model, inputs).module()"
         )
     if not passes:
-        raise UsageError("no pass was given: there is nothing to hold against the graph")
+        raise UsageError("no pass was given: there is nothing to compare with the graph")
     for each in passes:
         if not callable(each):
             raise UsageError(f"a pass is a function of a graph module and its inputs, not {type(each).__name__}")
@@ -85,24 +90,27 @@ def check_pipeline(
 
 @dataclass(kw_only=True)
 class _PipelineRun:
+    """One run of a list of passes."""
+
     name: str
     succession: Succession
     notes: list[str] = field(default_factory=list)
 
     def answer(self, passes: Sequence[Pass]) -> Pipeline:
+        """Run the passes, and return a row for each and the verdict on all of them."""
         began = time.perf_counter()
-        # what fails by itself, or has no truth, is said before any pass runs
+        # raises before any pass runs if the graph itself fails or has no truth
         check = self.succession.check
         _ = check.baseline.reference
         rows = tuple(self._rows(passes))
         changed = [row for row in rows if row.changed or row.failure is not None]
         if not changed:
             self.notes.append(NOTHING_CHANGED)
-        asked = [Verdict.INCONCLUSIVE if row.introduced is None else row.introduced for row in changed]
-        # what adds up over several passes is introduced by none of them
-        asked += [row.against_original for row in changed[-1:] if row.against_original is not None]
+        verdicts = [Verdict.INCONCLUSIVE if row.introduced is None else row.introduced for row in changed]
+        # small errors may add up over several passes, although no single one introduces a difference
+        verdicts += [row.against_original for row in changed[-1:] if row.against_original is not None]
         return Pipeline(
-            verdict=worst_of(asked),
+            verdict=worst_of(verdicts),
             environment=versions.environment(),
             case=replace(check.case, program=self.name, transform=", ".join(row.name for row in rows)),
             rows=rows,
@@ -111,6 +119,7 @@ class _PipelineRun:
         )
 
     def _rows(self, passes: Sequence[Pass]) -> Iterator[PassRow]:
+        """Run one pass after the other, and yield a row for each."""
         before: Callable[..., Any] = self.succession.original
         against = Verdict.EQUIVALENT
         stopped = ""
@@ -122,29 +131,30 @@ class _PipelineRun:
                 yield PassRow(name=name, has_run=False, note=f"not run: {stopped}")
                 continue
             try:
-                after = self._applied(each, graphs.copy_graph(before))
+                after = self._run_pass(each, graphs.copy_graph(before))
             except errors.caught_from_user_code() as error:
-                yield _crashed(name, error)
+                yield _crash_row(name, error)
                 stopped = f"{name} raised before it"
                 continue
-            if isinstance(after, GraphModule) and _state_of(after) == _state_of(before):
+            if isinstance(after, GraphModule) and _key_of(after) == _key_of(before):
                 yield PassRow(name=name, introduced=Verdict.EQUIVALENT, against_original=against, reason=UNCHANGED)
                 continue
-            step = self.succession.step(before, after)
+            step = self.succession.judge_step(before, after)
             yield _row(name, step)
             before, against = after, step.against_original
 
-    def _applied(self, each: Pass, graph: GraphModule) -> Callable[..., Any]:
-        """Run a pass on a graph that is its own, and return what it made of it, ready to be called."""
-        made = each(*_arguments(each, graph, self.succession.inputs))
-        made = getattr(made, "graph_module", made)  # torch's own passes return it with a flag
-        if isinstance(made, Graph):
-            made = graph if made is graph.graph else GraphModule(graph, made)
-        # a count, or whether anything was changed, says that it was changed in place
-        return graphs.as_callable(None if isinstance(made, (bool, int)) else made, graph)
+    def _run_pass(self, each: Pass, graph: GraphModule) -> Callable[..., Any]:
+        """Run a pass on a graph that it may change, and return the changed or new graph, ready to be called."""
+        result = each(*_arguments(each, graph, self.succession.inputs))
+        result = getattr(result, "graph_module", result)  # torch's own passes return it with a flag
+        if isinstance(result, Graph):
+            result = graph if result is graph.graph else GraphModule(graph, result)
+        # a pass that returns a count or a bool has changed the graph in place
+        return graphs.as_callable(None if isinstance(result, (bool, int)) else result, graph)
 
 
-def _row(name: str, step: GraphVersion) -> PassRow:
+def _row(name: str, step: PassStep) -> PassRow:
+    """Return the row of a pass that changed the graph."""
     return PassRow(
         name=name,
         changed=True,
@@ -159,7 +169,8 @@ def _row(name: str, step: GraphVersion) -> PassRow:
     )
 
 
-def _crashed(name: str, error: BaseException) -> PassRow:
+def _crash_row(name: str, error: BaseException) -> PassRow:
+    """Return the row of a pass that raised."""
     text = "".join(traceback.format_exception(error))
     failure = Failure.of(error, stage="transform", traceback=text, where=place_of(error))
     words = f"{failure.type}: {failure.message}".splitlines()[0]
@@ -167,25 +178,26 @@ def _crashed(name: str, error: BaseException) -> PassRow:
 
 
 def _arguments(each: Pass, graph: GraphModule, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what a pass is called with, by its signature."""
+    """Return the arguments that a pass takes by its signature: graph module or graph, with or without inputs."""
     try:
-        taken = list(inspect.signature(each).parameters.values())
-    except (TypeError, ValueError):  # builtins and C++ functions do not tell
-        taken = []
-    placed = [one for one in taken if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    first = graph.graph if placed and _wants_graph(placed[0]) else graph
-    if not taken or any(one.kind is one.VAR_POSITIONAL for one in taken):
+        parameters = list(inspect.signature(each).parameters.values())
+    except (TypeError, ValueError):  # builtins and C++ functions have no signature
+        parameters = []
+    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    first = graph.graph if positional and _wants_graph(positional[0]) else graph
+    if not parameters or any(one.kind is one.VAR_POSITIONAL for one in parameters):
         return first, list(copy_together(inputs, name="the inputs"))
-    if len(placed) > 1 and (placed[1].default is inspect.Parameter.empty or placed[1].name in _INPUT_NAMES):
+    if len(positional) > 1 and (positional[1].default is inspect.Parameter.empty or positional[1].name in _INPUT_NAMES):
         return first, list(copy_together(inputs, name="the inputs"))
     return (first,)
 
 
 def _wants_graph(parameter: inspect.Parameter) -> bool:
-    said = parameter.annotation
-    if said is inspect.Parameter.empty:
+    """Tell by its annotation or name whether a parameter is a graph, and not a graph module."""
+    annotation = parameter.annotation
+    if annotation is inspect.Parameter.empty:
         return parameter.name in _GRAPH_NAMES
-    words = said if isinstance(said, str) else getattr(said, "__name__", str(said))
+    words = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
     return "GraphModule" not in words and "Graph" in words
 
 
@@ -195,23 +207,26 @@ def _name_of(each: Pass) -> str:
     return name_of(each).rpartition("<locals>.")[2]
 
 
-def _state_of(graph: GraphModule) -> str:
-    return graph_versions.key_of(graph, _described)
+def _key_of(graph: GraphModule) -> str:
+    return graph_versions.key_of(graph, _describe_attribute)
 
 
-def _described(held: Any) -> str:
-    """Say what a graph holds, so that what is written into a weight is a change too; in doubt it is another."""
-    if isinstance(held, torch.Tensor):
-        if not tensors.has_own_buffer(held):
-            return f"{id(held)}"
-        flat = held.detach().contiguous().reshape(-1).cpu()
+def _describe_attribute(value: Any) -> str:
+    """Return a text of an attribute's content, so that a changed weight is a change of the graph.
+
+    Values that cannot be read count as different.
+    """
+    if isinstance(value, torch.Tensor):
+        if not tensors.has_own_buffer(value):
+            return f"{id(value)}"
+        flat = value.detach().contiguous().reshape(-1).cpu()
         content = hashlib.sha256(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"").hexdigest()
-        return repr((tuple(held.shape), held.stride(), held.dtype, held.requires_grad, content))
-    if isinstance(held, torch.nn.Module):
-        inside = {**dict(held.named_parameters()), **dict(held.named_buffers())}
+        return repr((tuple(value.shape), value.stride(), value.dtype, value.requires_grad, content))
+    if isinstance(value, torch.nn.Module):
+        state = {**dict(value.named_parameters()), **dict(value.named_buffers())}
         plain = [
-            (type(module), sorted((name, repr(value)) for name, value in vars(module).items() if name not in inside))
-            for module in held.modules()
+            (type(module), sorted((name, repr(each)) for name, each in vars(module).items() if name not in state))
+            for module in value.modules()
         ]
-        return f"{held!r} {plain} {[(name, _described(tensor)) for name, tensor in inside.items()]}"
-    return repr(held)
+        return f"{value!r} {plain} {[(name, _describe_attribute(tensor)) for name, tensor in state.items()]}"
+    return repr(value)

@@ -1,7 +1,9 @@
-"""Real calls of a graph: which of them can be checked, and as what.
+"""Real calls of a graph: which of them can be checked, and how a check calls the graph.
 
-A check runs copies of what a call is about to be given. It must change nothing that the call sees, and say the same
-whatever the call is part of: a training step, inference mode, a backward.
+A check runs on copies of the inputs of a call that is about to run. It must change nothing that the call sees, and its
+verdict must not depend on where the call is: in a training step, in inference mode or in a backward.
+
+Start with `require_checkable` and `adapt_call`.
 """
 
 from __future__ import annotations
@@ -21,16 +23,16 @@ from torchdelta._torch.graphs.nodes import every_node, has_inductor_randoms, may
 Run = Callable[..., Any]
 TALKS = "it talks to other processes, and all of them would have to check it at the same time"
 EFFECTS = ("with_effects", "print", "call_torchbind")
-"""Operators that do something besides computing: what is run again does it again."""
+"""Operators with effects besides their results, which a second run would have again."""
 
 
 class UncheckedCall(Exception):
-    """Why a call is not checked."""
+    """Raised with the reason why a call is not checked."""
 
 
 @dataclass(frozen=True, eq=False)
 class RecordedCall:
-    """A graph as it was handed over. It is no module: hooks on modules are the user's, and not for a check."""
+    """A graph as it was handed over. It is not a module, so that the user's global module hooks do not run."""
 
     graph: GraphModule
 
@@ -40,12 +42,12 @@ class RecordedCall:
 
 
 def have_values(args: Sequence[Any]) -> bool:
-    """Tell whether there are numbers behind all tensors."""
+    """Tell whether all tensors have values, which fake and meta tensors do not."""
     return all(tensors.has_values(arg) for arg in args if isinstance(arg, torch.Tensor))
 
 
 def require_checkable(graph_module: GraphModule, args: Sequence[Any]) -> None:
-    """Raise UncheckedCall with why a call of a graph cannot be checked."""
+    """Raise UncheckedCall with the reason if a call of a graph cannot be checked."""
     if not have_values(args):
         raise UncheckedCall("it was called with tensors that have no values")
     if needs_other_processes(graph_module):
@@ -54,26 +56,29 @@ def require_checkable(graph_module: GraphModule, args: Sequence[Any]) -> None:
         raise UncheckedCall("it draws random numbers in the compiler's own way: a guard of dynamo's graphs checks it")
     if any(op_name(node) in EFFECTS for node in every_node(graph_module)):
         raise UncheckedCall("it does something besides computing, and a check would do it again")
-    # a graph that was inlined has neither
+    # a graph into which dynamo inlined the modules has neither
     is_trained = any(parameter.requires_grad for parameter in graph_module.parameters())
     if is_trained or any(node.op == "get_attr" for node in _written(graph_module)):
         raise UncheckedCall("it holds state of its own, which a check would change")
 
 
-def inputs_of(args: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the arguments as leaves that share their memory: without hooks, gradients and where they come from."""
+def detach_inputs(args: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the arguments as autograd leaves that share their memory, without hooks, gradients and history."""
 
-    def leaf(arg: Any) -> Any:
+    def detach(arg: Any) -> Any:
         if not isinstance(arg, torch.Tensor):
             return dynamo.hint_of(arg)
         alias = arg.detach()
         return alias.requires_grad_() if arg.requires_grad and not alias.is_inference() else alias
 
-    return tuple(map(leaf, args))
+    return tuple(map(detach, args))
 
 
-def written_midway(graph_module: GraphModule, args: Sequence[Any]) -> tuple[int, ...]:
-    """Return the places of what the graph writes to in the middle of a differentiated computation: no leaf is that."""
+def written_nonleaves(graph_module: GraphModule, args: Sequence[Any]) -> tuple[int, ...]:
+    """Return the places of the inputs that the graph writes to and that are not autograd leaves.
+
+    A check passes leaves, which cannot be written to while they require grad. So these inputs need clones.
+    """
     if not torch.is_grad_enabled():
         return ()
     places = {node: place for place, node in enumerate(_placeholders(graph_module))}
@@ -82,32 +87,32 @@ def written_midway(graph_module: GraphModule, args: Sequence[Any]) -> tuple[int,
     return tuple(place for place, arg in tensors_at if arg.requires_grad and not arg.is_leaf)
 
 
-def called_alike(run: Run, graph_module: GraphModule, level: str, midway: Sequence[int]) -> Run:
-    """Return what was made of a graph, called as the graph is in a check.
+def adapt_call(run: Run, graph_module: GraphModule, level: str, cloned: Sequence[int]) -> Run:
+    """Return a compiled graph with the calling convention that its graph has in a check.
 
-    It returns what the graph does in the same container, and besides what is written midway. A backward may use the
-    memory of what was saved for it, so it gets copies of what the graph itself does not write to.
+    The result has the container that the graph returns, and the inputs at the places `cloned` as further outputs. A
+    compiled backward may reuse the memory of saved tensors, so it gets clones of inputs that the graph only reads.
     """
-    kind = list if isinstance(graph_module.graph.output_node().args[0], list) and not midway else tuple
+    kind = list if isinstance(graph_module.graph.output_node().args[0], list) and not cloned else tuple
     written = _written(graph_module)
     places = [place for place, node in enumerate(_placeholders(graph_module)) if node not in written]
-    spared = {*(places if level == "backward" else ()), *midway}
+    to_clone = {*(places if level == "backward" else ()), *cloned}
 
     def call(*args: Any) -> Any:
-        given = [arg.clone() if place in spared and _is_tensor(arg) else arg for place, arg in enumerate(args)]
-        values = run(*given)
+        inner = [arg.clone() if place in to_clone and _is_tensor(arg) else arg for place, arg in enumerate(args)]
+        values = run(*inner)
         if not isinstance(values, (tuple, list)):
-            if not midway:
+            if not cloned:
                 return values
             values = [values]
-        return kind([*values, *(given[place] for place in midway)])
+        return kind([*values, *(inner[place] for place in cloned)])
 
     return call
 
 
-def as_checked(graph_module: GraphModule, midway: Sequence[int]) -> GraphModule:
-    """Return the graph that is held against what was made of it."""
-    return graphs.return_inputs(graph_module, midway) if midway else graph_module
+def return_written(graph_module: GraphModule, cloned: Sequence[int]) -> GraphModule:
+    """Return the graph with clones of the inputs at these places as further outputs, as `adapt_call` returns them."""
+    return graphs.return_inputs(graph_module, cloned) if cloned else graph_module
 
 
 def _written(graph_module: GraphModule) -> set[Any]:

@@ -1,8 +1,10 @@
-"""Graphs made of one another: each is held against the first, and against the one that it was made of where needed.
+"""A sequence of graphs, each made from the one before by a pass: which step introduces a difference?
 
-As long as a graph is equivalent to the first, so is what was made of it exactly when the step between introduces
-nothing. Where it is not, the step is held against the graph before it, with that one's own truth: what was wrong
-already is inherited, and hides nothing.
+Every graph is compared with the first one. If the graph before a step and the graph behind it are both equivalent to
+the first, the step introduces nothing. Otherwise the two are compared with each other, with a truth of their own, so
+that an inherited error neither counts against the step nor hides a new one.
+
+Start with `Succession.judge_step`.
 """
 
 from __future__ import annotations
@@ -28,15 +30,15 @@ from torchdelta.transforms.replacement import Replacement
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraphVersion:
-    """What became of a graph in one step."""
+class PassStep:
+    """The verdict on one step."""
 
     introduced: Verdict | None
-    """None where the graph before it does not run, so that nothing can be held against it."""
+    """The graph behind the step against the one before; None if that one does not run."""
     against_original: Verdict
     reason: str
     worst: Comparison | None = None
-    """Against the original."""
+    """The worst comparison with the first graph."""
     culprit: Culprit | None = None
     failure: Failure | None = None
     note: str = ""
@@ -44,70 +46,73 @@ class GraphVersion:
 
 @dataclass(kw_only=True)
 class Succession:
-    """The first graph with its inputs, and whatever is made of it."""
+    """The first graph with its inputs; the graphs that are made from it come one by one."""
 
     original: GraphModule
     inputs: tuple[Any, ...]
     words: Mapping[str, Any] = field(default_factory=dict)
-    """What else a check is told."""
+    """The other options of each check."""
     latest: list[tuple[Callable[..., Any], Report]] = field(default_factory=list)
-    """What was held last: a step asks for two graphs, and older ones may be freed."""
+    """The last two graphs with their reports, because a step needs two; older graphs may be freed."""
 
     @cached_property
     def check(self) -> Check:
-        """A check whose reference, truth and noise all share."""
+        """A check of the first graph, whose reference, truth and noise all comparisons share."""
         return prepare(self.original, self.inputs, candidate=self.original, **self.words)
 
-    def held(self, graph: Callable[..., Any]) -> Report:
-        """Hold a graph against the first."""
+    def compare(self, graph: Callable[..., Any]) -> Report:
+        """Return the report of a graph against the first one."""
         report = next((report for known, report in self.latest if known is graph), None)
         if report is None:
-            report = self._against(graph).run()
+            report = self._check_of(graph).run()
             self.latest = [*self.latest[-1:], (graph, report)]
         return report
 
-    def step(self, before: Callable[..., Any], after: Callable[..., Any]) -> GraphVersion:
-        """Tell what the step from one graph to the next introduced."""
-        was = Verdict.EQUIVALENT if before is self.original else self.held(before).verdict
-        report = self.held(after)
-        worst = max(report.comparisons, key=lambda seen: seen.rank, default=None)
-        step = GraphVersion(
+    def judge_step(self, before: Callable[..., Any], after: Callable[..., Any]) -> PassStep:
+        """Return the verdict on the step from one graph to the next."""
+        verdict_before = Verdict.EQUIVALENT if before is self.original else self.compare(before).verdict
+        report = self.compare(after)
+        worst = max(report.comparisons, key=lambda comparison: comparison.rank, default=None)
+        step = PassStep(
             introduced=report.verdict,
             against_original=report.verdict,
             reason=reason_of(report),
             worst=worst,
             failure=report.failure,
         )
-        if was is Verdict.EQUIVALENT and report.verdict is Verdict.EQUIVALENT:
+        if verdict_before is Verdict.EQUIVALENT and report.verdict is Verdict.EQUIVALENT:
             return step
-        return self._looked_into(step, before, after, was)
+        return self._compare_neighbours(step, before, after, verdict_before)
 
-    def _looked_into(
-        self, step: GraphVersion, before: Callable[..., Any], after: Callable[..., Any], was: Verdict
-    ) -> GraphVersion:
-        if was in (Verdict.CRASHED, Verdict.TIMED_OUT):
-            reason = "the graph before it does not run, so that there is nothing to hold it against"
+    def _compare_neighbours(
+        self, step: PassStep, before: Callable[..., Any], after: Callable[..., Any], verdict_before: Verdict
+    ) -> PassStep:
+        """Return the step with the verdict, reason and culprit of the graph behind it against the one before."""
+        if verdict_before in (Verdict.CRASHED, Verdict.TIMED_OUT):
+            reason = "the graph before it does not run, so that there is nothing to compare it with"
             return replace(step, introduced=None, reason=reason)
         if not isinstance(before, GraphModule):
-            return replace(step, introduced=None, reason="what it was given is no graph")
+            return replace(step, introduced=None, reason="its input is not a graph")
         try:
-            location = self._located(before, after)
+            location = self._locate(before, after)
         except TorchDeltaError as error:
             return replace(step, introduced=None, reason=str(error).splitlines()[0])
         culprit = location.culprits[0] if location.culprits else None
-        made = replace(step, introduced=location.verdict, reason=location.reason, culprit=culprit)
-        if step.against_original.is_failure and not location.verdict.is_failure and was is Verdict.EQUIVALENT:
-            return replace(made, note="it is within noise of the graph before it: several passes add up")
+        located = replace(step, introduced=location.verdict, reason=location.reason, culprit=culprit)
+        was_equivalent = verdict_before is Verdict.EQUIVALENT
+        if step.against_original.is_failure and not location.verdict.is_failure and was_equivalent:
+            return replace(located, note="it is within noise of the graph before it: several passes add up")
         if location.verdict.is_failure and step.against_original is Verdict.EQUIVALENT:
-            return replace(made, note="behind it the graph computes what the original does again")
-        return made
+            return replace(located, note="behind it the graph computes what the original does again")
+        return located
 
-    def _located(self, before: GraphModule, after: Callable[..., Any]) -> Location:
+    def _locate(self, before: GraphModule, after: Callable[..., Any]) -> Location:
+        """Return the location of the difference between two neighbouring graphs."""
         if before is self.original:
-            check = self._against(after)
+            check = self._check_of(after)
         else:
             check = prepare(before, self.inputs, candidate=after, **self.words)
         return Locator(check=check).run()
 
-    def _against(self, graph: Callable[..., Any]) -> Check:
+    def _check_of(self, graph: Callable[..., Any]) -> Check:
         return replace(self.check, transform=Replacement(graph), notes=[], candidate=CandidateRun())

@@ -1,12 +1,13 @@
-"""What passes made of a graph, one version after the other, judged on the inputs of a real call.
+"""Inductor's passes, watched in the user's own run: the first pass that changes the numbers is named.
 
-The last version is held against the first; only where they differ are those between looked at, for the first pass that
-introduces a difference.
+    with td.watch_passes() as passes:
+        compiled(x)
 
-Watch inductor's passes in the user's own run: the first that changes the numbers is named, and nothing else changes.
+While a graph is compiled, a copy of it is kept behind each pass that changed it: a chain of versions. The chain is
+judged on the inputs of the first call of the compiled graph, and then dropped. The last version is compared with the
+first; only if they differ are the versions in between compared. Errors of the watcher itself become notes.
 
-While a graph is compiled only copies of it are kept, one for each pass that changed it. They are judged when what was
-compiled is first called, and dropped then. Whatever the watcher itself raises becomes a note.
+Start with `watch_passes`, then `ChainJudge.judge`.
 """
 
 from __future__ import annotations
@@ -30,53 +31,54 @@ from torchdelta._torch.modes import outside
 from torchdelta._torch.process import runtime
 from torchdelta.compare.policy_parser import parse
 from torchdelta.errors import TorchDeltaError
-from torchdelta.passes.real_calls import TALKS, have_values, inputs_of
-from torchdelta.passes.succession import GraphVersion, Succession
+from torchdelta.passes.real_calls import TALKS, detach_inputs, have_values
+from torchdelta.passes.succession import PassStep, Succession
 from torchdelta.program.stages import cotangent_for
 from torchdelta.records.passes import PassFinding, PassSummary
 from torchdelta.records.report import reason_of
 from torchdelta.records.verdict import Verdict
 
-PACKED = "weights are packed for a library, and can be read by nobody else,"
+PACKED = "weights are packed for a library that alone can read them,"
 
 
 @dataclass(kw_only=True)
 class ChainJudge:
-    """Judges one chain; what it finds and what it cannot tell is in its lists."""
+    """Judges one chain; the results are its `findings`, and `notes` about parts that could not be judged."""
 
     chain: Chain
     label: str
-    """Which graph it is."""
+    """The name of the graph in messages."""
     words: Mapping[str, Any]
-    """What a check is told."""
+    """The options of each check."""
     findings: list[PassFinding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     is_checked: bool = True
-    """Whether an answer was found for all of it."""
+    """Whether every part of the chain could be judged."""
 
     def judge(self, values: Mapping[str, Any]) -> None:
-        """Judge on what the graph is called with, by the names of its inputs."""
+        """Judge the chain on the inputs of a call, given by the names of the graph's placeholders."""
         if needs_other_processes(self.chain.versions[0].as_module):
             self._leave_open(f"not checked: {TALKS}")
             return
-        with _aside(self.chain.phase):
+        with _isolated(self.chain.phase):
             inputs = self._inputs(values)
             for part in self._comparable():
                 if len(part) > 1:
                     self._judge_part(part, inputs)
 
     def _judge_part(self, part: list[Version], inputs: tuple[Any, ...]) -> None:
+        """Judge versions that draw the same random numbers; add a finding for the first pass that is wrong."""
         words = dict(self.words)
         if self.chain.phase != inductor_passes.PRE_GRAD:
-            # who shares memory with whom is settled by AOTAutograd, outside of its graphs
+            # AOTAutograd restores aliasing outside of its graphs
             words |= {"stages": ("forward",), "ignore": ("aliasing",)}
         succession = Succession(original=part[0].as_module, inputs=inputs, words=words)
-        report = succession.held(part[-1].as_module)
+        report = succession.compare(part[-1].as_module)
         if report.verdict is Verdict.EQUIVALENT:
             return
         before, skipped = part[0], list[str]()
         for after in part[1:]:
-            step = succession.step(before.as_module, after.as_module)
+            step = succession.judge_step(before.as_module, after.as_module)
             if step.against_original is Verdict.CRASHED:
                 self._leave_open(f"the graph behind {after.name} does not run eagerly ({step.reason})")
                 skipped.append(after.name)
@@ -88,7 +90,8 @@ class ChainJudge:
         if report.verdict is not Verdict.CRASHED:
             self._leave_open(f"{report.verdict.value} together, and by no single one: {reason_of(report)}")
 
-    def _finding(self, skipped: list[str], name: str, step: GraphVersion) -> PassFinding:
+    def _finding(self, skipped: list[str], name: str, step: PassStep) -> PassFinding:
+        """Return the finding on a pass; passes before it whose graphs do not run may be guilty too."""
         unsure = f"; or {', '.join(skipped)} before it, whose graphs do not run eagerly" if skipped else ""
         return PassFinding(
             name=name,
@@ -101,7 +104,7 @@ class ChainJudge:
         )
 
     def _comparable(self) -> Iterator[list[Version]]:
-        """Yield versions in a row that draw the same random numbers; who draws others cannot be held against them."""
+        """Yield successive versions that draw the same random numbers, because others cannot be compared."""
         part: list[Version] = []
         for version in self.chain.versions:
             if version.is_packed:
@@ -116,38 +119,37 @@ class ChainJudge:
         yield part
 
     def _inputs(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return what the graphs are called with; a joint graph gets random tangents too."""
+        """Return the inputs of the graphs in order; a joint graph gets random tangents too."""
         chain, first = self.chain, self.chain.versions[0].inputs
         names = [node.name for node in first]
         for version in chain.versions[1:]:
             if [node.name for node in version.inputs] != names:
-                raise TorchDeltaError(f"{version.name} changes what the graph is called with")
-        given = dict(zip(values, inputs_of([*values.values()]), strict=True))
+                raise TorchDeltaError(f"{version.name} changes the inputs of the graph")
+        inputs = dict(zip(values, detach_inputs([*values.values()]), strict=True))
         for node in first:
             is_tensor = isinstance(node.meta.get("val", node.meta.get("example_value")), torch.Tensor)
-            if node.name not in given and chain.phase == inductor_passes.JOINT:
-                room = inductor_passes.empty_input(node, first, given)
-                given[node.name] = room.copy_(cotangent_for(room, node.name, self.words["seed"]))
-            elif node.name not in given or (is_tensor and given[node.name] is None):
-                # a compiler that makes constants of the parameters drops them
+            if node.name not in inputs and chain.phase == inductor_passes.JOINT:
+                tangent = inductor_passes.empty_input(node, first, inputs)
+                inputs[node.name] = tangent.copy_(cotangent_for(tangent, node.name, self.words["seed"]))
+            elif node.name not in inputs or (is_tensor and inputs[node.name] is None):
+                # a compiler that turns parameters into constants drops them from its calls
                 raise TorchDeltaError(f"{node.name} is among its inputs, and is not there when it is called")
-        return tuple(given[name] for name in names)
+        return tuple(inputs[name] for name in names)
 
     def _leave_open(self, why: str) -> None:
+        """Note why a part of the chain could not be judged."""
         self.is_checked = False
         self.notes.append(f"{self.chain.phase} passes of {self.label}: {why}")
 
 
 @contextmanager
-def _aside(phase: str) -> Iterator[None]:
-    """Run graphs out of sight of the user's modes, and leave generators, flags and settings as they were."""
-    is_recorded = (
-        phase == inductor_passes.PRE_GRAD and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-    )
+def _isolated(phase: str) -> Iterator[None]:
+    """Run graphs outside of the user's modes, and leave generators, flags and settings as they were."""
+    has_grad = phase == inductor_passes.PRE_GRAD and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     casts = nullcontext() if phase == inductor_passes.PRE_GRAD else inductor_passes.without_autocast()
     with (
         runtime.preserved(),
-        torch.set_grad_enabled(is_recorded),
+        torch.set_grad_enabled(has_grad),
         outside.without_modes_or_hooks(),
         casts,
         stances.eager_here(),
@@ -162,106 +164,112 @@ NOTHING_SEEN = (
 
 @contextmanager
 def watch_passes(*, policy: str = "noise", seed: int = 0) -> Iterator[PassSummary]:
-    """Watch every pass that inductor runs over graphs that are compiled while the context is open.
+    """Watch every pass that inductor runs over graphs that are compiled while the context is open; give the summary.
 
-    `findings` has each pass behind which a graph computes something else on the inputs of its first call, with the
-    node; `notes` says what could not be checked; both are complete when the context is left. The run itself is as
-    without, and nothing in here breaks it.
+    Its `findings` name each pass, with the node, behind which a graph computes something else on the inputs of its
+    first call. Its `notes` say what could not be checked. Both are complete when the context is left. The run itself
+    does not change, and an error of the watcher does not end it.
     """
-    parse(policy)  # what is misspelt is said before anything runs
-    watcher = _Watcher(watched=PassSummary(), words={"policy": policy, "seed": seed})
+    parse(policy)  # a wrong policy raises before anything runs
+    watcher = _Watcher(summary=PassSummary(), words={"policy": policy, "seed": seed})
     with ExitStack() as stack:
         stack.enter_context(inductor_passes.watching(watcher.take, watcher.fail))
-        stack.enter_context(aot.intercepting(watcher.at_seam))
-        stack.enter_context(inductor_passes.around_programs(watcher.around))
+        stack.enter_context(aot.intercepting(watcher.compile_part))
+        stack.enter_context(inductor_passes.around_programs(watcher.compile_program))
         stack.callback(watcher.close)
-        yield watcher.watched
+        yield watcher.summary
 
 
 @dataclass(kw_only=True, eq=False)
 class _Compiled:
-    """A graph on its way through the compiler, and what passes made of it."""
+    """A graph on its way through the compiler, with a chain of versions for each phase of passes."""
 
     label: str
     inputs: tuple[str, ...]
     """The names of its placeholders."""
     number: int
     whole: _Compiled | None = None
-    """Of a forward graph, the program whose joint graph it was a part of."""
+    """For a forward graph, the program whose joint graph contains it."""
     chains: list[Chain] = field(default_factory=list)
 
-    def taken(self, phase: str = "") -> list[Chain]:
-        """Let go of the chains of a phase, or of all, and return them."""
-        found = [chain for chain in self.chains if not phase or chain.phase == phase]
-        self.chains = [chain for chain in self.chains if chain not in found]
-        return found
+    def pop_chains(self, phase: str = "") -> list[Chain]:
+        """Remove the chains of a phase, or all of them, and return them."""
+        popped = [chain for chain in self.chains if not phase or chain.phase == phase]
+        self.chains = [chain for chain in self.chains if chain not in popped]
+        return popped
 
 
 @dataclass(kw_only=True, eq=False)
 class _Watcher:
-    watched: PassSummary
+    """Keeps the chains of all graphs that are being compiled, and judges each in the first call of its graph."""
+
+    summary: PassSummary
     words: Mapping[str, Any]
     is_open: bool = True
     waiting: list[_Compiled] = field(default_factory=list)
-    """Those with something to judge."""
+    """The graphs with chains to judge."""
     numbers: dict[int | None, int] = field(default_factory=dict)
-    """Which program it is that AOTAutograd has a number for."""
+    """The number of the program, by AOTAutograd's number of the graph."""
     programs: int = 0
     lock: threading.RLock = field(default_factory=threading.RLock)
     threads: threading.local = field(default_factory=threading.local)
 
     @property
     def stack(self) -> list[_Compiled]:
-        """What this thread is compiling, the innermost last."""
+        """The graphs that this thread is compiling, the innermost last."""
         return self.threads.__dict__.setdefault("stack", [])  # type: ignore[no-any-return]
 
     def fail(self, what: str, error: Exception) -> None:
-        """Note what the watcher could not do."""
+        """Note what the watcher could not do, and why."""
         words = str(error).splitlines()[0] if str(error) else ""
         kind = "" if isinstance(error, TorchDeltaError) else f"{type(error).__name__}: "
-        self.watched.note(f"{what}: {kind}{words}".removesuffix(": "))
+        self.summary.note(f"{what}: {kind}{words}".removesuffix(": "))
 
     def take(self, chain: Chain) -> None:
-        """Keep what the passes of a phase made of a graph, for when there are inputs."""
+        """Keep the versions of a graph behind the passes of a phase until there are inputs; count them."""
         is_changed = len(chain.versions) > 1
         with self.lock:
-            self.watched.passes += chain.passes
-            self.watched.graphs += 1
-            self.watched.changed += is_changed
+            self.summary.passes += chain.passes
+            self.summary.graphs += 1
+            self.summary.changed += is_changed
             if is_changed and not self.stack:
-                self.watched.note(f"{chain.phase} passes of a graph that nobody calls in this process: not checked")
+                self.summary.note(f"{chain.phase} passes of a graph that is not called in this process: not checked")
             elif is_changed:
                 self.stack[-1].chains.append(chain)
 
-    def around(self, compiled: Callable[[], Callable[..., Any]], module: GraphModule) -> Callable[..., Any]:
-        """Compile a captured graph; the first call of what comes of it has the inputs of its pre-grad graph."""
-        with self._compiling(lambda: self._program(module)) as whole:
-            made = compiled()
-        if not any(chain.phase == inductor_passes.PRE_GRAD for chain in whole.chains):
-            return made
-        look = self._looking(whole, made, inductor_passes.PRE_GRAD)
+    def compile_program(
+        self, compile_module: Callable[[], Callable[..., Any]], module: GraphModule
+    ) -> Callable[..., Any]:
+        """Compile a captured graph; return a callable whose first call judges its pre-grad passes."""
+        with self._compiling(lambda: self._begin_program(module)) as program:
+            compiled = compile_module()
+        if not any(chain.phase == inductor_passes.PRE_GRAD for chain in program.chains):
+            return compiled
+        call_boxed = self._judging_first_call(program, compiled, inductor_passes.PRE_GRAD)
 
-        @functools.wraps(made)
-        def program(*args: Any) -> Any:
-            return look(list(args))
+        @functools.wraps(compiled)
+        def call(*args: Any) -> Any:
+            return call_boxed(list(args))
 
-        return program
+        return call
 
-    def at_seam(self, handed: HandedGraph) -> Callable[..., Any]:
-        """Compile a graph of AOTAutograd's; the first call of what comes of it has its inputs."""
-        with self._compiling(lambda: self._part(handed)) as part:
-            made = handed.on()
-        return Boxed(self._looking(part, made)) if part.chains or part.whole is not None else made
+    def compile_part(self, handed: HandedGraph) -> Callable[..., Any]:
+        """Compile a graph of AOTAutograd's; return a callable whose first call judges its passes."""
+        with self._compiling(lambda: self._begin_part(handed)) as part:
+            compiled = handed.on()
+        has_chains = part.chains or part.whole is not None
+        return Boxed(self._judging_first_call(part, compiled)) if has_chains else compiled
 
-    def _program(self, module: GraphModule) -> _Compiled:
+    def _begin_program(self, module: GraphModule) -> _Compiled:
         with self.lock:
             number, self.programs = self.programs, self.programs + 1
         return _Compiled(label=f"graph {number}", inputs=_names(module), number=number)
 
-    def _part(self, handed: HandedGraph) -> _Compiled:
+    def _begin_part(self, handed: HandedGraph) -> _Compiled:
+        """Return the entry of a forward, backward or inference graph, with the number of its program."""
         whole = self.stack[-1] if self.stack else None
         with self.lock:
-            # a backward may be compiled long after its forward, and by then nobody else knows whose it is
+            # a backward may be compiled long after its forward, when its program is not on the stack any more
             number = self.numbers.setdefault(
                 inductor_passes.current_graph_number(), whole.number if whole is not None else -1
             )
@@ -274,6 +282,7 @@ class _Watcher:
 
     @contextmanager
     def _compiling(self, begin: Callable[[], _Compiled]) -> Iterator[_Compiled]:
+        """Put the entry of a graph on this thread's stack while it is compiled; give the entry."""
         try:
             compiled = begin()
         except Exception as error:
@@ -287,63 +296,70 @@ class _Watcher:
         with self.lock:
             self.waiting += [compiled] if compiled.chains else []
 
-    def _looking(self, compiled: _Compiled, made: Callable[..., Any], phase: str = "") -> Callable[[list[Any]], Any]:
-        run = as_boxed(made)
-        has_looked = False
+    def _judging_first_call(
+        self, compiled: _Compiled, run_compiled: Callable[..., Any], phase: str = ""
+    ) -> Callable[[list[Any]], Any]:
+        """Return the compiled graph, taking its arguments in a list, whose first call with values judges its passes."""
+        run = as_boxed(run_compiled)
+        is_judged = False
 
         def call(args: list[Any]) -> Any:
-            nonlocal has_looked
-            if not has_looked and self.is_open and have_values(args):
-                has_looked = True
+            nonlocal is_judged
+            if not is_judged and self.is_open and have_values(args):
+                is_judged = True
                 try:
-                    self._look(compiled, tuple(args), phase)
+                    self._judge_call(compiled, tuple(args), phase)
                 except Exception as error:  # a mistake of ours must not cost the user the run
                     self.fail(f"{compiled.label} was not checked", error)
-            # the list itself: who gets it may empty it, and free what nobody needs any more
+            # the list itself, because the compiled graph may empty it to free its inputs early
             return run(args)
 
         return call
 
-    def _look(self, compiled: _Compiled, args: Sequence[Any], phase: str) -> None:
+    def _judge_call(self, compiled: _Compiled, args: Sequence[Any], phase: str) -> None:
+        """Judge the chains of a graph, and of the joint graph that it is a part of, on the inputs of a call."""
         with self.lock:
-            ready = [(chain, compiled.label) for chain in compiled.taken(phase)]
+            ready = [(chain, compiled.label) for chain in compiled.pop_chains(phase)]
             if compiled.whole is not None:
-                # the outermost is the last: those inside of it are parted before
-                joint = compiled.whole.taken(inductor_passes.JOINT)
+                # the outermost joint graph is the last, because those inside of it are partitioned before
+                joint = compiled.whole.pop_chains(inductor_passes.JOINT)
                 ready += [(chain, f"{compiled.whole.label} (joint)") for chain in joint[-1:]]
                 if joint[:-1]:
-                    self.watched.note(
+                    self.summary.note(
                         f"{compiled.whole.label}: {len(joint) - 1} joint graphs inside of another were not checked: "
-                        "nobody calls them with values of their own"
+                        "they are not called with values of their own"
                     )
             self.waiting = [each for each in self.waiting if each.chains]
             values = dict(zip(compiled.inputs, args, strict=True))
             for chain, label in ready:
                 self._judge(chain, label, values)
         if ready:
-            gc.collect()  # what a check leaves in cycles holds what the call was given
+            gc.collect()  # reference cycles that a check leaves hold the inputs of the call
 
     def _judge(self, chain: Chain, label: str, values: Mapping[str, Any]) -> None:
+        """Judge one chain, and add its findings and notes to the summary."""
         judge = ChainJudge(chain=chain, label=label, words=self.words)
         try:
             judge.judge(values)
-            self.watched.checked += judge.is_checked
+            self.summary.checked += judge.is_checked
         except Exception as error:
             self.fail(f"{chain.phase} passes of {label} were not checked", error)
-        self.watched.findings += judge.findings
+        self.summary.findings += judge.findings
         for note in judge.notes:
-            self.watched.note(note)
+            self.summary.note(note)
 
     def close(self) -> None:
-        """Drop what was never called, and say so."""
+        """Drop the chains of graphs that were never called, and note how many there are."""
         with self.lock:
             self.is_open = False
-            left = [chain for compiled in self.waiting for chain in compiled.taken()]
+            uncalled = [chain for compiled in self.waiting for chain in compiled.pop_chains()]
             self.waiting.clear()
-            if left:
-                self.watched.note(f"{len(left)} graphs were not called while they were watched, and were not checked")
-            if not self.watched.graphs:
-                self.watched.note(NOTHING_SEEN)
+            if uncalled:
+                self.summary.note(
+                    f"{len(uncalled)} graphs were not called while they were watched, and were not checked"
+                )
+            if not self.summary.graphs:
+                self.summary.note(NOTHING_SEEN)
 
 
 def _names(module: GraphModule) -> tuple[str, ...]:

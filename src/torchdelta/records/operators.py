@@ -14,22 +14,6 @@ from torchdelta.records.verdict import Verdict, worst_of
 
 SCHEMA_VERSION = 1
 """The version of the JSON of both, which differs from that of a check's report."""
-OWN_PROBES = (
-    "schema",
-    "repeat",
-    "layout",
-    "gradients",
-    "registration",
-    "backward",
-    "derivative",
-    "fake/given",
-    "fake/layout",
-    "fake/resized",
-    "fake/symbolic",
-)
-"""The probes of the operator itself."""
-TRACES = ("aot", "backend")
-"""The beginnings of the names of the other probes, which trace or compile the operator in several ways."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,7 @@
-"""Transforms by name. A new one is one file and one line here."""
+"""Transforms by name: the table `TRANSFORMS`, and `build`, which turns what a user wrote into a transform.
+
+A new transform is one file in this folder and one line in the table.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,11 @@ from torchdelta.transforms.replacement import OtherModule
 
 @dataclass(frozen=True)
 class TransformFactory:
-    """How a transform is built from its options and from what stands behind the colon of its name, if anything does."""
+    """Builds a transform from the argument behind the colon of its name (empty if there is none) and its options."""
 
     build: Callable[[str, Options], Transform]
     argument: str = ""
-    """What to write behind the colon; empty when there is none."""
+    """What the argument stands for, for messages; empty if the transform takes none."""
 
 
 TRANSFORMS: Registry[TransformFactory] = Registry("transform")
@@ -49,17 +52,20 @@ TRANSFORMS.add("module", TransformFactory(OtherModule, "FACTORY"))
 
 
 def build(spec: str | Transform | Callable[..., Any], options: Options) -> Transform:
-    """Return the transform of that name, or the pass that `file.py:fn` or a function is."""
+    """Return the transform that a name, `file.py:fn` or a function stands for; a transform is returned as it is.
+
+    UsageError names the nearest known transforms if the name is unknown.
+    """
     if isinstance(spec, Transform):
         return spec
     if not isinstance(spec, str):
         return FxPass(spec, options)
     name, colon, argument = spec.partition(":")
     if name in TRANSFORMS:
-        named = TRANSFORMS.get(name)
-        if bool(argument) != bool(named.argument):
-            raise UsageError(f"transform {spec!r} is written {name}{':' if named.argument else ''}{named.argument}")
-        return named.build(argument, options)
+        factory = TRANSFORMS.get(name)
+        if bool(argument) != bool(factory.argument):
+            raise UsageError(f"transform {spec!r} is written {name}{':' if factory.argument else ''}{factory.argument}")
+        return factory.build(argument, options)
     if colon:
         return FxPass(load_callable(spec, what="pass"), options)
     known = [*TRANSFORMS, *(f"backend:{backend}" for backend in dynamo.backend_names())]

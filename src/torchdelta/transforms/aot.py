@@ -1,4 +1,7 @@
-"""AOTAutograd's dispatch alone: traced, functionalised and partitioned, and nothing compiled."""
+"""AOTAutograd's dispatch alone: the program is traced, functionalised and partitioned, and nothing is compiled.
+
+A difference between this candidate and the reference is AOTAutograd's and not a backend's. Start with `Aot.apply`.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,13 @@ from torchdelta._torch.compile.dynamo import Witness
 from torchdelta._torch.compile.seams import Seam, hand_on
 from torchdelta.errors import UsageError
 from torchdelta.program.sides import Side
-from torchdelta.transforms.base import Options, Transform, Transformed, require_known
-from torchdelta.transforms.compiler import flag
+from torchdelta.transforms.base import Options, Traits, Transform, Transformed, flag, require_known
 
 
 class Aot(Transform):
     """Static shapes or `dynamic`, functionalised or not, by the `min-cut` or the `default` partitioner."""
 
-    is_compiler = True
+    traits = Traits(is_compiler=True)
 
     def __init__(self, options: Options) -> None:
         require_known("aot", options, ("dynamic", "functionalised", "partitioner"))
@@ -28,15 +30,15 @@ class Aot(Transform):
         if self.partitioner not in PARTITIONERS:
             raise UsageError(f"unknown partitioner {self.partitioner!r}: it is {' or '.join(PARTITIONERS)}")
         if not self.functionalised and self.partitioner == "min-cut":
-            raise UsageError("the min-cut partitioner needs a graph that is functionalised: take partitioner=default")
+            raise UsageError("the min-cut partitioner needs a functionalised graph: write partitioner=default")
 
     @contextmanager
-    def applied(
+    def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[Transformed]:
-        """Trace the side when it is first called."""
+        """Give the side with a call that is traced when it is first called; UsageError if it is to be lifted."""
         if lifted:
-            raise UsageError("a trace by AOTAutograd alone has the operations of the program, and rounds as it does")
+            raise UsageError("AOTAutograd alone keeps the program's operations and rounds as they do")
         witness = Witness()
         call = AotTrace(
             side.call,

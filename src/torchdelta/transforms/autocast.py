@@ -1,4 +1,4 @@
-"""The program under torch.autocast."""
+"""The program under `torch.autocast`: the operations that torch deems safe run in a lower dtype."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ import torch
 from torchdelta._torch.compile.dynamo import Witness
 from torchdelta._torch.compile.seams import Seam, hand_on
 from torchdelta.program.sides import Side, started_from
-from torchdelta.transforms.base import Options, Transform, Transformed, dtype_named, require_known
+from torchdelta.transforms.base import Options, Traits, Transform, Transformed, dtype_named, require_known
 
 
 class Autocast(Transform):
-    """`autocast:bfloat16`: the operations that torch deems safe run in the dtype."""
+    """`autocast:bfloat16`, on the device of the program's tensors or on the one given as `device`."""
 
     def __init__(self, dtype: str, options: Options) -> None:
         require_known("autocast", options, ("device",))
-        self.lowered_to = dtype_named(dtype)
+        self.dtype = dtype_named(dtype)
         self.device = str(options.get("device", ""))
+        self.traits = Traits(lowered_to=self.dtype)
 
     @contextmanager
-    def applied(
+    def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[Transformed]:
-        """Call the side under autocast; the backward runs outside of it, as it does in training."""
+        """Give the side with its call under autocast; the backward runs outside of it, as it does in training."""
         device = self.device or next((tensor.device.type for tensor in started_from(side)), "cpu")
         witness = Witness()
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            with torch.autocast(device, dtype=self.lowered_to):
-                # a dtype that the device has no autocast for only makes torch warn
+            with torch.autocast(device, dtype=self.dtype):
+                # torch only warns about a dtype that the device has no autocast for, and runs without it
                 witness.calls += torch.is_autocast_enabled(device)
                 return side.call(*args, **kwargs)
 

@@ -1,4 +1,15 @@
-"""What a transform is: a program goes in, one that should compute the same comes out, and someone counts."""
+"""What a transform is: it turns a program into one that should compute the same, and counts what it transformed.
+
+A transform is a subclass of `Transform` with one method, `apply`. Everything that a caller has to know about it
+beforehand is one record, its `traits`. A transform that wraps another hands on the record of the one that it wraps, and
+names with `dataclasses.replace` the traits that differ:
+
+    class Cast(Transform):
+        def __init__(self, dtype: str, options: Options) -> None:
+            self.traits = Traits(lowered_to=dtype_named(dtype))
+
+Start with `Traits` and `Transform`. To add a transform, copy `cast.py` and add one line to `transforms/__init__.py`.
+"""
 
 from __future__ import annotations
 
@@ -19,57 +30,58 @@ Options = Mapping[str, Scalar]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What a caller has to know about a transform before it is applied. The defaults are those of a plain rewrite."""
+
+    lowered_to: torch.dtype | None = None
+    """The lower dtype that the candidate computes in on purpose."""
+    keeps_names: bool = True
+    """Whether the candidate's parameters and buffers have the reference's names; another implementation has its own."""
+    reads_program: bool = True
+    """Whether the candidate is built from the program's callable; another implementation takes only its inputs."""
+    has_backward: bool = True
+    """Whether the candidate has a backward; without one, only the outputs of the program are compared."""
+    excused_clauses: frozenset[str] = frozenset()
+    """Clauses of the contract that the transform breaks on purpose: a breach is reported and excused."""
+    rounds_to_levels: bool = False
+    """Whether the transform quantizes. Each layer then adds rounding steps of its own and is judged by itself."""
+    is_compiler: bool = False
+    """Whether a dispatch mode around the candidate would switch the transform off."""
+    has_seam: bool = False
+    """Whether the transform hands graphs to the seam; without them only modules can be compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Transformed:
-    """A side that runs transformed, and the witness of how much of it does."""
+    """A side that runs transformed, and the witness that counts how much of it does."""
 
     side: Side
     witness: Witness
     notes: list[str] = field(default_factory=list)
 
     @classmethod
-    def whole(cls, side: Side, *, captured: int = 0) -> Transformed:
-        """Wrap a side whose every call is transformed as a whole."""
+    def counting_calls(cls, side: Side, *, captured: int = 0) -> Transformed:
+        """Return a side whose every call counts as transformed, with `captured` graphs."""
         witness = Witness(captured=captured)
         return cls(side=replace(side, call=counted(side.call, witness)), witness=witness)
 
 
 class Transform(ABC):
-    """Turns a side into a candidate. Subclasses check their options when built."""
+    """Turns a side into a candidate. Subclasses check their options when they are built."""
 
-    lowered_to: torch.dtype | None = None
-    """The lower dtype that this transform computes in on purpose."""
-
-    keeps_names: bool = True
-    """Whether the candidate's parameters and buffers have the reference's names; another implementation has its own."""
-
-    reads_program: bool = True
-    """Whether the candidate is made of the program's callable; another implementation takes its inputs only."""
-
-    has_backward: bool = True
-    """Whether what it makes has a backward; otherwise only what the program returns can be compared."""
-
-    changes: frozenset[str] = frozenset()
-    """Clauses of the contract that it breaks on purpose: a breach is reported, and excused."""
-
-    rounds_to_levels: bool = False
-    """Whether it quantizes: each layer is then off by its own steps, and must be judged by itself."""
-
-    is_compiler: bool = False
-    """Whether a dispatch mode around the candidate would switch the transform off."""
-
-    has_seam: bool = False
-    """Whether it makes something of graphs, which pass the seam; otherwise there are only modules to look at."""
+    traits: Traits = Traits()
 
     @abstractmethod
-    def applied(
+    def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> AbstractContextManager[Transformed]:
-        """Transform a fresh side; it runs while the context is open.
+        """Return a context that gives the transformed side, which runs while the context is open.
 
-        `draws_random` tells that the reference drew random numbers: the candidate must draw the same ones. `lifted`
-        tells that the side is in float64 and nothing may round below that: a compiler rewrites what it captures;
-        everything else is run under a mode by the caller, and need not care. At the `seam` stands whoever wants to see
-        each graph that the transform changes; a transform that has none ignores it.
+        The side is fresh, and the transform may change it. `draws_random` means that the reference drew random
+        numbers, so the candidate must draw the same ones. `lifted` means that the side is in float64 and nothing may
+        round below that: a compiler lifts the graphs that it captures; for every other transform the caller runs the
+        side under a dispatch mode. Each graph that the transform changes passes the `seam`; a transform without graphs
+        ignores it.
         """
 
 
@@ -78,13 +90,21 @@ def require_known(transform: str, options: Options, known: Iterable[str]) -> Non
     names = sorted(known)
     for name in options:
         if name not in names:
-            there = f"it has {', '.join(names)}" if names else "it has none"
-            raise UsageError(f"transform {transform} has no option {name!r}: {there}")
+            choices = f"it has {', '.join(names)}" if names else "it has none"
+            raise UsageError(f"transform {transform} has no option {name!r}: {choices}")
+
+
+def flag(options: Options, name: str) -> bool | None:
+    """Return a yes-or-no option, or None if it was not given; UsageError if it is something else."""
+    value = options.get(name)
+    if value is None or isinstance(value, bool):
+        return value
+    raise UsageError(f"option {name} is True or False, not {value!r}")
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return the floating-point dtype of that name; UsageError lists them."""
+    """Return the floating-point dtype of that name; UsageError suggests some."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise UsageError(f"{name!r} is no floating-point dtype: try bfloat16, float16, float32 or float64")
+        raise UsageError(f"{name!r} is not a floating-point dtype: try bfloat16, float16, float32 or float64")
     return dtype

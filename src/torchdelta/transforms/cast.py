@@ -1,4 +1,4 @@
-"""The program in another floating-point dtype: parameters, buffers and inputs."""
+"""The program in another floating-point dtype: its parameters, buffers and inputs are rounded to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchdelta._torch.compile.dynamo import Witness
 from torchdelta._torch.compile.seams import Seam, hand_on
 from torchdelta.program.copies import copy_together
 from torchdelta.program.sides import Side, started_from
-from torchdelta.transforms.base import Options, Transform, Transformed, dtype_named, require_known
+from torchdelta.transforms.base import Options, Traits, Transform, Transformed, dtype_named, require_known
 
 
 class Cast(Transform):
@@ -19,19 +19,18 @@ class Cast(Transform):
 
     def __init__(self, dtype: str, options: Options) -> None:
         require_known("cast", options, ())
-        self.lowered_to = dtype_named(dtype)
+        self.dtype = dtype_named(dtype)
+        self.traits = Traits(lowered_to=self.dtype)
 
     @contextmanager
-    def applied(
+    def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[Transformed]:
-        """Cast the side."""
-        target = self.lowered_to
-        assert target is not None
+        """Give a cast copy of the side; its calls count as transformed only if some tensor changed its dtype."""
 
         def convert(dtype: torch.dtype) -> torch.dtype:
-            return target if dtype.is_floating_point else dtype
+            return self.dtype if dtype.is_floating_point else dtype
 
-        made = Side.of(*copy_together((side.call, side.args, side.kwargs), name="cast", convert=convert))
+        candidate = Side.of(*copy_together((side.call, side.args, side.kwargs), name="cast", convert=convert))
         is_cast = any(tensor.dtype != convert(tensor.dtype) for tensor in started_from(side))
-        yield Transformed.whole(made) if is_cast else Transformed(side=made, witness=Witness())
+        yield Transformed.counting_calls(candidate) if is_cast else Transformed(side=candidate, witness=Witness())

@@ -1,4 +1,7 @@
-"""torch.compile with any backend."""
+"""`torch.compile` with any backend: the program is compiled afresh each time the transform is applied.
+
+Start with `Compiler.apply`; the capture itself is in `_torch/compile/dynamo.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,8 @@ from typing import Any
 
 from torchdelta._torch.compile import dynamo
 from torchdelta._torch.compile.seams import Seam, hand_on
-from torchdelta.errors import UsageError
 from torchdelta.program.sides import Side
-from torchdelta.transforms.base import Options, Transform, Transformed, require_known
+from torchdelta.transforms.base import Options, Traits, Transform, Transformed, flag, require_known
 
 SAME_RANDOM = (
     "the program draws random numbers: the candidate was compiled with fallback_random, so that it draws the same ones"
@@ -22,8 +24,7 @@ SAME_RANDOM = (
 class Compiler(Transform):
     """`torch.compile(program, backend=…)`, with its options and inductor's settings as `config.KEY`."""
 
-    is_compiler = True
-    has_seam = True
+    traits = Traits(is_compiler=True, has_seam=True)
 
     def __init__(self, backend: str | dynamo.Backend, options: Options) -> None:
         name = backend if isinstance(backend, str) else getattr(backend, "__name__", "backend")
@@ -39,22 +40,22 @@ class Compiler(Transform):
         self.config = {**(dynamo.mode_config(str(mode), dynamic=self.dynamic) if mode else {}), **settings}
 
     def with_backend(self, name: str) -> Compiler:
-        """Return the same compiler with another backend."""
+        """Return a copy of this compiler with another backend."""
         changed = copy.copy(self)
         changed.backend, changed.is_inductor = dynamo.backend_named(name), name == "inductor"
         return changed
 
     def with_config(self, settings: Mapping[str, Any]) -> Compiler:
-        """Return the same compiler with other settings."""
+        """Return a copy of this compiler with these inductor settings on top of its own."""
         changed = copy.copy(self)
         changed.config = {**self.config, **settings}
         return changed
 
     @contextmanager
-    def applied(
+    def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[Transformed]:
-        """Compile afresh, and draw the same random numbers as eager where any are drawn."""
+        """Give the side with a compiled call, which draws the same random numbers as eager if any are drawn."""
         config = {**self.config, "fallback_random": True} if draws_random else self.config
         compiling = dynamo.compiling(
             side.call,
@@ -68,11 +69,3 @@ class Compiler(Transform):
         with compiling as (call, witness):
             notes = [SAME_RANDOM] if draws_random else []
             yield Transformed(side=replace(side, call=call), witness=witness, notes=notes)
-
-
-def flag(options: Options, name: str) -> bool | None:
-    """Return a yes-or-no option; None where it was not given."""
-    value = options.get(name)
-    if value is None or isinstance(value, bool):
-        return value
-    raise UsageError(f"option {name} is True or False, not {value!r}")

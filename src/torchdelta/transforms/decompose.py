@@ -1,4 +1,7 @@
-"""Export, then decomposition: the program in smaller operators."""
+"""Export, then decomposition: the program in smaller operators.
+
+The seam gets the exported graph before it is decomposed. Start with `Decompose.apply`.
+"""
 
 from __future__ import annotations
 
@@ -14,47 +17,52 @@ from torchdelta._torch.graphs import graphs
 from torchdelta.errors import UsageError
 from torchdelta.program.programs import load_object
 from torchdelta.program.sides import Side
-from torchdelta.transforms.base import Options, Transform, Transformed, require_known
-from torchdelta.transforms.compiler import flag
-from torchdelta.transforms.export import exported
+from torchdelta.transforms.base import Options, Traits, Transform, Transformed, flag, require_known
+from torchdelta.transforms.export import export_side
 
 
 class Decompose(Transform):
     """`export` and `run_decompositions`, by torch's own table or by `table=file.py:name`."""
 
-    has_seam = True
+    traits = Traits(has_seam=True)
 
     def __init__(self, options: Options) -> None:
         require_known("decompose", options, ("strict", "table"))
         self.strict = bool(flag(options, "strict"))
-        self.table = _table(str(options["table"])) if "table" in options else None
+        self.table = _load_table(str(options["table"])) if "table" in options else None
 
     @contextmanager
-    def applied(
+    def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[Transformed]:
-        """Export the side and decompose it."""
+        """Give the side with its call exported and decomposed."""
         if seam is hand_on:
-            yield Transformed.whole(self._decomposed(side), captured=1)
+            yield Transformed.counting_calls(self._decompose(side), captured=1)
             return
-        module, made = exported(side, strict=self.strict)
+        module, exported = export_side(side, strict=self.strict)
 
         def make(graph: GraphModule, _: Sequence[Any]) -> GraphModule:
-            # what the one at the seam wrote on the nodes is kept by exporting them once more
-            return self._decomposed(replace(made, call=graph, owner=graph)).call  # type: ignore[return-value]
+            # the graph is exported once more, because that keeps the metadata that the seam wrote on its nodes
+            return self._decompose(replace(exported, call=graph, owner=graph)).call  # type: ignore[return-value]
 
         call = seam(HandedGraph(graph=module, example_inputs=side.args, make=make, level="export"))
-        yield Transformed.whole(replace(made, call=call), captured=1)
+        yield Transformed.counting_calls(replace(exported, call=call), captured=1)
 
-    def _decomposed(self, side: Side) -> Side:
-        module, made = exported(side, strict=self.strict, then=lambda program: program.run_decompositions(self.table))
+    def _decompose(self, side: Side) -> Side:
+        """Return the side that runs the exported and decomposed module."""
+        module, decomposed = export_side(
+            side, strict=self.strict, then=lambda program: program.run_decompositions(self.table)
+        )
         graphs.read_before_update(module)
-        return made
+        return decomposed
 
 
-def _table(spec: str) -> dict[Any, Callable[..., Any]]:
-    found = load_object(spec, what="decomposition table")
-    table = found() if callable(found) else found
+def _load_table(spec: str) -> dict[Any, Callable[..., Any]]:
+    """Return the decomposition table that `file.py:name` is or returns; UsageError if it is not a mapping."""
+    loaded = load_object(spec, what="decomposition table")
+    table = loaded() if callable(loaded) else loaded
     if not isinstance(table, Mapping):
-        raise UsageError(f"{spec} is no decomposition table but {type(table).__name__}: it maps operators to functions")
+        raise UsageError(
+            f"{spec} is not a decomposition table but {type(table).__name__}: a table maps operators to functions"
+        )
     return dict(table)

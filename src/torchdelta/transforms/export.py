@@ -1,4 +1,7 @@
-"""torch.export: the program as one graph, run by itself."""
+"""`torch.export`: the program as one graph, run by itself.
+
+Other transforms start from an exported program too, through `export_side`.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,7 @@ from torch.fx import GraphModule
 
 from torchdelta._torch.compile.seams import Seam, hand_on
 from torchdelta.program.sides import Side, state_holders
-from torchdelta.transforms.base import Options, Transform, Transformed, require_known
-from torchdelta.transforms.compiler import flag
+from torchdelta.transforms.base import Options, Transform, Transformed, flag, require_known
 
 ExportedProgram = torch.export.ExportedProgram
 
@@ -27,17 +29,17 @@ class Export(Transform):
         self.strict = bool(flag(options, "strict"))
 
     @contextmanager
-    def applied(
+    def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[Transformed]:
-        """Export the side; its parameters keep their names."""
-        yield Transformed.whole(exported(side, strict=self.strict)[1], captured=1)
+        """Give the side with its call exported; its parameters keep their names."""
+        yield Transformed.counting_calls(export_side(side, strict=self.strict)[1], captured=1)
 
 
-def exported(
+def export_side(
     side: Side, *, strict: bool, then: Callable[[ExportedProgram], ExportedProgram] = lambda program: program
 ) -> tuple[GraphModule, Side]:
-    """Export a side, change the exported program by `then`, and return its module and the side that runs it."""
+    """Return the exported module of a side, after `then` changed the exported program, and the side that runs it."""
     owner, names = _as_module(side)
     program = then(torch.export.export(owner, side.args, side.kwargs, strict=strict))
     module = program.module()
@@ -46,24 +48,27 @@ def exported(
 
 
 class Exports:
-    """Exports one program over and over, and traces it once in each precision: copying a graph is far cheaper."""
+    """Exports one program many times, and traces it once in each precision, because copying a graph is cheaper."""
 
     def __init__(self) -> None:
-        self._kept: dict[bool, tuple[GraphModule, Side]] = {}
+        self._exports: dict[bool, tuple[GraphModule, Side]] = {}
 
     def of(self, side: Side, *, lifted: bool) -> tuple[GraphModule, Side]:
-        """Return what `exported` would of a fresh side of the program."""
-        if lifted not in self._kept:
-            module, made = exported(side, strict=False)
-            self._kept[lifted] = copy.deepcopy(module), made
-            return module, made
-        kept, made = self._kept[lifted]
-        module = copy.deepcopy(kept)
-        return module, replace(side, call=module, owner=module, names=made.names)
+        """Return a module of its own and the side that runs it, as `export_side` does for a fresh side."""
+        if lifted not in self._exports:
+            module, exported = export_side(side, strict=False)
+            self._exports[lifted] = copy.deepcopy(module), exported
+            return module, exported
+        original, exported = self._exports[lifted]
+        module = copy.deepcopy(original)
+        return module, replace(side, call=module, owner=module, names=exported.names)
 
 
 def _as_module(side: Side) -> tuple[torch.nn.Module, dict[str, str]]:
-    """Return the side's callable as a module, and its names of the state: export takes only what is registered."""
+    """Return the side's callable as a module, and the program's name of each tensor of the module's state.
+
+    Export sees only state that is registered with a module, so the modules that a function refers to are registered.
+    """
     state = side.state
     if isinstance(side.call, torch.nn.Module):
         return side.call, {name: name for name in (*state.parameters, *state.buffers)}

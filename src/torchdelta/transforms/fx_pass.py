@@ -1,4 +1,8 @@
-"""A user's own pass `fn(graph_module, example_inputs) -> callable`, on the graph it asks for."""
+"""A user's own pass `fn(graph_module, example_inputs) -> callable`.
+
+The option `graph` says which graphs it gets: dynamo's, the ATen graphs after AOTAutograd, or the exported one. Start
+with `FxPass.apply`.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +17,15 @@ from torchdelta._torch.compile.seams import HandedGraph, Seam, graph_behind, han
 from torchdelta._torch.graphs import graphs
 from torchdelta.errors import UsageError
 from torchdelta.program.sides import Side, state_of
-from torchdelta.transforms.base import Options, Transform, Transformed
+from torchdelta.transforms.base import Options, Traits, Transform, Transformed
 from torchdelta.transforms.compiler import Compiler
-from torchdelta.transforms.export import exported
+from torchdelta.transforms.export import export_side
 
 GRAPHS = ("dynamo", "aten", "export")
 
 
 class FxPass(Transform):
     """The pass as a torch.compile backend (`graph=dynamo`, `graph=aten`) or on the exported graph (`graph=export`)."""
-
-    has_seam = True
 
     def __init__(self, function: graphs.Pass, options: Options) -> None:
         if not callable(function):
@@ -34,44 +36,51 @@ class FxPass(Transform):
             raise UsageError(f"unknown graph {self.graph!r}: a pass works on {', '.join(GRAPHS)}")
         self.function = function
         self.options = rest
-        self.is_compiler = self.graph != "export"
-        if self.is_compiler:
+        self.traits = Traits(has_seam=True, is_compiler=self.graph != "export")
+        if self.traits.is_compiler:
             self._compiler(hand_on)  # checks the options
 
     @contextmanager
-    def applied(
+    def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[Transformed]:
-        """Run the pass on each captured graph."""
-        if self.is_compiler:
-            with self._compiler(seam).applied(side, draws_random=draws_random, lifted=lifted) as transformed:
+        """Give the side that runs what the pass returned for each captured graph."""
+        if self.traits.is_compiler:
+            with self._compiler(seam).apply(side, draws_random=draws_random, lifted=lifted) as transformed:
                 yield transformed
             return
-        module, made = exported(side, strict=False)
-        call = self._at(seam, module, (*made.args, *made.kwargs.values()), "export")
-        yield Transformed.whole(replace(made, call=call, owner=_owner(call, made)), captured=1)
+        module, exported = export_side(side, strict=False)
+        call = self._run_pass(seam, module, (*exported.args, *exported.kwargs.values()), "export")
+        yield Transformed.counting_calls(replace(exported, call=call, owner=_owner(call, exported)), captured=1)
 
     def _compiler(self, seam: Seam) -> Compiler:
+        """Return `torch.compile` with the pass as its backend, with this seam before the pass."""
+
         def backend(graph_module: GraphModule, example_inputs: list[Any], **_: Any) -> Any:
-            return self._at(seam, graph_module, example_inputs, "dynamo")
+            return self._run_pass(seam, graph_module, example_inputs, "dynamo")
 
         def compiler(graph_module: GraphModule, example_inputs: Sequence[Any], level: str) -> Callable[..., Any]:
-            return self._at(seam, graph_module, example_inputs, level)
+            return self._run_pass(seam, graph_module, example_inputs, level)
 
         return Compiler(graphs.after_aot(compiler) if self.graph == "aten" else backend, self.options)
 
-    def _at(self, seam: Seam, module: GraphModule, inputs: Sequence[Any], level: str) -> Callable[..., Any]:
+    def _run_pass(self, seam: Seam, module: GraphModule, inputs: Sequence[Any], level: str) -> Callable[..., Any]:
+        """Hand a graph to the seam, and return the callable that the pass makes of it."""
+
         def make(graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             return graphs.as_callable(self.function(graph, example_inputs), graph)
 
         return seam(HandedGraph(graph=module, example_inputs=inputs, make=make, level=level))
 
 
-def _owner(call: Callable[..., Any], given: Side) -> Callable[..., Any]:
-    """Return whose state a call changes: many passes begin with a copy of their graph, and return that."""
-    made = graph_behind(call)
-    if made is None:
-        return given.owner
-    state, before = state_of(made), state_of(given.owner)
+def _owner(call: Callable[..., Any], exported: Side) -> Callable[..., Any]:
+    """Return the module whose state a call changes.
+
+    Many passes copy their graph and return the copy. It is the owner if it has all of the exported module's state.
+    """
+    graph = graph_behind(call)
+    if graph is None:
+        return exported.owner
+    state, before = state_of(graph), state_of(exported.owner)
     has_all = before.parameters.keys() <= state.parameters.keys() and before.buffers.keys() <= state.buffers.keys()
-    return made if has_all else given.owner
+    return graph if has_all else exported.owner

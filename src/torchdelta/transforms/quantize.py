@@ -1,7 +1,9 @@
 """PT2E quantization: the exported program with its values rounded to a few levels, by any quantizer.
 
-The quantized graph is run as it is, eagerly: what it computes is decided by its quantize and dequantize nodes, and not
-by the kernels that a backend makes of them. It has no backward.
+The quantized graph runs eagerly as it is: its quantize and dequantize nodes decide the values, and not the kernels that
+a backend would put in their place. It has no backward.
+
+Start with `Quantize.apply` and `quantize`.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ from torchdelta.program.copies import copy_together
 from torchdelta.program.programs import load_callable
 from torchdelta.program.sides import Side
 from torchdelta.registry import nearest
-from torchdelta.transforms.base import Options, Transform, Transformed, require_known
-from torchdelta.transforms.export import exported
+from torchdelta.transforms.base import Options, Traits, Transform, Transformed, require_known
+from torchdelta.transforms.export import export_side
 
 _PT2E = "torchao.quantization.pt2e"
 _X86 = f"{_PT2E}.quantizer.x86_inductor_quantizer"
@@ -39,71 +41,73 @@ IsInside = Callable[[Node, str], bool]
 """Tells whether a node belongs to the module of that path."""
 
 Quantizer = Any
-"""What torchao calls one: it annotates the nodes of a graph with how their values are to be quantized."""
+"""A quantizer of torchao: it annotates the nodes of a graph with how to quantize their values."""
 
 
 class Quantize(Transform):
-    """`quantize:x86`, or any quantizer by `file.py:factory`; `only=MODULE` quantizes what is in one module."""
+    """`quantize:x86`, or any quantizer by `file.py:factory`; `only=MODULE` quantizes one module."""
 
-    has_seam = True
-    has_backward = False
-    rounds_to_levels = True
-    changes = frozenset({"requires_grad", "aliasing"})
-    """What has no backward requires no grad, and what is rounded is a copy."""
-    keeps_names = False
-    """Weights are folded into others and become integers: what has the same name need not be the same."""
+    traits = Traits(
+        has_seam=True,
+        has_backward=False,
+        rounds_to_levels=True,
+        # without a backward no output requires grad, and rounding makes a copy
+        excused_clauses=frozenset({"requires_grad", "aliasing"}),
+        # weights are folded into others and become integers, so the same name need not mean the same values
+        keeps_names=False,
+    )
 
     def __init__(self, quantizer: str, options: Options) -> None:
         require_known("quantize", options, ("only",))
-        self.quantizer = quantizer_named(quantizer)
+        self.quantizer_factory = quantizer_factory(quantizer)
         self.only = str(options["only"]) if "only" in options else None
 
     @contextmanager
-    def applied(
+    def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[Transformed]:
-        """Export the side, prepare it, calibrate it on its own inputs, and convert it."""
-        graph, names = exported_with_handles(side)
+        """Give the side with its call exported, prepared, calibrated on the side's own inputs and converted."""
+        graph, names = export_with_handles(side)
         witness = Witness(captured=1)
-        last: GraphModule = graph
+        quantized: GraphModule = graph
 
         def make(graph: GraphModule, _: Sequence[Any]) -> GraphModule:
-            nonlocal last
-            last = quantize(graph, side, self.quantizer, only=self.only)
-            witness.captured = int(has_levels(last))
-            return last
+            nonlocal quantized
+            quantized = quantize(graph, side, self.quantizer_factory, only=self.only)
+            witness.captured = int(has_levels(quantized))
+            return quantized
 
         call = for_inference(seam(HandedGraph(graph=graph, example_inputs=side.args, make=make, level="export")))
         if witness.captured:
             call = counted(call, witness)
-        yield Transformed(side=_with_buffers(side, call, last, names), witness=witness, notes=[OWN_WEIGHTS])
+        yield Transformed(side=_with_buffers(side, call, quantized, names), witness=witness, notes=[OWN_WEIGHTS])
 
 
-def quantized(
+def quantize_side(
     side: Side, quantizer: str | Callable[[], Quantizer], only: str | None = None
 ) -> tuple[GraphModule, GraphModule, Side]:
-    """Return the exported graph of a side, the quantized one with its handles, and a side that runs the latter."""
-    factory = quantizer_named(quantizer) if isinstance(quantizer, str) else quantizer
-    reference, names = exported_with_handles(side)
+    """Return the exported graph of a side, the quantized graph with its handles, and a side that runs the latter."""
+    factory = quantizer_factory(quantizer) if isinstance(quantizer, str) else quantizer
+    reference, names = export_with_handles(side)
     candidate = quantize(reference, side, factory, only=only)
     return reference, candidate, _with_buffers(side, for_inference(candidate), candidate, names)
 
 
-def exported_with_handles(side: Side) -> tuple[GraphModule, Mapping[str, str]]:
-    """Export a side, and give every node a handle; return the names of its state in the program too."""
-    graph, made = exported(side, strict=False)
+def export_with_handles(side: Side) -> tuple[GraphModule, Mapping[str, str]]:
+    """Return the exported graph of a side with a handle on every node, and the program's names of its state."""
+    graph, exported = export_side(side, strict=False)
     handles.assign_handles(graph)
-    return graph, made.names or {}
+    return graph, exported.names or {}
 
 
 def has_levels(graph: GraphModule) -> bool:
-    """Tell whether anything in a graph is quantized."""
+    """Tell whether any node of a graph quantizes or dequantizes a value."""
     return any(handles.is_quantizing(node) for node in handles.handled_nodes(graph))
 
 
-def quantizer_named(name: str) -> Callable[[], Quantizer]:
-    """Return what builds the quantizer of that name; EnvironmentUnfit where torchao is not installed."""
-    _torchao(f"{_PT2E}.quantize_pt2e")
+def quantizer_factory(name: str) -> Callable[[], Quantizer]:
+    """Return the function that builds the quantizer of that name; EnvironmentUnfit if torchao is not installed."""
+    _import_torchao(f"{_PT2E}.quantize_pt2e")
     if name == "x86":
         return _default_x86
     if ":" not in name:
@@ -124,9 +128,9 @@ def quantize(
     only: str | None = None,
     is_inside: IsInside = is_within,
 ) -> GraphModule:
-    """Return a quantized copy of a graph, calibrated on the side's inputs; of `only` one module, if that is named."""
-    pt2e = _torchao(f"{_PT2E}.quantize_pt2e")
-    quantizer = _built(factory)
+    """Return a quantized copy of a graph, calibrated on the side's inputs; `only` quantizes one module of it."""
+    pt2e = _import_torchao(f"{_PT2E}.quantize_pt2e")
+    quantizer = _build_quantizer(factory)
     if only is not None:
         _require_module(graph, only)
         quantizer = QuantizedSubset(quantizer, only, is_inside)
@@ -139,7 +143,7 @@ def quantize(
     observed = handles.observed_handles(prepared)
     converted: GraphModule = pt2e.convert_pt2e(prepared)
     handles.restore_handles(converted, observed)
-    _share_with_what_is_new(converted)
+    _share_handles_with_new_nodes(converted)
     return converted
 
 
@@ -155,47 +159,49 @@ class QuantizedSubset:
         return getattr(self.quantizer, name)
 
     def annotate(self, model: GraphModule) -> GraphModule:
-        """Let the quantizer annotate the graph, and take away what is outside."""
+        """Let the quantizer annotate the graph, and remove the annotations outside of the module; return the graph."""
         annotated: GraphModule = self.quantizer.annotate(model) or model
         nodes = [node for node in annotated.graph.nodes if _ANNOTATION in node.meta]
         for node in nodes:
             if not self.is_inside(node, self.path):
                 del node.meta[_ANNOTATION]
-        kept = [node for node in nodes if _ANNOTATION in node.meta]
-        while _drop_dangling(kept):
+        inside = [node for node in nodes if _ANNOTATION in node.meta]
+        while _drop_dangling(inside):
             pass
         return annotated
 
 
 def _drop_dangling(nodes: list[Node]) -> bool:
-    """Take away what shares or derives its parameters with a place that is not quantized; tell whether any did."""
+    """Remove specs that take their parameters from a place that is not quantized; tell whether there were any."""
     places: set[Any] = set()
     for node in nodes:
         annotation = node.meta[_ANNOTATION]
         places |= {node} if annotation.output_qspec is not None else set()
         places |= {(source, node) for source, spec in annotation.input_qspec_map.items() if spec is not None}
-    found = False
+    has_dropped = False
     for node in nodes:
         annotation = node.meta[_ANNOTATION]
         if not _sources(annotation.output_qspec) <= places:
-            annotation.output_qspec, found = None, True
+            annotation.output_qspec, has_dropped = None, True
         for source, spec in annotation.input_qspec_map.items():
             if not _sources(spec) <= places:
-                annotation.input_qspec_map[source], found = None, True
-    return found
+                annotation.input_qspec_map[source], has_dropped = None, True
+    return has_dropped
 
 
 def _sources(spec: Any) -> set[Any]:
+    """Return the places that a spec takes its scale and zero point from; empty for a spec of its own."""
     shared = getattr(spec, "edge_or_node", None)
     return set(getattr(spec, "derived_from", None) or ()) | ({shared} if shared is not None else set())
 
 
 def _default_x86() -> Quantizer:
-    x86 = _torchao(_X86)
+    x86 = _import_torchao(_X86)
     return x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
 
 
-def _torchao(module: str) -> Any:
+def _import_torchao(module: str) -> Any:
+    """Return a module of torchao; EnvironmentUnfit if it does not import."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -204,7 +210,8 @@ def _torchao(module: str) -> Any:
         ) from error
 
 
-def _built(factory: Callable[[], Quantizer]) -> Quantizer:
+def _build_quantizer(factory: Callable[[], Quantizer]) -> Quantizer:
+    """Return the quantizer of a factory; ProgramError if that raises, UsageError if it returns something else."""
     name = getattr(factory, "__qualname__", repr(factory))
     try:
         quantizer = factory()
@@ -212,8 +219,8 @@ def _built(factory: Callable[[], Quantizer]) -> Quantizer:
         raise ProgramError(f"the quantizer {name} could not be built: {type(error).__name__}: {error}") from error
     if not callable(getattr(quantizer, "annotate", None)):
         raise UsageError(
-            f"{name} gives no quantizer but {type(quantizer).__name__}: name a class or function without arguments "
-            "that gives a PT2E quantizer"
+            f"{name} returns {type(quantizer).__name__}, which is not a quantizer: name a class or function without "
+            "arguments that returns a PT2E quantizer"
         )
     return quantizer
 
@@ -225,7 +232,7 @@ def _require_module(graph: GraphModule, path: str) -> None:
 
 
 def _forget_calibration(prepared: GraphModule, graph: GraphModule) -> None:
-    """Put buffers back: calibrating is no call of the program, and batch norm may have counted it as one."""
+    """Put buffers back, because batch norm counts the calibration as a call of the program."""
     before = dict(graph.named_buffers())
     with torch.no_grad():
         for name, buffer in prepared.named_buffers():
@@ -234,7 +241,7 @@ def _forget_calibration(prepared: GraphModule, graph: GraphModule) -> None:
 
 
 def for_inference(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the call without autograd: through a rounding there is no gradient."""
+    """Return the call under `no_grad`, because rounding has no gradient."""
 
     def infer(*args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
@@ -243,10 +250,11 @@ def for_inference(call: Callable[..., Any]) -> Callable[..., Any]:
     return infer
 
 
-def _share_with_what_is_new(converted: GraphModule) -> None:
-    """Let what quantizing added carry the handles of what it was added for, lest it is taken for something else.
+def _share_handles_with_new_nodes(converted: GraphModule) -> None:
+    """Give nodes that quantizing added the handles of the nodes that they were added for, so that they are matched.
 
-    Scales and zero points belong to what they quantize, and an input that is quantized for one reader alone to that.
+    Scales and zero points get the handles of the node that they quantize. An input that is quantized for one reader
+    gets the handles of that reader.
     """
     quantizing = [node for node in handles.handled_nodes(converted) if handles.is_quantizing(node)]
     for node in reversed(quantizing):
@@ -259,6 +267,6 @@ def _share_with_what_is_new(converted: GraphModule) -> None:
 
 
 def _with_buffers(side: Side, call: Callable[..., Any], graph: GraphModule, names: Mapping[str, str]) -> Side:
-    """Return the side that runs the graph; what it has of the program's state are buffers of the same name."""
-    kept = {name: names[name] for name, _ in graph.named_buffers() if name in names}
-    return replace(side, call=call, owner=graph, names=kept)
+    """Return the side that runs the graph; of the program's state it has the buffers of the same name."""
+    buffers = {name: names[name] for name, _ in graph.named_buffers() if name in names}
+    return replace(side, call=call, owner=graph, names=buffers)

@@ -1,4 +1,8 @@
-"""Another implementation in place of the program: a module from a factory, or a callable that the user has."""
+"""Another implementation in place of the program.
+
+`Replacement` runs a callable that the user already has. `OtherModule` builds a module from a factory and loads the
+reference's state dict into it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from torchdelta.errors import ProgramError, UsageError
 from torchdelta.program.copies import copy_together
 from torchdelta.program.programs import load_callable
 from torchdelta.program.sides import Side
-from torchdelta.transforms.base import Options, Transform, Transformed, require_known
+from torchdelta.transforms.base import Options, Traits, Transform, Transformed, require_known
 
 StateMap = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 
@@ -24,8 +28,7 @@ StateMap = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 class Replacement(Transform):
     """A callable that takes the same inputs."""
 
-    keeps_names = False
-    reads_program = False
+    traits = Traits(keeps_names=False, reads_program=False)
 
     def __init__(self, call: Callable[..., Any]) -> None:
         if not callable(call):
@@ -33,27 +36,28 @@ class Replacement(Transform):
         self.call = call
 
     @contextmanager
-    def applied(
+    def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[Transformed]:
-        """Run a copy of the candidate on the side's inputs."""
-        call = _lifted(self.call) if lifted else copy_together(self.call, name="the candidate")
-        yield Transformed.whole(Side.of(call, side.args, side.kwargs))
+        """Give a side that runs a copy of the candidate on the inputs of this one."""
+        call = _copy_lifted(self.call) if lifted else copy_together(self.call, name="the candidate")
+        yield Transformed.counting_calls(Side.of(call, side.args, side.kwargs))
 
 
-def _lifted(call: Callable[..., Any]) -> Callable[..., Any]:
+def _copy_lifted(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a copy of the callable with its tensors in float64; TypeError if torch.compile made it."""
     if compiles_itself(call):
-        raise TypeError("the candidate was compiled before it came here, and would run uncompiled")
+        raise TypeError("the candidate was compiled before, and in float64 it would run uncompiled")
     return cast(Callable[..., Any], copy_together(call, name="the candidate", convert=widened))
 
 
 class OtherModule(Transform):
-    """`module:file.py:factory`: a module that is built anew and takes over the reference's state dict.
+    """`module:file.py:factory`: a module that the factory builds, and that gets the reference's state dict.
 
     `state=file.py:fn` maps the reference's state dict to the module's; `state=none` leaves the module as it was built.
     """
 
-    keeps_names = False
+    traits = Traits(keeps_names=False)
 
     def __init__(self, factory: str, options: Options) -> None:
         require_known("module", options, ("state",))
@@ -65,10 +69,10 @@ class OtherModule(Transform):
             self.state_map = load_callable(state, what="state-dict mapping")
 
     @contextmanager
-    def applied(
+    def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[Transformed]:
-        """Build the module and give it the reference's state."""
+        """Give a side that runs the module, built anew with the reference's state, on the inputs of this one."""
         try:
             built = self.factory()
         except errors.caught_from_user_code() as error:
@@ -77,7 +81,7 @@ class OtherModule(Transform):
         if self.state_map is not None and isinstance(module, torch.nn.Module):
             if not isinstance(side.call, torch.nn.Module):
                 raise ProgramError(
-                    f"{self.factory_name}: the program is no module, so there is no state dict to take over"
+                    f"{self.factory_name}: the program is not a module, so there is no state dict to load"
                 )
             try:
                 module.load_state_dict(dict(self.state_map(side.call.state_dict())))
@@ -87,5 +91,5 @@ class OtherModule(Transform):
                     "Give a mapping with -O state=file.py:fn, or -O state=none"
                 ) from error
         if lifted:
-            module = _lifted(module)
-        yield Transformed.whole(Side.of(module, side.args, side.kwargs))
+            module = _copy_lifted(module)
+        yield Transformed.counting_calls(Side.of(module, side.args, side.kwargs))

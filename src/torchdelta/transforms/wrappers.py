@@ -1,10 +1,11 @@
-"""A transform that is applied once: what it made for the first inputs is run on others as well.
+"""Transforms around other transforms.
 
-What it took for granted of the first inputs may not hold of the others.
+A wrapper changes one thing and hands on the traits of the transform that it wraps:
 
-What a backend has made of a graph already: the very code that a user's run is about to call.
-
-A transform with somebody at its seam, or stopped on its way: everything else about it stays as it is.
+- `AppliedOnce` runs on other inputs the callable that a transform built for the first ones.
+- `PrecompiledTransform` runs code that a backend has already compiled.
+- `ObservedTransform` puts a seam of its own before the transform, so that an observer gets every graph.
+- `ObservedAfterAot` puts the seam behind AOTAutograd, and may stop the compiler there.
 """
 
 from __future__ import annotations
@@ -18,93 +19,93 @@ from torchdelta._torch.compile import aot
 from torchdelta._torch.compile.dynamo import drawing_as_eager
 from torchdelta._torch.compile.seams import Seam, chain_seams, hand_on
 from torchdelta.program.sides import Side
-from torchdelta.transforms.base import Transform, Transformed
+from torchdelta.transforms.base import Traits, Transform, Transformed
 
 
 class AppliedOnce(Transform):
-    """What another transform made of one side. Every other side brings its inputs only."""
+    """The callable that another transform built for one side. Every other side gives only its inputs.
 
-    def __init__(self, transform: Transform, made: Transformed) -> None:
-        self.made = made
-        self.lowered_to = transform.lowered_to
-        self.keeps_names = transform.keeps_names
-        self.has_backward = transform.has_backward
-        self.changes = transform.changes
-        self.is_compiler = transform.is_compiler
+    Assumptions that the transform made about the first inputs may not hold for the others: a check shows that.
+    """
+
+    def __init__(self, inner: Transform, transformed: Transformed) -> None:
+        self.transformed = transformed
+        # the graphs have passed the seam already, when the first side was transformed
+        self.traits = replace(inner.traits, has_seam=False)
 
     @contextmanager
-    def applied(
+    def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[Transformed]:
-        """Give the inputs of this side to what was made of the first."""
+        """Give a side that calls the first side's callable with the inputs of this one; TypeError if it is lifted."""
         if lifted:
-            raise TypeError("what was made for one side cannot be made in another precision")
-        yield replace(self.made, side=replace(side, call=self.made.side.call))
+            raise TypeError("a callable that was built for one side cannot be built in another precision")
+        yield replace(self.transformed, side=replace(side, call=self.transformed.side.call))
 
 
 @contextmanager
-def applied_once(transform: Transform, side: Side, *, draws_random: bool) -> Iterator[AppliedOnce]:
-    """Apply a transform to a side that keeps no state, and have it run on the inputs of others."""
-    with transform.applied(side, draws_random=draws_random) as made:
-        yield AppliedOnce(transform, made)
+def applied_once(inner: Transform, side: Side, *, draws_random: bool) -> Iterator[AppliedOnce]:
+    """Apply a transform to a side without state; give a transform that runs the result on the inputs of others."""
+    with inner.apply(side, draws_random=draws_random) as transformed:
+        yield AppliedOnce(inner, transformed)
 
 
 Run = Callable[..., Any]
 SAME_RANDOM = (
     "the graph draws random numbers: it was compiled a second time with fallback_random, so that it draws the same "
-    "ones, and that was checked; what runs is the first"
+    "ones, and the check is of the second; the first is the one that runs"
 )
 
 
 class PrecompiledTransform(Transform):
-    """A callable that takes what the graph takes. `again` makes another one, for inputs like these."""
+    """A callable that a backend built from a graph, and that takes the graph's inputs.
 
-    is_compiler = True
+    `compile_again` builds another one for inputs like those that it is called with.
+    """
 
-    def __init__(self, call: Run, again: Callable[[Sequence[Any]], Run]) -> None:
+    traits = Traits(is_compiler=True)
+
+    def __init__(self, call: Run, compile_again: Callable[[Sequence[Any]], Run]) -> None:
         self.call = call
-        self.again = again
+        self.compile_again = compile_again
 
     @contextmanager
-    def applied(
+    def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[Transformed]:
-        """Run what was made; where eager's random numbers are needed, it is made again so that it draws them."""
+        """Give a side that runs the callable; if it must draw eager's random numbers, it is compiled again for that."""
         if lifted:
-            raise TypeError("what was made of a graph cannot be made in another precision")
+            raise TypeError("a graph that is compiled already cannot be compiled in another precision")
         if not draws_random:
-            yield Transformed.whole(replace(side, call=self.call), captured=1)
+            yield Transformed.counting_calls(replace(side, call=self.call), captured=1)
             return
         with drawing_as_eager():
-            made = Transformed.whole(replace(side, call=self.again(side.args)), captured=1)
-            yield replace(made, notes=[SAME_RANDOM])
+            call = self.compile_again(side.args)
+            yield replace(Transformed.counting_calls(replace(side, call=call), captured=1), notes=[SAME_RANDOM])
 
 
 class ObservedTransform(Transform):
-    """The same transform, whose graphs pass somebody on their way."""
+    """The same transform with a seam of its own, which gets every graph first."""
 
     def __init__(self, inner: Transform, seam: Seam) -> None:
         self.inner = inner
         self.seam = seam
-        self.lowered_to, self.is_compiler = inner.lowered_to, inner.is_compiler
-        self.has_seam, self.has_backward = inner.has_seam, inner.has_backward
-        self.rounds_to_levels, self.changes = inner.rounds_to_levels, inner.changes
-        self.keeps_names, self.reads_program = inner.keeps_names, inner.reads_program
+        self.traits = inner.traits
 
     @contextmanager
-    def applied(
+    def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[Transformed]:
-        """Apply the transform with its own seam; somebody else's comes behind it."""
+        """Apply the transform with its own seam first and the caller's seam behind it."""
         both = chain_seams(self.seam, seam)
-        with self.inner.applied(side, draws_random=draws_random, lifted=lifted, seam=both) as transformed:
+        with self.inner.apply(side, draws_random=draws_random, lifted=lifted, seam=both) as transformed:
             yield transformed
 
 
 class ObservedAfterAot(ObservedTransform):
-    """A compiler whose graphs pass somebody after AOTAutograd made forward and backward of them.
+    """A compiler whose own seam gets the forward and backward graphs that AOTAutograd makes.
 
-    Without `decompose` and `compile_graphs` it stops on its way to its backend.
+    Without `decompose` and `compile_graphs` the compiler stops on its way to its backend.
     """
 
     def __init__(
@@ -113,17 +114,17 @@ class ObservedAfterAot(ObservedTransform):
         super().__init__(inner, seam)
         self.decompose = decompose
         self.compile_graphs = compile_graphs
-        self.seen = aot.Interception()
-        """What passed when it was last applied."""
+        self.interception = aot.Interception()
+        """What AOTAutograd handed over when the transform was last applied."""
 
     @contextmanager
-    def applied(
+    def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[Transformed]:
-        """Apply the compiler, and stand behind AOTAutograd."""
-        watching = aot.intercepting(self.seam, decompose=self.decompose, compile_graphs=self.compile_graphs)
+        """Apply the compiler with its own seam behind AOTAutograd; the caller's seam gets dynamo's graphs."""
+        intercepting = aot.intercepting(self.seam, decompose=self.decompose, compile_graphs=self.compile_graphs)
         with (
-            watching as self.seen,
-            self.inner.applied(side, draws_random=draws_random, lifted=lifted, seam=seam) as transformed,
+            intercepting as self.interception,
+            self.inner.apply(side, draws_random=draws_random, lifted=lifted, seam=seam) as transformed,
         ):
             yield transformed

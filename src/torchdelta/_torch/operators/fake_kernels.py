@@ -1,4 +1,8 @@
-"""Fake kernels: what an operator says of its results without computing them."""
+"""Fake kernels: an operator's function from sizes, strides and dtypes of inputs to those of its results.
+
+`call_faked` calls one with the sizes of real inputs, `Symbolic` with sizes that are symbols. The predicates at the end
+tell why one raised.
+"""
 
 from __future__ import annotations
 
@@ -26,52 +30,52 @@ Calling = Callable[..., Any]
 
 
 class Unknown(enum.Enum):
-    """What stands for a number that depends on data, so that nobody knows it beforehand."""
+    """Stands for a number that depends on data and is unknown without it."""
 
     VALUE = enum.auto()
 
 
 def call_faked(call: Calling, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call with tensors that have no values, all sizes numbers; a size that depends on data is a symbol."""
+    """Return the results of a call with fake tensors of the same sizes; a size that depends on data is a symbol."""
     mode = _mode()
     fake_args, fake_kwargs = tree_map_only(
-        torch.Tensor, lambda tensor: _faked(mode, tensor, static_shapes=True), (args, dict(kwargs))
+        torch.Tensor, lambda tensor: _fake(mode, tensor, static_shapes=True), (args, dict(kwargs))
     )
     with mode, enable_python_dispatcher():
-        return _with_numbers(call(*fake_args, **fake_kwargs), _hint)
+        return _replace_symbols(call(*fake_args, **fake_kwargs), _hint)
 
 
 class Symbolic:
-    """A call with tensors whose sizes are symbols, which other numbers may be put in the place of."""
+    """A call with fake tensors whose sizes are symbols, and its results for any sizes put in their place."""
 
     def __init__(self, call: Calling, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.mode = _mode()
-        self.given: list[FakeTensor] = []
+        self.inputs: list[FakeTensor] = []
 
-        def faked(tensor: torch.Tensor) -> FakeTensor:
-            fake = _faked(self.mode, tensor, source=LocalSource(f"t{len(self.given)}"))
-            self.given.append(fake)
-            return fake
+        def fake(tensor: torch.Tensor) -> FakeTensor:
+            symbolic = _fake(self.mode, tensor, source=LocalSource(f"t{len(self.inputs)}"))
+            self.inputs.append(symbolic)
+            return symbolic
 
-        fake_args, fake_kwargs = tree_map_only(torch.Tensor, faked, (args, dict(kwargs)))
-        # what is written in C++ for numbers is written once more in Python, for symbols
+        fake_args, fake_kwargs = tree_map_only(torch.Tensor, fake, (args, dict(kwargs)))
+        # the Python dispatcher, because decompositions in C++ take only numbers as sizes
         with self.mode, enable_python_dispatcher():
             self._returned = call(*fake_args, **fake_kwargs)
 
     @property
     def fixes_sizes(self) -> bool:
-        """Whether the call took a symbol for the number that it happened to be."""
+        """Whether the call required that a symbolic size is the number that it was traced with."""
         assert self.mode.shape_env is not None
-        sizes: list[Any] = [size for fake in self.given for size in fake.shape if isinstance(size, torch.SymInt)]
+        sizes: list[Any] = [size for fake in self.inputs for size in fake.shape if isinstance(size, torch.SymInt)]
         return any(self.mode.shape_env.replace(size.node.expr).is_number for size in sizes)
 
-    def goes_other_ways_for(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Tell whether the call decided something by its sizes that it would not with these."""
+    def has_other_branches_for(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Tell whether the call took a branch by its sizes that it would not take with these tensors' sizes."""
         assert self.mode.shape_env is not None
-        return not self.mode.shape_env.evaluate_guards_for_args(list(self.given), list(tensors), ignore_static=False)
+        return not self.mode.shape_env.evaluate_guards_for_args(list(self.inputs), list(tensors), ignore_static=False)
 
     def returned(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the results; what is a number is the one that it is with inputs of these sizes."""
+        """Return the results, in which symbolic numbers have the values that they have for inputs of these sizes."""
         numbers = self._numbers(tensors)
 
         def value_of(symbol: Any) -> Any:
@@ -79,17 +83,17 @@ class Symbolic:
             kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(symbol)]
             return kind(value) if value.is_number or value.is_Boolean else Unknown.VALUE
 
-        return _with_numbers(self._returned, value_of)
+        return _replace_symbols(self._returned, value_of)
 
     def sizes(self, fake: torch.Tensor, tensors: Sequence[torch.Tensor]) -> tuple[int | None, ...]:
         """Return the sizes that a result has with inputs of these sizes; None for one that depends on data."""
         numbers = self._numbers(tensors)
-        return tuple(_evaluated(size, numbers) for size in fake.shape)
+        return tuple(_evaluate(size, numbers) for size in fake.shape)
 
     def _numbers(self, tensors: Sequence[torch.Tensor]) -> dict[Any, int]:
-        """Return each symbol that is a size of an input, and the size that it stands for with these."""
+        """Return the number of each symbol that is an input's size, for inputs of these sizes."""
         numbers: dict[Any, int] = {}
-        for symbolic, tensor in zip(self.given, tensors, strict=True):
+        for symbolic, tensor in zip(self.inputs, tensors, strict=True):
             for size, number in zip(symbolic.shape, tensor.shape, strict=True):
                 if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
                     numbers.setdefault(size.node.expr, number)
@@ -97,12 +101,12 @@ class Symbolic:
 
 
 def is_unknown(size: Any) -> bool:
-    """Tell whether a size depends on data, so that nobody knows it beforehand."""
-    return isinstance(size, torch.SymInt) and _evaluated(size, {}) is None and not size.node.has_hint()
+    """Tell whether a size depends on data and is unknown without it."""
+    return isinstance(size, torch.SymInt) and _evaluate(size, {}) is None and not size.node.has_hint()
 
 
 def lacks_fake_kernel(error: BaseException | None) -> bool:
-    """Tell whether this was raised for want of a fake kernel."""
+    """Tell whether an error, or one that caused it, was raised because there is no fake kernel."""
     while error is not None:
         if isinstance(error, UnsupportedOperatorException) or "no fake impl" in str(error):
             return True
@@ -111,18 +115,18 @@ def lacks_fake_kernel(error: BaseException | None) -> bool:
 
 
 def depends_on_data(error: BaseException) -> bool:
-    """Tell whether this was raised because what is asked for cannot be known without data."""
+    """Tell whether an error was raised because a result depends on data."""
     return isinstance(error, (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode))
 
 
 def has_no_fake_tensor(error: BaseException) -> bool:
-    """Tell whether this was raised because torch has no fake tensors of the kind of an input."""
+    """Tell whether an error was raised because torch has no fake tensors of an input's kind."""
     return isinstance(error, UnsupportedFakeTensorException)
 
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Keep torch from printing a traceback for each fake kernel that raises: whoever asked for it is told."""
+    """Keep torch from logging a traceback for each fake kernel that raises, because the caller reports the error."""
     log = logging.getLogger(fake_tensor.__name__)
     before, log.disabled = log.disabled, True
     try:
@@ -136,15 +140,16 @@ def _mode() -> FakeTensorMode:
     return FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
 
 
-def _faked(mode: FakeTensorMode, tensor: torch.Tensor, **how: Any) -> FakeTensor:
+def _fake(mode: FakeTensorMode, tensor: torch.Tensor, **options: Any) -> FakeTensor:
+    """Return a fake tensor like a real one; UnsupportedFakeTensorException if torch has none of its kind."""
     try:
-        return mode.from_tensor(tensor, **how)
-    except Exception as error:  # before any fake kernel is called, whatever torch calls it
+        return mode.from_tensor(tensor, **options)
+    except Exception as error:  # torch raises many types here, all before any fake kernel is called
         raise UnsupportedFakeTensorException(f"{type(error).__name__}: {error}") from error
 
 
-def _with_numbers(returned: Any, value_of: Callable[[Any], Any]) -> Any:
-    """Put a number in the place of each symbol that is returned: as an object it would be all that is known of it."""
+def _replace_symbols(returned: Any, value_of: Callable[[Any], Any]) -> Any:
+    """Return the results with a number in the place of each symbol, so that they can be compared with real numbers."""
     return tree_map_only((torch.SymInt, torch.SymFloat, torch.SymBool), value_of, returned)
 
 
@@ -152,7 +157,8 @@ def _hint(symbol: Any) -> Any:
     return symbol.node.hint if symbol.node.has_hint() else Unknown.VALUE
 
 
-def _evaluated(size: Any, numbers: Mapping[Any, int]) -> int | None:
+def _evaluate(size: Any, numbers: Mapping[Any, int]) -> int | None:
+    """Return a size with numbers in the place of symbols, or None if other symbols remain."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     value = size.node.expr.subs(dict(numbers))

@@ -1,4 +1,7 @@
-"""Registered operators: what is one, which module registered it, what its name is, where it runs and what it takes."""
+"""Registered operators: found by name, and asked for their module, name, devices, overloads and schema.
+
+Start with `operator_named` and `overloads_of`.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,9 @@ def is_built_in(target: OpOverload) -> bool:
 
 
 def registered_by(target: Any) -> str | None:
-    """Return the module that registered an operator; None of torch's own and of what is no operator.
+    """Return the module that registered an operator, or None for torch's own and for other callables.
 
-    LookupError where somebody else did, and nobody wrote down who.
+    LookupError if it is unknown which module did.
     """
     if not isinstance(target, (OpOverload, OpOverloadPacket)):
         return None
@@ -55,31 +58,35 @@ def registered_by(target: Any) -> str | None:
 
 
 def operator_named(name: str) -> Callable[..., Any]:
-    """Return what `aten.add.Tensor`, `mylib::op`, `torch.ops.mylib.op` or `torch.nn.functional.gelu` names."""
-    asked = name.strip().removeprefix("torch.ops.").replace("::", ".", 1)
-    namespace, _, rest = asked.partition(".")
+    """Return the operator, packet or function of that name; UsageError names near ones if there is none.
+
+    A name is `aten.add.Tensor`, `mylib::op`, `torch.ops.mylib.op` or `torch.nn.functional.gelu`.
+    """
+    path = name.strip().removeprefix("torch.ops.").replace("::", ".", 1)
+    namespace, _, rest = path.partition(".")
     if namespace in ("torch", "nn") and "::" not in name:
-        return _function_of_torch(asked)
+        return _function_of_torch(path)
     known = _registered_names()
     if namespace not in known:
-        raise UsageError(_of_no_namespace(name, namespace, rest, known))
+        raise UsageError(_explain_unknown_namespace(name, namespace, rest, known))
     op, _, overload = rest.partition(".")
     if op not in known[namespace]:
-        there = [f"{namespace}.{each}" for each in sorted(known[namespace])]
-        raise UsageError(f"there is no operator {name!r}: {nearest(f'{namespace}.{op}', there)}")
+        names = [f"{namespace}.{each}" for each in sorted(known[namespace])]
+        raise UsageError(f"there is no operator {name!r}: {nearest(f'{namespace}.{op}', names)}")
     packet: OpOverloadPacket = getattr(getattr(torch.ops, namespace), op)
     if not overload:
         return packet
     if overload not in _names_of_overloads(packet):
-        there = [str(each) for each in overloads_of(packet)]
+        overloads = [str(each) for each in overloads_of(packet)]
         raise UsageError(
-            f"{namespace}.{op} has no overload {overload!r}: there {'is' if len(there) == 1 else 'are'} "
-            + ", ".join(there)
+            f"{namespace}.{op} has no overload {overload!r}: there {'is' if len(overloads) == 1 else 'are'} "
+            + ", ".join(overloads)
         )
     return getattr(packet, overload)  # type: ignore[no-any-return]
 
 
 def _registered_names() -> dict[str, set[str]]:
+    """Return the names of all registered operators, by their namespace."""
     names: dict[str, set[str]] = {}
     for qualified in torch._C._dispatch_get_all_op_names():
         namespace, _, rest = qualified.partition("::")
@@ -87,32 +94,34 @@ def _registered_names() -> dict[str, set[str]]:
     return names
 
 
-def _of_no_namespace(name: str, namespace: str, rest: str, known: Mapping[str, Iterable[str]]) -> str:
+def _explain_unknown_namespace(name: str, namespace: str, rest: str, known: Mapping[str, Iterable[str]]) -> str:
+    """Return the message about a name whose namespace is not registered, with what may be meant."""
     if not rest:
-        there = [f"{each}.{namespace}" for each in ("aten", "prims") if namespace in known.get(each, ())]
-        there += [f"torch.{namespace}"] if hasattr(torch, namespace) else []
-        near = f"did you mean {' or '.join(there)}?" if there else "write namespace.operator, such as aten.add"
+        names = [f"{each}.{namespace}" for each in ("aten", "prims") if namespace in known.get(each, ())]
+        names += [f"torch.{namespace}"] if hasattr(torch, namespace) else []
+        near = f"did you mean {' or '.join(names)}?" if names else "write namespace.operator, such as aten.add"
         return f"{name!r} names no operator: {near}"
     if namespace == "higher_order":
         return f"{name!r} has no schema to check it by: call it in a function of yours, and name that as file.py:fn"
     return (
-        f"nobody registered the namespace {namespace!r} of {name!r}: import the module that registers it (--import); "
+        f"the namespace {namespace!r} of {name!r} is not registered: import the module that registers it (--import); "
         + nearest(namespace, sorted(known))
     )
 
 
 def _function_of_torch(name: str) -> Callable[..., Any]:
-    found: Any = torch
-    walked = "torch"
+    """Return a function of torch by its dotted name; UsageError if there is none, or if it is not a function."""
+    value: Any = torch
+    path = "torch"
     for step in name.removeprefix("torch.").split("."):
-        if not hasattr(found, step):
-            public = [each for each in dir(found) if not each.startswith("_")]
-            raise UsageError(f"{walked} has no {step!r}: {nearest(step, public)}")
-        found, walked = getattr(found, step), f"{walked}.{step}"
-    if isinstance(found, (type, ModuleType)) or not callable(found):
-        kind = "class" if isinstance(found, type) else type(found).__name__
-        raise UsageError(f"{walked} is a {kind}, and no function that could be checked as an operator")
-    return found  # type: ignore[no-any-return]
+        if not hasattr(value, step):
+            public = [each for each in dir(value) if not each.startswith("_")]
+            raise UsageError(f"{path} has no {step!r}: {nearest(step, public)}")
+        value, path = getattr(value, step), f"{path}.{step}"
+    if isinstance(value, (type, ModuleType)) or not callable(value):
+        kind = "class" if isinstance(value, type) else type(value).__name__
+        raise UsageError(f"{path} is a {kind}, and not a function that can be checked as an operator")
+    return value  # type: ignore[no-any-return]
 
 
 _ANYWHERE = ("CompositeImplicitAutograd", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
@@ -125,16 +134,16 @@ _KEYS = {
 
 
 def devices_of(op: Any) -> frozenset[str] | None:
-    """Return the devices that an operator has a kernel for, as far as it is registered here; None where it runs on any.
+    """Return the devices that an operator has a kernel for in this process, or None if it runs on any device.
 
-    What is made of other operators runs where those do, and so does a Python function.
+    Composite operators and Python functions run where the operators that they call do.
     """
-    found: set[str] = set()
+    devices: set[str] = set()
     for name in (each._name for each in overloads_of(op)):
         if any(_has_kernel(name, key) for key in _ANYWHERE):
             return None
-        found |= {device.lower() for device, keys in _KEYS.items() if any(_has_kernel(name, key) for key in keys)}
-    return frozenset(found) if is_registered(op) else None
+        devices |= {device.lower() for device, keys in _KEYS.items() if any(_has_kernel(name, key) for key in keys)}
+    return frozenset(devices) if is_registered(op) else None
 
 
 def require_kernel(op: Any, device: str) -> None:
@@ -149,7 +158,7 @@ def require_kernel(op: Any, device: str) -> None:
 
 
 def is_registered(op: Any) -> bool:
-    """Tell whether this is an operator that torch knows by name, and no Python function."""
+    """Tell whether this is an operator that torch knows by name, and not a Python function."""
     return isinstance(op, (OpOverload, OpOverloadPacket, CustomOpDef))
 
 
@@ -173,15 +182,15 @@ _NAMESPACES = (
 
 
 def _public_name(op: Any) -> str | None:
-    """Return where torch has a function under its own name: it may have it under others too."""
+    """Return the public path of a function of torch whose last part is its own name, or None if there is none."""
     own = str(getattr(op, "__name__", ""))
-    # what is written in C++ for torch.linalg.inv is called linalg_inv
+    # the C++ function of torch.linalg.inv calls itself linalg_inv
     places = [(path, space, own.removeprefix(f"{path.rpartition('.')[2]}_")) for path, space in _NAMESPACES]
     return next((f"{path}.{name}" for path, space, name in places if vars(space).get(name) is op), None)
 
 
 class _Fits(BaseException):
-    """The arguments have been read, and a kernel was about to run."""
+    """Raised when the arguments were accepted and a kernel is about to run."""
 
 
 class _BeforeAnyKernel(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -196,20 +205,21 @@ def require_fitting(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     target = op._opoverload if isinstance(op, CustomOpDef) else op
     try:
         with warnings.catch_warnings(), torch.no_grad(), _BeforeAnyKernel():  # type: ignore[no-untyped-call]
-            # where there are many overloads, torch tries to make of each argument what each of them wants
+            # with many overloads torch tries to convert each argument for each of them, and warns
             warnings.simplefilter("ignore")
             target(*args, **kwargs)
     except _Fits:
         return None
     except (RuntimeError, TypeError, ValueError) as error:
-        if (said := _what_does_not_fit(str(error))) is None:  # of a kernel, that is: whoever runs it will see
+        if (mismatch := _mismatch_in(str(error))) is None:  # a kernel's error, which running the operator will show
             return None
         schemas = "; or ".join(str(each._schema) for each in overloads_of(op))
-        raise UsageError(f"{name_of(op)}: the arguments do not fit {schemas}: {said}") from error
+        raise UsageError(f"{name_of(op)}: the arguments do not fit {schemas}: {mismatch}") from error
     return None
 
 
-def _what_does_not_fit(message: str) -> str | None:
+def _mismatch_in(message: str) -> str | None:
+    """Return what an error of torch says about arguments that do not fit a schema, or None if it is another error."""
     if "failed to match any schema" in message:
         return "they match none of these"
     if "Declaration: " in message or "Schema: " in message or "Expected a proper Tensor but got None" in message:
@@ -218,9 +228,10 @@ def _what_does_not_fit(message: str) -> str | None:
 
 
 def _require_binding(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise UsageError if the arguments do not fit a Python function's signature."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # builtins do not tell
+    except (TypeError, ValueError):  # builtins have no signature
         return
     try:
         signature.bind(*args, **kwargs)
@@ -230,13 +241,13 @@ def _require_binding(function: Callable[..., Any], args: Sequence[Any], kwargs: 
 
 
 def overloads_of(op: Any) -> list[OpOverload]:
-    """Return every overload of an operator; of a function none."""
+    """Return every overload of an operator, without out= forms if it has others; empty for a function."""
     if isinstance(op, CustomOpDef):
         return [op._opoverload]
     if isinstance(op, OpOverloadPacket):
-        # TorchScript has overloads of its own, for numbers and strings; a form with out= is only another way to call
-        all_of_them = [getattr(op, each) for each in _names_of_overloads(op)]
-        dispatched = [each for each in all_of_them if torch._C._dispatch_has_kernel(each._name)]
+        # overloads without a kernel are TorchScript's, for numbers and strings
+        overloads = [getattr(op, each) for each in _names_of_overloads(op)]
+        dispatched = [each for each in overloads if torch._C._dispatch_has_kernel(each._name)]
         return [each for each in dispatched if not _is_out_form(each)] or dispatched
     return [op] if isinstance(op, OpOverload) else []
 

@@ -1,6 +1,6 @@
-"""Torch's own database of operators with sample inputs, which it keeps for its tests.
+"""Torch's own database of operators with sample inputs, which it has for its tests.
 
-It is imported when it is first asked for, which takes seconds.
+It is imported on first use, because that takes seconds. Start with `draw_samples` and `choose`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ WITHOUT_VALUES = frozenset(
         "resize_as_",
     }
 )
-"""Operators whose results are memory as it was found: two runs need not agree about what is in it."""
+"""Operators that return uninitialised memory, so that two runs may differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpSample:
-    """One call of an operator that its database offers."""
+    """One sample call of an operator from the database."""
 
     call: Callable[..., Any]
     args: tuple[Any, ...]
@@ -51,23 +51,23 @@ class OpSample:
 
     @property
     def has_gradient(self) -> bool:
-        """Tell whether one of its tensors asks for a gradient."""
+        """Tell whether one of its tensors requires grad."""
         return any(tensor.requires_grad for tensor in self.tensors)
 
     @property
-    def is_telling(self) -> bool:
-        """Tell whether there are values that could be wrong: empty tensors and single numbers show next to nothing."""
+    def is_substantial(self) -> bool:
+        """Tell whether there are enough values to show a mistake: no tensor is empty, and one has several elements."""
         sizes = [tensor.numel() for tensor in self.tensors]
         return bool(sizes) and min(sizes) > 0 and max(sizes) > 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorOffer:
-    """What the database offers for an operator in one dtype."""
+    """The samples that the database has for an operator in one dtype."""
 
     samples: tuple[OpSample, ...]
     left_out: dict[str, int]
-    """How many samples nobody can check, by the reason."""
+    """How many samples cannot be checked, by the reason."""
 
 
 def operators() -> dict[str, tuple[str, ...]]:
@@ -78,7 +78,7 @@ def operators() -> dict[str, tuple[str, ...]]:
     }
 
 
-def offered(name: str, dtype: str, *, seed: int) -> OperatorOffer:
+def draw_samples(name: str, dtype: str, *, seed: int) -> OperatorOffer:
     """Return every sample of an operator in a dtype, drawn anew from the seed."""
     entry = _database()[name]
     of_dtype = getattr(torch, dtype)
@@ -97,22 +97,24 @@ def offered(name: str, dtype: str, *, seed: int) -> OperatorOffer:
     return OperatorOffer(samples=tuple(samples), left_out=left_out)
 
 
-def chosen(samples: Sequence[OpSample], most: int) -> tuple[OpSample, ...]:
-    """Return so many samples, spread over all of them: telling ones first, and one with a gradient if there is any.
+def choose(samples: Sequence[OpSample], most: int) -> tuple[OpSample, ...]:
+    """Return at most so many samples: substantial ones first, and one with a gradient if there is any.
 
-    Neighbours in the database resemble each other, and the first ones are often numbers or empty.
+    They are spread over all samples, because neighbours in the database resemble each other, and the first ones are
+    often numbers or empty.
     """
-    telling = [sample for sample in samples if sample.is_telling]
-    picked = list(_spread(telling, most))
-    with_gradient = [sample for sample in telling if sample.has_gradient]
+    substantial = [sample for sample in samples if sample.is_substantial]
+    picked = list(_spread(substantial, most))
+    with_gradient = [sample for sample in substantial if sample.has_gradient]
     if with_gradient and picked and not any(sample.has_gradient for sample in picked):
         picked[0] = with_gradient[len(with_gradient) // 2]
-    rest = [sample for sample in samples if not sample.is_telling]
+    rest = [sample for sample in samples if not sample.is_substantial]
     picked += _spread(rest, most - len(picked))
     return tuple(sorted(picked, key=lambda sample: sample.number))
 
 
 def _spread(samples: Sequence[OpSample], most: int) -> Iterator[OpSample]:
+    """Yield at most so many samples at equal distances."""
     many = min(most, len(samples))
     for index in range(many):
         yield samples[(2 * index + 1) * len(samples) // (2 * many)]
@@ -120,6 +122,7 @@ def _spread(samples: Sequence[OpSample], most: int) -> Iterator[OpSample]:
 
 @cache
 def _database() -> dict[str, Any]:
+    """Return the entries of the database by their full names; EnvironmentUnfit if it does not import."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -129,14 +132,14 @@ def _database() -> dict[str, Any]:
             f"torch's database of operators needs {error.name}, which is not installed: "
             "run pip install 'torchdelta[ops]'"
         ) from error
-    # a seed set inside of the operator would be set while it is traced, and not when the trace is run
-    vars(common_methods_invocations)["wrapper_set_seed"] = _as_it_is
-    # torch's tests forbid themselves to set flags of its backends; this process is not one of them
+    # a seed that the operator sets itself would be set while it is traced, and not when the trace runs
+    vars(common_methods_invocations)["wrapper_set_seed"] = _call_unchanged
+    # importing torch's test utilities forbids setting flags of its backends, which this process has to do
     torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
     return {_full_name(entry): entry for entry in common_methods_invocations.op_db}
 
 
-def _as_it_is(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call_unchanged(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return operator(*args, **kwargs)
 
 
@@ -150,7 +153,8 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _sample_of(entry: Any, drawn: Any, number: int) -> OpSample:
-    # the inputs of a graph are leaves: what the database computed from others counts as one
+    """Return a sample of the database as a call."""
+    # the inputs of a graph are leaves, so an input that the database computed from others becomes one
     args, kwargs = tree_map_only(torch.Tensor, _as_leaf, ((drawn.input, *drawn.args), dict(drawn.kwargs)))
     return OpSample(call=_call(entry, drawn), args=args, kwargs=kwargs, number=number)
 
@@ -160,36 +164,42 @@ def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _call(entry: Any, drawn: Any) -> Callable[..., Any]:
+    """Return the operator, with the entry's changes of inputs and outputs around it if there are any.
+
+    Some operators are defined for symmetric inputs only, and some outputs only up to a sign, such as eigenvectors.
+    """
     operator: Callable[..., Any] = entry.op
-    prepared, processed = entry.gradcheck_wrapper, drawn.output_process_fn_grad
-    if _hands_on(prepared) and _is_identity(processed):
+    prepare, process = entry.gradcheck_wrapper, drawn.output_process_fn_grad
+    if _only_calls(prepare) and _is_identity(process):
         return operator
 
-    # some are defined for symmetric inputs only, and of some only a function of the output is: eigenvectors, for one
     def call(*args: Any, **kwargs: Any) -> Any:
-        return processed(prepared(operator, *args, **kwargs))
+        return process(prepare(operator, *args, **kwargs))
 
     call.__name__ = call.__qualname__ = str(entry.name).rpartition(".")[2]
     return call
 
 
 def _is_identity(function: Callable[[Any], Any]) -> bool:
-    nothing = object()
+    """Tell whether a function returns its argument unchanged."""
+    argument = object()
     try:
-        return function(nothing) is nothing
-    except Exception:  # it looked into its argument
+        return function(argument) is argument
+    except Exception:  # it uses its argument
         return False
 
 
-def _hands_on(wrapper: Callable[..., Any]) -> bool:
-    given = object()
+def _only_calls(wrapper: Callable[..., Any]) -> bool:
+    """Tell whether a wrapper calls its operator with unchanged arguments."""
+    argument = object()
     try:
-        return wrapper(lambda only: only, given) is given
-    except Exception:  # it looked into the argument
+        return wrapper(lambda only: only, argument) is argument
+    except Exception:  # it uses the argument
         return False
 
 
 def _why_not(sample: OpSample) -> str:
+    """Return why a sample cannot be checked, or an empty text if it can."""
     for tensor in sample.tensors:
         if tensor.is_nested:
             return "a nested tensor cannot be copied"

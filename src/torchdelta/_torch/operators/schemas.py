@@ -1,4 +1,7 @@
-"""What an operator does against what its schema declares: which arguments it writes to, whose memory it returns."""
+"""An operator's effects compared with its schema: which arguments it writes to, and whose memory it returns.
+
+Start with `DeclaredEffects`.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ from torchdelta._torch.tensors import storage_key
 
 
 class DeclaredEffects(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches operators while they are dispatched; what they do undeclared is in `breaches`, a sentence each.
+    """Watches operators while they are dispatched, and collects undeclared effects in `breaches`, a sentence each.
 
-    Torch's own operators are not watched unless one is asked about: some of them are known to be written so.
+    Torch's own operators are not watched, except for the one in question, because some are known to break their schema.
     """
 
     def __init__(self, op: Any) -> None:
@@ -29,39 +32,43 @@ class DeclaredEffects(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator between two looks at its arguments."""
+        """Run the operator, and compare its arguments before and after."""
         kwargs = kwargs or {}
-        if not isinstance(func, OpOverload) or (is_built_in(func) and not self._is_asked_about(func)):
+        if not isinstance(func, OpOverload) or (is_built_in(func) and not self._is_in_question(func)):
             return func(*args, **kwargs)
         return self._watch(func, args, kwargs)
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call the operator in question; one that is made of others is not dispatched, and is watched from here."""
+        """Call the operator in question and return its results.
+
+        It is watched from here, because a composite operator is not dispatched itself.
+        """
         self.calls += 1
         return self._watch(_overload_for(self.op, args, kwargs), args, kwargs)
 
     def _watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        given = dict(_arguments(func, args, kwargs))
-        # whoever gives memory that is written to a second time sees it written to there as well
-        declared = [value for argument, value in given.values() if _is_written(argument)]
+        """Run an operator and return its results; note each undeclared write and alias."""
+        arguments = dict(_arguments(func, args, kwargs))
+        # another argument may share memory with one that is declared as written, and then changes with it
+        declared = [value for argument, value in arguments.values() if _is_written(argument)]
         written = [_Span(tensor) for tensor in _tensors_in(declared)]
         before = {
             name: [
-                (tensor, _Look(tensor, has_values=not any(_Span(tensor).meets(span) for span in written)))
+                (tensor, _Snapshot(tensor, has_values=not any(_Span(tensor).overlaps(span) for span in written)))
                 for tensor in _tensors_in(value)
             ]
-            for name, (argument, value) in given.items()
+            for name, (argument, value) in arguments.items()
             if not _is_written(argument)
         }
         returned = func(*args, **kwargs)
-        for name, looks in before.items():
-            if not all(look.holds(tensor) for tensor, look in looks):
+        for name, snapshots in before.items():
+            if not all(snapshot.matches(tensor) for tensor, snapshot in snapshots):
                 self._note(f"{func} changes its argument {name}, which its schema does not declare")
-        for sentence in _undeclared_aliases(func, given, returned):
+        for sentence in _undeclared_aliases(func, arguments, returned):
             self._note(sentence)
         return returned
 
-    def _is_asked_about(self, func: OpOverload) -> bool:
+    def _is_in_question(self, func: OpOverload) -> bool:
         return func is self.op or func.overloadpacket is self.op
 
     def _note(self, sentence: str) -> None:
@@ -69,14 +76,15 @@ class DeclaredEffects(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.breaches.append(sentence)
 
 
-class _Look:
-    """A tensor as it is now; without its values only how it lies in its memory."""
+class _Snapshot:
+    """A tensor's layout in memory and, with `has_values`, its values."""
 
     def __init__(self, tensor: torch.Tensor, *, has_values: bool) -> None:
         self.bits = _bits(tensor) if has_values else None
         self.form = _form(tensor)
 
-    def holds(self, tensor: torch.Tensor) -> bool:
+    def matches(self, tensor: torch.Tensor) -> bool:
+        """Tell whether the tensor is still as it was."""
         if self.form != _form(tensor):
             return False
         if self.bits is None:
@@ -95,21 +103,21 @@ class _Span:
             self.begin = tensor.storage_offset() * tensor.element_size()
             self.end = self.begin + (last + 1) * tensor.element_size()
 
-    def meets(self, other: _Span) -> bool:
+    def overlaps(self, other: _Span) -> bool:
         return (
             bool(self.storage) and self.storage == other.storage and self.begin < other.end and other.begin < self.end
         )
 
 
 def as_operator(op: Any) -> Any:
-    """Return the one operator that a definition or a name stands for; anything else as it is."""
+    """Return the overload of a custom-op definition, or of a packet with one overload; anything else unchanged."""
     if isinstance(op, OpOverloadPacket) and len(overloads := overloads_of(op)) == 1:
         return overloads[0]
     return op._opoverload if isinstance(op, CustomOpDef) else op
 
 
 def has_autograd_kernel(op: Any, device: str) -> bool:
-    """Tell whether every overload of an operator says by itself how gradients pass it."""
+    """Tell whether every overload of an operator has an autograd kernel of its own for a device."""
     keys = (f"Autograd{device.upper()}", "Autograd", "CompositeImplicitAutograd")
     return all(
         any(torch._C._dispatch_has_kernel_for_dispatch_key(overload._name, key) for key in keys)
@@ -119,7 +127,7 @@ def has_autograd_kernel(op: Any, device: str) -> bool:
 
 @contextmanager
 def without_autograd_fallback() -> Iterator[None]:
-    """Let an operator that has no autograd kernel return what it does, as if nobody stood in for it."""
+    """Switch off torch's fallback for operators without an autograd kernel, so that their results come unchanged."""
     before = torch._C._get_autograd_fallback_mode()
     torch._C._set_autograd_fallback_mode("nothing")
     try:
@@ -135,12 +143,12 @@ def written_by(op: Any) -> frozenset[str]:
 
 
 def positions_of(op: Any) -> dict[str, int]:
-    """Return where each argument of an operator stands."""
+    """Return the position of each argument of an operator, by its name."""
     return {each.name: place for overload in overloads_of(op) for place, each in enumerate(overload._schema.arguments)}
 
 
 def _overload_for(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OpOverload:
-    """Return the overload that the dispatcher would take."""
+    """Return the overload that the dispatcher would call with these arguments."""
     if isinstance(op, OpOverload):
         return op
     packet = op._opoverload.overloadpacket if isinstance(op, CustomOpDef) else op
@@ -154,6 +162,7 @@ def _is_written(argument: Any) -> bool:
 def _arguments(
     func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Yield the name of each argument of a call, its declaration and its value."""
     for argument, value in zip(func._schema.arguments, args, strict=False):
         yield argument.name, (argument, value)
     for argument in func._schema.arguments:
@@ -161,18 +170,19 @@ def _arguments(
             yield argument.name, (argument, kwargs[argument.name])
 
 
-def _undeclared_aliases(func: OpOverload, given: Mapping[str, tuple[Any, Any]], returned: Any) -> Iterator[str]:
+def _undeclared_aliases(func: OpOverload, arguments: Mapping[str, tuple[Any, Any]], returned: Any) -> Iterator[str]:
+    """Yield a sentence for each result that shares memory with an argument or a result without declaring it."""
     results = returned if isinstance(returned, tuple) else (returned,)
     declared = func._schema.returns
     memory: dict[int, str] = {}
     for place, result in enumerate(results):
         info = declared[place].alias_info if place < len(declared) else None
         own = _storages_of(result)
-        lent: set[int] = set()
-        for argument, value in given.values():
-            lent |= _storages_of(value) if _are_one(info, argument.alias_info) else set()
-        for name, (_, value) in given.items():
-            if own & _storages_of(value) - lent:
+        allowed: set[int] = set()
+        for argument, value in arguments.values():
+            allowed |= _storages_of(value) if _may_alias(info, argument.alias_info) else set()
+        for name, (_, value) in arguments.items():
+            if own & _storages_of(value) - allowed:
                 yield f"{func} returns memory of its argument {name}, which its schema does not declare"
         for at, tensor in enumerate(_tensors_in(result)):
             here = f"output {place}[{at}]" if isinstance(result, (list, tuple)) else f"output {place}"
@@ -183,11 +193,12 @@ def _undeclared_aliases(func: OpOverload, given: Mapping[str, tuple[Any, Any]], 
             memory.setdefault(key, here)
 
 
-def _are_one(some: Any, other: Any) -> bool:
+def _may_alias(some: Any, other: Any) -> bool:
+    """Tell whether a schema declares that a result with one alias annotation shares an argument's memory."""
     if some is None or other is None:
         return False
     if not some.before_set or not other.before_set:
-        return True  # of a list torch only tells that something is declared of what it holds
+        return True  # for a list torch only tells that its elements have an annotation, and not which
     return "*" in some.before_set | some.after_set or bool(some.before_set & (other.before_set | other.after_set))
 
 
@@ -200,6 +211,7 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return dtype, sizes, strides and offset, as far as the tensor's layout has them."""
     if tensor.is_nested:
         return (tensor.layout, tensor.dtype)
     if tensor.layout is not torch.strided:
@@ -208,6 +220,7 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a copy of a tensor's values as bytes, or None if it has no plain memory."""
     if tensor.layout is not torch.strided or not storage_key(tensor):
         return None
     plain = tensor.detach().resolve_conj().resolve_neg()

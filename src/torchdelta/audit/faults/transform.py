@@ -21,15 +21,13 @@ from torchdelta.audit.faults.base import Fault, NotPlantable, PlaceLost, eligibl
 from torchdelta.errors import UsageError
 from torchdelta.program.sides import Side
 from torchdelta.records.audit import Place
-from torchdelta.transforms.base import Transform, Transformed
+from torchdelta.transforms.base import Traits, Transform, Transformed
 from torchdelta.transforms.export import Exports
 from torchdelta.transforms.replacement import OtherModule, Replacement
 
 
 class Planted(Transform):
     """Makes a program with one fault, and applies another transform to it, if there is one."""
-
-    has_seam = True
 
     def __init__(
         self,
@@ -53,13 +51,10 @@ class Planted(Transform):
         self.exports = exports
         self.place: Place | None = None
         """The node with the fault; None before the transform was applied."""
-        if then is not None:
-            self.lowered_to, self.keeps_names, self.is_compiler = then.lowered_to, then.keeps_names, then.is_compiler
-            self.has_backward, self.changes = then.has_backward, then.changes
-            self.rounds_to_levels = then.rounds_to_levels
+        self.traits = replace(then.traits if then is not None else Traits(), has_seam=True)
 
     @contextmanager
-    def applied(
+    def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[Transformed]:
         """Export the side, plant the fault, and yield the result; if lifted, at the node of the native program."""
@@ -82,20 +77,20 @@ class Planted(Transform):
         note = f"a fault was planted on purpose: {self.place}"
         if self.then is None:
             call = seam(HandedGraph(graph=module, example_inputs=side.args, make=make, level="export"))
-            transformed = Transformed.whole(replace(faulty, call=call), captured=1)
+            transformed = Transformed.counting_calls(replace(faulty, call=call), captured=1)
             yield replace(transformed, notes=[note])
             return
         make(module, side.args)
         names = faulty.names or {}
         # the next transform takes the graph module for the program, so the names are the module's own
         faulty_side = replace(faulty, names={name: name for name in names})
-        with self.then.applied(faulty_side, draws_random=draws_random, lifted=lifted, seam=seam) as transformed:
+        with self.then.apply(faulty_side, draws_random=draws_random, lifted=lifted, seam=seam) as transformed:
             renamed_side = self._with_program_names(transformed.side, names)
             yield replace(transformed, side=renamed_side, notes=[note, *transformed.notes])
 
     def _with_program_names(self, side: Side, names: Mapping[str, str]) -> Side:
         """Return the side with the program's names for its state, if the transform keeps names."""
-        if not self.keeps_names:
+        if not self.traits.keeps_names:
             return side
         module_names = side.names if side.names is not None else {name: name for name in names}
         return replace(side, names={own: names[name] for own, name in module_names.items() if name in names})

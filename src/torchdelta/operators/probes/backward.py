@@ -1,6 +1,8 @@
-"""What the backward of an operator does with what it is given: it may not write to it, nor mind how it lies in memory.
+"""A probe of an operator's backward: it must not write to the tensors that it gets, nor depend on their memory layout.
 
-The engine hands the same gradient to others too, and hands it on as it comes: as `expand`, `t` or a slice made it.
+Autograd hands the same gradient tensor to several backwards, in the layout that `expand`, `t` or a slice left it in. So
+the backward is run on gradients of the same values in several layouts, and its results are compared. Start with
+`backward`.
 """
 
 from __future__ import annotations
@@ -8,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -19,6 +20,8 @@ from torchdelta.compare.distance import first_difference, with_other_last_bits
 from torchdelta.compare.judge import Judge
 from torchdelta.compare.leaves import Leaves, leaves_of
 from torchdelta.compare.policy import Bitwise
+from torchdelta.operators.inputs import describe_error
+from torchdelta.operators.probes.base import OpSubject, is_tensor
 from torchdelta.program.copies import copy_together
 from torchdelta.program.examples import STRIDED, Layout, contiguous
 from torchdelta.program.sides import Side
@@ -26,69 +29,70 @@ from torchdelta.program.stages import cotangent_for
 from torchdelta.records.operators import Probe
 from torchdelta.records.verdict import Verdict
 
-_MIND_STRIDES = "gradients come in any layout: begin the backward with grad = grad.contiguous(), or mind its strides"
+_USE_STRIDES = "gradients come in any layout: begin the backward with grad = grad.contiguous(), or use its strides"
 
 
-def backward(baseline: Baseline) -> Probe:
-    """Ask whether the backward leaves alone what it is given, and gives the same however that lies in memory."""
-    for plainly, layouts in _ASKED:
+def backward(subject: OpSubject) -> Probe:
+    """Ask whether the backward writes to a tensor that it gets, and whether it depends on a gradient's layout."""
+    baseline = subject.inputs.own
+    for plain_layout, layouts in _LAYOUTS:
         try:
-            plain = _Backward.run(baseline, plainly)
-            moved = [_Backward.run(baseline, partial(_moved, plainly, sign)).gradients for sign in (1, -1)]
+            plain = _Backward.run(baseline, plain_layout)
+            moved = [_Backward.run(baseline, partial(_move, plain_layout, sign)).gradients for sign in (1, -1)]
         except Exception as error:
-            said = f"its backward does not run once more ({_line(error)})"
-            return Probe(name="backward", verdict=Verdict.INCONCLUSIVE, reason=said)
+            reason = f"its backward does not run once more ({describe_error(error)})"
+            return Probe(name="backward", verdict=Verdict.INCONCLUSIVE, reason=reason)
         if plain.written:
-            return _writes(plain.written)
+            return _report_writes(plain.written)
         if plain.has_drawn:
-            said = "its backward draws random numbers in the order of memory: whether that matters cannot be told"
-            return Probe(name="backward", verdict=Verdict.INCONCLUSIVE, reason=said)
+            reason = "its backward draws random numbers in the order of memory, so layouts cannot be compared"
+            return Probe(name="backward", verdict=Verdict.INCONCLUSIVE, reason=reason)
         for layout, lay_out in layouts.items():
-            given = f"for a gradient of the same values that is not contiguous ({layout})"
+            which = f"for a gradient of the same values that is not contiguous ({layout})"
             try:
                 other = _Backward.run(baseline, lay_out)
             except Exception as error:
-                said = f"{given} its backward raises {_line(error)}"
-                return Probe(name="backward", verdict=Verdict.CRASHED, reason=said, remedy=_MIND_STRIDES)
+                reason = f"{which} its backward raises {describe_error(error)}"
+                return Probe(name="backward", verdict=Verdict.CRASHED, reason=reason, remedy=_USE_STRIDES)
             if other.written:
-                return _writes(other.written)
+                return _report_writes(other.written)
             if different := first_difference(plain.gradients, other.gradients, moved, max):
-                said = f"{given} its backward gives another {different}"
-                return Probe(name="backward", verdict=Verdict.DIVERGED, reason=said, remedy=_MIND_STRIDES)
-    said = "its backward leaves what it is given as it was, and gives the same for a gradient that is not contiguous"
-    return Probe(name="backward", verdict=Verdict.EQUIVALENT, reason=said)
+                reason = f"{which} its backward returns another {different}"
+                return Probe(name="backward", verdict=Verdict.DIVERGED, reason=reason, remedy=_USE_STRIDES)
+    reason = "its backward writes to no tensor that it gets, and returns the same for a gradient that is not contiguous"
+    return Probe(name="backward", verdict=Verdict.EQUIVALENT, reason=reason)
 
 
-def _expanded(axes: slice, gradient: torch.Tensor, _: int) -> torch.Tensor:
-    """Return what is the same along axes, as `sum` over them hands it back: the same place in memory."""
+def _expand(axes: slice, gradient: torch.Tensor, _: int) -> torch.Tensor:
+    """Return the gradient's first elements expanded along the axes, as the backward of `sum` over them returns it."""
     chosen = range(gradient.dim())[axes]
     first = gradient[tuple(slice(0, 1) if axis in chosen else slice(None) for axis in range(gradient.dim()))]
     return first.clone().expand(gradient.shape)
 
 
-def _repeated(axes: slice, gradient: torch.Tensor, place: int) -> torch.Tensor:
-    return _expanded(axes, gradient, place).contiguous()
+def _repeat(axes: slice, gradient: torch.Tensor, place: int) -> torch.Tensor:
+    return _expand(axes, gradient, place).contiguous()
 
 
-def _moved(plainly: Layout, sign: int, gradient: torch.Tensor, place: int) -> torch.Tensor:
-    return with_other_last_bits(plainly(gradient, place), sign)
+def _move(plain_layout: Layout, sign: int, gradient: torch.Tensor, place: int) -> torch.Tensor:
+    return with_other_last_bits(plain_layout(gradient, place), sign)
 
 
-_SUMMED = {
+_EXPANDED_AXES = {
     "a single number expanded": slice(None),
     "expanded along its first axis": slice(1),
     "expanded along its last axis": slice(-1, None),
 }
-_ASKED: Sequence[tuple[Layout, Mapping[str, Layout]]] = (
+_LAYOUTS: Sequence[tuple[Layout, Mapping[str, Layout]]] = (
     (contiguous, STRIDED),
-    *((partial(_repeated, axes), {name: partial(_expanded, axes)}) for name, axes in _SUMMED.items()),
+    *((partial(_repeat, axes), {name: partial(_expand, axes)}) for name, axes in _EXPANDED_AXES.items()),
 )
-"""How a gradient lies plainly in memory, and how otherwise."""
+"""A plain layout of a gradient, and other layouts of the same values by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Backward:
-    """One backward: the gradients that it gave, and what it wrote to of what it was given."""
+    """One backward: the gradients that it returned, and the tensors it got and wrote to."""
 
     gradients: Leaves
     written: list[str]
@@ -97,52 +101,45 @@ class _Backward:
 
     @classmethod
     def run(cls, baseline: Baseline, lay_out: Layout) -> _Backward:
-        """Differentiate a copy of the program."""
+        """Run a copy of the program and its backward, with the cotangents laid out by `lay_out`."""
         side = Side.copied_from(baseline.program)
         seed = baseline.plan.seed
         runtime.seed_everything(seed)
         with baseline.eager_scope():
             leaves = leaves_of(side.call(*side.args, **side.kwargs), "outputs")
-            outputs = {path: leaf for path, leaf in leaves.items() if _is_tensor(leaf)}
+            outputs = {path: leaf for path, leaf in leaves.items() if is_tensor(leaf)}
             roots = {path: leaf for path, leaf in outputs.items() if leaf.requires_grad}
             cotangents = {
                 path: lay_out(cotangent_for(leaf, path, seed), place)
                 for place, (path, leaf) in enumerate(roots.items())
             }
             inputs = {**leaves_of(side.args, "args"), **leaves_of(side.kwargs, "kwargs")}
-            inputs = {path: leaf for path, leaf in inputs.items() if _is_tensor(leaf)}
-            # an output is detached: it shows what is written to its memory, and has no gradient of its own
-            given = {
+            inputs = {path: leaf for path, leaf in inputs.items() if is_tensor(leaf)}
+            # a detached output shows a write to its memory, and has no gradient of its own
+            arguments = {
                 **{f"the gradient of {path}": leaf for path, leaf in cotangents.items()},
                 **{path: leaf.detach() for path, leaf in outputs.items()},
                 **inputs,
             }
-            before = dict(copy_together(given, name="what its backward is given"))
-            asked = {path: leaf for path, leaf in inputs.items() if leaf.requires_grad}
-            for leaf in asked.values():
+            before = dict(copy_together(arguments, name="the arguments of its backward"))
+            differentiated = {path: leaf for path, leaf in inputs.items() if leaf.requires_grad}
+            for leaf in differentiated.values():
                 leaf.grad = None
             with DrawWatch() as draws:
                 torch.autograd.backward(list(roots.values()), list(cotangents.values()))
-        seen, _ = Judge(policy=Bitwise()).compare(before, given)
+        comparisons, _ = Judge(policy=Bitwise()).compare(before, arguments)
         return cls(
-            gradients={f"gradient of {path}": leaf.grad for path, leaf in asked.items()},
-            written=[each.path for each in seen if each.verdict is not Verdict.EQUIVALENT],
+            gradients={f"gradient of {path}": leaf.grad for path, leaf in differentiated.items()},
+            written=[each.path for each in comparisons if each.verdict is not Verdict.EQUIVALENT],
             has_drawn=draws.has_drawn,
         )
 
 
-def _writes(places: Sequence[str]) -> Probe:
+def _report_writes(places: Sequence[str]) -> Probe:
+    """Return the divergence of a backward that writes to these tensors."""
     return Probe(
         name="backward",
         verdict=Verdict.DIVERGED,
-        reason=f"its backward writes to {', '.join(places)}, which others may read after it",
-        remedy="let the backward return a new tensor, and change none that it is given",
+        reason=f"its backward writes to {', '.join(places)}, which other nodes may read after it",
+        remedy="let the backward return a new tensor, and change none of its arguments",
     )
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]

@@ -1,9 +1,11 @@
-"""Is the backward the derivative of the forward? Both sides of a check run the same backward: only the function tells.
+"""A probe: is the backward the derivative of the forward?
 
-Along a random direction the function is differenced in float64 with ever smaller steps. Where a step agrees best with
-both of its neighbours is the derivative, and how well they agree is how well it is known. Where it is another to the
-left than to the right, or no number, there is none; what rounds inside is a staircase, of which small steps tell
-nothing.
+A check cannot tell, because both of its sides run the same backward. So the function itself is differenced in float64,
+along a random direction, with smaller and smaller steps. The step that agrees best with both of its neighbours gives
+the derivative, and their agreement says how well it is known. There is no derivative where left and right differ or
+where it is not a number. A function that rounds inside is a staircase, and small steps say nothing about it.
+
+Start with `derivative`, then `_estimate`.
 """
 
 from __future__ import annotations
@@ -16,36 +18,89 @@ import torch
 
 from torchdelta._torch.modes import lift
 from torchdelta._torch.process import runtime
-from torchdelta._torch.pytree import tree_map_only
+from torchdelta._torch.pytree import tree_leaves, tree_map_only
 from torchdelta.check.baseline import Baseline
 from torchdelta.compare.judge import is_inexact
 from torchdelta.compare.leaves import leaves_of
+from torchdelta.operators.inputs import describe_error
+from torchdelta.operators.probes.base import OpSubject, is_tensor
 from torchdelta.program.sides import Side
 from torchdelta.program.stages import cotangent_for
+from torchdelta.records.operators import Probe
+from torchdelta.records.verdict import Verdict
 
 STEPS = tuple(10.0**-power for power in range(1, 8))
 MARGIN = 8.0
-"""So many times of what neighbouring steps differ by is allowed."""
+"""A gradient may differ from the derivative by so many times the difference between neighbouring steps."""
 FLOOR = 1e-6
-"""And so much of what the gradient amounts to along a direction of its own size."""
-KINK = 0.1
-"""Left and right that differ by more than this share of what all changes are of two minds."""
-
-ROUNDING = 1e-12
-"""What of the function itself is rounding, with room to spare."""
+"""It may also differ by this share of the gradient's own norm."""
 NOTHING = 1e-10
-"""And so much of the function itself: a gradient that cancels out is rounding."""
+"""It may also differ by this share of the function's values, because a gradient that cancels out is rounding."""
 TINY = 1e-20
-"""And so much in any case: who counts in less leaves the numbers of most dtypes."""
+"""It may differ by this in any case, because numbers near it underflow in most dtypes."""
+KINK = 0.1
+"""There is a kink if the slopes to the left and right differ by more than this share of all slopes."""
+ROUNDING = 1e-12
+"""The share of the function's values that may be rounding, with room to spare."""
 WILD = 1e12
-"""Numbers that grow by more than this do not keep a derivative in float64."""
+"""A function that is larger than its input by more than this has no accurate derivative in float64."""
 VAGUE = 1e-3
-"""A bound that is a larger share of the function than this is no small number."""
+"""A bound on the derivative is vague if it is a larger share of the function's values than this."""
+NO_SLOPE = "along these it has no derivative that differences tell (a kink, a staircase, or not a number)"
+
+
+def derivative(subject: OpSubject) -> Probe:
+    """Compare the backward with differences of the function: at the user's inputs, at fresh values, at other sizes.
+
+    A gradient that is wrong at any of these inputs diverges. It is inconclusive only if the function has no derivative
+    at any of them.
+    """
+    own = subject.inputs.own
+    unknown: set[str] | None = None
+    for where, baseline in (("", own), *_other_inputs(subject)):
+        try:
+            comparisons = slopes(baseline)
+        except Exception as error:
+            if baseline is not own:
+                continue  # an operator need not take every value
+            return Probe(
+                name="derivative",
+                verdict=Verdict.INCONCLUSIVE,
+                reason=f"it does not run in float64 ({describe_error(error)}), so its derivative is unknown",
+            )
+        if wrong := [f"{slope}{where}" for slope in comparisons if slope.is_wrong]:
+            return Probe(
+                name="derivative",
+                verdict=Verdict.DIVERGED,
+                reason="; ".join(wrong),
+                remedy="mend the backward given to register_autograd; if it is another function on purpose (a "
+                "straight-through estimator), leave this probe out",
+            )
+        unknown_here = {slope.path for slope in comparisons if not slope.is_known}
+        unknown = unknown_here if unknown is None else unknown & unknown_here
+    if unknown:
+        reason = f"{NO_SLOPE}: {', '.join(sorted(unknown))}"
+        return Probe(name="derivative", verdict=Verdict.INCONCLUSIVE, reason=reason)
+    reason = "in float64 the backward is the derivative of the forward"
+    return Probe(name="derivative", verdict=Verdict.EQUIVALENT, reason=reason)
+
+
+def _other_inputs(subject: OpSubject) -> list[tuple[str, Baseline]]:
+    """Return other inputs with a description of each; none if the operator takes integers.
+
+    Fresh integers may select an element twice, and the function may then have no derivative.
+    """
+    inputs = subject.inputs
+    leaves = tree_leaves((inputs.args, inputs.kwargs))
+    if any(is_tensor(leaf) and not is_inexact(leaf.dtype) for leaf in leaves):
+        return []
+    fresh = [(" with fresh values", baseline) for baseline in inputs.fresh]
+    return fresh + [(" with other sizes", baseline) for baseline in inputs.resized]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slope:
-    """One input: what its gradient says of a direction, and what the function does along it."""
+    """One input: the gradient along a random direction, and the derivative of the function along it."""
 
     path: str
     gradient: float
@@ -53,23 +108,26 @@ class Slope:
     derivative: float
     allowed: float
     is_known: bool
-    """Whether the function has a derivative there that differences tell."""
+    """Whether differences determine a derivative there."""
 
     @property
     def is_wrong(self) -> bool:
-        """Whether they differ by more than can be told."""
+        """Whether gradient and derivative differ by more than is allowed."""
         return self.is_known and not abs(self.gradient - self.derivative) <= self.allowed
 
     def __str__(self) -> str:
-        said = "None" if self.is_none else f"{self.gradient:.6g}"
+        gradient = "None" if self.is_none else f"{self.gradient:.6g}"
         return (
             f"along a random direction of {self.path} the function changes by {self.derivative:.6g} "
-            f"(known to {self.allowed:.2g}), and its gradient says {said}"
+            f"(known to {self.allowed:.2g}), and its gradient says {gradient}"
         )
 
 
 def slopes(baseline: Baseline) -> list[Slope]:
-    """Return one for each input that requires grad, in float64; what the operator raises there is raised."""
+    """Return a slope for each input that requires grad, in float64; raise what the operator raises there.
+
+    Return an empty list if no output requires grad in float64.
+    """
     function = _Function(baseline)
     here = function.at({})
     if not here.requires_grad:
@@ -80,84 +138,85 @@ def slopes(baseline: Baseline) -> list[Slope]:
 
 
 class _Function:
-    """The outputs of an operator, each element times that of a random cotangent; their sum is differentiated."""
+    """The function that is differentiated: the sum of all outputs, each element times a random cotangent's."""
 
     def __init__(self, baseline: Baseline) -> None:
         self.seed = baseline.plan.seed
-        # a cast that the function names itself is none here
+        # casts inside of the function do not round in this scope
         self.scope = baseline.lifted_scope(baseline.drawn_in)
         self.side = Side.copied_from(baseline.program, convert=lift.widened)
-        found = {**leaves_of(self.side.args, "args"), **leaves_of(self.side.kwargs, "kwargs")}
-        met: set[int] = set()
+        leaves = {**leaves_of(self.side.args, "args"), **leaves_of(self.side.kwargs, "kwargs")}
+        earlier: set[int] = set()
         self.inputs: dict[str, torch.Tensor] = {}
         self.starts: dict[str, torch.Tensor] = {}
-        for path, leaf in found.items():
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and id(leaf) not in met:
+        for path, leaf in leaves.items():
+            if is_tensor(leaf) and leaf.requires_grad and id(leaf) not in earlier:
                 self.inputs[path] = leaf
                 self.starts[path] = leaf.detach().clone()  # a backward may write to it
                 leaf.grad = None
-            met.add(id(leaf))
+            earlier.add(id(leaf))
 
     def at(self, moved: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Return it with some inputs in another place; what a call writes to is a copy."""
+        """Return the summands of the function, with the inputs of these ids replaced. A call writes only to copies."""
 
-        def given(tensor: torch.Tensor) -> torch.Tensor:
+        def replace_input(tensor: torch.Tensor) -> torch.Tensor:
             return moved.get(id(tensor), tensor) if tensor.requires_grad else tensor.clone()
 
-        args, kwargs = tree_map_only(torch.Tensor, given, (self.side.args, self.side.kwargs))
+        args, kwargs = tree_map_only(torch.Tensor, replace_input, (self.side.args, self.side.kwargs))
         runtime.seed_everything(self.seed)
         with self.scope():
             outputs = self.side.call(*args, **kwargs)
         products: list[torch.Tensor] = []
         for path, leaf in leaves_of(outputs, "outputs").items():
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and is_inexact(leaf.dtype):
+            if is_tensor(leaf) and leaf.requires_grad and is_inexact(leaf.dtype):
                 product = cotangent_for(leaf, path, self.seed).conj() * leaf
                 products.append((product.real if product.is_complex() else product).reshape(-1))
         return torch.cat(products) if products else torch.zeros(0, dtype=torch.float64)
 
     def slope(self, path: str, leaf: torch.Tensor, here: torch.Tensor) -> Slope:
-        """Hold the gradient of one input against differences along a direction."""
+        """Return the gradient of one input and the derivative by differences, along a random direction."""
         start = self.starts[path]
-        direction = _direction(start, path)
+        direction = _draw_direction(start, path)
 
         def moved_by(step: float) -> torch.Tensor:
             there = (start + step * direction).requires_grad_()
             return self.at({id(leaf): there}).detach()
 
         differences = [_Difference.of(here, moved_by(step), moved_by(-step), step) for step in STEPS]
-        known = _known(differences)
+        estimate = _estimate(differences)
         gradient = leaf.grad
-        said = 0.0 if gradient is None else _inner(gradient, direction)
+        along = 0.0 if gradient is None else _inner_product(gradient, direction)
         size = 0.0 if gradient is None else float(gradient.norm()) * float(direction.norm())
         scale = max(difference.scale for difference in differences)
-        allowed = known.allowed + FLOOR * max(size, abs(known.derivative)) + NOTHING * scale + TINY
-        # what is so much larger than it started from has lost its last digit on the way, and its backward too
+        allowed = estimate.allowed + FLOOR * max(size, abs(estimate.derivative)) + NOTHING * scale + TINY
+        # values so much larger than the input have lost their last digits, and so has their backward
         is_wild = not scale <= WILD * max(1.0, float(direction.abs().max()))
         return Slope(
             path=path,
-            gradient=said,
+            gradient=along,
             is_none=gradient is None,
-            derivative=known.derivative,
+            derivative=estimate.derivative,
             allowed=allowed,
-            is_known=known.is_telling and not is_wild,
+            is_known=estimate.is_known and not is_wild,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Difference:
-    """What a function changes by along a direction, measured with one step."""
+    """How fast a function changes along a direction, measured with one step."""
 
     step: float
     slope: float
     total: float
-    """The slopes of its elements, without their signs."""
+    """The sum of the absolute slopes of its elements."""
     bend: float
-    """What the slopes of its elements to the left and to the right differ by."""
+    """The sum of the absolute differences between left and right slopes of its elements."""
     scale: float
-    """How large the function is there."""
+    """The sum of the absolute values of its elements."""
 
     @classmethod
     def of(cls, here: torch.Tensor, ahead: torch.Tensor, behind: torch.Tensor, step: float) -> _Difference:
+        """Return the central difference of the function's values here, a step ahead and a step behind."""
         slopes = (ahead - behind) / (2.0 * step)
         return cls(
             step=step,
@@ -169,48 +228,49 @@ class _Difference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Known:
-    """What differences tell of a derivative."""
+class _Estimate:
+    """A derivative by differences."""
 
     derivative: float
     allowed: float
-    """How well it is known."""
-    is_telling: bool
+    """The largest error that the derivative may have."""
+    is_known: bool
 
 
-def _known(differences: Sequence[_Difference]) -> _Known:
-    """Return the derivative by the step that agrees best with its neighbours."""
+def _estimate(differences: Sequence[_Difference]) -> _Estimate:
+    """Return the derivative by the step that agrees best with its neighbours, and whether that determines it."""
     spread, place = min(
         (max(abs(differences[place].slope - differences[place + side].slope) for side in (-1, 1)), place)
         for place in range(1, len(differences) - 1)
     )
     best, smaller = differences[place], differences[place:]
-    # what only bends does so less with smaller steps, and what has a kink does not: any slope in between may be right.
-    # Of a staircase, small steps tell nothing
+    # a bend shrinks with smaller steps, and a kink does not: there any slope in between may be right. Small steps that
+    # fall on one tread of a staircase are left out
     alike = [each for each in smaller if abs(each.slope - best.slope) <= KINK * abs(best.slope)]
     least = min(alike, key=lambda each: each.bend, default=best)
     allowed = MARGIN * spread + least.bend
     has_kinks = least.bend > KINK * least.total + MARGIN * spread
     is_staircase = best.slope == 0.0 and spread == 0.0 and any(each.slope for each in differences)
-    # beside a kink, on a staircase and where all is steep, smaller steps tell what no rounding explains
-    are_torn = any(abs(each.slope - best.slope) > allowed + ROUNDING * each.scale / each.step for each in smaller)
-    # a bound that admits zero tells nothing, unless it is small beside the function itself
+    # beside a kink, on a staircase and where all is steep, smaller steps differ by more than rounding explains
+    steps_disagree = any(abs(each.slope - best.slope) > allowed + ROUNDING * each.scale / each.step for each in smaller)
+    # a bound that admits zero decides nothing, unless it is small beside the function's values
     is_vague = allowed > max(0.5 * abs(best.slope), VAGUE * best.scale)
     is_finite = math.isfinite(best.slope + spread + least.bend)
-    return _Known(
+    return _Estimate(
         derivative=best.slope,
         allowed=allowed,
-        is_telling=is_finite and not (has_kinks or is_staircase or are_torn or is_vague),
+        is_known=is_finite and not (has_kinks or is_staircase or steps_disagree or is_vague),
     )
 
 
-def _direction(start: torch.Tensor, path: str) -> torch.Tensor:
+def _draw_direction(start: torch.Tensor, path: str) -> torch.Tensor:
+    """Return a random direction whose elements are as large as those of the input in the root mean square."""
     drawn = cotangent_for(start, path, seed=1)
     finite = start[torch.isfinite(start)]
     size = float(finite.abs().square().mean().sqrt()) if finite.numel() else 1.0
     return drawn * (size or 1.0)
 
 
-def _inner(gradient: torch.Tensor, direction: torch.Tensor) -> float:
+def _inner_product(gradient: torch.Tensor, direction: torch.Tensor) -> float:
     product = gradient.conj() * direction
     return float((product.real if product.is_complex() else product).sum())

@@ -1,9 +1,12 @@
-"""What an operator is asked when it runs eagerly: its schema, its steadiness, its autograd."""
+"""Probes that run an operator eagerly: its schema, whether it repeats itself, and its autograd registration.
+
+A trace runs an operator once and keeps what its schema declares. So an operator that changes more than it declares, or
+that returns another result when it is called again, is wrong under every compiler.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +14,11 @@ import torch
 from torchdelta._torch.operators import schemas
 from torchdelta._torch.process import runtime
 from torchdelta._torch.pytree import tree_leaves, tree_map_only
-from torchdelta.check.baseline import Baseline
 from torchdelta.compare.distance import distance
 from torchdelta.compare.judge import Judge, is_inexact
 from torchdelta.compare.policy import Bitwise
-from torchdelta.operators.inputs import called
-from torchdelta.operators.probes.derivative import slopes
+from torchdelta.operators.inputs import call_on_copies
+from torchdelta.operators.probes.base import OpSubject, has_input_with_grad, is_tensor
 from torchdelta.program import examples
 from torchdelta.program.copies import copy_together
 from torchdelta.program.sides import Side
@@ -24,89 +26,95 @@ from torchdelta.records.operators import Probe
 from torchdelta.records.verdict import Verdict
 
 CALLS = 2
-"""How often an operator is watched with the same inputs: what it does undeclared it may do only sometimes."""
+"""How often an operator is called with the same inputs: an undeclared effect may not happen in every call."""
 DRAWS = 8
-"""With so many draws of fresh values: it may depend on them."""
+"""How many draws of fresh values it is called with: an undeclared effect may depend on values."""
 ROUNDINGS = 4
-"""So many units in the last place of the largest element may differ where a sum is taken in another order."""
-NO_SLOPE = "along these it has no derivative that differences tell (a kink, a staircase, or no number)"
+"""How many units in the last place of the largest element may differ, because a sum may be taken in another order."""
 
 
-def schema(op: Any, baseline: Baseline, *others: Baseline) -> Probe:
-    """Watch what an operator writes to and what it returns, several times, with fresh values and with other inputs."""
-    watching = schemas.DeclaredEffects(op)
-    drawn = [
+def schema(subject: OpSubject) -> Probe:
+    """Watch what the operator writes to and returns, and compare it with what its schema declares.
+
+    It is called several times: with the user's inputs, with fresh values, with other sizes and in other layouts.
+    """
+    inputs, own = subject.inputs, subject.inputs.own
+    watch = schemas.DeclaredEffects(inputs.op)
+    fresh = [
         program
         for draw in range(DRAWS)
-        for program in itertools.islice(examples.redraw(baseline.program, seed=baseline.plan.seed + draw + 1), 1)
+        for program in itertools.islice(examples.redraw(own.program, seed=own.plan.seed + draw + 1), 1)
     ]
-    for program in (baseline.program, *drawn, *(each.program for each in others)):
+    others = [other.program for other in (*inputs.resized, *inputs.laid_out.values())]
+    for program in (own.program, *fresh, *others):
         for call in range(CALLS):
-            inputs = copy_together((program.args, dict(program.kwargs)), name=program.name)
-            args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, inputs)
-            runtime.seed_everything(baseline.plan.seed + call)
+            copies = copy_together((program.args, dict(program.kwargs)), name=program.name)
+            args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, copies)
+            runtime.seed_everything(own.plan.seed + call)
             try:
-                with baseline.eager_scope(), watching:
-                    watching.call(args, kwargs)
+                with own.eager_scope(), watch:
+                    watch.call(args, kwargs)
             except Exception:
-                if program is baseline.program:
+                if program is own.program:
                     raise
-                break  # not every value is to an operator's liking
-    if not watching.breaches:
-        said = f"{watching.calls} calls did what it declares"
-        return Probe(name="schema", verdict=Verdict.EQUIVALENT, reason=said)
+                break  # an operator need not take every value
+    if not watch.breaches:
+        reason = f"{watch.calls} calls did what it declares"
+        return Probe(name="schema", verdict=Verdict.EQUIVALENT, reason=reason)
     return Probe(
         name="schema",
         verdict=Verdict.DIVERGED,
-        reason="; ".join(watching.breaches),
+        reason="; ".join(watch.breaches),
         remedy="declare what it changes (mutates_args=… or Tensor(a!)), and return a copy of what it would alias",
     )
 
 
-def repeat(baseline: Baseline) -> Probe:
-    """Call it twice, with the same inputs and the same seed: what it returns, and what it leaves in its inputs."""
-    side = Side.copied_from(baseline.program)
-    first, second = called(side, baseline), called(side, baseline)
-    found, _ = Judge(policy=Bitwise()).compare(first, second)
-    worst = max(found, key=lambda seen: seen.rank, default=None)
+def repeat(subject: OpSubject) -> Probe:
+    """Call the operator twice with the same inputs and seed, and compare its outputs and its inputs afterwards."""
+    own = subject.inputs.own
+    side = Side.copied_from(own.program)
+    first, second = call_on_copies(side, own), call_on_copies(side, own)
+    comparisons, _ = Judge(policy=Bitwise()).compare(first, second)
+    worst = max(comparisons, key=lambda comparison: comparison.rank, default=None)
     if worst is None or worst.verdict is Verdict.EQUIVALENT:
-        return Probe(name="repeat", verdict=Verdict.EQUIVALENT, reason="called again it gives the same")
+        return Probe(name="repeat", verdict=Verdict.EQUIVALENT, reason="called again it returns the same")
     values = f": {worst.worst.reference} and then {worst.worst.candidate}" if worst.worst else ""
-    left = "" if worst.path.startswith("outputs") else "what it leaves in "
-    said = f"called again with the same inputs and the same seed, {left}{worst.path} is another{values}"
+    written = "" if worst.path.startswith("outputs") else "what it leaves in "
+    reason = f"called again with the same inputs and the same seed, {written}{worst.path} is another{values}"
     if _is_rounding(first[worst.path], second.get(worst.path)):
-        return Probe(name="repeat", verdict=Verdict.INCONCLUSIVE, reason=f"{said}, which may be rounding")
+        return Probe(name="repeat", verdict=Verdict.INCONCLUSIVE, reason=f"{reason}, which may be rounding")
     return Probe(
         name="repeat",
         verdict=Verdict.DIVERGED,
-        reason=said,
-        remedy="a trace runs it once and keeps what it saw: give what it remembers from call to call as an argument "
-        "that it declares to change, or draw from torch's generators",
+        reason=reason,
+        remedy="a trace runs it once and keeps the result: pass what it remembers between calls as an argument that "
+        "it declares to change, or draw from torch's generators",
     )
 
 
 def _is_rounding(first: Any, second: Any) -> bool:
     """Tell whether two results are as near as those of a sum that is not always taken in the same order."""
-    if not (_is_tensor(first) and _is_tensor(second) and is_inexact(first.dtype)):
+    if not (is_tensor(first) and is_tensor(second) and is_inexact(first.dtype)):
         return False
     return distance(first, second) <= ROUNDINGS * torch.finfo(first.dtype).eps
 
 
-def registration(op: Any, baseline: Baseline) -> Probe:
-    """Ask whether gradients pass the operator where the dispatcher knows of it."""
-    program = baseline.program
-    devices = {leaf.device.type for leaf in tree_leaves((program.args, dict(program.kwargs))) if _is_tensor(leaf)}
+def registration(subject: OpSubject) -> Probe:
+    """Ask whether the operator's gradient is registered with the dispatcher, where a compiler sees it."""
+    op, own = subject.inputs.op, subject.inputs.own
+    program = own.program
+    devices = {leaf.device.type for leaf in tree_leaves((program.args, dict(program.kwargs))) if is_tensor(leaf)}
     if all(schemas.has_autograd_kernel(op, device) for device in devices or {"cpu"}):
         return Probe(name="registration", verdict=Verdict.EQUIVALENT, reason="it has an autograd kernel")
     copies = copy_together((program.args, dict(program.kwargs)), name=program.name)
-    # what is no leaf may be written to
-    args, kwargs = tree_map_only(torch.Tensor, lambda copied: copied.clone(), copies)
-    given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
-    with baseline.eager_scope(), schemas.without_autograd_fallback():
-        returned = tree_leaves(op(*args, **kwargs))
-    if not any(_is_tensor(leaf) and is_inexact(leaf.dtype) for leaf in returned):
-        return Probe(name="registration", verdict=Verdict.EQUIVALENT, reason="what it returns has no gradient")
-    if any(_is_tensor(leaf) and leaf.requires_grad and id(leaf) not in given for leaf in returned):
+    # the operator may write to a clone, because it is not an autograd leaf
+    args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.clone(), copies)
+    inputs = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+    with own.eager_scope(), schemas.without_autograd_fallback():
+        outputs = tree_leaves(op(*args, **kwargs))
+    if not any(is_tensor(leaf) and is_inexact(leaf.dtype) for leaf in outputs):
+        return Probe(name="registration", verdict=Verdict.EQUIVALENT, reason="no output can have a gradient")
+    if any(is_tensor(leaf) and leaf.requires_grad and id(leaf) not in inputs for leaf in outputs):
         return Probe(
             name="registration",
             verdict=Verdict.DIVERGED,
@@ -116,49 +124,39 @@ def registration(op: Any, baseline: Baseline) -> Probe:
     return Probe(
         name="registration",
         verdict=Verdict.INCONCLUSIVE,
-        reason="inputs require grad, and it has no autograd kernel: what its gradients should be cannot be told",
+        reason="inputs require grad, and it has no autograd kernel: what its gradients should be is unknown",
         remedy="register one with torch.library.register_autograd; if it has none, check it with gradients=False",
     )
 
 
-def derivative(given: Baseline, others: Mapping[str, Sequence[Baseline]]) -> Probe:
-    """Hold the backward against differences of the function, at the given inputs and at others, by what they are.
-
-    What has a kink at some of them is known if it has none at another; what is wrong at any of them is wrong.
-    """
-    unknown: set[str] | None = None
-    places = [("", given), *((f" {place}", other) for place, each in others.items() for other in each)]
-    for place, baseline in places:
-        try:
-            found = slopes(baseline)
-        except Exception as error:
-            if baseline is not given:
-                continue  # not every value is to an operator's liking
-            return Probe(
-                name="derivative",
-                verdict=Verdict.INCONCLUSIVE,
-                reason=f"it does not run in float64 ({type(error).__name__}: {_line(error)}), so nothing can be told",
-            )
-        if wrong := [f"{slope}{place}" for slope in found if slope.is_wrong]:
-            return Probe(
-                name="derivative",
-                verdict=Verdict.DIVERGED,
-                reason="; ".join(wrong),
-                remedy="mend the backward given to register_autograd; where it is meant to be another function (a "
-                "straight-through estimator), leave this probe out",
-            )
-        unsure = {slope.path for slope in found if not slope.is_known}
-        unknown = unsure if unknown is None else unknown & unsure
-    if unknown:
-        reason = f"{NO_SLOPE}: {', '.join(sorted(unknown))}"
-        return Probe(name="derivative", verdict=Verdict.INCONCLUSIVE, reason=reason)
-    said = "in float64 the backward is the derivative of the forward"
-    return Probe(name="derivative", verdict=Verdict.EQUIVALENT, reason=said)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
+def gradients(subject: OpSubject) -> Probe | str | None:
+    """Report why nothing is known about the gradients; None if they can be compared, which the other probes do."""
+    inputs = subject.inputs
+    if has_input_with_grad(subject):
+        return Probe(
+            name="gradients",
+            verdict=Verdict.INCONCLUSIVE,
+            reason="no input requires grad, so nothing is known about its gradients",
+            remedy="give inputs with requires_grad=True, or ask without gradients",
+        )
+    if inputs.backward_error:
+        return Probe(
+            name="gradients",
+            verdict=Verdict.INCONCLUSIVE,
+            reason=f"its backward raises eagerly: {inputs.backward_error}",
+            remedy="mend it, or register one with torch.library.register_autograd; or ask without gradients",
+        )
+    if inputs.resized and inputs.other_backward_error:
+        return Probe(
+            name="gradients",
+            verdict=Verdict.INCONCLUSIVE,
+            reason=f"its backward raises for inputs that its forward takes: {inputs.other_backward_error}",
+            remedy="mend the backward: it may assume a size",
+        )
+    if inputs.own.reference.is_differentiable:
+        return None
+    if subject.gradients == "auto":
+        return "no output requires grad"
+    # requires_grad of the outputs is a clause of the contract, so every trace is held to it
+    reason = "no output requires grad, so a backward is refused; every equivalent trace refuses it too"
+    return Probe(name="gradients", verdict=Verdict.EQUIVALENT, reason=reason)

@@ -1,9 +1,13 @@
-"""What the fake kernel of an operator says of its results, held against what the real one returns."""
+"""Probes of an operator's fake kernel: sizes, strides and dtypes that it returns, compared with those of the real one.
+
+A compiler plans memory from the fake kernel alone. It is asked with the user's inputs, with other sizes, and with sizes
+that are symbols. Start with `compare_fake` and `compare_symbolic`.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +20,8 @@ from torchdelta._torch.pytree import tree_leaves
 from torchdelta.check.baseline import Baseline
 from torchdelta.compare.contract import Terms, breaches
 from torchdelta.compare.leaves import Leaves, leaves_of
+from torchdelta.operators.inputs import describe_error, first_line
+from torchdelta.operators.probes.base import OpSubject, is_tensor
 from torchdelta.program.sides import Side
 from torchdelta.records.operators import Probe
 from torchdelta.records.verdict import Verdict
@@ -24,58 +30,85 @@ REGISTER_FAKE = (
     "register a fake kernel: @torch.library.register_fake(NAME) on a function of the same arguments that returns empty "
     "tensors of the right sizes, strides and dtypes"
 )
-SYMBOLS = "let its fake kernel take sizes that are no numbers: ask them only what a torch.SymInt answers"
+SYMBOLS = "let its fake kernel take symbolic sizes: use only operations that a torch.SymInt supports"
 _SYMBOL = re.compile(r"\bSym(Int|Float|Bool)s?\b(?!\??\[|\?| \w+[,=)])|symbolic (sizes|shapes|strides|ints?)\b")
-"""In what torch says of a symbol; a schema names the same types."""
+"""Matches torch's messages about a symbol, and not the same type names within a schema."""
+
+Sizes = tuple[int | None, ...] | None
+"""The sizes of a fake tensor, None for an unknown one; None for a value that is not a tensor."""
 
 
-def fake(name: str, baseline: Baseline) -> Probe:
-    """Hold what the fake kernel says of the results against what the real one returned."""
+def fake_given(subject: OpSubject) -> Probe:
+    """Compare the fake kernel with the real one on the user's inputs."""
+    return compare_fake("fake/given", subject.inputs.own)
+
+
+def fake_resized(subject: OpSubject) -> Probe | str:
+    """Compare the fake kernel with the real one on inputs of other sizes; return the worst answer."""
+    inputs = subject.inputs
+    return _worst_of([compare_fake("fake/resized", other) for other in inputs.resized], inputs.why_no_sizes)
+
+
+def fake_symbolic(subject: OpSubject) -> Probe | str:
+    """Compare the fake kernel, run on symbolic sizes, with the real one on other sizes; return the worst answer."""
+    inputs = subject.inputs
+    answers = [compare_symbolic("fake/symbolic", inputs.own, other) for other in inputs.resized_alike]
+    return _worst_of(answers, inputs.why_no_sizes)
+
+
+def _worst_of(answers: Sequence[Probe | str], why_none: str) -> Probe | str:
+    """Return the worst answer; without any, why the first was not given, or `why_none` if nothing was asked."""
+    probes = [answer for answer in answers if isinstance(answer, Probe)]
+    if probes:
+        return max(probes, key=lambda probe: probe.verdict.severity)
+    return str(answers[0]) if answers else why_none
+
+
+def compare_fake(name: str, baseline: Baseline) -> Probe:
+    """Compare the results that the fake kernel announces with those that the real kernel returns."""
     side = Side.copied_from(baseline.program)
     with runtime.preserved_generators(), preserved_dispatch():
         try:
             returned = fake_kernels.call_faked(side.call, side.args, side.kwargs)
         except errors.caught_from_user_code() as error:  # a fake kernel is the user's code
-            return _failed(name, error)
-    said = leaves_of(returned, "outputs")
-    return _compared(name, _outputs(baseline), said, {path: _sizes(leaf) for path, leaf in said.items()})
+            return _report_error(name, error)
+    fakes = leaves_of(returned, "outputs")
+    return _compare(name, _call_real(baseline), fakes, {path: _sizes(leaf) for path, leaf in fakes.items()})
 
 
-def symbolic(name: str, given: Baseline, other: Baseline) -> Probe | str:
-    """Run the fake kernel with sizes that are symbols, and put other numbers in their place; or say why not."""
-    side = Side.copied_from(given.program)
-    tensors = [leaf for leaf in tree_leaves((other.program.args, dict(other.program.kwargs))) if _is_tensor(leaf)]
+def compare_symbolic(name: str, own: Baseline, other: Baseline) -> Probe | str:
+    """Run the fake kernel on symbolic sizes, put the other sizes in, and compare; or say why that is not possible."""
+    side = Side.copied_from(own.program)
+    tensors = [leaf for leaf in tree_leaves((other.program.args, dict(other.program.kwargs))) if is_tensor(leaf)]
     with runtime.preserved_generators(), preserved_dispatch():
         try:
-            made = fake_kernels.Symbolic(side.call, side.args, side.kwargs)
-            is_elsewhere = made.goes_other_ways_for(tensors)
+            symbolic = fake_kernels.Symbolic(side.call, side.args, side.kwargs)
+            takes_other_branch = symbolic.has_other_branches_for(tensors)
         except errors.caught_from_user_code() as error:  # a fake kernel is the user's code
-            return _failed(name, error)
-    if is_elsewhere and made.fixes_sizes:
+            return _report_error(name, error)
+    if takes_other_branch and symbolic.fixes_sizes:
         return Probe(
             name=name,
             verdict=Verdict.INCONCLUSIVE,
-            reason="it takes a size for the number that it is: every other one is compiled anew",
+            reason="its fake kernel fixes a size, so that every other size is compiled anew",
             remedy=SYMBOLS,
         )
-    if is_elsewhere:
-        return "it goes another way with the other sizes that were tried"
-    said = leaves_of(made.returned(tensors), "outputs")
-    sizes = {path: made.sizes(leaf, tensors) if _is_tensor(leaf) else None for path, leaf in said.items()}
-    return _compared(name, _outputs(other), said, sizes)
+    if takes_other_branch:
+        return "its fake kernel takes another branch for the other sizes that were tried"
+    fakes = leaves_of(symbolic.returned(tensors), "outputs")
+    sizes = {path: symbolic.sizes(leaf, tensors) if is_tensor(leaf) else None for path, leaf in fakes.items()}
+    return _compare(name, _call_real(other), fakes, sizes)
 
 
-Sizes = tuple[int | None, ...] | None
-
-
-def _compared(name: str, real: Leaves, said: Leaves, sizes: dict[str, Sizes]) -> Probe:
-    wrong = [f"{path} is missing" for path in real if path not in said]
-    wrong += [f"{path} does not exist" for path in said if path not in real]
-    for path, leaf in said.items():
+def _compare(name: str, real: Leaves, fakes: Leaves, sizes: dict[str, Sizes]) -> Probe:
+    """Return the verdict on the fake leaves with these sizes, each compared with the real leaf of the same path."""
+    wrong = [f"{path} is missing" for path in real if path not in fakes]
+    wrong += [f"{path} does not exist" for path in fakes if path not in real]
+    for path, leaf in fakes.items():
         partner, size = real.get(path), sizes[path]
-        if not _is_tensor(leaf) or not _is_tensor(partner):
-            if path in real and _is_tensor(leaf) != _is_tensor(partner):
-                wrong.append(f"{path} is no tensor")
+        if not is_tensor(leaf) or not is_tensor(partner):
+            if path in real and is_tensor(leaf) != is_tensor(partner):
+                wrong.append(f"{path} is a tensor on one side only")
             elif _is_other_number(leaf, partner):
                 wrong.append(f"{path} is {leaf!r}, really {partner!r}")
             continue
@@ -88,7 +121,7 @@ def _compared(name: str, real: Leaves, said: Leaves, sizes: dict[str, Sizes]) ->
             known = tuple("?" if one is None else one for one in size or ())
             wrong.append(f"{path} has sizes {known}, really {tuple(partner.shape)}")
             continue
-        wrong += [f"{path} has {each}" for each in _other_breaches(partner, leaf)]
+        wrong += [f"{path} has {breach}" for breach in _other_breaches(partner, leaf)]
     if wrong:
         return Probe(
             name=name,
@@ -99,33 +132,35 @@ def _compared(name: str, real: Leaves, said: Leaves, sizes: dict[str, Sizes]) ->
     return Probe(name=name, verdict=Verdict.EQUIVALENT, reason="the fake kernel says what the real one does")
 
 
-def _is_other_number(said: Any, real: Any) -> bool:
-    is_plain = isinstance(said, (bool, int, float, complex, str)) and isinstance(real, (bool, int, float, complex, str))
-    are_nan = said != said and real != real
-    return is_plain and said != real and not are_nan
+def _is_other_number(fake: Any, real: Any) -> bool:
+    """Tell whether two plain values differ; two NaNs do not."""
+    is_plain = isinstance(fake, (bool, int, float, complex, str)) and isinstance(real, (bool, int, float, complex, str))
+    are_nan = fake != fake and real != real
+    return is_plain and fake != real and not are_nan
 
 
-def _other_breaches(real: torch.Tensor, said: torch.Tensor) -> Iterable[str]:
-    if any(isinstance(size, torch.SymInt) for size in (*said.shape, *said.stride())):
-        pairs = {"dtype": (real.dtype, said.dtype), "device": (real.device, said.device)}
-        return [f"{clause} {told}, really {true}" for clause, (true, told) in pairs.items() if true != told]
-    found = breaches(real, said, Terms(strict=frozenset({"stride"})))
-    return [f"{each.clause} {each.candidate}, really {each.reference}" for each in found]
+def _other_breaches(real: torch.Tensor, fake: torch.Tensor) -> Iterable[str]:
+    """Return the differences in dtype, device, strides and the other clauses of the contract, apart from sizes."""
+    if any(isinstance(size, torch.SymInt) for size in (*fake.shape, *fake.stride())):
+        pairs = {"dtype": (real.dtype, fake.dtype), "device": (real.device, fake.device)}
+        return [f"{clause} {wrong}, really {right}" for clause, (right, wrong) in pairs.items() if right != wrong]
+    differences = breaches(real, fake, Terms(strict=frozenset({"stride"})))
+    return [f"{breach.clause} {breach.candidate}, really {breach.reference}" for breach in differences]
 
 
 def _sizes(leaf: Any) -> Sizes:
-    if not _is_tensor(leaf):
+    if not is_tensor(leaf):
         return None
     return tuple(None if fake_kernels.is_unknown(size) else int(size) for size in leaf.shape)
 
 
 def remedy_of(message: str) -> str:
-    """Return what to register where a trace raised this."""
+    """Return what to register where a trace raised this message, or an empty text if that is unknown."""
     if "no fake impl" in message or "register_fake" in message:
         return REGISTER_FAKE
     if "alias annotations" in message:
         return (
-            "an operator of a library that is traced returns no memory of its arguments: declare only what it changes, "
+            "a traced operator of a library must not return memory of its arguments: declare only what it changes, "
             "and return nothing or a copy"
         )
     if "register_autograd" in message:
@@ -135,47 +170,40 @@ def remedy_of(message: str) -> str:
     return ""
 
 
-def _failed(name: str, error: BaseException) -> Probe:
+def _report_error(name: str, error: BaseException) -> Probe:
+    """Return the answer for a fake kernel that raised: inconclusive if it could not have answered, else crashed."""
     if fake_kernels.has_no_fake_tensor(error):
         return Probe(
             name=name,
             verdict=Verdict.INCONCLUSIVE,
-            reason=f"torch has no fake tensors like its inputs ({_line(error)}), so no fake kernel can be asked",
+            reason=f"torch has no fake tensors like its inputs ({first_line(error)}), so no fake kernel can be asked",
         )
     if fake_kernels.lacks_fake_kernel(error):
         return Probe(
             name=name,
             verdict=Verdict.INCONCLUSIVE,
-            reason="there is no fake kernel, so there is nothing to hold against the real one",
+            reason="there is no fake kernel, so there is nothing to compare with the real one",
             remedy=REGISTER_FAKE,
         )
     if fake_kernels.depends_on_data(error):
         return Probe(
             name=name,
             verdict=Verdict.INCONCLUSIVE,
-            reason=f"without data nothing can be told of what it returns ({type(error).__name__}: {_line(error)})",
+            reason=f"its results depend on data, which a fake kernel does not have ({describe_error(error)})",
         )
     return Probe(
         name=name,
         verdict=Verdict.CRASHED,
-        reason=f"the fake kernel raises {type(error).__name__}: {_line(error)}",
+        reason=f"the fake kernel raises {describe_error(error)}",
         remedy=SYMBOLS
         if name.endswith("symbolic") and isinstance(error, Exception)
         else "mend the function given to register_fake",
     )
 
 
-def _outputs(baseline: Baseline) -> Leaves:
-    """Return what the real kernel returns itself: a copy of it may be laid out otherwise."""
+def _call_real(baseline: Baseline) -> Leaves:
+    """Return the outputs of the real kernel, and not copies of them, because a copy may have other strides."""
     side = Side.copied_from(baseline.program)
     runtime.seed_everything(baseline.plan.seed)
     with baseline.eager_scope():
         return leaves_of(side.call(*side.args, **side.kwargs), "outputs")
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]

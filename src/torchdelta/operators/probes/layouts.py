@@ -1,8 +1,11 @@
-"""What an operator makes of inputs that lie otherwise in memory: a kernel that reads a pointer may not mind strides."""
+"""Probes with inputs in other memory layouts: a kernel that reads a data pointer may ignore the strides.
+
+The other layouts hold the same values, so the results must be the same but for rounding. How much rounding is normal is
+measured with inputs whose last bits are moved. Start with `layout`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -15,58 +18,71 @@ from torchdelta.compare.distance import first_difference, with_other_last_bits
 from torchdelta.compare.judge import Judge
 from torchdelta.compare.leaves import Leaves
 from torchdelta.compare.policy import Bitwise
-from torchdelta.operators.inputs import called
-from torchdelta.operators.probes import fake
+from torchdelta.operators.inputs import call_on_copies, describe_error
+from torchdelta.operators.probes.base import OpSubject
+from torchdelta.operators.probes.fake import compare_fake
 from torchdelta.program.programs import Program
 from torchdelta.program.sides import Side
 from torchdelta.records.operators import Probe
 from torchdelta.records.verdict import Verdict
 
 REMEDY = (
-    "inputs come in any layout: begin with x = x.contiguous(), or mind its strides; where memory is what it is about "
+    "inputs come in any layout: begin with x = x.contiguous(), or use its strides; if the operator is about memory "
     "(as_strided, random numbers in its order), leave this probe out"
 )
 
 
-def layout(given: Baseline, others: Mapping[str, Baseline]) -> Probe | str:
-    """Ask whether it gives the same however its inputs lie in memory; or say why that cannot be asked."""
+def layout(subject: OpSubject) -> Probe | str:
+    """Ask whether the operator returns the same for every memory layout of its inputs; or say why not asked."""
+    inputs, own = subject.inputs, subject.inputs.own
+    if not inputs.laid_out:
+        return inputs.why_no_layouts
     try:
         with DrawWatch() as draws:
-            plain = _called(given.program, given)
+            plain = _call(own.program, own)
         if draws.has_drawn:
             return "it draws random numbers, in the order of memory"
-        again, _ = Judge(policy=Bitwise()).compare(plain, _called(given.program, given, seed=given.plan.seed + 1))
-        results = {name: _called(other.program, other) for name, other in others.items()}
+        repeats, _ = Judge(policy=Bitwise()).compare(plain, _call(own.program, own, seed=own.plan.seed + 1))
+        results = {name: _call(other.program, other) for name, other in inputs.laid_out.items()}
     except Exception as error:
-        said = f"called once more it raises {type(error).__name__}: {str(error).strip()}".partition("\n")[0]
-        return Probe(name="layout", verdict=Verdict.INCONCLUSIVE, reason=said)
-    if any(each.verdict is not Verdict.EQUIVALENT for each in again):
-        return "called once more, with another seed, it gives something else"
-    moved = [_moved(given, sign) for sign in (1, -1)]
+        reason = f"called once more it raises {describe_error(error)}"
+        return _answer(subject, Verdict.INCONCLUSIVE, reason)
+    if any(comparison.verdict is not Verdict.EQUIVALENT for comparison in repeats):
+        return "called once more, with another seed, it returns something else"
+    moved = [_call_with_moved_bits(own, sign) for sign in (1, -1)]
     for name, result in results.items():
-        if different := first_difference(plain, result, moved):
-            said = f"for inputs of the same values that are {name} in memory it gives another {different}"
-            return Probe(name="layout", verdict=Verdict.DIVERGED, reason=said, remedy=REMEDY)
-    said = f"it gives the same for inputs that are {' or '.join(others)} in memory"
-    return Probe(name="layout", verdict=Verdict.EQUIVALENT, reason=said)
+        if difference := first_difference(plain, result, moved):
+            reason = f"for inputs of the same values that are {name} in memory it returns another {difference}"
+            return _answer(subject, Verdict.DIVERGED, reason, REMEDY)
+    reason = f"it returns the same for inputs that are {' or '.join(results)} in memory"
+    return _answer(subject, Verdict.EQUIVALENT, reason)
 
 
-def fake_layout(given: Baseline, others: Mapping[str, Baseline]) -> Probe:
-    """Hold what the fake kernel says for these layouts against what the real one returns."""
-    plain = fake.fake("fake/layout", given)
+def fake_layout(subject: OpSubject) -> Probe | str:
+    """Compare fake and real results for every memory layout of the inputs; return the worst answer, or why none."""
+    inputs = subject.inputs
+    if not inputs.laid_out:
+        return inputs.why_no_layouts
+    plain = compare_fake("fake/layout", inputs.own)
     if plain.verdict is not Verdict.EQUIVALENT:
-        return plain  # no layout has to do with it
-    answers = [_told_of(fake.fake("fake/layout", other), name) for name, other in others.items()]
+        return plain  # the layout is not the cause
+    answers = [_name_layout(compare_fake("fake/layout", other), name) for name, other in inputs.laid_out.items()]
     return max(answers, key=lambda probe: probe.verdict.severity)
 
 
-def _moved(given: Baseline, sign: int) -> Leaves:
-    """Return what comes of inputs with other last bits; nothing where the operator does not take them."""
-    program = given.program
+def _answer(subject: OpSubject, verdict: Verdict, reason: str, remedy: str = "") -> Probe:
+    """Return the answer of `layout`, which also says which layout the operator rejects, if it rejects one."""
+    rejected = f"; {subject.inputs.layout_error}" if subject.inputs.layout_error else ""
+    return Probe(name="layout", verdict=verdict, reason=reason + rejected, remedy=remedy)
+
+
+def _call_with_moved_bits(own: Baseline, sign: int) -> Leaves:
+    """Return the results for inputs whose last bits are moved; empty if the operator does not take such inputs."""
+    program = own.program
     try:
         args, kwargs = tree_map_only(torch.Tensor, partial(_move, sign), (program.args, dict(program.kwargs)))
-        return _called(replace(program, args=args, kwargs=kwargs), given)
-    except Exception:  # not every value is to an operator's liking
+        return _call(replace(program, args=args, kwargs=kwargs), own)
+    except Exception:  # an operator need not take every value
         return {}
 
 
@@ -74,11 +90,12 @@ def _move(sign: int, tensor: torch.Tensor) -> torch.Tensor:
     return with_other_last_bits(tensor.detach(), sign).requires_grad_(tensor.requires_grad)
 
 
-def _called(program: Program, baseline: Baseline, *, seed: int | None = None) -> Leaves:
-    return called(Side.copied_from(program), baseline, seed=seed)
+def _call(program: Program, baseline: Baseline, *, seed: int | None = None) -> Leaves:
+    return call_on_copies(Side.copied_from(program), baseline, seed=seed)
 
 
-def _told_of(probe: Probe, name: str) -> Probe:
+def _name_layout(probe: Probe, name: str) -> Probe:
+    """Return the answer with the name of the layout before its reason, unless it is equivalent."""
     if probe.verdict is Verdict.EQUIVALENT:
         return probe
     return replace(probe, reason=f"for inputs that are {name} in memory {probe.reason}")

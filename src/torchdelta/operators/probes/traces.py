@@ -1,18 +1,23 @@
-"""What compilers make of an operator: traced with the given inputs, run on them, and then on others."""
+"""Probes of what compilers make of an operator: it is traced with the user's inputs and run on others.
+
+A constant that was baked into a trace shows as soon as the inputs change. With static shapes the trace runs on fresh
+values, with dynamic shapes on other sizes. Each run is a check like any other. Start with `ask_trace`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torchdelta import transforms
 from torchdelta._torch.modes.outside import preserved_dispatch
 from torchdelta.check.baseline import Baseline
 from torchdelta.check.candidate import run_candidate
 from torchdelta.check.check import Check
-from torchdelta.compare.policy import Policy
 from torchdelta.operators.inputs import OpInputs
-from torchdelta.operators.probes import fake
+from torchdelta.operators.probes.base import OpSubject, ProbeEntry
+from torchdelta.operators.probes.fake import remedy_of
 from torchdelta.program.sides import Side
 from torchdelta.records.case import Case
 from torchdelta.records.comparison import Scalar
@@ -28,12 +33,12 @@ VARIANTS: dict[str, dict[str, Scalar]] = {
     "unfunctionalised": {"functionalised": False},
 }
 UNSUPPORTED = "UnsupportedFakeTensorException"
-BAKED = "something that it saw while it was traced is a constant of the trace: compute it from the arguments"
+BAKED = "a value that it saw while it was traced is a constant of the trace: compute it from the arguments"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """A way to make something callable of an operator."""
+    """A transform that traces an operator, with static or dynamic shapes."""
 
     name: str
     transform: str
@@ -45,8 +50,20 @@ class Trace:
         return bool(self.options["dynamic"])
 
 
-def traces_with(backends: Sequence[str]) -> Iterator[Trace]:
-    """Yield AOTAutograd's ways, and those of the backends."""
+def trace_probes(backends: Sequence[str]) -> Iterator[ProbeEntry]:
+    """Yield a probe for each trace: AOTAutograd's in every variant, and the backends', static and then dynamic."""
+    for trace in _traces(backends):
+        is_aot_alone = trace.transform == "aot" and trace.is_dynamic
+        yield ProbeEntry(
+            name=trace.name,
+            ask=partial(ask_trace, trace),
+            needs=(has_separate_inputs,) if is_aot_alone else (),
+            compares_values=False,
+        )
+
+
+def _traces(backends: Sequence[str]) -> Iterator[Trace]:
+    """Yield the traces in the order in which they are asked about."""
     for shapes in ("static", "dynamic"):
         dynamic: dict[str, Scalar] = {"dynamic": shapes == "dynamic"}
         for variant, options in VARIANTS.items():
@@ -55,81 +72,80 @@ def traces_with(backends: Sequence[str]) -> Iterator[Trace]:
             yield Trace(name=f"backend/{backend}/{shapes}", transform=f"backend:{backend}", options=dynamic)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tracing:
-    """An operator with its inputs, and how what is made of it is judged."""
-
-    inputs: OpInputs
-    policy: Policy
-    policy_words: str
-    ignore: tuple[str, ...]
-    correctness: bool
-
-    def probe(self, trace: Trace) -> Probe:
-        """Run what was made of the operator on the given inputs, and then on others than it was made for."""
-        inputs = self.inputs
-        is_resized = trace.is_dynamic and bool(inputs.resized)
-        others = inputs.resized if is_resized or inputs.others else inputs.fresh
-        transform = transforms.build(trace.transform, trace.options)
-        side, draws_random = Side.copied_from(inputs.given.program), inputs.given.reference.draws_random
-        with preserved_dispatch(), applied_once(transform, side, draws_random=draws_random) as once:
-            probe = self._run(trace, once, inputs.given)
-            for other in others if probe.verdict is Verdict.EQUIVALENT else ():
-                second = self._run(trace, once, other)
-                if second.verdict is not Verdict.EQUIVALENT:
-                    how = "other sizes" if is_resized else "fresh data"
-                    said = f"traced with the given inputs and run on {how}: {second.reason}"
-                    return replace(second, reason=said, remedy=second.remedy or BAKED)
-        if probe.verdict is not Verdict.EQUIVALENT or not (untried := self._untried(trace)):
-            return probe
-        return replace(
-            probe,
-            verdict=Verdict.INCONCLUSIVE,
-            reason=f"with the given inputs it is equivalent, but {untried}",
-            remedy="give other arguments that it takes as others=[(args, kwargs)]",
-        )
-
-    def _untried(self, trace: Trace) -> str:
-        """Return what it could not be run on besides the given inputs; empty where there is nothing else."""
-        inputs = self.inputs
-        if trace.is_dynamic and inputs.can_be_resized:
-            return "" if inputs.resized else inputs.no_other_sizes
-        if inputs.fresh or inputs.others or not inputs.can_vary:
-            return ""
-        return "no other values could be drawn that it takes"
-
-    def _run(self, trace: Trace, transform: Transform, baseline: Baseline) -> Probe:
-        if not self.correctness:
-            return _only_run(trace, transform, baseline)
-        case = Case(
-            program=baseline.program.name,
-            transform=trace.transform,
-            options=trace.options,
-            stages=baseline.plan.stages,
-            policy=self.policy_words,
-            seed=baseline.plan.seed,
-            ignore=self.ignore,
-            semantic=False,
-        )
-        check = Check(
-            case=case,
-            baseline=baseline,
-            transform=transform,
-            policy=self.policy,
-            stages_by_default=True,
-        )
-        report = check.run()
-        if report.verdict is Verdict.EQUIVALENT:
-            return Probe(name=trace.name, verdict=report.verdict, report=report)
-        reason, remedy = explain_verdict(report), _remedy(report)
-        # what torch cannot fake at all (quantized, nested) no operator could mend
-        is_beyond = report.failure is not None and UNSUPPORTED in report.failure.type
-        verdict = Verdict.INCONCLUSIVE if is_beyond else report.verdict
-        return Probe(name=trace.name, verdict=verdict, reason=reason, remedy=remedy, report=report)
+def has_separate_inputs(subject: OpSubject) -> str:
+    """Require that no two inputs share memory."""
+    is_shared = subject.inputs.are_shared
+    return "inputs share memory, for which AOTAutograd alone has no symbolic sizes" if is_shared else ""
 
 
-def _only_run(trace: Trace, transform: Transform, baseline: Baseline) -> Probe:
-    """Ask only whether it traces and runs."""
+def ask_trace(trace: Trace, subject: OpSubject) -> Probe:
+    """Trace the operator with the user's inputs, run the trace on them and then on others; return the first failure."""
+    inputs = subject.inputs
+    is_resized = trace.is_dynamic and bool(inputs.resized)
+    others = inputs.resized if is_resized or inputs.others else inputs.fresh
+    transform = transforms.build(trace.transform, trace.options)
+    side, draws_random = Side.copied_from(inputs.own.program), inputs.own.reference.draws_random
+    with preserved_dispatch(), applied_once(transform, side, draws_random=draws_random) as once:
+        probe = _run(subject, trace, once, inputs.own)
+        for other in others if probe.verdict is Verdict.EQUIVALENT else ():
+            second = _run(subject, trace, once, other)
+            if second.verdict is not Verdict.EQUIVALENT:
+                how = "other sizes" if is_resized else "fresh data"
+                reason = f"traced with the given inputs and run on {how}: {second.reason}"
+                return replace(second, reason=reason, remedy=second.remedy or BAKED)
+    if probe.verdict is not Verdict.EQUIVALENT or not (untried := _untried(trace, inputs)):
+        return probe
+    return replace(
+        probe,
+        verdict=Verdict.INCONCLUSIVE,
+        reason=f"with the given inputs it is equivalent, but {untried}",
+        remedy="give other arguments that it takes as others=[(args, kwargs)]",
+    )
+
+
+def _untried(trace: Trace, inputs: OpInputs) -> str:
+    """Return why the trace ran on no other inputs, or an empty text if it did or if no other inputs are possible."""
+    if trace.is_dynamic and inputs.can_be_resized:
+        return "" if inputs.resized else inputs.why_no_sizes
+    if inputs.fresh or inputs.others or not inputs.can_vary:
+        return ""
+    return "it rejects all other values that were drawn"
+
+
+def _run(subject: OpSubject, trace: Trace, transform: Transform, baseline: Baseline) -> Probe:
+    """Check the traced operator on the inputs of a baseline; without correctness only run it."""
+    if not subject.correctness:
+        return _run_only(trace, transform, baseline)
+    case = Case(
+        program=baseline.program.name,
+        transform=trace.transform,
+        options=trace.options,
+        stages=baseline.plan.stages,
+        policy=subject.policy_words,
+        seed=baseline.plan.seed,
+        ignore=subject.ignore,
+        semantic=False,
+    )
+    check = Check(
+        case=case,
+        baseline=baseline,
+        transform=transform,
+        policy=subject.policy,
+        stages_by_default=True,
+    )
+    report = check.run()
+    if report.verdict is Verdict.EQUIVALENT:
+        return Probe(name=trace.name, verdict=report.verdict, report=report)
+    # no operator can make torch support fake tensors that it has none of (quantized, nested)
+    is_unsupported = report.failure is not None and UNSUPPORTED in report.failure.type
+    verdict = Verdict.INCONCLUSIVE if is_unsupported else report.verdict
+    return Probe(
+        name=trace.name, verdict=verdict, reason=explain_verdict(report), remedy=_remedy(report), report=report
+    )
+
+
+def _run_only(trace: Trace, transform: Transform, baseline: Baseline) -> Probe:
+    """Return whether the operator traces and runs, and compare nothing."""
     run = run_candidate(
         transform,
         Side.copied_from(baseline.program),
@@ -140,7 +156,7 @@ def _only_run(trace: Trace, transform: Transform, baseline: Baseline) -> Probe:
     )
     if run.failure is not None:
         reason = f"{run.failure.type}: {run.failure.message}".partition("\n")[0]
-        remedy = fake.remedy_of(run.failure.message)
+        remedy = remedy_of(run.failure.message)
         return Probe(name=trace.name, verdict=Verdict.CRASHED, reason=reason, remedy=remedy)
     if why := run.untransformed():
         return Probe(name=trace.name, verdict=Verdict.INCONCLUSIVE, reason=why)
@@ -148,15 +164,15 @@ def _only_run(trace: Trace, transform: Transform, baseline: Baseline) -> Probe:
 
 
 def _remedy(report: Report) -> str:
-    """Return what to do about it, as far as what was seen tells that."""
+    """Return what to change in the operator, or an empty text if the report does not tell."""
     if report.failure is not None:
-        return fake.remedy_of(report.failure.message)
+        return remedy_of(report.failure.message)
     wrong = diverged_comparisons(report)
-    if any(breach.clause == "aliasing" for seen in wrong for breach in seen.contract):
+    if any(breach.clause == "aliasing" for comparison in wrong for breach in comparison.contract):
         return "return a copy of what it would alias"
     forward = report.stages[0].comparisons
-    if any(seen in wrong and seen.path.startswith(("args", "kwargs")) for seen in forward):
+    if any(comparison in wrong and comparison.path.startswith(("args", "kwargs")) for comparison in forward):
         return "declare what it changes: mutates_args=… or Tensor(a!) in its schema"
-    if wrong and all(seen.path.endswith(".grad") for seen in wrong):
+    if wrong and all(comparison.path.endswith(".grad") for comparison in wrong):
         return "register its gradient with torch.library.register_autograd, made of operators that can be traced"
     return ""
