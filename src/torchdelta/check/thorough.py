@@ -7,11 +7,10 @@ from dataclasses import replace
 
 from torchdelta._torch.process import runtime
 from torchdelta.check import semantic
-from torchdelta.check.candidate import CandidateRun, run_candidate
+from torchdelta.check.candidate import CandidateRun
 from torchdelta.check.check import Check
 from torchdelta.nodewise.findings import NodeFindings
 from torchdelta.nodewise.walk import NodeWalk
-from torchdelta.program.sides import Side
 from torchdelta.records.report import ASKED, Report, Stage, reason_of
 from torchdelta.records.verdict import Verdict, worst_of
 from torchdelta.transforms.base import Transform
@@ -78,14 +77,7 @@ def _run_candidate(check: Check, transform: Transform, *, is_lifted: bool) -> st
     if is_lifted:
         semantic.run_lifted(baseline, transform)
         return ""
-    run = run_candidate(
-        transform,
-        Side.copied_from(baseline.program, with_callable=transform.reads_program),
-        baseline.plan,
-        original=baseline.original,
-        scope=baseline.scope,
-        draws_random=baseline.reference.draws_random,
-    )
+    run = baseline.run(transform)
     if run.failure is None:
         return ""
     words = f"{run.failure.type}: {run.failure.message}".splitlines()[0]

@@ -20,7 +20,7 @@ from torchdelta._torch.graphs.nodes import every_node, writes_to
 from torchdelta._torch.modes import outside
 from torchdelta._torch.process import runtime, versions
 from torchdelta._torch.process.exceptions import is_refused_memory, without_frames
-from torchdelta.check.candidate import failure_of, run_candidate
+from torchdelta.check.candidate import failure_of
 from torchdelta.check.check import Check
 from torchdelta.check.prepare import prepare
 from torchdelta.errors import CompilerFailed, Diverged, ProgramError, TorchDeltaError
@@ -40,7 +40,6 @@ from torchdelta.passes.real_calls import (
 )
 from torchdelta.program import recordings
 from torchdelta.program.programs import own_path
-from torchdelta.program.sides import Side
 from torchdelta.records.codec import write_report
 from torchdelta.records.failure import Failure
 from torchdelta.records.guard import GuardedGraphRecord
@@ -115,16 +114,7 @@ class CheckedCall:
 
 def _rehearsed(check: Check) -> Failure | None:
     """Run what was made on a copy of the inputs, so that what fails has changed nothing."""
-    baseline = check.baseline
-    run = run_candidate(
-        check.transform,
-        Side.copied_from(baseline.program),
-        baseline.plan,
-        original=baseline.original,
-        scope=baseline.scope,
-        draws_random=False,
-    )
-    return run.failure
+    return check.baseline.run(check.transform, draws_random=False).failure
 
 
 def _crashed(check: Check, failure: Failure) -> Report:

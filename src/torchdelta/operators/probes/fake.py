@@ -167,10 +167,7 @@ def _failed(name: str, error: BaseException) -> Probe:
 
 def _outputs(baseline: Baseline) -> Leaves:
     """Return what the real kernel returns itself: a copy of it may be laid out otherwise."""
-    side = Side.copied_from(baseline.program)
-    runtime.seed_everything(baseline.plan.seed)
-    with baseline.eager_scope():
-        return leaves_of(side.call(*side.args, **side.kwargs), "outputs")
+    return baseline.outputs()
 
 
 def _is_tensor(value: Any) -> bool:

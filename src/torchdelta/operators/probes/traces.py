@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from torchdelta import transforms
 from torchdelta._torch.modes.outside import dispatch_kept
 from torchdelta.check.baseline import Baseline
-from torchdelta.check.candidate import run_candidate
 from torchdelta.check.check import Check
 from torchdelta.compare.policy import Policy
 from torchdelta.operators.inputs import OpInputs
@@ -130,14 +129,7 @@ class Tracing:
 
 def _only_run(trace: Trace, transform: Transform, baseline: Baseline) -> Probe:
     """Ask only whether it traces and runs."""
-    run = run_candidate(
-        transform,
-        Side.copied_from(baseline.program),
-        baseline.plan,
-        original=baseline.original,
-        scope=baseline.scope,
-        draws_random=baseline.reference.draws_random,
-    )
+    run = baseline.run(transform)
     if run.failure is not None:
         reason = f"{run.failure.type}: {run.failure.message}".partition("\n")[0]
         remedy = fake.remedy_of(run.failure.message)
