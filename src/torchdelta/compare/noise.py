@@ -17,17 +17,7 @@ import numpy as np
 import torch
 
 from torchdelta.compare.kernels import measure
-from torchdelta.compare.policy import (
-    IDENTICAL,
-    Judgement,
-    Policy,
-    Sample,
-    describe_misplaced,
-    excess,
-    judge_statistic,
-    luck,
-    relative,
-)
+from torchdelta.compare.policy import IDENTICAL, Judgement, Policy, Sample, describe_misplaced, luck, relative
 from torchdelta.compare.spread import MASK, Array, Spread, are_masks, lost_masks, sizes, spread
 from torchdelta.records.comparison import Measurement
 from torchdelta.records.verdict import Verdict
@@ -73,7 +63,7 @@ class Noise(Policy):
         if not sample.measurement.mismatches:
             return _judge_identical(sample)
         distances = _Distances.of(sample)
-        judgement = max(distances.judgements(), key=excess)
+        judgement = max(distances.judgements(), key=lambda judgement: judgement.rank)
         roundoff = _coarsest_roundoff(sample)
         if judgement.verdict is Verdict.EQUIVALENT and distances.limit * distances.floor > COARSEST * distances.scale:
             reason = f"{judgement.reason}, but rounding alone may be that large in so coarse a dtype"
@@ -213,7 +203,7 @@ def _size_at(truth: torch.Tensor, flat: int) -> float:
 
 def _judge(statistic: str, error: float, noise: float, limit: float) -> Judgement:
     """Return the judgement of one statistic; inconclusive if its noise overflows float64."""
-    judgement = judge_statistic(statistic, error, noise, limit, "the noise")
+    judgement = Judgement.of_statistic(statistic, error, noise, limit, "the noise")
     if not math.isfinite(limit * noise):
         reason = f"{statistic} noise is beyond what float64 can hold"
         return judgement._replace(verdict=Verdict.INCONCLUSIVE, reason=reason)

@@ -75,6 +75,31 @@ class Judgement(NamedTuple):
     breaches: tuple[Breach, ...] = ()
     """The breaches that the verdict excuses."""
 
+    @classmethod
+    def of_statistic(
+        cls, statistic: str, error: float, noise: float, limit: float, unit: str, *, names_limit: bool = True
+    ) -> Judgement:
+        """Return the judgement of one statistic of the error: diverged if it is more than `limit` times its noise.
+
+        `unit` is the noise in words; `names_limit` adds the limit to the reason of a divergence.
+        """
+        is_within = error <= limit * noise  # False for an error that is NaN
+        times = f"{error / noise:.3g} times" if noise else "infinitely many times"
+        reason = f"{statistic} error is {times} {unit}"
+        return cls(
+            verdict=Verdict.EQUIVALENT if is_within else Verdict.DIVERGED,
+            reason=reason if is_within or not names_limit else f"{reason}; up to {limit:.3g} times would be rounding",
+            error=error,
+            noise=noise,
+            allowed=limit * noise,
+            details={"statistic": statistic},
+        )
+
+    @property
+    def rank(self) -> tuple[int, float]:
+        """The key by which the worst of several judgements of one sample is the largest."""
+        return self.verdict.severity, (self.error or 0.0) / (self.allowed or math.inf)
+
 
 class Policy(ABC):
     """Judges the values of one pair; the judge compares the contract, and integers unless the policy does."""
@@ -236,31 +261,6 @@ def largest_error(pair: Measurement) -> float:
 def describe_misplaced(pair: Measurement) -> str:
     """Return the words for elements that are NaN or Inf on one side only."""
     return f"NaN or Inf out of place at {pair.misplaced} of {pair.numel} elements"
-
-
-def excess(judgement: Judgement) -> tuple[int, float]:
-    """Return a key by which the worst of several judgements of one sample is the largest."""
-    return judgement.verdict.severity, (judgement.error or 0.0) / (judgement.allowed or math.inf)
-
-
-def judge_statistic(
-    statistic: str, error: float, noise: float, limit: float, unit: str, *, names_limit: bool = True
-) -> Judgement:
-    """Return the judgement of one statistic of the error: diverged if it is more than `limit` times its noise.
-
-    `unit` is the noise in words; `names_limit` adds the limit to the reason of a divergence.
-    """
-    is_within = error <= limit * noise  # False for an error that is NaN
-    times = f"{error / noise:.3g} times" if noise else "infinitely many times"
-    reason = f"{statistic} error is {times} {unit}"
-    return Judgement(
-        verdict=Verdict.EQUIVALENT if is_within else Verdict.DIVERGED,
-        reason=reason if is_within or not names_limit else f"{reason}; up to {limit:.3g} times would be rounding",
-        error=error,
-        noise=noise,
-        allowed=limit * noise,
-        details={"statistic": statistic},
-    )
 
 
 def luck(numel: int) -> float:

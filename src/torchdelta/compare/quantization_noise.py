@@ -13,17 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from torchdelta._torch.graphs.quantization import Levels
-from torchdelta.compare.policy import (
-    IDENTICAL,
-    Judgement,
-    Policy,
-    Sample,
-    describe_misplaced,
-    excess,
-    judge_statistic,
-    luck,
-    relative,
-)
+from torchdelta.compare.policy import IDENTICAL, Judgement, Policy, Sample, describe_misplaced, luck, relative
 from torchdelta.compare.spread import spread
 from torchdelta.records.verdict import Verdict
 
@@ -113,9 +103,9 @@ class StepNoise(Policy):
         unit = "what quantizing makes"
         rms_noise, max_noise = max(floor, *(run.rms for run in runs)), max(floor, *(run.peak for run in runs))
         judgement = max(
-            judge_statistic("rms", candidate.rms, rms_noise, limit, unit),
-            judge_statistic("max", candidate.peak, max_noise, limit, unit),
-            key=excess,
+            Judgement.of_statistic("rms", candidate.rms, rms_noise, limit, unit),
+            Judgement.of_statistic("max", candidate.peak, max_noise, limit, unit),
+            key=lambda judgement: judgement.rank,
         )
         resolution = relative(limit * rms_noise, pair.rms_reference)
         judgement = judgement._replace(

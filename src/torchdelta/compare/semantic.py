@@ -14,17 +14,7 @@ import numpy as np
 import torch
 
 from torchdelta.compare.noise import unit_roundoff
-from torchdelta.compare.policy import (
-    IDENTICAL,
-    Judgement,
-    Policy,
-    Sample,
-    describe_misplaced,
-    excess,
-    judge_statistic,
-    luck,
-    relative,
-)
+from torchdelta.compare.policy import IDENTICAL, Judgement, Policy, Sample, describe_misplaced, luck, relative
 from torchdelta.compare.spread import MASK, Array, Spread, are_masks, lost_masks, sizes, spread
 from torchdelta.records.verdict import Verdict
 
@@ -71,7 +61,7 @@ class Semantic(Policy):
             _judge("max", error.peak, max(peak, floor * of_values.peak), limit),
             _judge("row", math.sqrt(float(error.squares[worst])), math.sqrt(float(blocks[worst])), ROW * limit),
         ]
-        worst_judgement = max(judgements, key=excess)
+        worst_judgement = max(judgements, key=lambda judgement: judgement.rank)
         return worst_judgement._replace(resolution=relative(worst_judgement.allowed or 0.0, of_values.rms))
 
 
@@ -95,7 +85,9 @@ def _diverged(reason: str) -> Judgement:
 
 def _judge(statistic: str, error: float, noise: float, limit: float) -> Judgement:
     """Return the judgement of one statistic of the error in float64."""
-    judgement = judge_statistic(f"in float64 the {statistic}", error, noise, limit, "the rounding", names_limit=False)
+    judgement = Judgement.of_statistic(
+        f"in float64 the {statistic}", error, noise, limit, "the rounding", names_limit=False
+    )
     is_diverged = judgement.verdict is Verdict.DIVERGED
     reason = f"not the same function: {judgement.reason}" if is_diverged else judgement.reason
     return judgement._replace(reason=reason, details={"statistic": statistic})
