@@ -10,8 +10,6 @@ import functools
 import time
 import traceback
 
-import torch
-
 from torchdelta import transforms
 from torchdelta._torch.modes import lift
 from torchdelta.audit.faults import NotPlantable, PlaceLost, Planted, plant
@@ -32,6 +30,10 @@ from verdict_rules import flagged_by_others, is_identical
 _MOST_REASONS = 3
 _LONGEST_ERROR = 500
 _STEPS = 3
+
+
+class RunFailed(Exception):
+    """A program that was run without being judged raised."""
 
 
 class Bench:
@@ -95,7 +97,7 @@ class Bench:
         """Return the stages that a fault changes, natively or in float64."""
         differing = self._differing(self._exported, candidate)
         if differing != set(self.stages):
-            with contextlib.suppress(PlaceLost, SideFailed):  # not every faulty program has a float64 of its own
+            with contextlib.suppress(PlaceLost, RunFailed):  # not every faulty program has a float64 of its own
                 differing |= self._differing(self._lifted_export, self._run_alone(transform, lifted=True))
         return differing
 
@@ -112,12 +114,10 @@ class Bench:
 
     def _run_alone(self, transform: Transform, *, lifted: bool) -> Observation:
         """Run a transform that does not compile, and return the observation without judging it."""
-        baseline = self.baseline
-        convert = lift.widened if lifted else _unchanged
-        scope = baseline.lifted_scope(torch.float64) if lifted else baseline.eager_scope
-        side = Side.copied_from(baseline.program, convert=convert)
-        with transform.apply(side, draws_random=False, lifted=lifted) as transformed:
-            return observe(transformed.side, baseline.plan, baseline.original, scope, convert)
+        run = self.baseline.run(transform, lifted=lifted, is_eager=True)
+        if run.failure is not None:
+            raise RunFailed(f"{run.failure.type}: {run.failure.message}")
+        return run.observation
 
 
 def baseline_of(subject: Subject, stages: tuple[str, ...]) -> Baseline:
@@ -149,10 +149,6 @@ def _place(transform: Transform) -> str:
     if not isinstance(transform, Planted) or transform.place is None:
         return ""
     return f"{transform.place.node} of {transform.place.module_path or 'the model'}"
-
-
-def _unchanged(dtype: torch.dtype) -> torch.dtype:
-    return dtype
 
 
 def _flagged_by_us(stage: Stage) -> list[str]:

@@ -20,7 +20,7 @@ from torchdelta import transforms
 from torchdelta._torch.process import runtime
 from torchdelta.audit.faults import FAULTS, NotPlantable, plant
 from torchdelta.check.baseline import Baseline
-from torchdelta.check.candidate import CandidateRun, run_candidate
+from torchdelta.check.candidate import CandidateRun
 from torchdelta.check.check import Check
 from torchdelta.compare.judge import Judge
 from torchdelta.compare.policy import Bitwise
@@ -28,7 +28,6 @@ from torchdelta.compare.policy_parser import parse
 from torchdelta.errors import ProgramError, UsageError
 from torchdelta.program.loading import load_program
 from torchdelta.program.programs import Program
-from torchdelta.program.sides import Side
 from torchdelta.program.stages import OPTIMIZERS, Observation, Plan
 from torchdelta.records.audit import Audit, FaultTrial, TrialOutcome
 from torchdelta.records.case import Case
@@ -154,15 +153,7 @@ class _Auditor:
 
     def _run(self, transform: Transform) -> CandidateRun:
         """Return the run of the program under a transform that compiles nothing; it is not judged."""
-        baseline = self._baseline
-        return run_candidate(
-            transform,
-            Side.copied_from(self.program),
-            baseline.plan,
-            original=baseline.original,
-            scope=baseline.eager_scope,
-            draws_random=baseline.reference.draws_random,
-        )
+        return self._baseline.run(transform, is_eager=True)
 
     @cached_property
     def _baseline(self) -> Baseline:

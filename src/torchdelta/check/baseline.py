@@ -1,11 +1,22 @@
-"""What a program does without any candidate: the reference, the truth and noisy runs, each run once and when needed."""
+"""The runs of a program in a check: the reference, the truth, noisy runs, and every candidate.
+
+A run is a fresh copy of the program, observed under the plan of the case. There are two ways to make one:
+`Baseline.observe` runs the program itself, eagerly, natively or in float64, with noise or within other modes;
+`Baseline.run` runs what a transform makes of it. Reference, truth and noisy runs are kept, so that several candidates
+can be held against one baseline.
+
+    baseline = Baseline(program=program, plan=plan)
+    baseline.reference                        # the same as baseline.observe(), run once
+    baseline.observe(lifted=True)             # once more in float64
+    baseline.run(transform).observation       # a candidate
+"""
 
 from __future__ import annotations
 
 import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -16,14 +27,18 @@ from torchdelta._torch.modes import lift
 from torchdelta._torch.modes.elided_casts import coarser
 from torchdelta._torch.modes.noisy import Noisy
 from torchdelta._torch.process import runtime
+from torchdelta.check.candidate import CandidateRun, run_candidate
 from torchdelta.check.decisions import SignFlips
+from torchdelta.compare.leaves import Leaves, leaves_of
 from torchdelta.errors import EagerFails, ProgramError
-from torchdelta.program.copies import shared_state_unchanged
+from torchdelta.program.copies import Convert, shared_state_unchanged
 from torchdelta.program.programs import Program
 from torchdelta.program.sides import Side, started_from, varied_in
-from torchdelta.program.stages import Observation, Plan, Scope, SideFailed, observe
+from torchdelta.program.stages import BeforeStep, Keeps, Observation, Plan, Scope, SideFailed, observe
+from torchdelta.transforms.base import Transform
 
 Progress = Callable[[str], None]
+Mode = AbstractContextManager[object]
 
 
 @dataclass(kw_only=True)
@@ -38,62 +53,139 @@ class Baseline:
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     shortfall: str = ""
-    """Why less was run than was asked for."""
+    """Why fewer iterations ran than the plan has."""
     has_chosen: bool = False
-    """Whether noisy runs saw the program choose among floats."""
+    """Whether the program chooses among floats (topk, argmax, sort), as its noisy runs showed."""
     narrowed_to: torch.dtype | None = None
-    """The coarsest dtype that the program casts something finer to, as noisy runs saw it."""
+    """The coarsest dtype that the program casts finer values to, as its noisy runs showed."""
     unlifted: set[str] = field(default_factory=set)
-    """Operations and casts that have no float64, and ran in the truth as they do natively."""
+    """Operations and casts that have no float64, and run in the truth as they do natively."""
     no_truth: str = ""
     """Why there is no truth."""
     noisy_runs: dict[tuple[int, bool, torch.dtype | None], Observation | None] = field(default_factory=dict)
 
+    def observe(
+        self,
+        *modes: Mode,
+        lifted: bool = False,
+        noise: Noisy | None = None,
+        draws: torch.dtype | None = None,
+        plan: Plan | None = None,
+        keeps: Keeps = lambda *_: True,
+        before_step: BeforeStep = lambda *_: None,
+    ) -> Observation:
+        """Run a copy of the program eagerly within these modes, and return what it left behind.
+
+        With `lifted` it runs in float64, and draws random numbers in the dtype `draws`. With `noise` its roundings
+        are moved; the modes are inside of the noise. `keeps` and `before_step` are those of `stages.observe`.
+        Raises SideFailed if the program raises.
+        """
+        side, convert, scope = self._prepare(modes, lifted=lifted, noise=noise, draws=draws)
+        return observe(side, plan or self.plan, self.original, scope, convert, keeps=keeps, before_step=before_step)
+
+    def outputs(self, *modes: Mode, lifted: bool = False, noise: Noisy | None = None) -> Leaves:
+        """Call a copy of the program once, as `observe` would, and return the leaves of its outputs, not copied."""
+        side, _, scope = self._prepare(modes, lifted=lifted, noise=noise)
+        runtime.seed_everything(self.plan.seed)
+        with scope():
+            return leaves_of(side.call(*side.args, **side.kwargs), "outputs")
+
+    def run(
+        self,
+        transform: Transform,
+        *,
+        lifted: bool = False,
+        plan: Plan | None = None,
+        draws_random: bool | None = None,
+        is_eager: bool = False,
+    ) -> CandidateRun:
+        """Apply a transform to a copy of the program, in float64 if `lifted`, and return how its run went.
+
+        `draws_random` is the reference's own answer unless it is given, so that a caller can do without a reference.
+        With `is_eager` a program that compiles parts of itself does not do so.
+        """
+        if draws_random is None:
+            draws_random = self.reference.draws_random
+        convert = lift.widened if lifted else _unchanged
+        return run_candidate(
+            transform,
+            Side.copied_from(self.program, convert=convert, with_callable=transform.traits.reads_program),
+            plan or self.plan,
+            original=self.original,
+            scope=self.eager_scope if is_eager else self.scope,
+            draws_random=draws_random,
+            lifted=self.lifted_scope(self.lifted_draws) if lifted else None,
+        )
+
+    def _prepare(
+        self,
+        modes: tuple[Mode, ...],
+        *,
+        lifted: bool,
+        noise: Noisy | None,
+        draws: torch.dtype | None = None,
+    ) -> tuple[Side, Convert, Scope]:
+        """Return a copy of the program, how its dtypes were converted, and the scope to run it in."""
+        convert = lift.widened if lifted else _unchanged
+        outer = self.lifted_scope(draws or self.drawn_in) if lifted else self.eager_scope
+        side = Side.copied_from(self.program, convert=convert)
+        if noise is not None:
+            noise.start_from(varied_in(side))
+            modes = (noise, *modes)
+
+        @contextmanager
+        def scope() -> Iterator[None]:
+            with ExitStack() as stack:
+                stack.enter_context(outer())
+                for mode in modes:
+                    stack.enter_context(mode)
+                yield
+
+        return side, convert, scope
+
     @cached_property
     def original(self) -> Side:
-        """The program itself, which nobody runs: its tensors stand for those that a run left as they were."""
+        """The program itself. It is never run: its tensors stand for those that a run left unchanged."""
         return Side.of(self.program.call, self.program.args, dict(self.program.kwargs))
 
     @cached_property
     def reference(self) -> Observation:
         """The program run eagerly."""
         with self.timed("reference"):
-            return self.run_reference()
+            return self._run_reference()
 
     @cached_property
     def second_reference(self) -> Observation:
         """The program run eagerly once more: where it differs from the first run, it is not deterministic."""
         with self.timed("second reference"):
-            return self.run_reference()
+            return self._run_reference()
 
     @cached_property
     def truth(self) -> Observation | None:
-        """The program run in float64; None where that is not possible, and `no_truth` says why."""
+        """The program run in float64, or None if it does not run there; `no_truth` then has the reason."""
         with self.timed("truth"):
             run, self.no_truth = self._run_lifted(self.drawn_in)
-            held = {tensor.dtype for tensor in started_from(self.original) if tensor.is_floating_point()}
-            coarse = (dtype for dtype in held if lift.widened(dtype) is not torch.float64)
+            dtypes = {tensor.dtype for tensor in started_from(self.original) if tensor.is_floating_point()}
+            coarse = (dtype for dtype in dtypes if lift.widened(dtype) is not torch.float64)
             self.unlifted |= {f"what is given in {str(dtype).removeprefix('torch.')}" for dtype in coarse}
             if run is not None and self.unlifted:
-                named = ", ".join(sorted(self.unlifted))
-                self.notes.append(f"the truth is not all in float64: {named} is as in the reference")
+                names = ", ".join(sorted(self.unlifted))
+                self.notes.append(f"the truth is not all in float64: {names} is as in the reference")
             return run
 
     @cached_property
     def lifted_reference(self) -> Observation | None:
-        """The truth as a lifted candidate sees it: random numbers are drawn in float64 by both."""
+        """The truth with random numbers drawn in float64, as a lifted candidate draws them; None if there is none."""
         if self.truth is None or self.lifted_draws == self.drawn_in:
             return self.truth
         with self.timed("semantic"):
             return self._run_lifted(self.lifted_draws)[0]
 
-    @property
-    def lifted_draws(self) -> torch.dtype:
-        """The dtype in which a lifted candidate draws random numbers, if it does."""
-        return torch.float64 if self.reference.draws_random else self.drawn_in
-
     def noisy(self, count: int, *, lifted: bool = False, lowered_to: torch.dtype | None = None) -> list[Observation]:
-        """Return noisy runs of the program, native or in float64, or lifted and rounded to a lower dtype."""
+        """Return the first `count` noisy runs, without those that failed.
+
+        They are native, or in float64 if `lifted`, or in float64 and rounded to the lower dtype `lowered_to`.
+        """
         for index in range(count):
             if (index, lifted, lowered_to) not in self.noisy_runs:
                 with self.timed("noise"):
@@ -101,72 +193,67 @@ class Baseline:
         runs = (self.noisy_runs[index, lifted, lowered_to] for index in range(count))
         return [run for run in runs if run is not None]
 
-    def run_reference(self) -> Observation:
-        """Run the reference; random inputs that it rejects are not the program's fault, and end the iterations."""
+    @property
+    def drawn_in(self) -> torch.dtype:
+        """The dtype in which the program probably draws random numbers: that of its first tensor of floats."""
+        floats = (tensor.dtype for tensor in started_from(self.original) if tensor.is_floating_point())
+        return next(floats, torch.get_default_dtype())
+
+    @property
+    def lifted_draws(self) -> torch.dtype:
+        """The dtype in which a lifted candidate draws random numbers, if it draws any."""
+        return torch.float64 if self.reference.draws_random else self.drawn_in
+
+    def _run_reference(self) -> Observation:
+        """Run the reference; EagerFails if it raises.
+
+        Random inputs that the program rejects are not its fault: they end the iterations.
+        """
         try:
             with shared_state_unchanged(self.program.call, name=self.program.name):
-                return observe(Side.copied_from(self.program), self.plan, self.original, self.eager_scope)
+                return self.observe()
         except SideFailed as failed:
             if failed.iteration:
                 self.shortfall = (
                     f"iteration {failed.iteration} did not run: the program rejects random inputs ({failed})"
                 )
                 self.plan = replace(self.plan, iterations=failed.iteration)
-                return self.run_reference()
+                return self._run_reference()
             remedy = "" if failed.stage == "forward" else f", or leave the stage {failed.stage} out"
             raise EagerFails(
                 f"{self.program.name} fails when run eagerly, before any transform: {failed}. Mend it{remedy}"
             ) from failed.error
 
-    @property
-    def drawn_in(self) -> torch.dtype:
-        """The dtype in which the program draws random numbers, as far as can be told."""
-        floats = (tensor.dtype for tensor in started_from(self.original) if tensor.is_floating_point())
-        return next(floats, torch.get_default_dtype())
-
-    def _run_lifted(self, drawn_in: torch.dtype) -> tuple[Observation | None, str]:
+    def _run_lifted(self, draws: torch.dtype) -> tuple[Observation | None, str]:
+        """Return the program run in float64 and an empty text, or None and the reason why it does not run there."""
         try:
-            side = Side.copied_from(self.program, convert=lift.widened)
-            return observe(side, self.plan, self.original, self.lifted_scope(drawn_in), lift.widened), ""
+            return self.observe(lifted=True, draws=draws), ""
         except (SideFailed, ProgramError) as error:
             return None, f"the program does not run in float64 ({error})"
 
     def _run_noisy(self, index: int, lifted: bool, lowered_to: torch.dtype | None) -> Observation | None:
-        """Run the program with every rounding moved; what the reference left as it was, nobody asks about."""
+        """Return a noisy run without the leaves that the reference left unchanged, or None if it fails."""
         in_float64 = lifted or lowered_to is not None
-        convert = lift.widened if in_float64 else lambda dtype: dtype
         unit = None if lowered_to is None else float(torch.finfo(lowered_to).eps)
-        mode = Noisy(seed=self.plan.seed + index, unit=unit)
-        draws = self.lifted_draws if lifted else self.drawn_in
-        scope = self.lifted_scope(draws) if in_float64 else self.eager_scope
-        side = Side.copied_from(self.program, convert=convert)
-
-        @contextmanager
-        def noisy_scope() -> Iterator[None]:
-            with scope(), mode:
-                yield
-
+        noise = Noisy(seed=self.plan.seed + index, unit=unit)
         reference = self.reference
-        mode.start_from(varied_in(side))
         originals = {id(tensor) for tensor in started_from(self.original)}
-        undecided = SignFlips(reference, self.truth, seed=self.plan.seed + index)
+        signs = SignFlips(reference, self.truth, seed=self.plan.seed + index)
         try:
-            run = observe(
-                side,
-                self.plan,
-                self.original,
-                noisy_scope,
-                convert,
+            run = self.observe(
+                lifted=in_float64,
+                noise=noise,
+                draws=self.lifted_draws if lifted else self.drawn_in,
                 keeps=lambda stage, path: id(reference.stages[stage].get(path)) not in originals,
-                before_step=undecided.flip,
+                before_step=signs.flip,
             )
-            self.has_chosen |= mode.has_chosen
-            if mode.narrowed_to is not None and not in_float64:
-                self.narrowed_to = coarser(self.narrowed_to, mode.narrowed_to)
-            return run
         except SideFailed as failed:
             self.notes.append(f"a noisy run of the program failed, so its noise is not known: {failed}")
             return None
+        self.has_chosen |= noise.has_chosen
+        if noise.narrowed_to is not None and not in_float64:
+            self.narrowed_to = coarser(self.narrowed_to, noise.narrowed_to)
+        return run
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -180,23 +267,23 @@ class Baseline:
 
     @contextmanager
     def eager_scope(self) -> Iterator[None]:
-        """Run as `scope` does, and eagerly: a program that compiles a part of itself is no reference while it does."""
+        """Hold the same flags, and keep a program that compiles parts of itself from doing so."""
         with self.scope(), stances.eager_here():
             yield
 
-    def lifted_scope(self, drawn_in: torch.dtype) -> Scope:
-        """Return a scope in which nothing rounds below float64."""
+    def lifted_scope(self, draws: torch.dtype) -> Scope:
+        """Return a scope in which nothing rounds below float64, and random numbers are drawn in this dtype."""
 
         @contextmanager
         def lifted() -> Iterator[None]:
-            with self.eager_scope(), lift.Lift(drawn_in, self.unlifted):
+            with self.eager_scope(), lift.Lift(draws, self.unlifted):
                 yield
 
         return lifted
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Time a part of the work; parts within parts count once."""
+        """Add the time of a part of the work to `seconds`; a part within a part counts once."""
         self.progress(part)
         started = time.perf_counter()
         inner = sum(self.seconds.values())
@@ -206,6 +293,10 @@ class Baseline:
             within = sum(self.seconds.values()) - inner
             elapsed = time.perf_counter() - started - within
             self.seconds[part] = self.seconds.get(part, 0.0) + elapsed
-            # what a side leaves in cycles and caches must not add to the peak of the next
+            # memory that a side left in cycles and caches must not add to the peak of the next side
             gc.collect()
             runtime.release_memory()
+
+
+def _unchanged(dtype: torch.dtype) -> torch.dtype:
+    return dtype

@@ -1,4 +1,7 @@
-"""Run the candidate: what it left behind, how much of it was transformed, and how it failed if it did."""
+"""Run a candidate: what it left behind, how much of it was transformed, and how it failed if it did.
+
+An exception of the candidate is a result, and not an error of the check. `Baseline.run` calls `run_candidate`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from torchdelta.transforms.base import Transform, Transformed
 
 @dataclass
 class CandidateRun:
-    """What came of a candidate."""
+    """One run of a candidate."""
 
     observation: Observation = field(default_factory=Observation)
     graphs: Graphs = field(default_factory=lambda: Graphs(captured=0, transformed_calls=0))
@@ -34,16 +37,16 @@ class CandidateRun:
     has_reached_recompile_limit: bool = False
     failure: Failure | None = None
     is_partly_eager: bool = False
-    """Whether parts of the program ran as they were, between what a compiler captured."""
+    """Whether parts of the program ran untransformed, between the graphs that a compiler captured."""
     failed_in: int = 0
-    """Where in the order of the stages it failed; what fails before the first stage fails in it."""
+    """The index of the stage in which it failed; a failure before the first stage counts as one in it."""
 
     def has_failed_by(self, stage: str) -> bool:
         """Tell whether the candidate failed in this stage or before it."""
         return self.failure is not None and STAGES.index(stage) >= self.failed_in
 
     def untransformed(self) -> str:
-        """Return why what ran was not, or not always, the transformed program; empty where it was."""
+        """Return why some or all calls did not run the transformed program; empty if all did."""
         if self.graphs.transformed_calls == 0:
             return "the transform did not happen: no transformed code ran at all"
         if self.graphs.untransformed_calls:
@@ -64,29 +67,30 @@ def run_candidate(
     draws_random: bool,
     lifted: Scope | None = None,
 ) -> CandidateRun:
-    """Transform a fresh side and run it; what the candidate raises is its result, what the machine lacks is raised.
+    """Transform a fresh side, run it, and return the run, with the failure if the candidate raised.
 
-    `lifted` is the scope of a side in float64, in which a candidate that is not compiled runs.
+    `lifted` is the scope of a side in float64, in which a candidate that is not compiled runs. Mistakes of the user and
+    lacks of the machine are raised.
     """
     run = CandidateRun()
     plan = plan if transform.traits.has_backward else replace(plan, stages=("forward",))
     run_scope = scope if lifted is None or transform.traits.is_compiler else lifted
-    # the loss is no part of what is compiled, and must not round either
+    # the loss is not compiled, and must not round either
     loss_scope = lifted if lifted is not None and transform.traits.is_compiler else nullcontext
-    convert = widened if lifted else _as_it_is
+    convert = widened if lifted else _unchanged
     try:
         applied = transform.apply(side, draws_random=draws_random, lifted=lifted is not None)
         with scope(), applied as transformed:
             run.notes += transformed.notes
-            _attend(
+            _count_calls(
                 transformed,
                 run,
-                lambda attended: observe(attended, plan, original, run_scope, convert, loss_scope=loss_scope),
+                lambda counted: observe(counted, plan, original, run_scope, convert, loss_scope=loss_scope),
             )
     except TorchDeltaError:
         raise
     except SideFailed as failed:
-        if isinstance(failed.error, TorchDeltaError):  # who stands at a seam has found a mistake of the user's
+        if isinstance(failed.error, TorchDeltaError):  # an observer at a seam found a mistake of the user's
             raise failed.error from None
         run.observation, run.failed_in = failed.observation, STAGES.index(failed.stage)
         run.failure = failure_of(failed.error, failed.stage)
@@ -95,16 +99,16 @@ def run_candidate(
     return run
 
 
-def _as_it_is(dtype: torch.dtype) -> torch.dtype:
+def _unchanged(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def _attend(transformed: Transformed, run: CandidateRun, watch: Callable[[Side], Observation]) -> None:
-    """Run the side and count, call by call, whether anything transformed ran."""
+def _count_calls(transformed: Transformed, run: CandidateRun, watch: Callable[[Side], Observation]) -> None:
+    """Run the side through `watch`, and fill in the run: its observation, and the calls that ran transformed."""
     witness = transformed.witness
     untransformed = 0
 
-    def attended(*args: Any, **kwargs: Any) -> Any:
+    def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal untransformed
         before = witness.calls
         outputs = transformed.side.call(*args, **kwargs)
@@ -112,8 +116,8 @@ def _attend(transformed: Transformed, run: CandidateRun, watch: Callable[[Side],
         return outputs
 
     try:
-        run.observation = watch(replace(transformed.side, call=attended))
-        # not after a failure: what handles an exception within a compiled call is traced, and is not the program's
+        run.observation = watch(replace(transformed.side, call=counted))
+        # not after a failure: the code that handles an exception in a compiled call is traced too
         reasons = witness.eager_reasons()
         run.is_partly_eager = bool(reasons)
         run.notes += [f"part of the program ran eagerly: {reason}" for reason in reasons]
@@ -125,11 +129,11 @@ def _attend(transformed: Transformed, run: CandidateRun, watch: Callable[[Side],
 
 
 def failure_of(error: BaseException, stage: str) -> Failure:
-    """Describe what a candidate raised; EnvironmentUnfit where that is what the machine lacks."""
+    """Return the failure that an exception of the candidate is; EnvironmentUnfit if the machine lacks something."""
     if reason := dynamo.unfit_reason(error):
         raise EnvironmentUnfit(reason) from error
     text = "".join(traceback.format_exception(error))
     if is_limited() and is_out_of_memory(error):
-        # whether it is refused what it asks for, or ended for what it holds, is a matter of chance
+        # whether a request is refused or the process is ended for its memory is a matter of chance
         return Failure.of_refused_memory(str(error), stage=stage, traceback=text)
     return Failure.of(error, stage=stage, traceback=text, where=place_of(error))

@@ -1,7 +1,7 @@
-"""Which state of another implementation has a partner: its parameters and buffers may have names of their own.
+"""Which leaves of two observations are compared: parameters and buffers of another implementation may have other names.
 
-A name that one side does not know at all is a matter of naming. One that both know, and only one side left something
-behind for, is a difference.
+A name that one side does not know at all is a matter of naming. A name that both sides know, and for which only one
+side has a leaf, is a difference. Start with `pair_stage`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _STATE = re.compile(
 )
 
 
-def paired(
+def pair_stage(
     stage: str, reference: Observation, candidate: Observation, *, keeps_names: bool
 ) -> tuple[Leaves, Leaves, list[Unmatched]]:
-    """Return the leaves of a stage to hold against each other, and the state that another implementation has alone."""
+    """Return the leaves of a stage to compare, of both sides, and the state whose name only one side knows."""
     if keeps_names:
         return reference.stages.get(stage, {}), candidate.stages.get(stage, {}), []
     return common_state(stage, reference, candidate)
 
 
-def differing(reference: Observation, candidate: Observation) -> bool:
-    """Tell whether any tensor of the same path has other values: only then does anyone ask for noise."""
+def has_differences(reference: Observation, candidate: Observation) -> bool:
+    """Tell whether any two tensors of the same path differ in a bit: without a difference no noise is needed."""
     return any(
         isinstance(leaf, torch.Tensor) and isinstance(other, torch.Tensor) and not _is_equal(leaf, other)
         for stage, leaves in reference.stages.items()
@@ -41,6 +41,7 @@ def differing(reference: Observation, candidate: Observation) -> bool:
 
 
 def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Tell whether two tensors are equal; tensors that `torch.equal` cannot compare count as different."""
     if first.shape != second.shape or first.dtype != second.dtype or first.device != second.device:
         return False
     if not (tensors.has_own_buffer(first) and tensors.has_own_buffer(second)) or first.dtype.itemsize == 1:
@@ -51,18 +52,19 @@ def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def common_state(stage: str, reference: Observation, candidate: Observation) -> tuple[Leaves, Leaves, list[Unmatched]]:
-    """Return the leaves of a stage without the state that only one side has a name for, and that state apart."""
-    kept: list[Leaves] = []
-    nameless: list[Unmatched] = []
+    """Return the leaves of both sides without the state whose name only one side knows, and that state."""
+    common: list[Leaves] = []
+    renamed: list[Unmatched] = []
     for side, own, other in (("reference", reference, candidate), ("candidate", candidate, reference)):
         leaves = own.stages.get(stage, {})
-        foreign = {path for path in leaves if _name_of(path) not in (None, *other.state_names)}
-        kept.append({path: leaf for path, leaf in leaves.items() if path not in foreign})
-        nameless += [Unmatched(path=path, side=side, what=describe(leaves[path])) for path in leaves if path in foreign]
-    return kept[0], kept[1], nameless
+        unknown = {path for path in leaves if _name_of(path) not in (None, *other.state_names)}
+        common.append({path: leaf for path, leaf in leaves.items() if path not in unknown})
+        renamed += [Unmatched(path=path, side=side, what=describe(leaves[path])) for path in leaves if path in unknown]
+    return common[0], common[1], renamed
 
 
 def _name_of(path: str) -> str | None:
+    """Return the name of the parameter, buffer or attribute at a path, or None for a leaf of another kind."""
     match = _STATE.match(path)
     if match is None:
         return None

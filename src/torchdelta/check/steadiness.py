@@ -1,4 +1,8 @@
-"""Is the reference the same each time it runs? Where it is not, nothing can be said about a candidate."""
+"""May a verdict rest on its noise? Not if the reference differs from run to run, or if noise is as large as values.
+
+A leaf in which two runs of the reference differ is inconclusive, and so is one that passed only because its noise
+would let much pass. Start with `rests_on_steadiness` and `doubt_coarse`.
+"""
 
 from __future__ import annotations
 
@@ -14,110 +18,114 @@ from torchdelta.records.report import Stage
 from torchdelta.records.verdict import Verdict
 
 COARSE = 0.3
-"""Noise that is this share of the values themselves is no rounding: it would let anything pass."""
+"""Noise beyond this share of the values themselves would let anything pass."""
 NEAR_ZERO = 64.0
-"""Noise within so many units of rounding of the largest values of a stage is that of a tensor that should be zero."""
+"""Noise within so many units of rounding of the stage's largest values is that of a tensor that should be zero."""
 OWN_SHARE = 0.125
-"""Two runs of the reference that differ by more than this share of the candidate's error may explain it."""
+"""A difference of two reference runs beyond this share of the candidate's error may explain the error."""
 SUSPECT = 100.0
-"""Noise this many times the rounding of a single operation may be another draw, and not rounding."""
+"""Noise of this many times the rounding of a single operation may come from other random numbers."""
 
 
-def rests_on_steadiness(seen: Comparison) -> bool:
-    """Tell whether a verdict rests on the reference being the same each time it runs.
+def rests_on_steadiness(comparison: Comparison) -> bool:
+    """Tell whether a verdict is right only if the reference is the same each time it runs.
 
-    A divergence does. So does noise far above rounding: a reference that draws other numbers each time is far from
-    the truth too, and would let any candidate pass.
+    That holds for a divergence, and for noise far above rounding: a reference that draws other numbers each time is
+    far from the truth too, and would let any candidate pass.
     """
-    floor = float(seen.details.get("floor", 0.0))
-    is_suspect = seen.noise is not None and seen.noise > SUSPECT * floor
-    return seen.verdict is Verdict.DIVERGED or (is_suspect and _differs(seen))
+    floor = float(comparison.details.get("floor", 0.0))
+    is_suspect = comparison.noise is not None and comparison.noise > SUSPECT * floor
+    return comparison.verdict is Verdict.DIVERGED or (is_suspect and _differs(comparison))
 
 
 def doubt_coarse(stage: Stage) -> Stage:
-    """Return the stage with what passed only because its noise is as large as its values inconclusive.
+    """Return the stage with the leaves inconclusive that passed only because their noise is as large as their values.
 
-    A gradient that is zero in exact arithmetic is all noise too, but tiny beside the others: that one may pass.
+    A gradient that is zero in exact arithmetic is all noise too, but tiny beside the others, and may pass.
     """
-    scales = [float(seen.details["rms_of_truth"]) for seen in stage.comparisons if "rms_of_truth" in seen.details]
+    details = [comparison.details for comparison in stage.comparisons]
+    scales = [float(each["rms_of_truth"]) for each in details if "rms_of_truth" in each]
     largest = max((scale for scale in scales if math.isfinite(scale)), default=0.0)
 
-    def doubted(seen: Comparison) -> Comparison:
-        if seen.verdict is not Verdict.EQUIVALENT or not _differs(seen) or seen.noise is None:
-            return seen
-        if "semantic_error" in seen.details:
-            return seen  # float64 told it apart
-        is_near_zero = seen.noise <= NEAR_ZERO * float(seen.details["roundoff"]) * largest
-        if not is_coarse(seen) or is_near_zero:
-            return seen
-        reason = f"{seen.reason}, but the noise is nearly as large as the values are, and would let much pass"
-        return replace(seen, verdict=Verdict.INCONCLUSIVE, reason=reason)
+    def doubt(comparison: Comparison) -> Comparison:
+        if comparison.verdict is not Verdict.EQUIVALENT or not _differs(comparison) or comparison.noise is None:
+            return comparison
+        if "semantic_error" in comparison.details:
+            return comparison  # it passed in float64, where noise is small
+        is_near_zero = comparison.noise <= NEAR_ZERO * float(comparison.details["roundoff"]) * largest
+        if not is_coarse(comparison) or is_near_zero:
+            return comparison
+        reason = f"{comparison.reason}, but the noise is nearly as large as the values are, and would let much pass"
+        return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason)
 
-    return _changed(stage, doubted)
+    return _map_comparisons(stage, doubt)
 
 
 def vouched_for(stages: Sequence[Stage]) -> list[str]:
-    """Return a note on what is too noisy natively to be told apart from anything, and passed in float64 alone."""
+    """Return a note that names the leaves which are too noisy to be judged natively, and passed in float64 alone."""
     coarse = [
-        f"{stage.name} {seen.path}"
+        f"{stage.name} {comparison.path}"
         for stage in stages
-        for seen in stage.comparisons
-        if seen.verdict is Verdict.EQUIVALENT and "semantic_error" in seen.details and is_coarse(seen)
+        for comparison in stage.comparisons
+        if comparison.verdict is Verdict.EQUIVALENT and "semantic_error" in comparison.details and is_coarse(comparison)
     ]
     if not coarse:
         return []
-    named = ", ".join(coarse[:3]) + (f" and {len(coarse) - 3} more" if len(coarse) > 3 else "")
-    return [f"float64 alone vouches for {named}: natively the noise is nearly as large as the values"]
+    names = ", ".join(coarse[:3]) + (f" and {len(coarse) - 3} more" if len(coarse) > 3 else "")
+    return [f"float64 alone vouches for {names}: natively the noise is nearly as large as the values"]
 
 
-def is_coarse(seen: Comparison) -> bool:
+def is_coarse(comparison: Comparison) -> bool:
     """Tell whether noise nearly as large as the values would let anything pass."""
-    return _differs(seen) and (seen.resolution or 0.0) > COARSE
+    return _differs(comparison) and (comparison.resolution or 0.0) > COARSE
 
 
-def _differs(seen: Comparison) -> bool:
-    return seen.measurement is not None and seen.measurement.mismatches > 0
+def _differs(comparison: Comparison) -> bool:
+    return comparison.measurement is not None and comparison.measurement.mismatches > 0
 
 
 def differing_runs(first: Observation, second: Observation) -> dict[tuple[str, str], Comparison]:
-    """Return the leaves, by stage and path, in which two runs of the same side differ."""
+    """Return the comparisons of the leaves in which two runs of the same side differ, by stage and path."""
     judge = Judge(policy=Bitwise())
     return {
-        (stage, seen.path): seen
+        (stage, comparison.path): comparison
         for stage, leaves in first.stages.items()
-        for seen in judge.compare(leaves, second.stages.get(stage, {}))[0]
-        if seen.verdict is Verdict.DIVERGED
+        for comparison in judge.compare(leaves, second.stages.get(stage, {}))[0]
+        if comparison.verdict is Verdict.DIVERGED
     }
 
 
 def excuse(stage: Stage, unsteady: dict[tuple[str, str], Comparison]) -> Stage:
     """Return the stage with every unsteady leaf inconclusive; a broken contract stays broken."""
 
-    def excused(seen: Comparison) -> Comparison:
-        other = unsteady.get((stage.name, seen.path))
-        if other is None or any(not breach.excused for breach in seen.contract) or _is_negligible(seen, other):
-            return seen
-        reason = f"the reference itself differs between two eager runs ({other.reason}); {seen.reason}"
-        return replace(seen, verdict=Verdict.INCONCLUSIVE, reason=reason)
+    def excuse_leaf(comparison: Comparison) -> Comparison:
+        between_runs = unsteady.get((stage.name, comparison.path))
+        if between_runs is None or any(not breach.excused for breach in comparison.contract):
+            return comparison
+        if _is_negligible(comparison, between_runs):
+            return comparison
+        reason = f"the reference itself differs between two eager runs ({between_runs.reason}); {comparison.reason}"
+        return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason)
 
-    return _changed(stage, excused)
+    return _map_comparisons(stage, excuse_leaf)
 
 
-def _is_negligible(seen: Comparison, between_runs: Comparison) -> bool:
-    """Tell whether two runs of the reference differ by rounding only, and by less than the candidate is off.
+def _is_negligible(comparison: Comparison, between_runs: Comparison) -> bool:
+    """Tell whether two runs of the reference differ by rounding only, and by less than the candidate's error.
 
-    Sums that threads take in any order differ so. Other random numbers make a difference of the values' own size.
+    Sums that threads take in any order differ so. Other random numbers make a difference as large as the values.
     """
     difference = between_runs.measurement
-    if seen.noise is None or seen.error is None or difference is None or difference.misplaced:
+    if comparison.noise is None or comparison.error is None or difference is None or difference.misplaced:
         return False
-    if seen.verdict is Verdict.DIVERGED:
-        return difference.max_abs < OWN_SHARE * seen.error
-    roundoff, scale = float(seen.details["roundoff"]), float(seen.details["rms_of_truth"])
+    if comparison.verdict is Verdict.DIVERGED:
+        return difference.max_abs < OWN_SHARE * comparison.error
+    roundoff, scale = float(comparison.details["roundoff"]), float(comparison.details["rms_of_truth"])
     return difference.rms_error <= math.sqrt(roundoff) * scale
 
 
-def _changed(stage: Stage, change: Callable[[Comparison], Comparison]) -> Stage:
+def _map_comparisons(stage: Stage, change: Callable[[Comparison], Comparison]) -> Stage:
+    """Return the stage with each of its comparisons changed."""
     if not stage.comparisons:
         return stage
-    return Stage.of(stage.name, tuple(change(seen) for seen in stage.comparisons), stage.reason)
+    return Stage.of(stage.name, tuple(map(change, stage.comparisons)), stage.reason)

@@ -1,4 +1,8 @@
-"""The local question, asked with a check: each node by itself, so that nothing hides in what accumulates around it."""
+"""The local question, asked with a check: is each node right by itself?
+
+Errors that accumulate over a whole program can hide a wrong node; a node that is given the reference's inputs cannot
+hide. `run_check` asks it if the case is thorough; `node_walk` connects a check to `nodewise.walk`, for `locate` too.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,20 @@ from dataclasses import replace
 
 from torchdelta._torch.process import runtime
 from torchdelta.check import semantic
-from torchdelta.check.candidate import CandidateRun, run_candidate
+from torchdelta.check.candidate import CandidateRun
 from torchdelta.check.check import Check
 from torchdelta.nodewise.findings import NodeFindings
 from torchdelta.nodewise.walk import NodeWalk
-from torchdelta.program.sides import Side
 from torchdelta.records.report import ASKED, Report, Stage, reason_of
 from torchdelta.records.verdict import Verdict, worst_of
 from torchdelta.transforms.base import Transform
 
 LOCAL = "local"
-"""The stage of what nodes do by themselves."""
+"""The stage that has the comparisons of single nodes."""
 
 
 def run_check(check: Check) -> Report:
-    """Run a check, and ask the local question too if its case says so."""
+    """Return the report of a check, with the local question if its case is thorough."""
     report = check.run()
     return ask_locally(check, report) if check.case.thorough else report
 
@@ -34,7 +37,7 @@ def node_walk(
     limit_bytes: int | None = None,
     notes: list[str] | None = None,
 ) -> NodeWalk:
-    """Return a walk over the nodes of a check's two sides, in float64 or as they are; its notes go to `notes`."""
+    """Return a walk over the nodes of a check's two sides, natively or in float64; its notes go to `notes`."""
     notes = notes if notes is not None else []
 
     def run(transform: Transform) -> None:
@@ -57,7 +60,7 @@ def node_walk(
 
 
 def _ask(check: Check, transform: Transform, *, is_lifted: bool) -> tuple[Verdict, str]:
-    """Return verdict and reason of another transform against the same baseline, natively or in float64 alone."""
+    """Return verdict and reason of another transform of the same program, natively or in float64 alone."""
     baseline = check.baseline
     if is_lifted:
         lifted = semantic.run_lifted(baseline, transform)
@@ -73,43 +76,36 @@ def _ask(check: Check, transform: Transform, *, is_lifted: bool) -> tuple[Verdic
 
 
 def _run_candidate(check: Check, transform: Transform, *, is_lifted: bool) -> str:
-    """Run a candidate for the sake of the observer at its seam; return a note if it failed."""
+    """Run a candidate so that the observer at its seam sees it; return a note if it failed, or else an empty text."""
     baseline = check.baseline
     if is_lifted:
         semantic.run_lifted(baseline, transform)
         return ""
-    run = run_candidate(
-        transform,
-        Side.copied_from(baseline.program, with_callable=transform.traits.reads_program),
-        baseline.plan,
-        original=baseline.original,
-        scope=baseline.scope,
-        draws_random=baseline.reference.draws_random,
-    )
+    run = baseline.run(transform)
     if run.failure is None:
         return ""
-    words = f"{run.failure.type}: {run.failure.message}".splitlines()[0]
-    return f"the candidate failed while its nodes were looked at: {words}"
+    message = f"{run.failure.type}: {run.failure.message}".splitlines()[0]
+    return f"the candidate failed while its nodes were looked at: {message}"
 
 
 def ask_locally(check: Check, report: Report) -> Report:
-    """Return the report of a check with what its nodes say; one that is wrong by itself makes it diverge."""
+    """Return the report with the comparisons of single nodes; a node that is wrong by itself makes it diverge."""
     if report.failure is not None:
         return replace(report, questions=replace(report.questions, local="not asked: the candidate failed"))
     with runtime.preserved():
         walk = node_walk(check)
-        found = walk.look_at_nodes(report)
-    found = replace(found, notes=(*walk.notes, *found.notes))
-    coverage = found.coverage
+        findings = walk.look_at_nodes(report)
+    findings = replace(findings, notes=(*walk.notes, *findings.notes))
+    coverage = findings.coverage
     if coverage is None or not coverage.matched:
-        why = "; ".join(found.notes) or "there is no graph whose nodes could be looked at"
+        why = "; ".join(findings.notes) or "there is no graph whose nodes could be looked at"
         return replace(report, questions=replace(report.questions, local=f"not asked: {why}"))
     comparisons = tuple(
-        seen
-        for row in found.rows
-        for seen in (*row.local, *row.local_gradients)
-        # what differs and is nobody's fault was excused by who looked at it
-        if found.culprits or seen.verdict is not Verdict.DIVERGED
+        comparison
+        for row in findings.rows
+        for comparison in (*row.local, *row.local_gradients)
+        # without a culprit, the walk has excused the nodes that differ
+        if findings.culprits or comparison.verdict is not Verdict.DIVERGED
     )
     stages = report.stages
     if comparisons:
@@ -119,12 +115,15 @@ def ask_locally(check: Check, report: Report) -> Report:
         verdict=worst_of(stage.verdict for stage in stages),
         stages=stages,
         questions=replace(report.questions, local=ASKED),
-        culprits=found.culprits,
+        culprits=findings.culprits,
         coverage=coverage,
-        notes=tuple(dict.fromkeys((*report.notes, *found.notes, _said(found)))),
+        notes=tuple(dict.fromkeys((*report.notes, *findings.notes, _summary(findings)))),
     )
 
 
-def _said(found: NodeFindings) -> str:
-    differing = sum(any(seen.error for seen in (*row.local, *row.local_gradients)) for row in found.rows)
-    return f"local: {len(found.rows)} nodes were looked at by themselves, and {differing} are not the same to the bit"
+def _summary(findings: NodeFindings) -> str:
+    """Return a note on how many nodes were judged, and how many of them differ."""
+    differing = sum(any(each.error for each in (*row.local, *row.local_gradients)) for row in findings.rows)
+    return (
+        f"local: {len(findings.rows)} nodes were looked at by themselves, and {differing} are not the same to the bit"
+    )

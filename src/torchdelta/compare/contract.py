@@ -1,4 +1,7 @@
-"""What a tensor promises besides its values: dtype, shape, device, requires_grad, strides."""
+"""The contract of a tensor: dtype, shape, device, requires_grad and strides, besides its values.
+
+`breaches` returns the clauses that a candidate breaks; `Terms` say which of them a case excuses.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +26,15 @@ class Terms:
     def excuses(self, clause: str) -> bool:
         """Tell whether a breach of this clause is only reported."""
         if clause == "aliasing" and self.lowered_to is not None:
-            return True  # a cast to another dtype is a copy, where one to the same dtype is none
+            return True  # a cast to another dtype copies, and a cast to the same dtype does not
         return clause in self.ignore or (clause in STRICT and clause not in self.strict)
 
     def breach(self, clause: str, reference: object, candidate: object) -> Breach:
-        """Return the breach of a clause that these terms may excuse."""
+        """Return the breach of a clause, excused if these terms excuse it."""
         return Breach(clause=clause, reference=str(reference), candidate=str(candidate), excused=self.excuses(clause))
 
     def breach_of_dtype(self, reference: torch.dtype, candidate: torch.dtype) -> Breach:
-        """Return the breach of a dtype, excused where the transform lowers precision on purpose."""
+        """Return the breach of the dtype, excused if the transform lowers precision to it on purpose."""
         return Breach(
             clause="dtype",
             reference=tensors.dtype_name(reference),
@@ -42,22 +45,22 @@ class Terms:
 
 def breaches(reference: torch.Tensor, candidate: torch.Tensor, terms: Terms) -> tuple[Breach, ...]:
     """Return every clause that the candidate breaks, excused ones included."""
-    found = []
+    broken = []
     if reference.dtype != candidate.dtype:
-        found.append(terms.breach_of_dtype(reference.dtype, candidate.dtype))
+        broken.append(terms.breach_of_dtype(reference.dtype, candidate.dtype))
     if reference.shape != candidate.shape:
-        found.append(terms.breach("shape", tuple(reference.shape), tuple(candidate.shape)))
-    elif reference.stride() != candidate.stride() and _steps(reference) != _steps(candidate):
-        found.append(terms.breach("stride", reference.stride(), candidate.stride()))
+        broken.append(terms.breach("shape", tuple(reference.shape), tuple(candidate.shape)))
+    elif reference.stride() != candidate.stride() and _used_strides(reference) != _used_strides(candidate):
+        broken.append(terms.breach("stride", reference.stride(), candidate.stride()))
     if reference.device != candidate.device:
-        found.append(terms.breach("device", reference.device, candidate.device))
+        broken.append(terms.breach("device", reference.device, candidate.device))
     if reference.requires_grad != candidate.requires_grad:
-        found.append(terms.breach("requires_grad", reference.requires_grad, candidate.requires_grad))
-    return tuple(found)
+        broken.append(terms.breach("requires_grad", reference.requires_grad, candidate.requires_grad))
+    return tuple(broken)
 
 
-def _steps(tensor: torch.Tensor) -> tuple[int, ...]:
-    # the stride of a dimension with fewer than two elements is never stepped along: any number there means the same
+def _used_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of the dimensions with two or more elements: any other stride has no effect."""
     if tensor.numel() == 0:
         return ()
     return tuple(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)

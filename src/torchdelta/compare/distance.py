@@ -1,4 +1,8 @@
-"""How far two results of the same computation lie apart, where there is no truth to hold them against."""
+"""How far two results of the same computation lie apart if there is no truth to hold them against.
+
+The distance is a share of the largest element. `first_difference` compares it with the distance that other last bits
+of the inputs make.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +16,29 @@ from torchdelta.compare.judge import is_inexact
 from torchdelta.compare.leaves import Leaves
 
 MOVED = 64.0
-"""So many times of what other last bits change is rounding in another order."""
+"""A distance of up to so many times the one that other last bits make is rounding in another order."""
 
 
 def distance(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Return the largest difference as a share of the largest element; infinite where shapes, dtypes or NaN differ."""
+    """Return the largest difference as a share of the largest element, or infinity if shapes, dtypes or NaNs differ."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return math.inf
     one, other = _wide(first), _wide(second)
-    apart = (one - other).abs()[_is_other(one, other)]
-    if not apart.numel():
+    gaps = (one - other).abs()[_differs(one, other)]
+    if not gaps.numel():
         return 0.0
-    most, largest = float(apart.max()), _largest(one)
+    most, largest = float(gaps.max()), _largest(one)
     return most / largest if math.isfinite(most) and largest else math.inf
 
 
 def first_difference(
     plain: Leaves, other: Leaves, moved: Sequence[Leaves], choose: Callable[[Iterable[float]], float] = min
 ) -> str:
-    """Return which leaf is another, and by how much; nothing where rounding explains all of it.
+    """Return the first leaf that differs, and by how much; empty if rounding explains all differences.
 
-    `moved` is what comes of inputs with other last bits: what cancels out but for rounding is as far from itself. `min`
-    chooses among them where one may have leapt over an edge, `max` where everything is linear and there is none.
+    `moved` are the results for inputs with other last bits: a value that is zero but for rounding is as far from
+    itself there. `choose` takes the noise from them: `min` if one of them may have crossed an edge, `max` if the
+    computation is linear.
     """
     for path in dict.fromkeys((*plain, *other)):
         if (path in plain) is not (path in other):
@@ -48,13 +53,13 @@ def first_difference(
         noise = choose([noise for noise in noises if math.isfinite(noise)] or [0.0])
         # a sum in another order is far nearer, and a permutation of the numbers far away
         least = torch.finfo(first.dtype).eps ** 0.5 if is_inexact(first.dtype) else 0.0
-        if (apart := distance(first, second)) > max(least, MOVED * noise):
-            return f"{path}: {_told(first, second, apart)}"
+        if (gap := distance(first, second)) > max(least, MOVED * noise):
+            return f"{path}: {_describe_gap(first, second, gap)}"
     return ""
 
 
 def with_other_last_bits(tensor: torch.Tensor, sign: int) -> torch.Tensor:
-    """Return numbers of which some are moved in their last place, away from zero or towards it."""
+    """Return the tensor with about half of its numbers moved by one last place, away from zero or towards it."""
     if not is_inexact(tensor.dtype):
         return tensor
     generator = torch.Generator().manual_seed(0)
@@ -63,11 +68,11 @@ def with_other_last_bits(tensor: torch.Tensor, sign: int) -> torch.Tensor:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    # the narrowest dtypes cannot be counted with
+    # torch has no arithmetic for the narrowest dtypes
     return tensor.detach().to_dense().to(torch.complex128 if tensor.dtype.is_complex else torch.float64)
 
 
-def _is_other(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def _differs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return (one != other) & ~(one.isnan() & other.isnan())
 
 
@@ -77,20 +82,22 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def _as_tensor(value: Any) -> Any:
+    """Return a number as a tensor, and any other value as it is."""
     if isinstance(value, (bool, int)):
         return torch.tensor(value)
-    # a single number was rounded to what tensors have
+    # a single number may have been rounded to the dtype of a tensor
     return torch.tensor(value).to(torch.complex64) if isinstance(value, (float, complex)) else value
 
 
-def _told(first: torch.Tensor, second: torch.Tensor, apart: float) -> str:
-    if math.isfinite(apart):
-        return f"{apart:.3g} of its largest element apart"
+def _describe_gap(first: torch.Tensor, second: torch.Tensor, gap: float) -> str:
+    """Return in words how two tensors differ: by how much, in kind, or in the first element."""
+    if math.isfinite(gap):
+        return f"{gap:.3g} of its largest element apart"
     if first.shape != second.shape or first.dtype != second.dtype:
         return f"{_kind(first)}, and then {_kind(second)}"
     one, other = _wide(first), _wide(second)
-    is_other = _is_other(one, other)
-    return f"{one[is_other][0].item():.6g}, and then {other[is_other][0].item():.6g}"
+    differs = _differs(one, other)
+    return f"{one[differs][0].item():.6g}, and then {other[differs][0].item():.6g}"
 
 
 def _kind(value: Any) -> str:

@@ -1,4 +1,8 @@
-"""Hold every leaf of one value against its partner in the other: contract first, then values, each with evidence."""
+"""Compare two values leaf by leaf: the contract first, then the values, each with its evidence.
+
+A `Judge` has a policy and the terms of the contract. It pairs the leaves by path, measures each pair once, and lets
+the policy judge floating-point values; integers have to be equal. Start with `Judge.compare`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from torchdelta.records.verdict import Verdict
 
 Aliases = Mapping[str, frozenset[str]]
 """Which other values share memory with the leaf at a path."""
-_NOBODY: frozenset[str] = frozenset()
+_NONE: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +33,7 @@ class Judge:
     policy: Policy
     terms: Terms = field(default_factory=Terms)
     is_stepped: bool = False
-    """Whether an optimizer made what is compared."""
+    """Whether the values come from optimizer steps."""
 
     def compare(
         self,
@@ -39,7 +43,7 @@ class Judge:
         aliases: tuple[Aliases, Aliases] = ({}, {}),
         noisy: Sequence[Leaves] = (),
     ) -> tuple[list[Comparison], list[Unmatched]]:
-        """Compare two values leaf by leaf; a leaf without a partner is a comparison that diverged, and is named."""
+        """Return a comparison of every leaf, and the leaves without a partner, whose comparisons have diverged."""
         pairs, unmatched = align(reference, candidate, truth, noisy)
         comparisons = [self._compare_pair(pair, aliases) for pair in pairs]
         comparisons += [compare_alone(leaf) for leaf in unmatched]
@@ -52,16 +56,16 @@ class Judge:
         broken = breaches(reference, candidate, self.terms)
         sample = None
         if broken and any(breach.clause == "shape" for breach in broken):
-            judged = Judgement(verdict=Verdict.INCONCLUSIVE, reason="elements of two shapes make no pairs")
+            judgement = Judgement(verdict=Verdict.INCONCLUSIVE, reason="elements of two shapes make no pairs")
         elif not (tensors.has_values(reference) and tensors.has_values(candidate)):
-            judged = Judgement(verdict=Verdict.INCONCLUSIVE, reason="a tensor without values cannot be compared")
+            judgement = Judgement(verdict=Verdict.INCONCLUSIVE, reason="a tensor without values cannot be compared")
         elif reference is candidate:
-            judged = _UNTOUCHED
+            judgement = _UNTOUCHED
         else:
             sample = self._sample(reference, candidate, as_tensor(pair.truth), pair.noisy)
-            judged = self._judge(sample)
-        contract = broken + self._aliasing(pair.path, aliases) + judged.breaches
-        verdict, reason = judged.verdict, judged.reason
+            judgement = self._judge(sample)
+        contract = broken + self._aliasing(pair.path, aliases) + judgement.breaches
+        verdict, reason = judgement.verdict, judgement.reason
         if contract and verdict is not Verdict.DIVERGED:
             decisive = [str(breach) for breach in contract if not breach.excused]
             verdict, reason = (Verdict.DIVERGED, "; ".join(decisive)) if decisive else (verdict, reason)
@@ -72,30 +76,31 @@ class Judge:
             dtype=tensors.dtype_name(reference.dtype),
             shape=tuple(reference.shape),
             contract=contract,
-            error=judged.error,
-            noise=judged.noise,
-            allowed=judged.allowed,
-            resolution=judged.resolution,
+            error=judgement.error,
+            noise=judgement.noise,
+            allowed=judgement.allowed,
+            resolution=judgement.resolution,
             worst=sample.worst if sample else None,
             measurement=sample.measurement if sample else None,
-            details=judged.details or {},
+            details=judgement.details or {},
         )
 
     def _sample(
         self, reference: torch.Tensor, candidate: torch.Tensor, truth: torch.Tensor | None, noisy: tuple[Any, ...]
     ) -> Sample:
+        """Return both tensors with their truth, their noisy runs and their measurement."""
         reference, candidate = tensors.resolve(reference), tensors.resolve(candidate)
         truth = tensors.resolve(truth) if truth is not None and _is_like(truth, reference) else None
         rtol, atol = self.policy.rtol, self.policy.atol
         if rtol is None or atol is None:
             rtol, atol = default_tolerance(reference.dtype, candidate.dtype)
-        seen = measure(reference, candidate, rtol=rtol, atol=atol)
+        measurement = measure(reference, candidate, rtol=rtol, atol=atol)
         return Sample(
             reference=reference,
             candidate=candidate,
             truth=truth,
-            measurement=seen,
-            worst=_worst(seen, reference, candidate, truth),
+            measurement=measurement,
+            worst=_worst(measurement, reference, candidate, truth),
             rtol=rtol,
             atol=atol,
             lowered_to=self.terms.lowered_to,
@@ -111,21 +116,23 @@ class Judge:
             return self.policy.judge(sample)
         return self._judge_exact(sample.measurement)
 
-    def _judge_exact(self, seen: Measurement) -> Judgement:
+    def _judge_exact(self, pair: Measurement) -> Judgement:
+        """Return the judgement of integers or booleans: diverged if one differs, unless the terms excuse that."""
         verdict, reason = Verdict.EQUIVALENT, "identical"
         broken: tuple[Breach, ...] = ()
-        if seen.mismatches:
+        if pair.mismatches:
             verdict = Verdict.DIVERGED
-            reason = f"{seen.mismatches} of {seen.numel} elements differ, and integers have no rounding noise"
+            reason = f"{pair.mismatches} of {pair.numel} elements differ, and integers have no rounding noise"
             if self.terms.excuses("integers"):
                 broken = (self.terms.breach("integers", "exact", reason),)
                 verdict, reason = Verdict.EQUIVALENT, f"ignored: {reason}"
         return Judgement(
-            verdict=verdict, reason=reason, error=seen.max_abs, allowed=0.0, resolution=0.0, breaches=broken
+            verdict=verdict, reason=reason, error=pair.max_abs, allowed=0.0, resolution=0.0, breaches=broken
         )
 
     def _aliasing(self, path: str, aliases: tuple[Aliases, Aliases]) -> tuple[Breach, ...]:
-        of_reference, of_candidate = aliases[0].get(path, _NOBODY), aliases[1].get(path, _NOBODY)
+        """Return the breach of a leaf that shares memory with other values than in the reference, if it does."""
+        of_reference, of_candidate = aliases[0].get(path, _NONE), aliases[1].get(path, _NONE)
         if of_reference == of_candidate:
             return ()
         return (self.terms.breach("aliasing", _partners(of_reference), _partners(of_candidate)),)
@@ -150,11 +157,12 @@ def _partners(paths: frozenset[str]) -> str:
 
 
 def _worst(
-    seen: Measurement, reference: torch.Tensor, candidate: torch.Tensor, truth: torch.Tensor | None
+    measurement: Measurement, reference: torch.Tensor, candidate: torch.Tensor, truth: torch.Tensor | None
 ) -> Worst | None:
-    if seen.worst < 0:
+    """Return the worst element of a measurement with its three values, or None if no element differs."""
+    if measurement.worst < 0:
         return None
-    index = _unravel(seen.worst, reference.shape)
+    index = _unravel(measurement.worst, reference.shape)
     return Worst(
         index=index,
         reference=_scalar(reference, index),
@@ -164,6 +172,7 @@ def _worst(
 
 
 def _unravel(flat: int, shape: torch.Size) -> tuple[int, ...]:
+    """Return a flat index as one index for each dimension."""
     index: tuple[int, ...] = ()
     for size in reversed(shape):
         flat, step = divmod(flat, size)

@@ -1,9 +1,8 @@
-"""When the compiled loops are loaded: numba takes half a second, in which torch measures a thousand small tensors.
+"""Measure two tensors: every number of a `Measurement` from one pass over both, on all cores and with little memory.
 
-Every number of a `Measurement` from one pass over two tensors, on all cores and with next to no memory.
-
-Large tensors are cut into spans that threads measure one by one; a span goes to the compiled loops of `fused` or,
-without numba, away from the CPU and where the tensor is small, to the torch operators of `chunked`.
+Large tensors are cut into spans, which threads measure. A span goes to the compiled loops of `numba_measure`; without
+numba, on other devices and for small tensors it goes to the torch operators of `torch_kernels`. Loading numba takes
+half a second, in which torch measures a thousand small tensors, so `compiled` loads it late. Start with `measure`.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from torchdelta.compare.torch_kernels import CPU_PIECE
 from torchdelta.records.comparison import Measurement
 
 _MANY = 1000
-"""So many small tensors, measured without numba, have taken as long as it takes to load."""
+"""Measuring so many small tensors without numba takes as long as loading it."""
 
 
 class _Small:
-    """How many small tensors were measured without numba."""
+    """The number of small tensors that this process measured without numba."""
 
     measured = 0
 
 
 def compiled(name: str, elements: int) -> ModuleType | None:
-    """Return a module of compiled loops for that many elements; None where torch is as good, or numba is missing."""
+    """Return a module of compiled loops for so many elements, or None if torch is as fast or numba is missing."""
     module = f"{__package__}.{name}"
     if module not in sys.modules and elements <= CPU_PIECE:
         _Small.measured += 1
@@ -48,7 +47,7 @@ def compiled(name: str, elements: int) -> ModuleType | None:
 SpanMeasure = Callable[[torch.Tensor, torch.Tensor, float, float], Measurement]
 
 _SPAN = 2**20
-"""Elements that one thread measures at a time: about a millisecond, so that starting threads pays above it."""
+"""Elements that one thread measures at a time: about a millisecond, above which starting threads pays."""
 
 _MEASURABLE = frozenset(
     {
@@ -78,7 +77,10 @@ _MEASURABLE = frozenset(
 
 
 def measure(reference: torch.Tensor, candidate: torch.Tensor, *, rtol: float = 0.0, atol: float = 0.0) -> Measurement:
-    """Hold two dense tensors of the same shape against each other, element by element; nothing is broadcast."""
+    """Return the measurement of two dense tensors of the same shape, element by element; nothing is broadcast.
+
+    ValueError if the shapes differ, TypeError if a tensor is quantized or not dense.
+    """
     if reference.shape != candidate.shape:
         raise ValueError(
             f"a reference of shape {tuple(reference.shape)} cannot be measured against a candidate of shape "
@@ -91,7 +93,7 @@ def measure(reference: torch.Tensor, candidate: torch.Tensor, *, rtol: float = 0
                 "dequantize it, or make it dense, first"
             )
     if reference.numel() == 0:
-        return _of_nothing(reference, candidate)
+        return _empty_measurement(reference, candidate)
     measurement = _measure_spans(reference.detach(), candidate.detach(), rtol, atol)
     if reference.is_complex() or candidate.is_complex():
         return dataclasses.replace(measurement, worst=measurement.worst // 2)
@@ -99,13 +101,14 @@ def measure(reference: torch.Tensor, candidate: torch.Tensor, *, rtol: float = 0
 
 
 def _measure_spans(reference: torch.Tensor, candidate: torch.Tensor, rtol: float, atol: float) -> Measurement:
+    """Return the measurement of two tensors, joined from those of their spans."""
     on_cpu = reference.is_cpu and candidate.is_cpu
     measure_span = _cpu_measure(reference.numel()) if on_cpu else torch_kernels.measure_span
     if reference.numel() <= _SPAN or not on_cpu:
         return measure_span(reference, candidate, rtol, atol)
     if reference.is_contiguous() and candidate.is_contiguous():
         reference, candidate = reference.view(-1), candidate.view(-1)
-    # a pool for each call, because the threads of one that lives on are missing after a fork
+    # a pool for each call, because the threads of a lasting pool are missing after a fork
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         spans = pool.map(
             lambda index: measure_span(reference[index], candidate[index], rtol, atol),
@@ -119,7 +122,8 @@ def _cpu_measure(elements: int) -> SpanMeasure:
     return torch_kernels.measure_span if fused is None else fused.measure_span
 
 
-def _of_nothing(reference: torch.Tensor, candidate: torch.Tensor) -> Measurement:
+def _empty_measurement(reference: torch.Tensor, candidate: torch.Tensor) -> Measurement:
+    """Return the measurement of two tensors without elements."""
     return Measurement(
         numel=0,
         finite=0,

@@ -1,7 +1,11 @@
-"""Take two values apart into leaves and pair them by path: nothing is zipped, nothing is dropped.
+"""Take two values apart into leaves and pair them by path; no leaf is dropped.
 
-The kind of a container counts: a list that became a tuple is a difference. Whatever has attributes and is no leaf
-itself (caches, distributions, user classes) is taken apart by its attributes, so that a tensor inside it is found.
+The kind of a container counts: a list that became a tuple is a difference. An object with attributes that is not a leaf
+itself (a cache, a distribution, a user's class) is taken apart by its attributes, so that tensors inside it are found.
+
+    leaves_of([tensor], "outputs")      # {"outputs": Container("list"), "outputs[0]": tensor}
+
+Start with `leaves_of` and `align`.
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ _NAMED = (
     torch.layout,
     np.generic,
 )
-"""What reads the same wherever it is equal, so that a path can hold it."""
+"""Types whose equal values have equal texts, so that a path can hold them."""
 _ATOMS = (
     *_NAMED,
     *(bytearray, range, slice, os.PathLike, torch.memory_format, ModuleType, FunctionType, BuiltinFunctionType),
@@ -46,7 +50,7 @@ _ATOMS = (
 _BUILT_IN = (dict, list, tuple, set, frozenset, deque)
 _CACHES = (functools.cached_property, lazy_property)
 _TRANSPARENT: tuple[Any, ...] = (object.__new__, SimpleNamespace.__new__)
-"""Constructors of what keeps all its state in attributes; that of an extension may keep it where Python cannot look."""
+"""Constructors of classes that keep all state in attributes; an extension may keep it where Python cannot read it."""
 
 Child = tuple[str, Any]
 Leaves = dict[str, Any]
@@ -54,7 +58,7 @@ Leaves = dict[str, Any]
 
 
 class Pair(NamedTuple):
-    """Two leaves of the same path, and the truth's leaf there; None where no truth was computed."""
+    """Two leaves of the same path, the truth's leaf there (None without a truth), and those of noisy runs."""
 
     path: str
     reference: Any
@@ -89,40 +93,40 @@ class Unreadable:
 
 
 def leaves_of(value: Any, path: str = "value") -> Leaves:
-    """Take a value apart."""
-    found: Leaves = {}
+    """Return every leaf of a value by its path, which starts with `path`."""
+    leaves: Leaves = {}
     waiting: list[tuple[str, Any, dict[int, Child]]] = [(path, value, {})]
     while waiting:
         path, value, above = waiting.pop()
-        while path in found:  # an attribute may be called `a.b`
+        while path in leaves:  # an attribute may be called `a.b`
             path += "′"
         try:
             children = _children(value)
         except Exception as error:
-            found[path] = Unreadable(type(value).__qualname__, brief(f"{type(error).__name__}: {error}"))
+            leaves[path] = Unreadable(type(value).__qualname__, brief(f"{type(error).__name__}: {error}"))
             continue
         if children is None:
-            found[path] = value
+            leaves[path] = value
             is_new_tensor = isinstance(value, torch.Tensor) and id(value) not in above
             children = tensors.attributes(value) if is_new_tensor else []
         elif id(value) in above:
-            found[path] = Container(f"the {_kind(value)} that is {above[id(value)][0]}")
+            leaves[path] = Container(f"the {_kind(value)} that is {above[id(value)][0]}")
             children = []
         else:
-            found[path] = Container(_kind(value))
+            leaves[path] = Container(_kind(value))
         if children:
-            # the value itself is kept too: the id of one that is gone may be given to another
+            # the value itself is kept too, because another value may get the id of one that is gone
             within = {**above, id(value): (path, value)}
             waiting.extend((path + step, child, within) for step, child in reversed(children))
-    return found
+    return leaves
 
 
 def align(
     reference: Leaves, candidate: Leaves, truth: Leaves | None = None, noisy: Sequence[Leaves] = ()
 ) -> tuple[list[Pair], list[Unmatched]]:
-    """Pair leaves by path, with those of the truth and of noisy runs where there are any; name those without partner.
+    """Return the pairs of leaves of the same path, with truth and noisy runs, and the leaves without a partner.
 
-    Containers of the same kind are structure and no evidence: only those that differ are among the pairs.
+    Containers of the same kind are not among the pairs, because they are structure and not evidence.
     """
     truth = truth or {}
     pairs = [
@@ -132,11 +136,11 @@ def align(
     ]
     if reference.keys() == candidate.keys():
         return pairs, []
-    return pairs, [*_alone("reference", reference, candidate), *_alone("candidate", candidate, reference)]
+    return pairs, [*_unmatched("reference", reference, candidate), *_unmatched("candidate", candidate, reference)]
 
 
 def describe(value: Any) -> str:
-    """Say what a leaf is in a few words."""
+    """Return in a few words what a leaf is."""
     if isinstance(value, torch.Tensor):
         return f"{tensors.dtype_name(value.dtype)} {tensors.describe(value)}"
     if isinstance(value, np.ndarray):
@@ -146,7 +150,7 @@ def describe(value: Any) -> str:
     try:
         return brief(repr(value), 60)
     except Exception:
-        return f"a {type(value).__qualname__} that cannot say what it is"
+        return f"a {type(value).__qualname__} that cannot be printed"
 
 
 def brief(text: str, limit: int = 200) -> str:
@@ -155,13 +159,14 @@ def brief(text: str, limit: int = 200) -> str:
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
-def _alone(side: str, leaves: Leaves, others: Leaves) -> list[Unmatched]:
+def _unmatched(side: str, leaves: Leaves, others: Leaves) -> list[Unmatched]:
     return [
         Unmatched(path=path, side=side, what=describe(value)) for path, value in leaves.items() if path not in others
     ]
 
 
 def _kind(value: Any) -> str:
+    """Return the kind of a container, in words."""
     if isinstance(value, torch.Tensor):
         return tensors.describe(value)
     if isinstance(value, np.ndarray):
@@ -170,7 +175,7 @@ def _kind(value: Any) -> str:
 
 
 def _children(value: Any) -> list[Child] | None:
-    """Return what a container holds, each with its step in the path; None of a leaf."""
+    """Return the children of a container, each with its step in the path, or None for a leaf."""
     if isinstance(value, torch.Tensor):
         return tensors.components(value)
     if isinstance(value, _ATOMS):
@@ -187,6 +192,7 @@ def _children(value: Any) -> list[Child] | None:
 
 
 def _items(value: Any) -> list[Child] | None:
+    """Return the items of a mapping, tuple, set, sequence, partial or method, or None for any other object."""
     if isinstance(value, (torch.nn.ParameterDict, Mapping)):
         return list(_entries(value))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -203,20 +209,22 @@ def _items(value: Any) -> list[Child] | None:
 
 
 def _entries(mapping: Any) -> Iterator[Child]:
+    """Yield the values of a mapping by key; a key without a text of its own is a child too."""
     for index, (key, item) in enumerate(mapping.items()):
         if all(isinstance(part, _NAMED) for part in (key if isinstance(key, tuple) else (key,))):
             yield f"[{key!r}]", item
-        else:  # the text of a tensor or an object may be that of another, or hold its address
+        else:  # two tensors or objects may have the same text, and a text may hold an address
             yield f".keys()[{index}]", key
             yield f".values()[{index}]", item
 
 
 def _order(item: Any) -> tuple[int, Any]:
-    # a set has no order to pair by: numbers go by size, so that rounding moves none, and all else by its text
+    # a set has no order: numbers are paired by size, so that rounding moves none, and other items by their text
     return (0, item) if isinstance(item, (int, float)) else (1, repr(item))
 
 
 def _array_items(array: np.ndarray[Any, Any]) -> list[Child] | None:
+    """Return the children of a masked array or an array of objects, or None for any other array."""
     if isinstance(array, np.ma.MaskedArray):
         return [
             (".data", np.where(array.mask, np.zeros((), array.dtype), array.data)),
@@ -235,7 +243,7 @@ def _attributes_beside(value: Any) -> list[Child]:
 
 
 def _state(value: Any) -> dict[str, Any] | None:
-    """Return the attributes of an object; None of one that may keep state elsewhere than in attributes."""
+    """Return the attributes of an object, or None if it may keep state elsewhere."""
     kind = type(value)
     if not isinstance(kind.__new__, FunctionType) and kind.__new__ not in _TRANSPARENT:
         return None
@@ -244,13 +252,14 @@ def _state(value: Any) -> dict[str, Any] | None:
         return None
     state = {**getattr(value, "__dict__", {}), **slots}
     cached = {name for name in state if isinstance(inspect.getattr_static(kind, name, None), _CACHES)}
-    given = {id(item) for name, item in state.items() if name not in cached}
-    # what was computed from the rest tells nothing new, and may be there on one side only; a distribution keeps
-    # the parameter it was given under such a name too
-    return {name: item for name, item in state.items() if name not in cached or id(item) in given}
+    uncached = {id(item) for name, item in state.items() if name not in cached}
+    # a cached attribute is computed from the others and may exist on one side only; but a distribution keeps a
+    # parameter under such a name too
+    return {name: item for name, item in state.items() if name not in cached or id(item) in uncached}
 
 
 def _slots(value: Any) -> Iterator[Child]:
+    """Yield the attributes that an object keeps in slots, by name."""
     for kind in type(value).__mro__:
         names = kind.__dict__.get("__slots__", ())
         for name in (names,) if isinstance(names, str) else names:

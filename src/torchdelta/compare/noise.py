@@ -1,9 +1,10 @@
-"""Is it noise or a bug? The candidate's distance from the truth, held against that of correct programs.
+"""Is it noise or a bug? The default policy compares the candidate's distance from the truth with that of correct runs.
 
 A correct program of the same dtype is about as far from the float64 truth as the reference is, and as noisy runs are:
-the reference with every rounding moved. The candidate is held to the largest of these in three ways: by the root mean
-square, by the largest element, and by the worst block of elements, which finds the one row that a whole tensor hides. A
-candidate that is *closer* to the truth than the reference has not diverged.
+the reference with every rounding moved. The candidate may be as far off as the largest of these, times a limit, by
+three statistics: the root mean square, the largest element, and the worst block of elements, which finds a wrong row
+that the whole tensor hides. A candidate that is *closer* to the truth than the reference has not diverged. Start with
+`Noise.judge`; the limits are `SINGLE` and the constants after it.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import numpy as np
 import torch
 
 from torchdelta.compare.kernels import measure
-from torchdelta.compare.policy import Judgement, Sample, relative
+from torchdelta.compare.policy import IDENTICAL, Judgement, Policy, Sample, describe_misplaced, luck, relative
 from torchdelta.compare.spread import MASK, Array, Spread, are_masks, lost_masks, sizes, spread
 from torchdelta.records.comparison import Measurement
 from torchdelta.records.verdict import Verdict
 
 COARSEST = 0.3
-"""A dtype whose own rounding allows a larger relative error than this tells nothing apart: float8."""
+"""A dtype whose own rounding allows a larger relative error than this is too coarse to judge: float8."""
 
 
 class Slack(NamedTuple):
@@ -34,66 +35,63 @@ class Slack(NamedTuple):
     """How much further from the truth a noisy run is than a correct program: it moves roundings by a whole unit."""
 
 
-# measured: benchmarks/verdicts.py
+# measured with benchmarks/verdicts.py
 SINGLE = Slack(4.0, 4.0)
 NARROW = Slack(2.5, 8.0)
-"""bfloat16 and float16: what they are multiplied and summed in is wider than they are."""
+"""bfloat16 and float16, which are multiplied and summed in a wider dtype."""
 STEPS = Slack(4.0, 2.0)
 LOWERED = Slack(4.0, 1.0)
 """The candidate computes in a lower dtype on purpose: only the noisy runs, and not the reference, have its noise."""
 ALONE = Slack(16.0, 1.0)
-"""No noisy run: the reference is the only correct program there is."""
+"""Without a noisy run the reference is the only correct program there is."""
 ROW = 2.0
-"""A maximum over many blocks is more a matter of luck than one over elements: by so much more may it be off."""
+"""The limit of the worst block is so many times that of the others, because a maximum over blocks varies more."""
 LARGEST = 2.0
 """As `exaggeration`, of the largest element."""
 
 
 @dataclass(frozen=True)
-class Noise:
-    """The default policy: no tolerance is tuned by hand, the program's own rounding sets it."""
+class Noise(Policy):
+    """The default policy: the program's own rounding sets the tolerance."""
 
     needs_truth = True
-    judges_integers = False
-    rtol = 0.0
-    atol = 0.0
 
     def judge(self, sample: Sample) -> Judgement:
-        """Diverged when the candidate is further from the truth than rounding explains."""
-        seen = sample.measurement
+        """Return diverged if the candidate is further from the truth than rounding explains."""
         if sample.truth is None:
-            return _judge_without_truth(seen)
-        if not seen.mismatches:
-            return _identical(sample)
-        around = _ErrorScale.of(sample)
-        judged = max(around.judgements(), key=_excess)
+            return _judge_without_truth(sample.measurement)
+        if not sample.measurement.mismatches:
+            return _judge_identical(sample)
+        distances = _Distances.of(sample)
+        judgement = max(distances.judgements(), key=lambda judgement: judgement.rank)
         roundoff = _coarsest_roundoff(sample)
-        if judged.verdict is Verdict.EQUIVALENT and around.limit * around.floor > COARSEST * around.scale:
-            reason = f"{judged.reason}, but rounding alone may be that large in so coarse a dtype"
-            judged = judged._replace(verdict=Verdict.INCONCLUSIVE, reason=reason)
-        judged = judged._replace(
-            resolution=around.resolution,
+        if judgement.verdict is Verdict.EQUIVALENT and distances.limit * distances.floor > COARSEST * distances.scale:
+            reason = f"{judgement.reason}, but rounding alone may be that large in so coarse a dtype"
+            judgement = judgement._replace(verdict=Verdict.INCONCLUSIVE, reason=reason)
+        judgement = judgement._replace(
+            resolution=distances.resolution,
             details={
-                **(judged.details or {}),
-                "rms_of_truth": around.scale,
-                "floor": around.floor,
-                "reference_error": around.reference.rms,
+                **(judgement.details or {}),
+                "rms_of_truth": distances.scale,
+                "floor": distances.floor,
+                "reference_error": distances.reference.rms,
                 "roundoff": roundoff,
                 "noisy_runs": len(sample.noisy),
                 "question": "native",
             },
         )
-        return _judge_non_finite(judged, sample, around)
+        return _judge_non_finite(judgement, sample, distances)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ErrorScale:
-    """Every run of a sample as it lies around the truth."""
+class _Distances:
+    """The distances from the truth of the candidate and of every correct run, and what they are held against."""
 
     candidate: Spread
     reference: Spread
     noisy: list[Spread]
     sizes: Array
+    """The mean square of the truth, by block."""
     slack: Slack
     unit: float
     scale: float
@@ -101,7 +99,7 @@ class _ErrorScale:
     largest_rounding: float
 
     @classmethod
-    def of(cls, sample: Sample) -> _ErrorScale:
+    def of(cls, sample: Sample) -> _Distances:
         truth = sample.truth
         assert truth is not None
         mask = MASK if are_masks(truth) else math.inf
@@ -117,14 +115,13 @@ class _ErrorScale:
             unit=unit,
             scale=of_truth.rms,
             numel=truth.numel(),
-            # one large element rounds more coarsely than the others: by its own size
+            # an element rounds in proportion to its own size, and one may be much larger than the others
             largest_rounding=0.5 * unit * _size_at(truth, candidate.at),
         )
 
     @property
     def limit(self) -> float:
-        # the ratio of two statistics of few elements is a matter of luck
-        return self.slack.limit * (1.0 + 4.0 / math.sqrt(max(self.numel, 1)))
+        return self.slack.limit * luck(self.numel)
 
     @property
     def floor(self) -> float:
@@ -143,16 +140,19 @@ class _ErrorScale:
         exaggeration = min(LARGEST, self.slack.exaggeration)
         peaks = (run.peak / exaggeration for run in self.noisy)
         max_noise = max(self.reference.peak, self.floor, self.largest_rounding, *peaks, 0.0)
-        judged = [
+        judgements = [
             _judge("rms", self.candidate.rms, self.rms_noise, self.limit),
             _judge("max", self.candidate.peak, max_noise, self.limit),
         ]
         if self.noisy and self.candidate.squares.size > 1 and math.isfinite(float(self.candidate.squares.sum())):
-            judged.append(self._judge_rows())
-        return judged
+            judgements.append(self._judge_rows())
+        return judgements
 
     def _judge_rows(self) -> Judgement:
-        """Judge the worst block in units of what its own noise is; luck is what the correct runs have among them."""
+        """Return the judgement of the block that is worst in units of its own noise.
+
+        The noise of a block varies by chance: by as much as that of one correct run exceeds the mean of the others.
+        """
         exaggeration = self.slack.exaggeration
         floor = (0.5 * self.unit) ** 2 * self.sizes + (self.unit * self.scale * 2.0**-10) ** 2
         correct = [run.squares for run in self.noisy]
@@ -162,13 +162,13 @@ class _ErrorScale:
         pooled = total / len(correct) + floor
         ratios = self.candidate.squares / np.maximum(pooled, 5e-324)
         worst = int(ratios.argmax())
-        luck = 1.0 / exaggeration
+        chance = 1.0 / exaggeration
         if len(correct) > 1:
             for run in correct:
                 others = (total - run) / (len(correct) - 1) + floor
                 of_run = math.sqrt(float((run / np.maximum(others, 5e-324)).max()))
-                luck = max(luck, of_run if run is correct[-1] else of_run / exaggeration)
-        noise = math.sqrt(float(pooled[worst])) * luck
+                chance = max(chance, of_run if run is correct[-1] else of_run / exaggeration)
+        noise = math.sqrt(float(pooled[worst])) * chance
         return _judge("row", math.sqrt(float(self.candidate.squares[worst])), noise, ROW * self.limit)
 
 
@@ -178,6 +178,7 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def _slack(sample: Sample) -> Slack:
+    """Return how far from the truth a correct program may be, by the kind of the sample."""
     if not sample.noisy:
         return ALONE
     if sample.lowered_to is not None:
@@ -192,6 +193,7 @@ def _coarsest_roundoff(sample: Sample) -> float:
 
 
 def _size_at(truth: torch.Tensor, flat: int) -> float:
+    """Return |truth| at a flat index, or 0 if it is not finite or the index is −1."""
     if flat < 0:
         return 0.0
     whole = torch.view_as_real(truth) if truth.is_complex() else truth
@@ -200,37 +202,22 @@ def _size_at(truth: torch.Tensor, flat: int) -> float:
 
 
 def _judge(statistic: str, error: float, noise: float, limit: float) -> Judgement:
-    allowed = limit * noise
-    times = f"{error / noise:.3g} times" if noise else "infinitely many times"
-    if not math.isfinite(allowed):
-        verdict, reason = Verdict.INCONCLUSIVE, f"{statistic} noise is beyond what float64 can hold"
-    elif not error <= allowed:  # an error that is not a number is no pass
-        verdict = Verdict.DIVERGED
-        reason = f"{statistic} error is {times} the noise; up to {limit:.3g} times would be rounding"
-    else:
-        verdict = Verdict.EQUIVALENT
-        reason = f"{statistic} error is {times} the noise" if error else "no error against the truth"
-    return Judgement(
-        verdict=verdict,
-        reason=reason,
-        error=error,
-        noise=noise,
-        allowed=allowed,
-        details={"statistic": statistic},
-    )
+    """Return the judgement of one statistic; inconclusive if its noise overflows float64."""
+    judgement = Judgement.of_statistic(statistic, error, noise, limit, "the noise")
+    if not math.isfinite(limit * noise):
+        reason = f"{statistic} noise is beyond what float64 can hold"
+        return judgement._replace(verdict=Verdict.INCONCLUSIVE, reason=reason)
+    if not error:
+        return judgement._replace(reason="no error against the truth")
+    return judgement
 
 
-def _excess(judged: Judgement) -> tuple[int, float]:
-    error, allowed = judged.error or 0.0, judged.allowed or math.inf
-    return judged.verdict.severity, error / allowed
-
-
-def _identical(sample: Sample) -> Judgement:
-    """Judge two tensors without a difference: any change of one unit in the last place would have been one."""
+def _judge_identical(sample: Sample) -> Judgement:
+    """Return the judgement of two identical tensors, among which one unit in the last place would have shown."""
     roundoff = _coarsest_roundoff(sample)
     return Judgement(
         verdict=Verdict.EQUIVALENT,
-        reason="bitwise identical",
+        reason=IDENTICAL,
         error=0.0,
         noise=0.0,
         allowed=0.0,
@@ -239,41 +226,46 @@ def _identical(sample: Sample) -> Judgement:
     )
 
 
-def _judge_without_truth(seen: Measurement) -> Judgement:
-    if not seen.mismatches:
-        return Judgement(verdict=Verdict.EQUIVALENT, reason="bitwise identical", error=0.0, allowed=0.0, resolution=0.0)
+def _judge_without_truth(pair: Measurement) -> Judgement:
+    """Return equivalent for identical tensors, and inconclusive for all others."""
+    if not pair.mismatches:
+        return Judgement(verdict=Verdict.EQUIVALENT, reason=IDENTICAL, error=0.0, allowed=0.0, resolution=0.0)
     return Judgement(
         verdict=Verdict.INCONCLUSIVE,
-        reason=f"{seen.mismatches} of {seen.numel} elements differ, and there is no truth to hold that against",
-        error=math.inf if seen.misplaced else seen.rms_error,
+        reason=f"{pair.mismatches} of {pair.numel} elements differ, and there is no truth to hold that against",
+        error=math.inf if pair.misplaced else pair.rms_error,
         allowed=0.0,
         resolution=0.0,
     )
 
 
-def _judge_non_finite(judged: Judgement, sample: Sample, around: _ErrorScale) -> Judgement:
-    """Judge the NaNs and infinities too: they must be where reference and truth agree that they are."""
-    seen = sample.measurement
+def _judge_non_finite(judgement: Judgement, sample: Sample, distances: _Distances) -> Judgement:
+    """Return the judgement of finite values corrected by mask constants, NaNs and infinities.
+
+    They have to be where reference and truth agree that they are.
+    """
+    pair = sample.measurement
     assert sample.truth is not None
-    if around.candidate.masked and (lost := lost_masks(sample.truth, sample.reference, sample.candidate)):
+    if distances.candidate.masked and (lost := lost_masks(sample.truth, sample.reference, sample.candidate)):
         reason = f"{lost} values beyond {MASK:g}, which are taken for mask constants, are not what they were"
-        return judged._replace(verdict=Verdict.DIVERGED, reason=reason, error=math.inf)
-    if not (around.candidate.skipped or around.reference.skipped or seen.misplaced):
-        return judged
+        return judgement._replace(verdict=Verdict.DIVERGED, reason=reason, error=math.inf)
+    if not (distances.candidate.skipped or distances.reference.skipped or pair.misplaced):
+        return judgement
     of_reference, of_candidate = measure(sample.truth, sample.reference), measure(sample.truth, sample.candidate)
-    places = f"NaN or Inf out of place at {seen.misplaced} of {seen.numel} elements"
-    if seen.misplaced > of_reference.misplaced:
-        return judged._replace(verdict=Verdict.DIVERGED, reason=places, error=math.inf)
-    if judged.verdict is Verdict.DIVERGED:
-        return judged
-    if seen.misplaced and of_candidate.misplaced:
+    places = describe_misplaced(pair)
+    if pair.misplaced > of_reference.misplaced:
+        return judgement._replace(verdict=Verdict.DIVERGED, reason=places, error=math.inf)
+    if judgement.verdict is Verdict.DIVERGED:
+        return judgement
+    if pair.misplaced and of_candidate.misplaced:
         reason = f"{places}; the reference itself overflows or is undefined where the truth is not"
-        return judged._replace(verdict=Verdict.INCONCLUSIVE, reason=reason, error=math.inf)
-    finite_in_reference = seen.numel - of_reference.nan_candidate - of_reference.inf_candidate
-    untold = finite_in_reference - of_reference.finite
-    if untold > 0:
+        return judgement._replace(verdict=Verdict.INCONCLUSIVE, reason=reason, error=math.inf)
+    finite_in_reference = pair.numel - of_reference.nan_candidate - of_reference.inf_candidate
+    unjudged = finite_in_reference - of_reference.finite
+    if unjudged > 0:
         reason = (
-            f"the truth is NaN or Inf at {untold} of {seen.numel} elements where the reference is not; {judged.reason}"
+            f"the truth is NaN or Inf at {unjudged} of {pair.numel} elements where the reference is not; "
+            f"{judgement.reason}"
         )
-        return judged._replace(verdict=Verdict.INCONCLUSIVE, reason=reason)
-    return judged
+        return judgement._replace(verdict=Verdict.INCONCLUSIVE, reason=reason)
+    return judgement

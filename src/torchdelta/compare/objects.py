@@ -1,4 +1,7 @@
-"""Leaves that are no tensors: numbers and numeric arrays become tensors, all else is equal or it is not."""
+"""Compare leaves that are not tensors: numbers and numeric arrays become tensors, other objects are equal or not.
+
+Start with `as_tensor` and `compare_objects`.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ from torchdelta.records.comparison import Breach, Comparison, Unmatched
 from torchdelta.records.verdict import Verdict
 
 _SINGLETONS = (Enum, type, torch.dtype, torch.layout, torch.memory_format)
-"""Equal only to themselves: that their class does not define equality leaves no doubt."""
+"""Objects that are equal only to themselves, so that they can be compared although their class defines no equality."""
 
 
 def as_tensor(value: Any) -> torch.Tensor | None:
-    """Return tensors, numbers and numeric arrays as a plain tensor; None of everything else."""
+    """Return a tensor, number or numeric array as a plain tensor, or None for any other object."""
     if isinstance(value, torch.Tensor):
         return tensors.without_class(value)
     if isinstance(value, (np.ndarray, np.generic)):
@@ -33,7 +36,7 @@ def as_tensor(value: Any) -> torch.Tensor | None:
 
 
 def is_same_class(reference: Any, candidate: Any) -> bool:
-    """Tell whether two leaves are of one class; a parameter that comes back as a plain tensor is no change of class."""
+    """Tell whether two leaves are of one class; a parameter and a plain tensor count as one."""
     if type(reference) is type(candidate):
         return True
     both_tensors = isinstance(reference, torch.Tensor) and isinstance(candidate, torch.Tensor)
@@ -41,7 +44,7 @@ def is_same_class(reference: Any, candidate: Any) -> bool:
 
 
 def compare_objects(pair: Pair, terms: Terms) -> Comparison:
-    """Compare two leaves of which one at least is no tensor, or which are of different classes."""
+    """Return the comparison of two leaves that are of different classes or not both tensors."""
     reference, candidate = pair.reference, pair.candidate
     if unreadable := next((side for side in (reference, candidate) if isinstance(side, Unreadable)), None):
         return _object(pair, Verdict.INCONCLUSIVE, str(unreadable))
@@ -62,13 +65,13 @@ def compare_objects(pair: Pair, terms: Terms) -> Comparison:
 
 
 def compare_alone(leaf: Unmatched) -> Comparison:
-    """Return the comparison of a leaf that has no partner: a difference of structure."""
+    """Return the comparison of a leaf without a partner, which is a difference of structure."""
     sides = {"reference": "nothing", "candidate": "nothing", leaf.side: leaf.what}
     return differing_structure(leaf.path, **sides)
 
 
 def differing_structure(path: str, reference: str, candidate: str) -> Comparison:
-    """Return the comparison of two things that are not even of the same kind."""
+    """Return the comparison of two leaves of different kinds."""
     breach = Breach(clause="structure", reference=reference, candidate=candidate)
     return Comparison(path=path, verdict=Verdict.DIVERGED, reason=str(breach), kind="structure", contract=(breach,))
 
@@ -82,11 +85,12 @@ def _defines_equality(kind: Any) -> bool:
 
 
 def _difference(reference: Any, candidate: Any, terms: Terms) -> Breach | None:
+    """Return the breach by which two objects of one class differ, or None if they are equal."""
     if reference is candidate:
         return None
     if isinstance(reference, np.ndarray):
         return _difference_of_arrays(reference, candidate)
-    # a NaN of numpy is no tensor when it is wider than float64, and equals a NaN like any other
+    # a NaN of numpy that is wider than float64 does not become a tensor; it equals any other NaN
     if reference == candidate or (reference != reference and candidate != candidate):
         return None
     if isinstance(reference, torch.dtype):
@@ -96,6 +100,7 @@ def _difference(reference: Any, candidate: Any, terms: Terms) -> Breach | None:
 
 
 def _difference_of_arrays(reference: np.ndarray[Any, Any], candidate: np.ndarray[Any, Any]) -> Breach | None:
+    """Return the breach by which two arrays without numbers differ, with the first element that does, or None."""
     if (reference.dtype, reference.shape) != (candidate.dtype, candidate.shape):
         return Breach(clause="value", reference=describe(reference), candidate=describe(candidate))
     differs = np.asarray((reference != candidate) & ~((reference != reference) & (candidate != candidate)))
@@ -107,8 +112,9 @@ def _difference_of_arrays(reference: np.ndarray[Any, Any], candidate: np.ndarray
 
 
 def _array_as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
+    """Return a numeric array as a tensor, or None if torch does not have its dtype."""
     with warnings.catch_warnings():
-        # it is only read, so that it cannot be written to does not matter
+        # the tensor is only read, so a read-only array is fine
         warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)
         try:
             return torch.as_tensor(array)

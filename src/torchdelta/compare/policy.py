@@ -1,16 +1,20 @@
-"""Named numbers of a measurement that a policy can put a bound on.
+"""When is a difference a divergence? What a policy is, and the policies that need no truth.
 
-When is a difference a divergence? What a policy is, and those that ask for no truth.
+A policy judges the values of one pair of floating-point leaves. The policies that need a truth have files of their
+own: `noise.Noise`, the default, `semantic.Semantic` and `quantization_noise.StepNoise`. `policy_parser` reads the text
+by which a user names a policy. `METRICS` are the numbers of a measurement that a policy can put a bound on, such as
+`sqnr>=35`. Start with `Policy`.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,17 +26,19 @@ from torchdelta.registry import Registry
 
 Metric = Callable[[Measurement], float]
 
+IDENTICAL = "bitwise identical"
+
 METRICS: Registry[Metric] = Registry("metric")
 METRICS.add("sqnr", attrgetter("sqnr_db"))
-METRICS.add("cosine", lambda seen: seen.cosine if seen.square_error else 1.0)  # the square roots would round below 1
+METRICS.add("cosine", lambda pair: pair.cosine if pair.square_error else 1.0)  # the square roots would round below 1
 METRICS.add("max_abs", attrgetter("max_abs"))
 METRICS.add("max_rel", attrgetter("max_rel"))
 METRICS.add("rms", attrgetter("rms_error"))
 
 
-# tuples and no dataclasses: one of each is made for every leaf, and a frozen dataclass takes three times as long
+# tuples instead of dataclasses: every leaf has one of each, and a frozen dataclass takes three times as long to build
 class Sample(NamedTuple):
-    """Two floating-point tensors of one shape, the truth where there is one, and the pass over the first two."""
+    """Two floating-point tensors of one shape, their truth if there is one, and the measurement of the two."""
 
     reference: torch.Tensor
     candidate: torch.Tensor
@@ -50,14 +56,14 @@ class Sample(NamedTuple):
 
     @property
     def size_at_worst(self) -> float:
-        """Return |reference| at the worst element; 0 where it is not finite or there is none."""
+        """Return |reference| at the worst element, or 0 if it is not finite or there is none."""
         value = self.worst.reference if self.worst else None
         size = abs(complex(value) if isinstance(value, str) else value or 0.0)
         return size if math.isfinite(size) else 0.0
 
 
 class Judgement(NamedTuple):
-    """A verdict on values alone, with what it rests on."""
+    """A verdict on values alone, with its evidence."""
 
     verdict: Verdict
     reason: str
@@ -67,78 +73,92 @@ class Judgement(NamedTuple):
     resolution: float | None = None
     details: dict[str, Scalar] | None = None
     breaches: tuple[Breach, ...] = ()
-    """What the verdict excuses."""
+    """The breaches that the verdict excuses."""
 
+    @classmethod
+    def of_statistic(
+        cls, statistic: str, error: float, noise: float, limit: float, unit: str, *, names_limit: bool = True
+    ) -> Judgement:
+        """Return the judgement of one statistic of the error: diverged if it is more than `limit` times its noise.
 
-class Policy(Protocol):
-    """Judges the values of one pair; the contract and integers are not its business."""
-
-    needs_truth: bool
-    judges_integers: bool
-    """Whether it judges integers and booleans too, which otherwise have to be the same."""
+        `unit` is the noise in words; `names_limit` adds the limit to the reason of a divergence.
+        """
+        is_within = error <= limit * noise  # False for an error that is NaN
+        times = f"{error / noise:.3g} times" if noise else "infinitely many times"
+        reason = f"{statistic} error is {times} {unit}"
+        return cls(
+            verdict=Verdict.EQUIVALENT if is_within else Verdict.DIVERGED,
+            reason=reason if is_within or not names_limit else f"{reason}; up to {limit:.3g} times would be rounding",
+            error=error,
+            noise=noise,
+            allowed=limit * noise,
+            details={"statistic": statistic},
+        )
 
     @property
-    def rtol(self) -> float | None:
-        """Relative tolerance to count the elements beyond; None leaves both to the dtype."""
+    def rank(self) -> tuple[int, float]:
+        """The key by which the worst of several judgements of one sample is the largest."""
+        return self.verdict.severity, (self.error or 0.0) / (self.allowed or math.inf)
 
-    @property
-    def atol(self) -> float | None:
-        """Absolute tolerance to count the elements beyond; None leaves both to the dtype."""
 
+class Policy(ABC):
+    """Judges the values of one pair; the judge compares the contract, and integers unless the policy does."""
+
+    needs_truth: bool = False
+    judges_integers: bool = False
+    """Whether it judges integers and booleans too, which otherwise have to be equal."""
+    rtol: float | None = 0.0
+    """The relative tolerance beyond which elements are counted; None takes both tolerances of the dtype."""
+    atol: float | None = 0.0
+    """The absolute tolerance beyond which elements are counted."""
+
+    @abstractmethod
     def judge(self, sample: Sample) -> Judgement:
-        """Say whether the difference of these values matters."""
+        """Return whether the difference of these values matters, with the evidence."""
 
 
 @dataclass(frozen=True)
-class Bitwise:
-    """Every bit, but any NaN equals any NaN."""
-
-    needs_truth = False
-    judges_integers = False
-    rtol = 0.0
-    atol = 0.0
+class Bitwise(Policy):
+    """Every bit has to be the same, except that any NaN equals any NaN."""
 
     def judge(self, sample: Sample) -> Judgement:
-        """Diverged on the first differing bit."""
-        seen = sample.measurement
+        """Return diverged if a single bit differs."""
+        pair = sample.measurement
         return Judgement(
-            verdict=Verdict.DIVERGED if seen.mismatches else Verdict.EQUIVALENT,
-            reason=f"{seen.mismatches} of {seen.numel} elements differ" if seen.mismatches else "bitwise identical",
-            error=largest_error(seen),
+            verdict=Verdict.DIVERGED if pair.mismatches else Verdict.EQUIVALENT,
+            reason=f"{pair.mismatches} of {pair.numel} elements differ" if pair.mismatches else IDENTICAL,
+            error=largest_error(pair),
             allowed=0.0,
             resolution=0.0,
         )
 
 
 @dataclass(frozen=True)
-class ByFunction:
-    """A function of the user's on two tensors, integers too: it raises or returns False where they are not the same."""
+class ByFunction(Policy):
+    """A user's function of two tensors, integers too: it raises AssertionError or returns False if they differ."""
 
     function: Callable[[torch.Tensor, torch.Tensor], object]
-    needs_truth = False
     judges_integers = True
-    rtol = 0.0
-    atol = 0.0
 
     def judge(self, sample: Sample) -> Judgement:
-        """Diverged where the function says so; what it raises besides is a mistake in it."""
-        name, said = getattr(self.function, "__qualname__", type(self.function).__qualname__), ""
+        """Return diverged if the function says so; UsageError if it raises anything but AssertionError."""
+        name, complaint = getattr(self.function, "__qualname__", type(self.function).__qualname__), ""
         try:
             answer: Any = self.function(sample.reference.clone(), sample.candidate.clone())
             if answer is not None and not bool(answer):
-                said = f"it returned {answer}"
+                complaint = f"it returned {answer}"
         except AssertionError as error:
-            said = str(error).strip() or "AssertionError"
+            complaint = str(error).strip() or "AssertionError"
         except Exception as error:
             raise UsageError(f"{name}, which compares, raised {type(error).__name__}: {error}") from error
         return Judgement(
-            verdict=Verdict.DIVERGED if said else Verdict.EQUIVALENT,
-            reason=f"{name} says: {said}" if said else f"{name} takes them for the same",
+            verdict=Verdict.DIVERGED if complaint else Verdict.EQUIVALENT,
+            reason=f"{name} says: {complaint}" if complaint else f"{name} takes them for the same",
             error=largest_error(sample.measurement),
         )
 
 
-# what torch.testing.assert_close documents for each dtype: (rtol, atol)
+# (rtol, atol) of each dtype, as documented for torch.testing.assert_close
 _BY_DTYPE = {
     torch.float16: (1e-3, 1e-5),
     torch.bfloat16: (1.6e-2, 1e-5),
@@ -152,45 +172,46 @@ _BY_DTYPE = {
 
 @functools.cache
 def default_tolerance(*dtypes: torch.dtype) -> tuple[float, float]:
-    """Return torch.testing's rtol and atol, of the coarser dtype where both sides have one."""
+    """Return torch.testing's rtol and atol for the coarsest of these dtypes."""
     return max(_BY_DTYPE.get(dtype, (0.0, 0.0)) for dtype in dtypes)
 
 
 @dataclass(frozen=True)
-class Tolerance:
-    """|candidate − reference| ≤ atol + rtol·|reference| at every element, as torch means it."""
+class Tolerance(Policy):
+    """|candidate − reference| ≤ atol + rtol·|reference| at every element, as in torch.testing."""
 
     rtol: float | None = None
     atol: float | None = None
-    needs_truth = False
-    judges_integers = False
 
     def judge(self, sample: Sample) -> Judgement:
-        """Diverged when a single element is beyond the tolerance."""
-        seen, rtol, atol = sample.measurement, sample.rtol, sample.atol
+        """Return diverged if a single element is beyond the tolerance."""
+        pair, rtol, atol = sample.measurement, sample.rtol, sample.atol
         is_complex = sample.reference.dtype.is_complex or sample.candidate.dtype.is_complex
-        beyond = _beyond_by_modulus(sample) if is_complex else seen.beyond
-        said = _said(rtol, atol)
-        scale = seen.rms_reference
+        beyond = _count_beyond_by_modulus(sample) if is_complex else pair.beyond
+        tolerance = _format_tolerance(rtol, atol)
+        scale = pair.rms_reference
         return Judgement(
             verdict=Verdict.DIVERGED if beyond else Verdict.EQUIVALENT,
-            reason=f"{beyond} of {sample.reference.numel()} elements are beyond {said}"
+            reason=f"{beyond} of {sample.reference.numel()} elements are beyond {tolerance}"
             if beyond
-            else f"every element is within {said}",
-            error=largest_error(seen),
+            else f"every element is within {tolerance}",
+            error=largest_error(pair),
             allowed=atol + rtol * sample.size_at_worst,
             resolution=relative(atol + rtol * scale, scale),
             details={"rtol": rtol, "atol": atol},
         )
 
 
-@functools.cache  # writing a float takes as long as all other arithmetic here
-def _said(rtol: float, atol: float) -> str:
+@functools.cache  # formatting a float takes as long as all other arithmetic here
+def _format_tolerance(rtol: float, atol: float) -> str:
     return f"rtol={rtol:g}, atol={atol:g}"
 
 
-def _beyond_by_modulus(sample: Sample) -> int:
-    # torch holds the modulus of a complex difference against that of the reference; the pass went by components
+def _count_beyond_by_modulus(sample: Sample) -> int:
+    """Return the number of complex elements beyond the tolerance by modulus, as torch counts them.
+
+    The measurement counts their components.
+    """
     beyond = 0
     for index in torch_kernels.pieces(sample.reference.shape, 2**14):
         reference, candidate = (side[index].to(torch.complex128) for side in (sample.reference, sample.candidate))
@@ -200,47 +221,53 @@ def _beyond_by_modulus(sample: Sample) -> int:
 
 
 @dataclass(frozen=True)
-class Threshold:
+class Threshold(Policy):
     """A registered metric on the right side of a bound: `sqnr>=35`."""
 
     metric: str
     at_least: bool
     bound: float
-    needs_truth = False
-    judges_integers = False
-    rtol = 0.0
-    atol = 0.0
 
     def judge(self, sample: Sample) -> Judgement:
-        """Diverged when the metric misses the bound or is not a number, or a non-finite value is out of place."""
-        seen = sample.measurement
-        value = METRICS.get(self.metric)(seen)
+        """Return diverged if the metric misses the bound or is NaN, or if a non-finite value is out of place."""
+        pair = sample.measurement
+        value = METRICS.get(self.metric)(pair)
         holds = value >= self.bound if self.at_least else value <= self.bound
         reason = f"{self.metric} is {value:.6g}, asked for {'>=' if self.at_least else '<='} {self.bound:g}"
-        if seen.misplaced:
-            reason = f"NaN or Inf out of place at {seen.misplaced} elements; {reason}"
-        allowed = self._allowed(seen)
+        if pair.misplaced:
+            reason = f"NaN or Inf out of place at {pair.misplaced} elements; {reason}"
+        allowed = self._allowed(pair)
         return Judgement(
-            verdict=Verdict.EQUIVALENT if holds and not seen.misplaced else Verdict.DIVERGED,
+            verdict=Verdict.EQUIVALENT if holds and not pair.misplaced else Verdict.DIVERGED,
             reason=reason,
-            error=math.inf if seen.misplaced else seen.rms_error,
+            error=math.inf if pair.misplaced else pair.rms_error,
             allowed=allowed,
-            resolution=None if allowed is None else relative(allowed, seen.rms_reference),
+            resolution=None if allowed is None else relative(allowed, pair.rms_reference),
             details={self.metric: value, "bound": self.bound},
         )
 
-    def _allowed(self, seen: Measurement) -> float | None:
-        """Return the largest rms error that holds; None where that is not what the metric bounds."""
+    def _allowed(self, pair: Measurement) -> float | None:
+        """Return the largest rms error within the bound, or None if the metric does not bound the rms error."""
         if self.metric == "sqnr" and self.at_least:
-            return seen.rms_reference * math.pow(10.0, -self.bound / 20.0)
+            return pair.rms_reference * math.pow(10.0, -self.bound / 20.0)
         return self.bound if self.metric == "rms" and not self.at_least else None
 
 
-def largest_error(seen: Measurement) -> float:
-    """Return the largest difference; infinite where one side is infinite or no number and the other is not."""
-    return math.inf if seen.misplaced else seen.max_abs
+def largest_error(pair: Measurement) -> float:
+    """Return the largest difference, or infinity if NaN or Inf is on one side only."""
+    return math.inf if pair.misplaced else pair.max_abs
+
+
+def describe_misplaced(pair: Measurement) -> str:
+    """Return the words for elements that are NaN or Inf on one side only."""
+    return f"NaN or Inf out of place at {pair.misplaced} of {pair.numel} elements"
+
+
+def luck(numel: int) -> float:
+    """Return the factor of a limit for a tensor of this size: the ratio of two statistics of few elements is luck."""
+    return 1.0 + 4.0 / math.sqrt(max(numel, 1))
 
 
 def relative(error: float, scale: float) -> float | None:
-    """Return error over scale; None where there is no scale to speak of."""
+    """Return error over scale, or None if the scale is zero or not finite."""
     return error / scale if scale > 0.0 and math.isfinite(scale) else None

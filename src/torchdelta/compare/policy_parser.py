@@ -1,4 +1,7 @@
-"""The words that name a policy."""
+"""Read the text by which a user names a policy, such as `noise`, `bitwise`, `rtol=1e-5,atol=1e-6` or `sqnr>=35`.
+
+Start with `parse`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ FORMS = (
 
 
 def parse(text: str) -> Policy:
-    """Return the policy that the words name; UsageError shows the forms there are."""
+    """Return the policy that the text names; UsageError, with all forms, if it names none."""
     words = text.strip()
     fixed: dict[str, Policy] = {"noise": Noise(), "bitwise": Bitwise(), "close": Tolerance()}
     if words in fixed:
@@ -30,20 +33,22 @@ def parse(text: str) -> Policy:
 
 
 def _tolerance(text: str) -> Tolerance:
-    # a tolerance that is not named is zero: a default nobody asked for could hide the difference
-    given = {"rtol": 0.0, "atol": 0.0}
-    named = [part.partition("=") for part in text.split(",")]
-    names = [name.strip() for name, _, _ in named]
-    if not set(names) <= given.keys() or len(set(names)) < len(names):
+    """Return the tolerance of `rtol=…,atol=…`; UsageError if it is malformed."""
+    # a tolerance that is not named is zero, because a default could hide the difference
+    tolerances = {"rtol": 0.0, "atol": 0.0}
+    parts = [part.partition("=") for part in text.split(",")]
+    names = [name.strip() for name, _, _ in parts]
+    if not set(names) <= tolerances.keys() or len(set(names)) < len(names):
         raise UsageError(f"malformed policy {text!r}: it is {FORMS}")
-    for name, (_, _, number) in zip(names, named, strict=True):
-        given[name] = _number(number, text)
-        if given[name] < 0.0:
+    for name, (_, _, number) in zip(names, parts, strict=True):
+        tolerances[name] = _number(number, text)
+        if tolerances[name] < 0.0:
             raise UsageError(f"malformed policy {text!r}: a tolerance is zero or more")
-    return Tolerance(given["rtol"], given["atol"])
+    return Tolerance(tolerances["rtol"], tolerances["atol"])
 
 
 def _number(text: str, policy: str) -> float:
+    """Return the finite number that the text is; UsageError, with the policy, if it is not one."""
     try:
         number = float(text)
     except ValueError:

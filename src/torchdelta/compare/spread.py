@@ -1,7 +1,8 @@
-"""How far a run lies from the truth, block by block: what a norm over the whole tensor hides shows in one row of it.
+"""How far a run lies from the truth, block by block: an error that a norm of the whole tensor hides shows in one row.
 
-A block is a run of trailing dimensions, at least `_ENOUGH` elements of them, so that its mean square is an estimate
-and not one draw. What is not finite on both sides, and what is a mask constant, lies at no distance and is counted.
+A block is a run of trailing dimensions with at least `_ENOUGH` elements, so that its mean square is an estimate and not
+one draw. Elements that are not finite on both sides, and mask constants, have no distance; they are counted. Start with
+`spread`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torchdelta.compare import kernels, torch_kernels
 Array = npt.NDArray[np.float64]
 
 MASK = 1e30
-"""Beyond this a value among smaller ones is a mask constant, which says nothing of their scale."""
+"""A value beyond this among smaller ones is a mask constant, and says nothing about their scale."""
 
 _ENOUGH = 32
 _SPAN = 2**20
@@ -58,7 +59,7 @@ def block_length(shape: torch.Size) -> int:
 
 
 def spread(truth: torch.Tensor, run: torch.Tensor, mask: float = MASK) -> Spread:
-    """Return how far the run lies from the truth where that is not beyond `mask`."""
+    """Return the distances of a run from the truth, without the elements at which the truth is beyond `mask`."""
     if truth.shape != run.shape or truth.is_complex() != run.is_complex():
         raise ValueError(
             f"a run of {run.dtype} {tuple(run.shape)} does not lie around a truth of {truth.dtype} {tuple(truth.shape)}"
@@ -72,28 +73,30 @@ def spread(truth: torch.Tensor, run: torch.Tensor, mask: float = MASK) -> Spread
 
     def scan_blocks(start: int) -> tuple[float, int, int, int]:
         elements = slice(start * length, (start + step) * length)
-        found = scan(flat_truth[elements], flat_run[elements], length, mask, squares[start : start + step])
-        return found[0], found[1] + start * length, found[2], found[3]
+        peak, at, skipped, masked = scan(
+            flat_truth[elements], flat_run[elements], length, mask, squares[start : start + step]
+        )
+        return peak, at + start * length, skipped, masked
 
     starts = range(0, squares.size, step)
     if len(starts) == 1:
-        found = [scan_blocks(0)]
+        scans = [scan_blocks(0)]
     else:
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            found = list(pool.map(scan_blocks, starts))
-    peak, at = max((peak, -at) for peak, at, _, _ in found)
-    skipped, masked = (sum(numbers) for numbers in zip(*(rest for _, _, *rest in found), strict=True))
+            scans = list(pool.map(scan_blocks, starts))
+    peak, at = max((peak, -at) for peak, at, _, _ in scans)
+    skipped, masked = (sum(numbers) for numbers in zip(*(rest for _, _, *rest in scans), strict=True))
     return Spread(squares, peak, -at if peak else -1, skipped, masked)
 
 
 def sizes(truth: torch.Tensor, mask: float = MASK) -> Spread:
-    """Return how large the values themselves are."""
+    """Return the distances of the truth from zero."""
     nothing = torch.zeros((), dtype=torch.complex64 if truth.is_complex() else torch.float32, device=truth.device)
     return spread(truth, nothing.expand(truth.shape), mask)
 
 
 def are_masks(truth: torch.Tensor) -> bool:
-    """Tell whether values beyond `MASK` are the exception: where they are the rule, they are data."""
+    """Tell whether at most half of the nonzero values are beyond `MASK`: if more are, they are data."""
     masks = values = 0
     for index in torch_kernels.pieces(truth.shape, _SPAN):
         piece = truth[index].detach()
@@ -104,16 +107,16 @@ def are_masks(truth: torch.Tensor) -> bool:
 
 
 def lost_masks(truth: torch.Tensor, reference: torch.Tensor, candidate: torch.Tensor) -> int:
-    """Count the mask constants that the candidate does not have as the reference has them.
+    """Return the number of mask constants that are not in the candidate as they are in the reference.
 
-    One at the end of the dtype's range may be any number of the same sign there; another one is itself.
+    A constant at the end of the dtype's range may be any number of the same sign there; others have to be equal.
     """
     is_mask = _wide(truth).abs() > MASK
-    held, given = _wide(reference)[is_mask], _wide(candidate)[is_mask]
+    ours, theirs = _wide(reference)[is_mask], _wide(candidate)[is_mask]
     end = torch.finfo(reference.dtype).max / 4
-    at_end = (held.abs() >= end) & (given.abs() >= end) & (held.sign() == given.sign())
-    same = (given - held).abs() <= 64 * torch.finfo(reference.dtype).eps * held.abs()
-    return int((~(at_end | same | (held.isnan() & given.isnan()))).sum())
+    at_end = (ours.abs() >= end) & (theirs.abs() >= end) & (ours.sign() == theirs.sign())
+    same = (theirs - ours).abs() <= 64 * torch.finfo(reference.dtype).eps * ours.abs()
+    return int((~(at_end | same | (ours.isnan() & theirs.isnan()))).sum())
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -143,11 +146,11 @@ def _scan(elements: int) -> Scan:
 def scan_with_torch(
     truth: torch.Tensor, run: torch.Tensor, length: int, mask: float, squares: Array
 ) -> tuple[float, int, int, int]:
-    """Fill in the mean squares of contiguous blocks; return peak, where it is, and both counts of `Spread`."""
+    """Fill in the mean squares of contiguous blocks; return the peak, its index, and both counts of `Spread`."""
     wide = run.double()
-    is_told = truth.isfinite() & wide.isfinite()
-    is_mask = is_told & (truth.abs() > mask)
-    error = (wide - truth).where(is_told & ~is_mask, 0.0).abs()
+    is_finite = truth.isfinite() & wide.isfinite()
+    is_mask = is_finite & (truth.abs() > mask)
+    error = (wide - truth).where(is_finite & ~is_mask, 0.0).abs()
     squares[:] = error.square().view(-1, length).mean(-1).numpy()
     at = int(error.argmax())
-    return float(error[at]), at, int((~is_told).sum()), int(is_mask.sum())
+    return float(error[at]), at, int((~is_finite).sum()), int(is_mask.sum())

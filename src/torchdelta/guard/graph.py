@@ -24,7 +24,7 @@ from torchdelta._torch.graphs.nodes import every_node, writes_to
 from torchdelta._torch.modes import outside
 from torchdelta._torch.process import runtime, versions
 from torchdelta._torch.process.exceptions import names_out_of_memory, without_frames
-from torchdelta.check.candidate import failure_of, run_candidate
+from torchdelta.check.candidate import failure_of
 from torchdelta.check.check import Check
 from torchdelta.check.prepare import prepare
 from torchdelta.errors import CompilerFailed, Diverged, ProgramError, TorchDeltaError
@@ -44,7 +44,6 @@ from torchdelta.passes.real_calls import (
 )
 from torchdelta.program import recordings
 from torchdelta.program.programs import own_path
-from torchdelta.program.sides import Side
 from torchdelta.records.codec import write_report
 from torchdelta.records.failure import Failure
 from torchdelta.records.guard import GuardedGraphRecord
@@ -122,16 +121,7 @@ class CheckedCall:
 
 def _failure_on_copies(check: Check) -> Failure | None:
     """Run the compiled graph on copies of the inputs, so that a failure changes nothing; return the failure if any."""
-    baseline = check.baseline
-    run = run_candidate(
-        check.transform,
-        Side.copied_from(baseline.program),
-        baseline.plan,
-        original=baseline.original,
-        scope=baseline.scope,
-        draws_random=False,
-    )
-    return run.failure
+    return check.baseline.run(check.transform, draws_random=False).failure
 
 
 def _crash_report(check: Check, failure: Failure) -> Report:

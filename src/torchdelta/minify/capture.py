@@ -11,7 +11,6 @@ import torch
 from torchdelta._torch.compile.seams import HandedGraph
 from torchdelta._torch.graphs import graphs
 from torchdelta._torch.graphs.nodes import module_path, op_name, short_name, source_line
-from torchdelta.check.candidate import run_candidate
 from torchdelta.check.check import Check
 from torchdelta.errors import ProgramError, UsageError
 from torchdelta.minify.subject import Subject
@@ -86,14 +85,11 @@ def _captured(check: Check, level: str) -> list[Subject]:
     baseline = check.baseline
     is_dynamo = level == DYNAMO
     stages = ("forward",) if is_dynamo else tuple(each for each in baseline.plan.stages if each != "steps")
-    run = run_candidate(
+    run = baseline.run(
         ObservedTransform(_dynamo_of(check.transform), seam)
         if is_dynamo
         else ObservedAfterAot(check.transform, seam, compile_graphs=False),
-        Side.copied_from(baseline.program),
-        replace(baseline.plan, stages=stages),
-        original=baseline.original,
-        scope=baseline.scope,
+        plan=replace(baseline.plan, stages=stages),
         draws_random=False,
     )
     found = [subject for subject in found if subject.nodes]

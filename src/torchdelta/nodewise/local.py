@@ -1,9 +1,8 @@
-"""What came of one pair of nodes.
+"""The local question: is one node right when it is given the reference's inputs?
 
-The local question: is a node right, given the same inputs? Nothing accumulates, so nothing hides.
-
-The rule is that of whole programs, asked of a region: its own truth in float64 and its own noise, both computed only
-where the two sides are not the same to the bit, which is rare.
+Errors do not accumulate over nodes here, so none can hide in those of the nodes before. The rule is that of whole
+programs (`compare.protocol`), asked of a region of nodes: its own truth in float64 and its own noise. Both are
+computed only if the two sides are not the same to the bit, which is rare. Start with `LocalJudge.judge`.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,16 +24,26 @@ from torchdelta.compare.judge import Judge
 from torchdelta.compare.leaves import Leaves, leaves_of
 from torchdelta.compare.noise import Noise
 from torchdelta.compare.policy import Policy, Tolerance
+from torchdelta.compare.protocol import RUNS, Judging, Yardstick, excuse_integer
 from torchdelta.compare.semantic import Semantic
 from torchdelta.nodewise.regions import is_identical, map_leaves, tensors_of
 from torchdelta.program.stages import cotangent_for
 from torchdelta.records.comparison import Comparison
+from torchdelta.records.report import Stage
 from torchdelta.records.verdict import Verdict
+
+FAR = 64.0
+"""A node whose error is this many times the allowed error needs no second noisy run."""
+FEW_ULPS = 4
+"""Two correct implementations of one function may differ by this many units in the last place of float32."""
+
+RunRegion = Callable[[Mapping[Any, Any]], Any]
+"""Runs the reference's region on these values, and returns its result."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeJudgement:
-    """A pair, with its errors."""
+    """A pair of nodes, with its errors."""
 
     reference: Node
     candidate: Node
@@ -42,34 +52,42 @@ class NodeJudgement:
     local_gradients: tuple[Comparison, ...] = ()
     inherited: tuple[Comparison, ...] = ()
     culprit: Node | None = None
-    """The reference's node whose work is not done, where the pair is wrong by itself."""
+    """The reference's node whose work is not done, if the pair is wrong by itself."""
 
 
 def inherited_from(name: str, reference: Any, own: Any) -> tuple[Comparison, ...]:
-    """Return how far apart both sides are, each on its own values."""
+    """Return the comparisons of a node's values if each side reads its own values."""
     return tuple(Judge(policy=Tolerance()).compare(leaves_of(reference, name), leaves_of(own, name))[0])
 
 
-Again = Callable[[Mapping[Any, Any]], Any]
-"""Runs the reference's region on other values than it was given."""
-RUNS = 3
-"""Noisy runs before a region is said to have diverged."""
-FAR = 64.0
-"""What is so many times beyond what is allowed needs no second noisy run."""
-FEW_ULPS = 4
-"""By so much may two correct implementations of one function differ in float32."""
+@dataclass(frozen=True, kw_only=True)
+class RegionValues:
+    """The values of one region on both sides, and how the reference's region is run again."""
+
+    path: str
+    reference: Any
+    candidate: Any
+    again: RunRegion
+    inputs: Mapping[Any, Any]
+    """The values that the reference's region reads."""
+    is_exact: bool = False
+    """Whether the inputs are exact: a noisy run then rounds only values that are computed from them."""
+    floor: float = 0.0
+    """An absolute error in float32 up to which two values are the same."""
+    within: object = None
+    """The trial that the values come from, for judges that look at more than values."""
 
 
 @dataclass(kw_only=True)
 class LocalJudge:
-    """Judges regions, natively or in float64, and by the noise of their own roundings."""
+    """Judges regions, natively or in float64, by the noise of their own roundings."""
 
     seed: int = 0
     is_lifted: bool = False
-    """Whether both sides run in float64, where a difference is no rounding."""
+    """Whether both sides run in float64, where a difference is not rounding."""
     lowered_to: torch.dtype | None = None
     policy: Policy | None = None
-    """What else than noise to judge by."""
+    """The policy in place of noise, if the user named one."""
     notes: set[str] = field(default_factory=set)
     _modes: dict[int, Noisy] = field(default_factory=dict)
 
@@ -78,83 +96,166 @@ class LocalJudge:
         path: str,
         reference: Any,
         candidate: Any,
-        again: Again,
-        given: Mapping[Any, Any],
+        again: RunRegion,
+        inputs: Mapping[Any, Any],
         *,
         is_exact: bool = False,
         floor: float = 0.0,
-        within: object = None,  # noqa: ARG002 — who judges by more than the values needs what they come from
+        within: object = None,
     ) -> tuple[Comparison, ...]:
-        """Hold the values of both regions against each other; `again` runs the reference's anew, on what was given.
+        """Compare the values of a region on both sides; return nothing if they are the same to the bit.
 
-        Where what was given is exact, a noisy run rounds only what is computed from it. An error
-        up to the floor is none.
+        `RegionValues` explains the arguments.
         """
-        if is_identical(reference, candidate):
-            return ()
-        ours, theirs = leaves_of(reference, path), leaves_of(candidate, path)
-        if self.policy is not None and not self.policy.needs_truth:
-            return tuple(self._judge().compare(ours, theirs)[0])
-        truth = self._truth(path, again, given)
-        if self.is_lifted:
-            truth = ours
-        comparisons: tuple[Comparison, ...] = ()
-        noisy: list[Leaves] = []
-        for index in range(RUNS):
-            if (run := self._noisy(path, again, given, index, is_exact)) is not None:
-                noisy.append(run)
-            found, _ = self._judge().compare(ours, theirs, truth, noisy=noisy)
-            comparisons = tuple(_excused(seen, ours, noisy, truth, floor) for seen in found)
-            doubtful = [seen for seen in comparisons if seen.verdict is Verdict.DIVERGED]
-            if not doubtful or all(seen.ratio > FAR for seen in doubtful):
-                break
-        return comparisons
+        values = RegionValues(
+            path=path,
+            reference=reference,
+            candidate=candidate,
+            again=again,
+            inputs=inputs,
+            is_exact=is_exact,
+            floor=floor,
+            within=within,
+        )
+        return tuple(comparison for stage in self.judging(values).judge() for comparison in stage.comparisons)
 
-    def _judge(self) -> Judge:
-        policy = self.policy or (Semantic() if self.is_lifted else Noise())
-        terms = Terms(ignore=frozenset({"requires_grad", "device"}), lowered_to=self.lowered_to)
-        return Judge(policy=policy, terms=terms)
+    def judging(self, values: RegionValues) -> Judging[Leaves]:
+        """Return the steps in which these values are judged."""
+        return NodeJudging(settings=self, values=values)
 
-    def _truth(self, path: str, again: Again, given: Mapping[Any, Any]) -> Leaves | None:
-        if self.is_lifted:
+    def noisy_mode(self, index: int) -> Noisy:
+        """Return the mode of a noisy run, which all regions share."""
+        if index not in self._modes:
+            unit = None if self.lowered_to is None else float(torch.finfo(self.lowered_to).eps)
+            mode = self._modes[index] = Noisy(seed=self.seed + index, unit=unit)
+            # building a supply of random steps takes longer than running most regions; each mode reads from other
+            # places of the shared supply
+            mode.steps.pools = self._modes[min(self._modes)].steps.pools
+        return self._modes[index]
+
+
+@dataclass(kw_only=True)
+class NodeJudging(Judging[Leaves]):
+    """One region that is being judged.
+
+    The float64 question is not asked here: a walk with `is_lifted` asks it of all nodes at once.
+    """
+
+    settings: LocalJudge
+    values: RegionValues
+    _runs: list[Leaves | None] = field(default_factory=list)
+
+    # a node is cheap to run, so the noisy runs are added one by one
+    rounds = tuple(range(2, RUNS + 1))
+
+    @cached_property
+    def reference(self) -> Leaves:
+        """The leaves of the reference's value."""
+        return leaves_of(self.values.reference, self.values.path)
+
+    def judge_by_bits(self) -> list[Stage] | None:
+        """Return no stage if both values are the same to the bit, or None if truth and noise are needed."""
+        if is_identical(self.values.reference, self.values.candidate):
+            return []
+        policy = self.settings.policy
+        if policy is None or policy.needs_truth:
             return None
-        unlifted: set[str] = set()
+        return [Stage.of("forward", self._compare(Yardstick(reference=self.reference)))]
+
+    def truth(self) -> Leaves | None:
+        """Return the region run in float64, or None if an operation of it has no float64."""
+        if self.settings.is_lifted:
+            return self.reference
+        values = self.values
         try:
-            with runtime.drawing_from(), lift.Lift(unlifted=unlifted):
-                return leaves_of(again(_converted(given, lift.widened)), path)
-        except Exception as error:  # what has no float64 cannot be held against it; the verdict is then inconclusive
-            self.notes.add(f"{path} has no truth of its own: {type(error).__name__}: {str(error).splitlines()[0]}")
+            with runtime.drawing_from(), lift.Lift(unlifted=set()):
+                return leaves_of(values.again(_converted(values.inputs, lift.widened)), values.path)
+        except Exception as error:  # the verdict is inconclusive without a truth
+            self._note(f"{values.path} has no truth of its own", error)
             return None
 
-    def _noisy(self, path: str, again: Again, given: Mapping[Any, Any], index: int, is_exact: bool) -> Leaves | None:
-        mode = self._modes.get(index) or self._mode(index)
+    def noisy(self, count: int) -> list[Leaves]:
+        """Return the first `count` noisy runs of the region, without those that failed."""
+        while len(self._runs) < count:
+            self._runs.append(self._run_noisy(len(self._runs)))
+        return [run for run in self._runs[:count] if run is not None]
+
+    def compare(self, stage: str, yardstick: Yardstick[Leaves]) -> tuple[Comparison, ...]:  # noqa: ARG002 — there is one
+        """Compare the region's values; a few units in the last place of float32 are not a difference."""
+        return tuple(self._pass_few_ulps(comparison) for comparison in self._compare(yardstick))
+
+    def is_near(self, comparison: Comparison) -> bool:
+        """Tell whether more noisy runs may turn a divergence into a pass."""
+        return comparison.verdict is Verdict.DIVERGED and comparison.ratio <= FAR
+
+    def excuse_integers(self, stages: list[Stage], yardstick: Yardstick[Leaves]) -> list[Stage]:
+        """Return the stage with the integers that differ among correct runs of the region inconclusive."""
+        runs = (*yardstick.noisy, yardstick.truth or {})
+
+        def excuse(comparison: Comparison) -> Comparison:
+            if comparison.contract:
+                return comparison
+            path = comparison.path
+            return excuse_integer(comparison, self.reference.get(path), (run.get(path) for run in runs))
+
+        return [Stage.of(stage.name, tuple(map(excuse, stage.comparisons))) for stage in stages]
+
+    def _compare(self, yardstick: Yardstick[Leaves]) -> tuple[Comparison, ...]:
+        settings = self.settings
+        policy = settings.policy or (Semantic() if settings.is_lifted else Noise())
+        terms = Terms(ignore=frozenset({"requires_grad", "device"}), lowered_to=settings.lowered_to)
+        comparisons, _ = Judge(policy=policy, terms=terms).compare(
+            yardstick.reference, self._candidate, yardstick.truth, noisy=yardstick.noisy
+        )
+        return tuple(comparisons)
+
+    @cached_property
+    def _candidate(self) -> Leaves:
+        return leaves_of(self.values.candidate, self.values.path)
+
+    def _run_noisy(self, index: int) -> Leaves | None:
+        """Return one noisy run of the region, or None if it fails."""
+        settings, values = self.settings, self.values
+        mode = settings.noisy_mode(index)
         mode.dependent.clear()
-        values = _converted(given, lift.widened if self.lowered_to is not None else lambda dtype: dtype)
-        lifted = lift.Lift() if self.lowered_to is not None or self.is_lifted else nullcontext()
+        is_lowered = settings.lowered_to is not None
+        inputs = _converted(values.inputs, lift.widened if is_lowered else lambda dtype: dtype)
+        lifted = lift.Lift() if is_lowered or settings.is_lifted else nullcontext()
         try:
             with runtime.drawing_from():
-                sources = [tensor for value in values.values() for tensor in tensors_of(value)]
-                if is_exact:
+                sources = [tensor for value in inputs.values() for tensor in tensors_of(value)]
+                if values.is_exact:
                     mode.depend_on(sources)
                 else:
                     mode.start_from(sources)
                 with lifted, mode:
-                    return leaves_of(again(values), path)
+                    return leaves_of(values.again(inputs), values.path)
         except Exception as error:
-            self.notes.add(f"the noise of {path} is not known: {type(error).__name__}: {str(error).splitlines()[0]}")
+            self._note(f"the noise of {values.path} is not known", error)
             return None
 
-    def _mode(self, index: int) -> Noisy:
-        # one for all regions: making its supply of random steps takes longer than most of them
-        unit = None if self.lowered_to is None else float(torch.finfo(self.lowered_to).eps)
-        mode = self._modes[index] = Noisy(seed=self.seed + index, unit=unit)
-        # steps are read from random places of the supply, which differ from mode to mode
-        mode.steps.pools = self._modes[min(self._modes)].steps.pools
-        return mode
+    def _note(self, finding: str, error: Exception) -> None:
+        message = str(error).partition("\n")[0]
+        self.settings.notes.add(f"{finding}: {type(error).__name__}: {message}")
+
+    def _pass_few_ulps(self, comparison: Comparison) -> Comparison:
+        """Return a divergence by a few units in the last place as equivalent.
+
+        An error function or an exponential that is off by so little is another correct one.
+        """
+        leaf, measurement = self.reference.get(comparison.path), comparison.measurement
+        if comparison.verdict is not Verdict.DIVERGED or measurement is None or comparison.contract:
+            return comparison
+        is_few = measurement.max_ulp is not None and measurement.max_ulp <= FEW_ULPS
+        is_few |= not measurement.misplaced and measurement.max_abs <= self.values.floor
+        if not isinstance(leaf, torch.Tensor) or leaf.dtype is not torch.float32 or not is_few:
+            return comparison
+        reason = f"{comparison.reason}; but correct functions may differ by a few units in the last place"
+        return replace(comparison, verdict=Verdict.EQUIVALENT, reason=reason)
 
 
 def cotangents_for(value: Any, path: str, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return every tensor of a value that depends on something trained, with its random cotangent."""
+    """Return every tensor of a value that requires grad, with its random cotangent."""
     return [
         (leaf, cotangent_for(leaf, place, seed))
         for place, leaf in leaves_of(value, path).items()
@@ -163,78 +264,45 @@ def cotangents_for(value: Any, path: str, seed: int) -> list[tuple[torch.Tensor,
 
 
 def gradients(
-    run: Callable[[Mapping[Any, Any]], Any], given: Mapping[Any, Any], wanted: Iterable[Any], path: str, seed: int
+    run: RunRegion, inputs: Mapping[Any, Any], wanted: Iterable[Any], path: str, seed: int
 ) -> dict[str, torch.Tensor]:
-    """Return the gradients of what is wanted among the given, under the random cotangent of that path."""
-    leaves: dict[Any, Any] = dict(given)
+    """Return the gradients of the wanted inputs of a region, under the random cotangent of that path."""
+    leaves: dict[Any, Any] = dict(inputs)
     trained: dict[str, torch.Tensor] = {}
     for key in wanted:
 
         def train(leaf: Any, name: str = str(key)) -> Any:
             if not isinstance(leaf, torch.Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
                 return leaf
-            taken = leaf.detach().clone().requires_grad_()
-            trained[f"{name}[{sum(known.startswith(name + '[') for known in trained)}].grad"] = taken
-            return taken
+            copied = leaf.detach().clone().requires_grad_()
+            trained[f"{name}[{sum(known.startswith(name + '[') for known in trained)}].grad"] = copied
+            return copied
 
-        leaves[key] = map_leaves(given[key], train)
+        leaves[key] = map_leaves(inputs[key], train)
     with torch.enable_grad():
         roots = cotangents_for(run(leaves), path, seed)
         if not roots or not trained:
             return {name: torch.zeros_like(leaf) for name, leaf in trained.items()}
-        found = torch.autograd.grad(
+        slopes = torch.autograd.grad(
             [root for root, _ in roots],
             list(trained.values()),
             [cotangent for _, cotangent in roots],
             allow_unused=True,
         )
-    # of two correct nodes one may compute a zero where the other does not depend on it
+    # of two correct nodes one may compute a zero gradient where the other has none
     return {
         name: torch.zeros_like(leaf) if slope is None else slope
-        for (name, leaf), slope in zip(trained.items(), found, strict=True)
+        for (name, leaf), slope in zip(trained.items(), slopes, strict=True)
     }
 
 
-def _converted(given: Mapping[Any, Any], convert: Callable[[torch.dtype], torch.dtype]) -> dict[Any, Any]:
-    made: dict[int, torch.Tensor] = {}
+def _converted(inputs: Mapping[Any, Any], convert: Callable[[torch.dtype], torch.dtype]) -> dict[Any, Any]:
+    """Return copies of the inputs in other dtypes; a tensor that comes twice is copied once."""
+    copies: dict[int, torch.Tensor] = {}
 
-    def change(leaf: Any) -> Any:
+    def copied(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        return made.setdefault(id(leaf), leaf.detach().to(convert(leaf.dtype), copy=True))
+        return copies.setdefault(id(leaf), leaf.detach().to(convert(leaf.dtype), copy=True))
 
-    return {key: map_leaves(value, change) for key, value in given.items()}
-
-
-def _excused(
-    seen: Comparison, reference: Leaves, noisy: list[Leaves], truth: Leaves | None, floor: float
-) -> Comparison:
-    """Leave open what a rounding decides: integers and booleans that differ among correct runs of the same node.
-
-    An error function or an exponential that is off by a few units in the last place is another correct one.
-    """
-    if seen.verdict is not Verdict.DIVERGED or seen.measurement is None or seen.contract:
-        return seen
-    ours = reference.get(seen.path)
-    ulps = seen.measurement.max_ulp
-    is_few = (ulps is not None and ulps <= FEW_ULPS) or (
-        not seen.measurement.misplaced and seen.measurement.max_abs <= floor
-    )
-    if isinstance(ours, torch.Tensor) and ours.dtype is torch.float32 and is_few:
-        reason = f"{seen.reason}; but by a few units in the last place correct functions may differ"
-        return replace(seen, verdict=Verdict.EQUIVALENT, reason=reason)
-    if not isinstance(ours, torch.Tensor) or ours.is_floating_point() or ours.is_complex():
-        return seen
-    others = [run.get(seen.path) for run in (*noisy, truth or {})]
-    flips = max(
-        (
-            int((other != ours).sum())
-            for other in others
-            if isinstance(other, torch.Tensor) and other.shape == ours.shape
-        ),
-        default=0,
-    )
-    if seen.measurement.mismatches > 2 * flips:
-        return seen
-    reason = f"{seen.reason}; but {flips} differ among correct runs too: a rounding decides them"
-    return replace(seen, verdict=Verdict.INCONCLUSIVE, reason=reason)
+    return {key: map_leaves(value, copied) for key, value in inputs.items()}

@@ -1,12 +1,13 @@
-"""Judge one call of a candidate's module, fed what the reference's module was given.
+"""Judge one call of a candidate's module on the inputs that the reference's module was called with.
 
-Most modules of a correct implementation give the very same bits, and nothing more is run for those. For the others the
-reference's module is run in float64 and with its roundings moved, and the candidate's in float64 too, where what
-differs is not rounding.
+Most modules of a correct implementation give the same bits, and nothing more is run for them. The others go through
+the steps of `compare.protocol`: the reference's module is run in float64 and with noise, and both modules in float64.
+Start with `ModuleJudge.judge`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,22 +17,29 @@ from torchdelta.compare.contract import Terms
 from torchdelta.compare.judge import Judge
 from torchdelta.compare.leaves import Leaves, brief
 from torchdelta.compare.policy import Bitwise, Policy
+from torchdelta.compare.protocol import (
+    Answers,
+    Judging,
+    Yardstick,
+    answer_in_float64,
+    as_answered,
+    excuse_integer,
+    has_diverged,
+    select_answers,
+)
 from torchdelta.compare.semantic import KEPT_IN_FLOAT32, Semantic
 from torchdelta.nodewise.module_runs import Mode, ModuleInputs, ModuleResult, Runner, both, lifted, noisy
 from torchdelta.records.case import IGNORABLE
 from torchdelta.records.comparison import Comparison
+from torchdelta.records.report import Stage
 from torchdelta.records.verdict import Verdict
 
-RUNS = 3
-"""Noisy runs where something is near the threshold."""
-NEAR, FAR = 0.5, 8.0
-Judged = tuple[tuple[Comparison, ...], tuple[Comparison, ...]]
-"""What was found of the outputs, and of the gradients."""
+_FORWARD, _GRADIENTS = "forward", "gradients"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleJudgement:
-    """What a module does by itself, or why that is not known."""
+    """The comparisons of a module by itself, or the reason why there are none."""
 
     local: tuple[Comparison, ...] = ()
     gradients: tuple[Comparison, ...] = ()
@@ -55,172 +63,185 @@ class ModuleJudge:
         *,
         is_brief: bool = False,
     ) -> ModuleJudgement:
-        """Run the candidate's module on the reference's inputs; `recorded` is what the reference's module left.
+        """Run the candidate's module on the reference's inputs, and compare it with the reference's `recorded` result.
 
-        A brief look takes one noisy run and does not ask float64: of a module in which the culprit was found already.
+        A brief judgement takes one noisy run and does not ask in float64. It is enough for a module around a culprit.
         """
         try:
-            found = self.runner.run(candidate, inputs)
+            result = self.runner.run(candidate, inputs)
         except Exception as error:
             return ModuleJudgement(reason=raised(error))
-        gradients: Leaves = {}
         if self.runner.gradients:
-            again = self.runner.run(reference, inputs)
-            if not _are_same(recorded.outputs, again.outputs):
+            second = self.runner.run(reference, inputs)
+            if not _are_same(recorded.outputs, second.outputs):
                 return ModuleJudgement(reason="the reference's module gives other values when it is called once more")
-            gradients = again.gradients
-        whole = replace(recorded, gradients=gradients)
-        sides = self._common(whole, found)
-        judged = _compared(Judge(policy=self.policy), sides, None, [])
-        if self.policy.needs_truth and any(seen.verdict is not Verdict.EQUIVALENT for part in judged for seen in part):
-            judged = self._judge_closely(reference, candidate, inputs, whole, found, is_brief)
-        return ModuleJudgement(local=judged[0], gradients=judged[1])
+            recorded = replace(recorded, gradients=second.gradients)
+        sides = self.common(recorded, result)
+        judging = ModuleJudging(
+            settings=self,
+            modules=(reference, candidate),
+            inputs=inputs,
+            sides=sides,
+            is_brief=is_brief,
+        )
+        stages = {stage.name: stage.comparisons for stage in judging.judge()}
+        return ModuleJudgement(local=stages[_FORWARD], gradients=stages[_GRADIENTS])
 
-    def _judge_closely(
-        self,
-        reference: torch.nn.Module,
-        candidate: torch.nn.Module,
-        inputs: ModuleInputs,
-        whole: ModuleResult,
-        found: ModuleResult,
-        is_brief: bool,
-    ) -> Judged:
-        name = type(reference).__name__
-        sides = self._common(whole, found)
-        truth = self._tried(reference, inputs, lifted(reference), f"{name} does not run in float64", widened=True)
-        runs = self._noisy(reference, inputs, 1)
-        judge = Judge(policy=self.policy)
-        judged = _compared(judge, sides, truth, runs)
-        if is_brief:
-            return judged
-        if runs and any(NEAR < seen.ratio < FAR for part in judged for seen in part if seen.noise is not None):
-            runs = self._noisy(reference, inputs, RUNS)
-            judged = _compared(judge, sides, truth, runs)
-        judged = _excused(judged, sides, (*runs, *([truth] if truth else [])))
-        if truth is None:
-            return judged
-        wide = self._tried(candidate, inputs, lifted(reference), "", widened=True)
-        return judged if wide is None else self._ask_float64(judged, reference, inputs, truth, wide, runs)
-
-    def _ask_float64(
-        self,
-        judged: Judged,
-        reference: torch.nn.Module,
-        inputs: ModuleInputs,
-        truth: ModuleResult,
-        wide: ModuleResult,
-        runs: Sequence[ModuleResult],
-    ) -> Judged:
-        """Add what float64 tells; a divergence only if noise in float64 itself does not explain it."""
-        judge = Judge(policy=Semantic(KEPT_IN_FLOAT32), terms=Terms(ignore=frozenset(IGNORABLE)))
-        sides = self._common(truth, wide)
-        told = _compared(judge, sides, truth, runs)
-        if not any(seen.verdict is Verdict.DIVERGED for part in told for seen in part):
-            return judged
-        mode = both(lifted(reference), noisy(self.runner.seed))
-        confirming = self._tried(reference, inputs, mode, "", widened=True)
-        if confirming is not None:
-            told = _compared(judge, sides, truth, [confirming])
-        return _told(judged[0], told[0]), _told(judged[1], told[1])
-
-    def _noisy(self, module: torch.nn.Module, inputs: ModuleInputs, count: int) -> list[ModuleResult]:
-        why = f"the noise of {type(module).__name__} is not known"
-        runs = [self._tried(module, inputs, noisy(self.runner.seed + index), why) for index in range(count)]
-        return [run for run in runs if run is not None]
-
-    def _tried(
-        self, module: torch.nn.Module, inputs: ModuleInputs, mode: Mode, why: str, *, widened: bool = False
-    ) -> ModuleResult | None:
-        try:
-            return self.runner.run_copy(module, inputs, mode, widened=widened)
-        except Exception as error:
-            if why:
-                self.notes[brief(f"{why} ({type(error).__name__}: {error})")] = None
-            return None
-
-    def _common(self, reference: ModuleResult, candidate: ModuleResult) -> tuple[ModuleResult, ModuleResult]:
-        """Return both sides without the gradients of parameters that only one has a name for."""
+    def common(self, reference: ModuleResult, candidate: ModuleResult) -> tuple[ModuleResult, ModuleResult]:
+        """Return both sides without the gradients of parameters that only one side has a name for."""
         names = [{path for path in side.gradients if path.startswith("parameters")} for side in (reference, candidate)]
-        alone = names[0] ^ names[1]
-        if alone:
+        unshared = names[0] ^ names[1]
+        if unshared:
             self.notes["gradients of parameters that have a name on one side only were not compared"] = None
         changed = reference.changed | candidate.changed
         first, second = (
             replace(
                 side,
                 changed=changed,
-                gradients={path: leaf for path, leaf in side.gradients.items() if path not in alone},
+                gradients={path: leaf for path, leaf in side.gradients.items() if path not in unshared},
             )
             for side in (reference, candidate)
         )
         return first, second
 
+    def run_copy(
+        self, module: torch.nn.Module, inputs: ModuleInputs, mode: Mode, note: str, *, widened: bool = False
+    ) -> ModuleResult | None:
+        """Return the result of a copy of the module within a mode, or None if it raises; then add the note, if any."""
+        try:
+            return self.runner.run_copy(module, inputs, mode, widened=widened)
+        except Exception as error:
+            if note:
+                self.notes[brief(f"{note} ({type(error).__name__}: {error})")] = None
+            return None
+
+
+@dataclass(kw_only=True)
+class ModuleJudging(Judging[ModuleResult]):
+    """One call of a module that is being judged."""
+
+    settings: ModuleJudge
+    modules: tuple[torch.nn.Module, torch.nn.Module]
+    inputs: ModuleInputs
+    sides: tuple[ModuleResult, ModuleResult]
+    is_brief: bool = False
+
+    names = (_FORWARD, _GRADIENTS)
+
+    @property
+    def reference(self) -> ModuleResult:
+        """The result of the reference's module."""
+        return self.sides[0]
+
+    def judge_by_bits(self) -> list[Stage] | None:
+        """Return the stages if both results are the same to the bit or the policy needs no truth, or else None."""
+        stages = self.compare_stages(Yardstick(reference=self.reference))
+        are_same = all(each.verdict is Verdict.EQUIVALENT for stage in stages for each in stage.comparisons)
+        return stages if are_same or not self.settings.policy.needs_truth else None
+
+    def truth(self) -> ModuleResult | None:
+        """Return the reference's module run in float64, or None if it raises there."""
+        return self._run(lifted(self._module), f"{self._name} does not run in float64", widened=True)
+
+    def noisy(self, count: int) -> list[ModuleResult]:
+        """Return `count` noisy runs of the reference's module, without those that failed."""
+        seed, note = self.settings.runner.seed, f"the noise of {self._name} is not known"
+        runs = [self._run(noisy(seed + index), note) for index in range(count)]
+        return [run for run in runs if run is not None]
+
+    def compare(self, stage: str, yardstick: Yardstick[ModuleResult]) -> Sequence[Comparison]:
+        """Compare the outputs and changed inputs, or the gradients, of both modules."""
+        return _compare(Judge(policy=self.settings.policy), stage, self.sides[1], yardstick)
+
+    def excuse_integers(self, stages: list[Stage], yardstick: Yardstick[ModuleResult]) -> list[Stage]:
+        """Return the stages with integer outputs inconclusive that differ among correct runs at all."""
+        leaves = _leaves(_FORWARD, self.reference, self.reference)
+        runs = [run for run in (*yardstick.noisy, yardstick.truth) if run is not None]
+        others = [_leaves(_FORWARD, run, self.reference) for run in runs]
+
+        def excuse(comparison: Comparison) -> Comparison:
+            path = comparison.path
+            if any(not breach.excused for breach in comparison.contract):
+                return comparison
+            correct = (run.get(path) for run in others)
+            return excuse_integer(comparison, leaves.get(path), correct, times=math.inf, other_shape=1)
+
+        forward, gradients = stages
+        return [Stage.of(_FORWARD, tuple(map(excuse, forward.comparisons))), gradients]
+
+    def ask_in_float64(self, stages: list[Stage], yardstick: Yardstick[ModuleResult]) -> list[Stage]:
+        """Return the stages with the leaves diverged that are another function in float64."""
+        if yardstick.truth is None:
+            return stages
+        candidate = self._run(lifted(self._module), "", module=self.modules[1], widened=True)
+        if candidate is None:
+            return stages
+        sides = self.settings.common(yardstick.truth, candidate)
+        judge = Judge(policy=Semantic(KEPT_IN_FLOAT32), terms=Terms(ignore=frozenset(IGNORABLE)))
+
+        def compare(yardstick: Yardstick[ModuleResult]) -> Answers:
+            return {name: select_answers(_compare(judge, name, sides[1], yardstick)) for name in self.names}
+
+        def in_float64() -> Yardstick[ModuleResult] | None:
+            run = self._run(both(lifted(self._module), noisy(self.settings.runner.seed)), "", widened=True)
+            return None if run is None else replace(native, noisy=[run])
+
+        native = replace(yardstick, reference=sides[0])
+        answers = answer_in_float64(compare, native, in_float64)
+        return [_with_answers(stage, answers) for stage in stages] if has_diverged(answers) else stages
+
+    @property
+    def _module(self) -> torch.nn.Module:
+        return self.modules[0]
+
+    @property
+    def _name(self) -> str:
+        return type(self._module).__name__
+
+    def _run(
+        self, mode: Mode, note: str, *, module: torch.nn.Module | None = None, widened: bool = False
+    ) -> ModuleResult | None:
+        """Return the result of a copy of a module, the reference's by default, or None if it raises."""
+        return self.settings.run_copy(module or self._module, self.inputs, mode, note, widened=widened)
+
 
 def raised(error: Exception) -> str:
-    """Say that a module raised."""
+    """Return the reason for a module that raised."""
     return brief(f"fed the reference's inputs it raised {type(error).__name__}: {error}")
 
 
-def _compared(
-    judge: Judge, sides: tuple[ModuleResult, ModuleResult], truth: ModuleResult | None, runs: Sequence[ModuleResult]
-) -> Judged:
-    reference, candidate = sides
-    changed = reference.changed
-    forward, _ = judge.compare(
-        reference.forward(changed),
-        candidate.forward(changed),
-        truth.forward(changed) if truth else None,
-        noisy=[run.forward(changed) for run in runs],
+def _leaves(stage: str, result: ModuleResult, reference: ModuleResult) -> Leaves:
+    """Return the leaves of a stage: outputs with the inputs that the call changed, or gradients."""
+    return result.forward(reference.changed) if stage == _FORWARD else result.gradients
+
+
+def _compare(
+    judge: Judge, stage: str, candidate: ModuleResult, yardstick: Yardstick[ModuleResult]
+) -> Sequence[Comparison]:
+    reference, truth = yardstick.reference, yardstick.truth
+    comparisons, _ = judge.compare(
+        _leaves(stage, reference, reference),
+        _leaves(stage, candidate, reference),
+        _leaves(stage, truth, reference) if truth else None,
+        noisy=[_leaves(stage, run, reference) for run in yardstick.noisy],
     )
-    gradients, _ = judge.compare(
-        reference.gradients,
-        candidate.gradients,
-        truth.gradients if truth else None,
-        noisy=[run.gradients for run in runs],
-    )
-    return tuple(forward), tuple(gradients)
+    return comparisons
 
 
-def _excused(judged: Judged, sides: tuple[ModuleResult, ModuleResult], others: Sequence[ModuleResult]) -> Judged:
-    """Leave integers undecided that rounding alone changes: they were decided by a margin within noise."""
-    reference = sides[0]
-    leaves = reference.forward(reference.changed)
+def _with_answers(stage: Stage, answers: Answers) -> Stage:
+    """Return the stage with the leaves diverged that diverge in float64."""
 
-    def excused(seen: Comparison) -> Comparison:
-        leaf = leaves.get(seen.path)
-        is_exact = isinstance(leaf, torch.Tensor) and not (leaf.is_floating_point() or leaf.is_complex())
-        if seen.verdict is not Verdict.DIVERGED or not is_exact or any(not breach.excused for breach in seen.contract):
-            return seen
-        if all(_are_same({"": leaf}, {"": run.forward(reference.changed).get(seen.path)}) for run in others):
-            return seen
-        reason = f"rounding alone changes some of these in the reference; {seen.reason}"
-        return replace(seen, verdict=Verdict.INCONCLUSIVE, reason=reason)
+    def answered(comparison: Comparison) -> Comparison:
+        answer = answers[stage.name].get(comparison.path)
+        if answer is None or answer.verdict is not Verdict.DIVERGED or answer.measurement is None:
+            return comparison
+        return comparison if comparison.verdict is Verdict.DIVERGED else as_answered(comparison, answer)
 
-    return tuple(excused(seen) for seen in judged[0]), judged[1]
-
-
-def _told(native: Sequence[Comparison], lifted: Sequence[Comparison]) -> tuple[Comparison, ...]:
-    wide = {seen.path: seen for seen in lifted if seen.verdict is Verdict.DIVERGED and seen.measurement is not None}
-
-    def told(seen: Comparison) -> Comparison:
-        other = wide.get(seen.path)
-        if other is None or seen.verdict is Verdict.DIVERGED or other.dtype not in ("float64", "complex128"):
-            return seen
-        return replace(
-            seen,
-            verdict=Verdict.DIVERGED,
-            reason=other.reason,
-            error=other.error,
-            noise=other.noise,
-            allowed=other.allowed,
-            details={**seen.details, "question": "semantic"},
-        )
-
-    return tuple(told(seen) for seen in native)
+    return Stage.of(stage.name, tuple(map(answered, stage.comparisons)))
 
 
 def _are_same(first: Leaves, second: Leaves) -> bool:
-    comparisons, _ = Judge(policy=Bitwise(), terms=Terms(ignore=frozenset(IGNORABLE) - {"integers"})).compare(
-        first, second
-    )
-    return all(seen.verdict is not Verdict.DIVERGED for seen in comparisons)
+    """Tell whether two sets of leaves have the same values, whatever else is different about them."""
+    terms = Terms(ignore=frozenset(IGNORABLE) - {"integers"})
+    comparisons, _ = Judge(policy=Bitwise(), terms=terms).compare(first, second)
+    return all(comparison.verdict is not Verdict.DIVERGED for comparison in comparisons)

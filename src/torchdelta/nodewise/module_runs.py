@@ -1,4 +1,7 @@
-"""Call one module on recorded inputs, in any of the ways a comparison needs, and keep what the call leaves behind."""
+"""Call one module on recorded inputs, natively, in float64 or with noise, and keep what the call leaves behind.
+
+Start with `Runner`; `take_inputs` and `left_by` record a call that the program itself makes.
+"""
 
 from __future__ import annotations
 
@@ -21,53 +24,53 @@ from torchdelta.program.sides import Side, varied_in
 from torchdelta.program.stages import cotangent_for
 
 Mode = Callable[[Side], AbstractContextManager[Any]]
-"""Makes what a call runs within, of the module and the inputs that it is going to run on."""
+"""Builds the context that a call runs in, from the module and the inputs of that call."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleInputs:
-    """What a module was called with, copied before it ran, and the generators at that moment."""
+    """The arguments of a module, copied before it ran, and the generators at that moment."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     draws: GeneratorDraws
     roots: frozenset[str]
-    """The outputs that gradients are taken of: those that both sides return."""
+    """The outputs whose gradients are taken: those that both sides return."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleResult:
-    """What a call left behind."""
+    """The outputs, inputs and gradients that a call left behind."""
 
     outputs: Leaves
     inputs: Leaves
-    """The tensors that it was given, as they are now."""
+    """Its input tensors, as they are after the call."""
     changed: frozenset[str]
-    """Which of them it wrote to, besides those that it returned."""
+    """The inputs that it wrote to, without those that it returned."""
     gradients: Leaves
 
     def forward(self, changed: frozenset[str]) -> Leaves:
-        """Return the outputs, and the inputs that one side or the other changed."""
+        """Return the outputs, and the inputs that one of both sides changed."""
         return {**self.outputs, **{path: self.inputs[path] for path in sorted(changed) if path in self.inputs}}
 
 
 def take_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], roots: frozenset[str]) -> ModuleInputs:
-    """Copy what a module is called with."""
+    """Return copies of a module's arguments."""
     args, kwargs = copy_together((args, kwargs), name="what the module is called with")
     return ModuleInputs(args=args, kwargs=kwargs, draws=GeneratorDraws.now(), roots=roots)
 
 
-def left_by(outputs: Any, given: Any, versions: dict[str, int], gradients: Leaves | None = None) -> ModuleResult:
-    """Describe a call that has run, of inputs whose versions were taken before."""
-    found = leaves_of(outputs, "outputs")
-    returned = {tensors.storage_key(leaf) for leaf in found.values() if isinstance(leaf, torch.Tensor)} - {None}
-    inputs = input_tensors(*given)
+def left_by(outputs: Any, arguments: Any, versions: dict[str, int], gradients: Leaves | None = None) -> ModuleResult:
+    """Return the result of a call that has run; `versions` are those of its inputs before the call."""
+    leaves = leaves_of(outputs, "outputs")
+    returned = {tensors.storage_key(leaf) for leaf in leaves.values() if isinstance(leaf, torch.Tensor)} - {None}
+    inputs = input_tensors(*arguments)
     changed = frozenset(
         path
         for path, tensor in inputs.items()
         if versions.get(path) != tensors.version(tensor) and tensors.storage_key(tensor) not in returned
     )
-    return ModuleResult(outputs=found, inputs=inputs, changed=changed, gradients=gradients or {})
+    return ModuleResult(outputs=leaves, inputs=inputs, changed=changed, gradients=gradients or {})
 
 
 def input_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Leaves:
@@ -77,24 +80,24 @@ def input_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Leaves:
 
 
 def versions_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]:
-    """Return the version of each tensor among arguments, to tell later which was written to."""
+    """Return the version of each tensor among arguments, which changes if the tensor is written to."""
     return {path: tensors.version(tensor) for path, tensor in input_tensors(args, kwargs).items()}
 
 
 def natively(_: Side) -> AbstractContextManager[Any]:
-    """Run as it is."""
+    """Return a context that changes nothing."""
     return nullcontext()
 
 
 def lifted(module: torch.nn.Module) -> Mode:
-    """Run in float64; random numbers come in the dtype that the module draws in."""
+    """Return a mode that runs in float64, with random numbers in the dtype of the module's parameters."""
     floats = (tensor.dtype for tensor in module.parameters() if tensor.is_floating_point())
     drawn_in = next(floats, torch.get_default_dtype())
     return lambda _: lift.Lift(drawn_in)
 
 
 def noisy(seed: int) -> Mode:
-    """Run with every rounding moved."""
+    """Return a mode that moves every rounding."""
 
     def mode(side: Side) -> AbstractContextManager[Any]:
         moved = Noisy(seed=seed)
@@ -105,7 +108,7 @@ def noisy(seed: int) -> Mode:
 
 
 def both(*modes: Mode) -> Mode:
-    """Run within several, the first one outermost."""
+    """Return a mode of several modes, the first one outermost."""
 
     @contextmanager
     def combined(side: Side) -> Iterator[None]:
@@ -120,13 +123,13 @@ def both(*modes: Mode) -> Mode:
 
 @dataclass(frozen=True, kw_only=True)
 class Runner:
-    """How every call of a comparison is made."""
+    """Calls modules with one seed, with or without gradients."""
 
     seed: int
     gradients: bool
 
     def run(self, module: torch.nn.Module, inputs: ModuleInputs) -> ModuleResult:
-        """Call the module itself; its state is as before afterwards."""
+        """Call the module itself, restore its state afterwards, and return the result."""
         args, kwargs = copy_together((inputs.args, inputs.kwargs), name="what the module is called with")
         with restored([module]):
             return self._call(Side.of(module, args, kwargs), inputs, natively)
@@ -134,17 +137,18 @@ class Runner:
     def run_copy(
         self, module: torch.nn.Module, inputs: ModuleInputs, mode: Mode, *, widened: bool = False
     ) -> ModuleResult:
-        """Call a copy of the module, which a mode may change."""
+        """Call a copy of the module within a mode, in float64 if `widened`, and return the result."""
         convert = lift.widened if widened else lambda dtype: dtype
-        made, args, kwargs = copy_together(
+        copied, args, kwargs = copy_together(
             (module, inputs.args, inputs.kwargs), name=type(module).__name__, convert=convert
         )
-        return self._call(Side.of(made, args, kwargs), inputs, mode)
+        return self._call(Side.of(copied, args, kwargs), inputs, mode)
 
     def _call(self, side: Side, inputs: ModuleInputs, mode: Mode) -> ModuleResult:
+        """Run a side within a mode, with the generators as they were, and return the result."""
         sources = {path: leaf for path, leaf in input_tensors(side.args, side.kwargs).items() if leaf.requires_grad}
         with mode(side):
-            args, kwargs = _fed(side, sources)
+            args, kwargs = _with_results(side, sources)
             versions = versions_of(args, kwargs)
             inputs.draws.rewind()
             outputs = side.call(*args, **kwargs)
@@ -152,6 +156,7 @@ class Runner:
         return left_by(outputs, (args, kwargs), versions, gradients)
 
     def _gradients(self, side: Side, sources: Leaves, outputs: Any, among: frozenset[str]) -> Leaves:
+        """Return the gradients of inputs and parameters under random cotangents for the outputs in `among`."""
         roots = {
             path: leaf
             for path, leaf in leaves_of(outputs, "outputs").items()
@@ -162,22 +167,22 @@ class Runner:
             for name, tensor in side.state.parameters.items()
             if tensor.requires_grad and tensor.is_leaf
         }
-        # the same tensor may have come in twice, and is differentiated once
+        # a tensor that is passed twice is differentiated once
         wanted = {id(tensor): (path, tensor) for path, tensor in reversed({**sources, **parameters}.items())}
         if not roots or not wanted:
             return {}
         paths, wrt = zip(*reversed(wanted.values()), strict=True)
         cotangents = [cotangent_for(root, path, self.seed) for path, root in roots.items()]
-        found = torch.autograd.grad(list(roots.values()), wrt, cotangents, allow_unused=True)
+        gradients = torch.autograd.grad(list(roots.values()), wrt, cotangents, allow_unused=True)
         leaves: Leaves = {}
-        for path, gradient in zip(paths, found, strict=True):
+        for path, gradient in zip(paths, gradients, strict=True):
             leaves.update(leaves_of(gradient, f"{path}.grad"))
         return leaves
 
 
-def _fed(side: Side, sources: Leaves) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the inputs with results in place of leaves that require grad: a module may work in place on a result."""
+def _with_results(side: Side, sources: Leaves) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the inputs with a clone in place of each leaf that requires grad, so that a module may write to it."""
     memo: dict[int, Any] = {id(tensor): tensor for tensor in input_tensors(side.args, side.kwargs).values()}
     memo.update({id(tensor): tensor.clone() for tensor in sources.values()})
-    fed: tuple[tuple[Any, ...], dict[str, Any]] = copy.deepcopy((side.args, side.kwargs), memo)
-    return fed
+    arguments: tuple[tuple[Any, ...], dict[str, Any]] = copy.deepcopy((side.args, side.kwargs), memo)
+    return arguments

@@ -1,7 +1,8 @@
-"""A quantized layer by itself: fed the reference's values, it may be off by what rounding those to its levels makes.
+"""The local question for a quantized layer: given the reference's values, it may be off by its own steps.
 
-What the layer reads is rounded once more, to levels that lie elsewhere, and what that changes in its result is its
-noise. The change alone counts: what is wrong about the layer is in it with and without, and does not become noise.
+The noise of such a layer is measured by rounding the values that it reads once more, to levels that lie elsewhere, and
+taking the change in its result. Only the change counts: a mistake in the layer is in its result with and without the
+other rounding, so that it does not become noise. Start with `LevelJudging`.
 """
 
 from __future__ import annotations
@@ -18,102 +19,117 @@ from torchdelta._torch.graphs.quantization import Levels, levels_of
 from torchdelta.compare.contract import Terms
 from torchdelta.compare.judge import Judge
 from torchdelta.compare.leaves import Leaves, leaves_of
+from torchdelta.compare.protocol import Judging, Yardstick
 from torchdelta.compare.quantization_noise import RUNS, StepNoise, rounded
-from torchdelta.nodewise.local import Again, LocalJudge
-from torchdelta.nodewise.regions import Region, is_identical
+from torchdelta.nodewise.local import LocalJudge, NodeJudging, RegionValues
+from torchdelta.nodewise.regions import Region
 from torchdelta.nodewise.trials import Trial
 from torchdelta.records.comparison import Comparison
+from torchdelta.records.report import Stage
 
 
 @dataclass(kw_only=True)
 class QuantizedJudge(LocalJudge):
-    """Judges what is quantized by its steps, and everything else by the noise of its roundings."""
+    """Judges quantized regions by their steps, and all others by the noise of their roundings."""
 
-    def judge(
-        self,
-        path: str,
-        reference: Any,
-        candidate: Any,
-        again: Again,
-        given: Mapping[Any, Any],
-        *,
-        is_exact: bool = False,
-        floor: float = 0.0,
-        within: object = None,
-    ) -> tuple[Comparison, ...]:
-        """Hold the values of both regions against each other."""
-        if (
-            not isinstance(within, Trial)
-            or self.policy is not None
-            or is_identical(reference, candidate)
-            or not _dequantizers(within.pair.candidate)
-        ):
-            return super().judge(path, reference, candidate, again, given, is_exact=is_exact, floor=floor)
-        ours, theirs = leaves_of(reference, path), leaves_of(candidate, path)
-        judge = Judge(policy=StepNoise(), terms=Terms(ignore=frozenset({"requires_grad", "device", "aliasing"})))
-        found = judge.compare(ours, theirs, ours, noisy=self._runs(path, reference, within))[0]
-        return tuple(replace(seen, reason=f"{seen.reason}{_what(within.pair.candidate)}") for seen in found)
+    def judging(self, values: RegionValues) -> Judging[Leaves]:
+        """Return the steps in which these values are judged."""
+        trial = values.within
+        if self.policy is None and isinstance(trial, Trial) and _dequantizers(trial.pair.candidate):
+            return LevelJudging(settings=self, values=values, trial=trial)
+        return super().judging(values)
 
-    def _runs(self, path: str, reference: Any, trial: Trial) -> list[Leaves]:
-        """Return the reference's value with what other roundings of the same would have changed in it."""
-        region = trial.pair.candidate
-        fed = {node: trial.values[trial.partners[node]] for node in region.reads}
-        found = {node: levels_of(node) for node in _dequantizers(region)}
-        for node in (node for node, levels in found.items() if levels is None):
-            self.notes.add(f"how {node.name} ({node.target}) rounds is not known, and so what it may be off by")
-        levels = {node: known for node, known in found.items() if known is not None}
-        if len(levels) < len(found):
+
+@dataclass(kw_only=True)
+class LevelJudging(NodeJudging):
+    """One quantized region that is being judged; its truth is the reference's value in floats."""
+
+    trial: Trial
+
+    rounds = ()
+
+    def truth(self) -> Leaves:
+        """Return the reference's own value."""
+        return self.reference
+
+    def noisy(self, count: int) -> list[Leaves]:  # noqa: ARG002 — the runs divide one step between them
+        """Return the reference's value as it is after other roundings, or nothing if the levels are not known."""
+        path, region = self.values.path, self.trial.pair.candidate
+        reads = {node: self.trial.values[self.trial.partners[node]] for node in region.reads}
+        levels: dict[Node, Levels] = {}
+        for node in _dequantizers(region):
+            if (known := levels_of(node)) is not None:
+                levels[node] = known
+            else:
+                self.settings.notes.add(
+                    f"the levels of {node.name} ({node.target}) are not known, so its noise is not known either"
+                )
+        if len(levels) < len(_dequantizers(region)):
             return []
-        before = {node: _before_rounding(node, reference, trial, fed) for node in levels}
-        exact = leaves_of(_with(region, fed, {node: values for node, (values, _) in before.items()}), path)
-        noisy = (_with(region, fed, self._again(run, levels, before)) for run in range(RUNS))
-        return [_moved(leaves_of(reference, path), exact, leaves_of(run, path)) for run in noisy]
+        before = {node: self._before_rounding(node, reads) for node in levels}
+        exact = leaves_of(_run_with(region, reads, {node: values for node, (values, _) in before.items()}), path)
+        runs = (_run_with(region, reads, self._round_again(run, levels, before)) for run in range(RUNS))
+        return [_moved(self.reference, exact, leaves_of(run, path)) for run in runs]
 
-    def _again(
+    def compare(self, stage: str, yardstick: Yardstick[Leaves]) -> tuple[Comparison, ...]:  # noqa: ARG002 — there is one
+        """Compare the region's values by the noise of its steps."""
+        judge = Judge(policy=StepNoise(), terms=Terms(ignore=frozenset({"requires_grad", "device", "aliasing"})))
+        comparisons, _ = judge.compare(yardstick.reference, self._candidate, yardstick.truth, noisy=yardstick.noisy)
+        readers = _readers_of(self.trial.pair.candidate)
+        return tuple(replace(comparison, reason=f"{comparison.reason}{readers}") for comparison in comparisons)
+
+    def excuse_integers(self, stages: list[Stage], yardstick: Yardstick[Leaves]) -> list[Stage]:  # noqa: ARG002
+        """Return the stages as they are: no noisy run of a quantized region has integers."""
+        return stages
+
+    def _round_again(
         self, run: int, levels: Mapping[Node, Levels], before: Mapping[Node, tuple[torch.Tensor, bool]]
     ) -> dict[Node, torch.Tensor]:
-        # one seed for all runs: they differ by their number, and share what is drawn besides
-        generator = torch.Generator().manual_seed(self.seed)
+        """Return the values of the dequantize nodes as another quantizer might have rounded them."""
+        # one seed for all runs: they differ by their number, and share all other random numbers
+        generator = torch.Generator().manual_seed(self.settings.seed)
         return {
             node: rounded(values, levels[node], run, generator, apart=is_constant)
             for node, (values, is_constant) in before.items()
         }
+
+    def _before_rounding(self, node: Node, reads: Mapping[Node, Any]) -> tuple[torch.Tensor, bool]:
+        """Return the values of a dequantize node before they were rounded, and whether they are a constant."""
+        region, reference = self.trial.pair.candidate, self.values.reference
+        source: Node | None = node
+        while source is not None and source not in reads and (inner := observed_by(source)) is not None:
+            source = inner
+        is_constant = source is None or source.op == "get_attr"
+        if node is region.result and isinstance(reference, torch.Tensor):
+            return reference, is_constant
+        if source is not None and isinstance(reads.get(source), torch.Tensor):
+            return reads[source], is_constant
+        # a weight into which another was folded does not exist in floats: take its rounded values
+        inside = Region.before(node, region.module, self.trial.partners)
+        return inside.run(reads), True
 
 
 def _dequantizers(region: Region) -> list[Node]:
     return [node for node in region.nodes if is_dequantizing(node)]
 
 
-def _what(region: Region) -> str:
-    """Return what was quantized, where it is not what the node computes but what others read of it."""
+def _readers_of(region: Region) -> str:
+    """Return words that name the readers of a region that ends in a dequantize node; empty for other regions."""
     node = region.result
     if not is_dequantizing(node):
         return ""
     return f" ({node.name}, as {', '.join(user.name for user in node.users)} reads it)"
 
 
-def _before_rounding(node: Node, reference: Any, trial: Trial, fed: Mapping[Node, Any]) -> tuple[torch.Tensor, bool]:
-    """Return what a dequantize node stands for in floats, and whether it is a constant."""
-    source: Node | None = node
-    while source is not None and source not in fed and (inner := observed_by(source)) is not None:
-        source = inner
-    is_constant = source is None or source.op == "get_attr"
-    if node is trial.pair.candidate.result and isinstance(reference, torch.Tensor):
-        return reference, is_constant
-    if source is not None and isinstance(fed.get(source), torch.Tensor):
-        return fed[source], is_constant
-    # a weight that another was folded into is in floats nowhere: what is left of it has to do
-    inside = Region.before(node, trial.pair.candidate.module, trial.partners)
-    return inside.run(fed), True
-
-
-def _with(region: Region, fed: Mapping[Node, Any], instead: Mapping[Node, torch.Tensor]) -> Any:
-    if region.result in instead:
-        return instead[region.result]
-    return region.run(fed, {(node, user): values for node, values in instead.items() for user in node.users})
+def _run_with(region: Region, reads: Mapping[Node, Any], replaced: Mapping[Node, torch.Tensor]) -> Any:
+    """Run a region with these values in place of those of some nodes, and return its result."""
+    if region.result in replaced:
+        return replaced[region.result]
+    return region.run(reads, {(node, user): values for node, values in replaced.items() for user in node.users})
 
 
 def _moved(reference: Leaves, exact: Leaves, noisy: Leaves) -> Leaves:
+    """Return the reference's floating-point leaves in float64, moved by the difference of the other two runs."""
     moved: Leaves = {}
     for path, leaf in reference.items():
         before, after = exact.get(path), noisy.get(path)

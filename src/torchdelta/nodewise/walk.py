@@ -1,8 +1,8 @@
 """The walk over nodes: every node of a transformed program that can be reached is judged by itself.
 
 How nodes are reached depends on the transform. Two graphs run in lockstep; a compiler is a black box and gets taps and
-gates; without any graph, modules are compared call by call. `NodeWalk.look_at_nodes` chooses. Both `locate` and
-`check --thorough` use it, and hand in how a transform is run and asked in the precision that they look at.
+gates; without any graph, modules are compared call by call. `NodeWalk.look_at_nodes` chooses; start there. `locate`
+and `check --thorough` use it, and pass functions that run and check a transform natively or in float64.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class NodeWalk:
     is_lifted: bool
     """Whether both sides run in float64."""
     run: Callable[[Transform], None]
-    """Runs a candidate for the sake of the observer at its seam; a failure becomes a note of the caller's."""
+    """Runs a candidate so that the observer at its seam sees it; the caller notes a failure."""
     ask: Callable[[Transform], tuple[Verdict, str]]
     """Checks another transform of the same program, and returns its verdict and reason."""
     mapping: Mapping[str, str] | None = None
-    """The user's word on which nodes match."""
+    """Which nodes match, if the user says so."""
     limit_bytes: int | None = None
     """The memory that taps may hold."""
     is_disturbed: bool = False
@@ -70,7 +70,7 @@ class NodeWalk:
     notes: list[str] = field(default_factory=list)
 
     def look_at_nodes(self, report: Report) -> NodeFindings:
-        """Judge every node that can be got at, in whatever way this transform allows."""
+        """Return the findings on every node that can be reached, in the way that this transform allows."""
         transform = self.transform
         if not transform.traits.has_seam:
             return self._without_seam(transform)
@@ -86,7 +86,7 @@ class NodeWalk:
         return found if watched[-1].interception.programs else self._in_black_box(transform, report)
 
     def between_graphs(self, transform: Transform, report: Report) -> NodeFindings:
-        """Run the graph before and after the transform in lockstep."""
+        """Return the findings of running the graphs before and after the transform in lockstep."""
         has_gradients = transform.traits.has_backward and any(stage.name != "forward" for stage in report.stages)
         seam = LockstepSeam(judge=self.judge(), mapping=self.mapping, with_gradients=has_gradients)
         self.run(ObservedTransform(transform, seam))
@@ -96,7 +96,7 @@ class NodeWalk:
         return findings_from_lockstep(seam.comparisons, sorted(seam.judge.notes))
 
     def _in_black_box(self, transform: Transform, report: Report) -> NodeFindings:
-        """Tap the graph as it is handed over; what only gradients show takes gates on its edges too."""
+        """Return the findings of taps on the graph at the seam, and of gates if gradients alone are wrong."""
         found = self._by_taps(lambda seam: ObservedTransform(transform, seam), report)
         if found.culprits or not any(stage.name != "forward" and stage.comparisons for stage in report.stages):
             return found
@@ -108,7 +108,7 @@ class NodeWalk:
         return join_findings(found, slopes)
 
     def _by_taps(self, watched: Callable[[Seam], Transform], report: Report) -> NodeFindings:
-        """Tap, and see to it that the failure is still there; nothing that was seen without it counts."""
+        """Return the findings of taps with which the report's verdict is still the same; others name no culprit."""
         found = NodeFindings()
         for every in THINNINGS:
             place = count()
@@ -126,19 +126,19 @@ class NodeWalk:
             self.is_disturbed = True
             self.notes.append(
                 f"with taps at {taps.tap_count} of {taps.total} nodes the verdict is {verdict.value} ({reason}): "
-                "they change what is looked at"
+                "the taps change the result"
             )
         return replace(found, culprits=())
 
     def _without_seam(self, transform: Transform) -> NodeFindings:
-        """Look at two graphs where both sides are, or become, one; at modules where not."""
+        """Return the findings of lockstep if both sides are graphs or can be exported, or else those of modules."""
         side = Side.copied_from(self.program, with_callable=transform.traits.reads_program)
         with transform.apply(side, draws_random=self.draws_random) as transformed:
             ours, theirs = Side.copied_from(self.program), transformed.side
             if isinstance(transform, Cast):
                 try:
                     both = export_side(ours, strict=False)[1], export_side(theirs, strict=False)[1]
-                except Exception as error:  # torch cannot export every program; modules can be looked at still
+                except Exception as error:  # torch cannot export every program; its modules can still be compared
                     words = str(error).splitlines()[0] if str(error) else ""
                     self.notes.append(f"there is no graph to look at: {type(error).__name__}: {words}")
                 else:
@@ -175,8 +175,8 @@ class NodeWalk:
         )
 
     def judge(self) -> LocalJudge:
-        """Return a judge of single nodes, in the precision that is looked at."""
-        # a quantized layer is off by its own steps, which no dtype tells
+        """Return a judge of single nodes, natively or in float64."""
+        # a quantized layer is off by its own steps, which do not follow from a dtype
         kind = QuantizedJudge if self.transform.traits.rounds_to_levels else LocalJudge
         return kind(
             seed=self.case.seed,

@@ -203,7 +203,4 @@ def _report_error(name: str, error: BaseException) -> Probe:
 
 def _call_real(baseline: Baseline) -> Leaves:
     """Return the outputs of the real kernel, and not copies of them, because a copy may have other strides."""
-    side = Side.copied_from(baseline.program)
-    runtime.seed_everything(baseline.plan.seed)
-    with baseline.eager_scope():
-        return leaves_of(side.call(*side.args, **side.kwargs), "outputs")
+    return baseline.outputs()

@@ -13,7 +13,6 @@ from functools import partial
 from torchdelta import transforms
 from torchdelta._torch.modes.outside import preserved_dispatch
 from torchdelta.check.baseline import Baseline
-from torchdelta.check.candidate import run_candidate
 from torchdelta.check.check import Check
 from torchdelta.operators.inputs import OpInputs
 from torchdelta.operators.probes.base import OpSubject, ProbeEntry
@@ -146,14 +145,7 @@ def _run(subject: OpSubject, trace: Trace, transform: Transform, baseline: Basel
 
 def _run_only(trace: Trace, transform: Transform, baseline: Baseline) -> Probe:
     """Return whether the operator traces and runs, and compare nothing."""
-    run = run_candidate(
-        transform,
-        Side.copied_from(baseline.program),
-        baseline.plan,
-        original=baseline.original,
-        scope=baseline.scope,
-        draws_random=baseline.reference.draws_random,
-    )
+    run = baseline.run(transform)
     if run.failure is not None:
         reason = f"{run.failure.type}: {run.failure.message}".partition("\n")[0]
         remedy = remedy_of(run.failure.message)

@@ -1,0 +1,198 @@
+"""How a candidate is judged: one order of steps for the stages of a program, for one node and for one module.
+
+1. Identical bits: most nodes and modules end here, and nothing more is run for them.
+2. The truth and one noisy run: is the candidate further from the truth than rounding explains?
+3. Near the threshold: more noisy runs, because the noise of one run is partly chance.
+4. Integers that differ: a correct program may get them either way if rounding decides them.
+5. The float64 question: are both sides the same function where nothing is rounded?
+
+`Judging.judge` runs the steps; start there. Its subclasses say how their subject is run and compared:
+`check.check.Check` for a program, `nodewise.local.NodeJudging` for a node, `nodewise.module_judge.ModuleJudging` for a
+module.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from torchdelta.compare.judge import is_inexact
+from torchdelta.records.comparison import Comparison, Scalar
+from torchdelta.records.report import Stage
+from torchdelta.records.verdict import Verdict
+
+RUNS = 3
+"""Noisy runs for comparisons near the threshold."""
+NEAR = 0.5
+"""A comparison whose error is at least this share of the allowed error is near the threshold."""
+FAR = 8.0
+"""A comparison whose error is this many times the allowed error is not near it any more."""
+FLIPS = 2.0
+"""How many times as many integers may differ in the candidate as differ between two correct runs."""
+
+Run = TypeVar("Run")
+"""One run of the subject: an observation of a program, the leaves of a node, the result of a module."""
+Answers = dict[str, dict[str, Comparison]]
+"""The comparisons of the float64 question, by stage and path."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yardstick(Generic[Run]):
+    """The correct runs that a candidate is held against."""
+
+    reference: Run
+    truth: Run | None = None
+    """None if there is none, or if the policy does not need one."""
+    noisy: Sequence[Run] = ()
+
+
+class Judging(ABC, Generic[Run]):
+    """One candidate of one subject that is being judged; `judge` runs the steps, subclasses say how."""
+
+    names: Sequence[str] = ("forward",)
+    """The stages that both sides have."""
+    rounds: Sequence[int] = (RUNS,)
+    """The numbers of noisy runs to judge by, one after the other, while a comparison is near the threshold."""
+    keeps_distant: bool = False
+    """Whether comparisons that are not near the threshold keep the numbers of the first noisy run."""
+    is_brief: bool = False
+    """Whether to stop after the first comparison with truth and noise."""
+
+    def judge(self) -> list[Stage]:
+        """Run the steps in order, and return the stages with their comparisons."""
+        stages = self.judge_by_bits()
+        if stages is not None:
+            return stages
+        yardstick = Yardstick(reference=self.reference, truth=self.truth(), noisy=self.noisy(1))
+        stages = self.compare_stages(yardstick)
+        if self.is_brief:
+            return stages
+        for count in self.rounds:
+            if not any(self.is_near(comparison) for stage in stages for comparison in stage.comparisons):
+                break
+            yardstick = replace(yardstick, noisy=self.noisy(count))
+            stages = [self._compare_again(stage, yardstick) for stage in stages]
+        stages = self.excuse_integers(stages, yardstick)
+        return self.ask_in_float64(stages, yardstick)
+
+    @property
+    @abstractmethod
+    def reference(self) -> Run:
+        """The original's own run."""
+
+    @abstractmethod
+    def judge_by_bits(self) -> list[Stage] | None:
+        """Return the stages if they need neither truth nor noise, or None if they do."""
+
+    @abstractmethod
+    def truth(self) -> Run | None:
+        """Return the reference run in float64, or None if it cannot be run or is not needed."""
+
+    @abstractmethod
+    def noisy(self, count: int) -> list[Run]:
+        """Return the first `count` noisy runs of the reference, without those that failed."""
+
+    @abstractmethod
+    def compare(self, stage: str, yardstick: Yardstick[Run]) -> Sequence[Comparison]:
+        """Compare the candidate's leaves of one stage with those of the yardstick."""
+
+    @abstractmethod
+    def excuse_integers(self, stages: list[Stage], yardstick: Yardstick[Run]) -> list[Stage]:
+        """Return the stages with the integers that rounding decides inconclusive."""
+
+    def compare_stages(self, yardstick: Yardstick[Run]) -> list[Stage]:
+        """Return every stage, compared for the first time."""
+        return [Stage.of(name, tuple(self.compare(name, yardstick))) for name in self.names]
+
+    def ask_in_float64(self, stages: list[Stage], yardstick: Yardstick[Run]) -> list[Stage]:  # noqa: ARG002 — see below
+        """Return the stages with the answers to the float64 question; a subject that does not ask it has none."""
+        return stages
+
+    def is_near(self, comparison: Comparison) -> bool:
+        """Tell whether more noisy runs may change the verdict."""
+        return bool(comparison.details.get("noisy_runs")) and NEAR < comparison.ratio < FAR
+
+    def _compare_again(self, stage: Stage, yardstick: Yardstick[Run]) -> Stage:
+        """Return the stage compared by more noisy runs, or its near comparisons alone if distant ones are kept."""
+        if self.keeps_distant and not any(map(self.is_near, stage.comparisons)):
+            return stage
+        closer = tuple(self.compare(stage.name, yardstick))
+        if self.keeps_distant:
+            by_path = {comparison.path: comparison for comparison in closer}
+            closer = tuple(by_path[each.path] if self.is_near(each) else each for each in stage.comparisons)
+        return Stage.of(stage.name, closer, stage.reason)
+
+
+def excuse_integer(
+    comparison: Comparison, reference: Any, correct: Iterable[Any], *, times: float = FLIPS, other_shape: int = 0
+) -> Comparison:
+    """Return a diverged comparison of integers or booleans as inconclusive if correct runs differ in them too.
+
+    `correct` has the same leaf of other correct runs. The candidate may differ in `times` as many elements as the most
+    different of them; a run whose leaf is missing or has another shape counts as `other_shape` elements.
+    """
+    is_integer = isinstance(reference, torch.Tensor) and not is_inexact(reference.dtype)
+    if comparison.verdict is not Verdict.DIVERGED or comparison.measurement is None or not is_integer:
+        return comparison
+    flips = max(
+        (
+            int((other != reference).sum())
+            if isinstance(other, torch.Tensor) and other.shape == reference.shape
+            else other_shape
+            for other in correct
+        ),
+        default=0,
+    )
+    if not flips or comparison.measurement.mismatches > times * flips:
+        return comparison
+    reason = f"{comparison.reason}; but {flips} differ among correct runs too, because rounding decides them"
+    return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason)
+
+
+def answer_in_float64(
+    compare: Callable[[Yardstick[Run]], Answers], native: Yardstick[Run], lifted: Callable[[], Yardstick[Run] | None]
+) -> Answers:
+    """Return what `compare` says about both sides in float64.
+
+    It is asked with the noise of native runs first, scaled down to float64. If something diverges, `lifted` is called
+    for noisy runs in float64 itself, and a divergence counts only if they do not explain it either.
+    """
+    answers = compare(native)
+    if has_diverged(answers) and (yardstick := lifted()) is not None:
+        answers = compare(yardstick)
+    return answers
+
+
+def has_diverged(answers: Answers) -> bool:
+    """Tell whether the float64 question found another function."""
+    return any(answer.verdict is Verdict.DIVERGED for stage in answers.values() for answer in stage.values())
+
+
+def select_answers(comparisons: Iterable[Comparison]) -> dict[str, Comparison]:
+    """Return the comparisons in float64 that say something, by path.
+
+    Integers are exact in the native run already. A leaf that cannot be measured counts if one side does not have it.
+    """
+    return {
+        comparison.path: comparison
+        for comparison in comparisons
+        if comparison.dtype in ("float64", "complex128")
+        or (comparison.measurement is None and comparison.verdict is Verdict.DIVERGED)
+    }
+
+
+def as_answered(comparison: Comparison, answer: Comparison, **details: Scalar) -> Comparison:
+    """Return a native comparison with verdict and numbers of its answer in float64, and these details."""
+    return replace(
+        comparison,
+        verdict=answer.verdict,
+        reason=answer.reason,
+        error=answer.error,
+        noise=answer.noise,
+        allowed=answer.allowed,
+        details={**comparison.details, "question": "semantic", **details},
+    )
