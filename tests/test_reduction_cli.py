@@ -86,7 +86,7 @@ def assert_one_sentence(ran, said):
         ("--queries=-1", "--queries is a number above 0"),
         ("--seconds=0", "--seconds is a number above 0"),
         ("--memory=lots", "malformed amount of memory"),
-        ("--match=(", "no regular expression"),
+        ("--match=(", "not a regular expression"),
         ("--level=triton", "no level 'triton'"),
     ],
 )

@@ -32,7 +32,7 @@ from torchdelta.isolate.pool import Pool
 from torchdelta.isolate.worker import import_all
 from torchdelta.isolate.zygote_start import is_alone
 from torchdelta.minify.workers import pool_for
-from torchdelta.records.case import DYNAMO, require_level
+from torchdelta.records.case import CheckOptions, SearchLimits
 from torchdelta.records.comparison import Scalar
 from torchdelta.records.verdict import Verdict
 
@@ -62,7 +62,7 @@ _UNITS = {"": 1, "b": 1} | {
 }
 
 
-def read_words(
+def read_check_options(
     option: Options = None,
     stages: Stages = None,
     policy: PolicyIfAny = None,
@@ -74,37 +74,45 @@ def read_words(
     semantic: Annotated[
         bool,
         typer.Option("--semantic/--no-semantic", help="Ask in float64 too: one more application, compile included."),
-    ] = True,
-    seed: Seed = 0,
-    iterations: Annotated[int, typer.Option(help="Runs, all but the first on fresh random inputs.")] = 1,
-    steps: Annotated[int, typer.Option(help="Optimizer steps of the stage steps.")] = 3,
-    optimizer: Annotated[str, typer.Option(help="adamw, sgd, or file.py:factory of one from parameters.")] = "adamw",
-    loss: Annotated[str | None, typer.Option(help="file.py:fn of the outputs, instead of random cotangents.")] = None,
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="With deterministic algorithms.")] = False,
-    anomaly: Annotated[bool, typer.Option("--anomaly", help="With autograd's anomaly mode.")] = False,
-) -> dict[str, Any]:
-    """Return what `check` and `locate` of the engine are told about a case besides program and transform."""
-    return {
-        "options": read_options(option),
-        "stages": stages,
-        "policy": policy,
-        "ignore": ignore,
-        "strict": f"{strict},casts" if strict_casts else strict,
-        "semantic": semantic,
-        "seed": seed,
-        "iterations": iterations,
-        "steps": steps,
-        "optimizer": optimizer,
-        "loss": loss,
-        "deterministic": deterministic,
-        "anomaly": anomaly,
-    }
+    ] = CheckOptions.semantic,
+    seed: Seed = CheckOptions.seed,
+    iterations: Annotated[
+        int, typer.Option(help="Runs, all but the first on fresh random inputs.")
+    ] = CheckOptions.iterations,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of the stage steps.")] = CheckOptions.steps,
+    optimizer: Annotated[
+        str, typer.Option(help="adamw, sgd, or file.py:factory of one from parameters.")
+    ] = CheckOptions.optimizer,
+    loss: Annotated[
+        str | None, typer.Option(help="file.py:fn of the outputs, instead of random cotangents.")
+    ] = CheckOptions.loss,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="With deterministic algorithms.")
+    ] = CheckOptions.deterministic,
+    anomaly: Annotated[bool, typer.Option("--anomaly", help="With autograd's anomaly mode.")] = CheckOptions.anomaly,
+) -> CheckOptions:
+    """Return the options of a check that were typed, without the transform."""
+    return CheckOptions.read(
+        options=read_options(option),
+        stages=stages,
+        policy=policy,
+        ignore=ignore,
+        strict=f"{strict},casts" if strict_casts else strict,
+        semantic=semantic,
+        seed=seed,
+        iterations=iterations,
+        steps=steps,
+        optimizer=optimizer,
+        loss=loss,
+        deterministic=deterministic,
+        anomaly=anomaly,
+    )
 
 
 Command = Callable[..., None]
 
 
-def taking(**readers: Callable[..., dict[str, Any]]) -> Callable[[Command], Command]:
+def taking(**readers: Callable[..., Any]) -> Callable[[Command], Command]:
     """Give a command the options of each reader, whose answer becomes its argument of that name."""
     shared = {name: inspect.signature(read, eval_str=True).parameters for name, read in readers.items()}
 
@@ -277,30 +285,25 @@ WithIssue = Annotated[bool, typer.Option("--issue", help="Write the text of an i
 def read_limits(
     match: Annotated[
         str | None, typer.Option(help="A regular expression: of several failures, the one that is meant.")
-    ] = None,
-    level: Annotated[str, typer.Option(help="Whose graphs are made smaller: dynamo, or aot.")] = DYNAMO,
-    timeout: Annotated[float, typer.Option(help="Seconds that the first query may take.")] = 600.0,
-    queries: Annotated[int | None, typer.Option(help="At most so many queries.")] = None,
-    seconds: Annotated[float | None, typer.Option(help="At most so long.")] = None,
+    ] = SearchLimits.match,
+    level: Annotated[str, typer.Option(help="Whose graphs are made smaller: dynamo, or aot.")] = SearchLimits.level,
+    timeout: Annotated[float, typer.Option(help="Seconds that the first query may take.")] = SearchLimits.timeout_s,
+    queries: Annotated[int | None, typer.Option(help="At most so many queries.")] = SearchLimits.queries,
+    seconds: Annotated[float | None, typer.Option(help="At most so long.")] = SearchLimits.seconds,
     memory: Memory = None,
-) -> dict[str, Any]:
-    """Return what `minify` and `diagnose` of the engine are told about which failure, and at what cost."""
+) -> SearchLimits:
+    """Return which failure to follow and what that may cost; UsageError if a limit makes no sense."""
     for name, value in (("timeout", timeout), ("queries", queries), ("seconds", seconds)):
         if value is not None and value <= 0:
             raise UsageError(f"--{name} is a number above 0, not {value:g}")
-    require_level(level)
-    try:
-        re.compile(match or "")
-    except re.error as error:
-        raise UsageError(f"--match {match!r} is no regular expression: {error}") from error
-    return {
-        "match": match,
-        "level": level,
-        "timeout_s": timeout,
-        "queries": queries,
-        "seconds": seconds,
-        "memory_bytes": read_bytes(memory) if memory is not None else None,
-    }
+    return SearchLimits(
+        match=match,
+        level=level,
+        timeout_s=timeout,
+        queries=queries,
+        seconds=seconds,
+        memory_bytes=read_bytes(memory) if memory is not None else None,
+    )
 
 
 @contextmanager

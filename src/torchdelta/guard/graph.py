@@ -41,6 +41,7 @@ from torchdelta.passes.real_calls import (
 from torchdelta.program import recordings
 from torchdelta.program.programs import own_path
 from torchdelta.program.sides import Side
+from torchdelta.records.case import CheckOptions
 from torchdelta.records.codec import write_report
 from torchdelta.records.failure import Failure
 from torchdelta.records.guard import GuardedGraphRecord
@@ -100,13 +101,15 @@ class CheckedCall:
         check = prepare(
             RecordedCall(as_checked(self.original, midway)),
             inputs_of(args),
-            transform=PrecompiledTransform(
-                alike(self.run), lambda given: alike(self.make(graphs.with_own_nodes(self.original), list(given)))
+            options=CheckOptions(
+                transform=PrecompiledTransform(
+                    alike(self.run), lambda given: alike(self.make(graphs.with_own_nodes(self.original), list(given)))
+                ),
+                stages=stages,
+                policy=self.vigilance.policy,
+                seed=self.vigilance.seed,
+                semantic=False,
             ),
-            stages=stages,
-            policy=self.vigilance.policy,
-            seed=self.vigilance.seed,
-            semantic=False,
         )
         baseline = replace(check.baseline, program=replace(check.baseline.program, name=self.seen.name))
         case = replace(check.case, program=self.seen.name, transform=self.seen.backend)

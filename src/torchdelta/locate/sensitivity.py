@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from torchdelta._torch.graphs.handles import handled_nodes, is_dequantizing
 from torchdelta._torch.graphs.nodes import module_path, op_name
 from torchdelta._torch.process import runtime, versions
+from torchdelta.check.baseline import Progress
 from torchdelta.check.check import Check
 from torchdelta.check.prepare import prepare
 from torchdelta.compare.judge import is_inexact
@@ -21,6 +22,7 @@ from torchdelta.compare.kernels import measure
 from torchdelta.errors import ProgramError, TorchDeltaError, UsageError
 from torchdelta.program.sides import Side
 from torchdelta.program.stages import SideFailed, observe
+from torchdelta.records.case import CheckOptions
 from torchdelta.records.sensitivity import Effect, LayerEffect, Sensitivity
 from torchdelta.transforms.quantize import Quantize, exported_with_handles, for_inference, has_levels, quantize
 
@@ -28,19 +30,19 @@ _RETURNED = re.compile(r"(?:iterations\[\d+\]\.)?outputs")
 NOTHING_ALONE = "nothing in it is quantized by itself: its scales are those of something outside of it"
 
 
-def sensitivity(
+def measure_sensitivity(
     program: Callable[..., Any] | str,
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    transform: str | Quantize = "quantize:x86",
-    **options: Any,
+    options: CheckOptions,
+    progress: Progress = lambda _: None,
 ) -> Sensitivity:
-    """Quantize each module alone that the quantizer would quantize, and tell what that does to every output.
+    """Quantize each module alone that the quantizer would quantize, and return the effect on every output.
 
-    Takes what `check` takes, of which stages and policy mean nothing here. The module that loses most is first.
+    Stages and policy mean nothing here. The module that loses most is first. `torchdelta.sensitivity` explains more.
     """
-    check = prepare(program, args, kwargs, transform=transform, **{**options, "stages": "forward"})
+    check = prepare(program, args, kwargs, options=replace(options, stages=("forward",)), progress=progress)
     if not isinstance(check.transform, Quantize):
         raise UsageError(
             f"{check.case.transform} quantizes nothing, so there is no layer to be sensitive to it: name a quantizer, "

@@ -7,7 +7,7 @@ already is inherited, and hides nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,7 @@ from torchdelta.check.check import Check
 from torchdelta.check.prepare import prepare
 from torchdelta.errors import TorchDeltaError
 from torchdelta.locate.locator import Locator
+from torchdelta.records.case import CheckOptions
 from torchdelta.records.comparison import Comparison
 from torchdelta.records.failure import Failure
 from torchdelta.records.location import Location
@@ -48,15 +49,15 @@ class Succession:
 
     original: GraphModule
     inputs: tuple[Any, ...]
-    words: Mapping[str, Any] = field(default_factory=dict)
-    """What else a check is told."""
+    options: CheckOptions = field(default_factory=CheckOptions)
+    """How two graphs are compared; the candidate is another one each time."""
     latest: list[tuple[Callable[..., Any], Report]] = field(default_factory=list)
     """What was held last: a step asks for two graphs, and older ones may be freed."""
 
     @cached_property
     def check(self) -> Check:
         """A check whose reference, truth and noise all share."""
-        return prepare(self.original, self.inputs, candidate=self.original, **self.words)
+        return prepare(self.original, self.inputs, options=replace(self.options, candidate=self.original))
 
     def held(self, graph: Callable[..., Any]) -> Report:
         """Hold a graph against the first."""
@@ -106,7 +107,7 @@ class Succession:
         if before is self.original:
             check = self._against(after)
         else:
-            check = prepare(before, self.inputs, candidate=after, **self.words)
+            check = prepare(before, self.inputs, options=replace(self.options, candidate=after))
         return Locator(check=check).run()
 
     def _against(self, graph: Callable[..., Any]) -> Check:

@@ -16,7 +16,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from torchdelta.errors import TorchDeltaError
 from torchdelta.passes.real_calls import TALKS, have_values, inputs_of
 from torchdelta.passes.succession import GraphVersion, Succession
 from torchdelta.program.stages import cotangent_for
+from torchdelta.records.case import CheckOptions
 from torchdelta.records.passes import PassFinding, PassSummary
 from torchdelta.records.report import reason_of
 from torchdelta.records.verdict import Verdict
@@ -47,8 +48,8 @@ class ChainJudge:
     chain: Chain
     label: str
     """Which graph it is."""
-    words: Mapping[str, Any]
-    """What a check is told."""
+    options: CheckOptions
+    """How two graphs are compared."""
     findings: list[PassFinding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     is_checked: bool = True
@@ -66,11 +67,11 @@ class ChainJudge:
                     self._judge_part(part, inputs)
 
     def _judge_part(self, part: list[Version], inputs: tuple[Any, ...]) -> None:
-        words = dict(self.words)
+        options = self.options
         if self.chain.phase != inductor_passes.PRE_GRAD:
             # who shares memory with whom is settled by AOTAutograd, outside of its graphs
-            words |= {"stages": ("forward",), "ignore": ("aliasing",)}
-        succession = Succession(original=part[0].built, inputs=inputs, words=words)
+            options = replace(options, stages=("forward",), ignore=("aliasing",))
+        succession = Succession(original=part[0].built, inputs=inputs, options=options)
         report = succession.held(part[-1].built)
         if report.verdict is Verdict.EQUIVALENT:
             return
@@ -127,7 +128,7 @@ class ChainJudge:
             is_tensor = isinstance(node.meta.get("val", node.meta.get("example_value")), torch.Tensor)
             if node.name not in given and chain.phase == inductor_passes.JOINT:
                 room = inductor_passes.room_for(node, first, given)
-                given[node.name] = room.copy_(cotangent_for(room, node.name, self.words["seed"]))
+                given[node.name] = room.copy_(cotangent_for(room, node.name, self.options.seed))
             elif node.name not in given or (is_tensor and given[node.name] is None):
                 # a compiler that makes constants of the parameters drops them
                 raise TorchDeltaError(f"{node.name} is among its inputs, and is not there when it is called")
@@ -169,7 +170,7 @@ def watch_passes(*, policy: str = "noise", seed: int = 0) -> Iterator[PassSummar
     without, and nothing in here breaks it.
     """
     parse(policy)  # what is misspelt is said before anything runs
-    watcher = _Watcher(watched=PassSummary(), words={"policy": policy, "seed": seed})
+    watcher = _Watcher(watched=PassSummary(), options=CheckOptions(policy=policy, seed=seed))
     with ExitStack() as stack:
         stack.enter_context(inductor_passes.noting(watcher.take, watcher.fail))
         stack.enter_context(aot.intercepting(watcher.at_seam))
@@ -200,7 +201,7 @@ class _Compiled:
 @dataclass(kw_only=True, eq=False)
 class _Watcher:
     watched: PassSummary
-    words: Mapping[str, Any]
+    options: CheckOptions
     is_open: bool = True
     waiting: list[_Compiled] = field(default_factory=list)
     """Those with something to judge."""
@@ -324,7 +325,7 @@ class _Watcher:
             gc.collect()  # what a check leaves in cycles holds what the call was given
 
     def _judge(self, chain: Chain, label: str, values: Mapping[str, Any]) -> None:
-        judge = ChainJudge(chain=chain, label=label, words=self.words)
+        judge = ChainJudge(chain=chain, label=label, options=self.options)
         try:
             judge.judge(values)
             self.watched.checked += judge.is_checked
