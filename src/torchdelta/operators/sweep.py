@@ -24,6 +24,7 @@ from torchdelta.isolate.pool import Pool, Query
 from torchdelta.isolate.supervisor import Outcome
 from torchdelta.operators.isolated import WORKER
 from torchdelta.records.codec import decode, encode
+from torchdelta.records.failure import Failure
 from torchdelta.records.operators import SCHEMA_VERSION, Sweep, SweepRow
 from torchdelta.records.report import environment_without_torch
 from torchdelta.records.verdict import Verdict
@@ -264,15 +265,11 @@ class _Sweeper:
 
 
 def swept_of(outcome: Outcome, name: str, dtype: str) -> SweepRow:
-    """Return what came of one operator; a worker that died is a verdict on it. Raises what concerns all of them."""
-    if outcome.answer is not None:
-        return decode(SweepRow, outcome.answer["swept"], "swept")  # type: ignore[no-any-return]
-    outcome.raise_own_error()
-    failure = outcome.failure
-    assert failure is not None
-    if failure.kind == "exception":
-        raise RuntimeError(f"sweeping {name} failed: {failure.message}\n{failure.traceback}")
-    verdict = Verdict.TIMED_OUT if failure.kind == "timeout" else Verdict.CRASHED
+    """Return the row of one operator; the death of its worker is a verdict. Raises what `Outcome.read` raises."""
+    result = outcome.read(SweepRow, "swept", program=f"sweeping {name}")
+    if not isinstance(result, Failure):
+        return result
+    verdict = Verdict.TIMED_OUT if result.kind == "timeout" else Verdict.CRASHED
     probe, _, sample = outcome.part.partition(AT)
     return SweepRow(
         op=name,
@@ -281,19 +278,19 @@ def swept_of(outcome: Outcome, name: str, dtype: str) -> SweepRow:
         verdict=verdict,
         probes={probe: verdict} if sample else {},
         probe=probe,
-        reason=failure.message,
+        reason=result.message,
         sample=sample,
         seconds=outcome.seconds,
     )
 
 
-def _operators(pool: Pool, task: str, asked: SweepRequest) -> dict[str, Sequence[str]]:
+def _operators(pool: Pool, task: str, asked: SweepRequest) -> Mapping[str, Sequence[str]]:
+    """Return the dtypes of each operator in torch's database, by its name; UsageError if the words make no sense."""
     outcome = pool.ask(f"{task}:list_operators", {"words": asked.questions}, deadline_s=_READY_S)
-    outcome.raise_own_error()
-    if outcome.answer is None:
-        assert outcome.failure is not None
-        raise RuntimeError(f"torch's database of operators cannot be read: {outcome.failure.message}\n{outcome.output}")
-    operators: dict[str, Sequence[str]] = outcome.answer["operators"]
+    database = "torch's database of operators"
+    operators = outcome.read(dict[str, tuple[str, ...]], "operators", program=database)
+    if isinstance(operators, Failure):
+        raise RuntimeError(f"{database} cannot be read: {operators.message}\n{outcome.output}")
     return operators
 
 
