@@ -18,29 +18,34 @@ from torchdelta.transforms.decompose import Decompose
 from torchdelta.transforms.export import Export
 from torchdelta.transforms.wrappers import ObservedAfterAot
 
+CAPTURED = "dynamo"
+"""The graphs that dynamo captures, run eagerly."""
 BACKEND = "backend"
+AFTER_AOT = "aot"
+"""The graphs that AOTAutograd makes, not yet decomposed, run eagerly."""
 DECOMPOSED = "decomposed"
 """A compiler on its way: its graphs after AOTAutograd, with the decompositions that its backend asked for."""
 DECOMPOSE = "decompose"
 """The transform of that name, which exports and decomposes by its own table, and has no other rung above."""
 
-Ask = Callable[[Transform], tuple[Verdict, str]]
-"""Holds a transform against the eager program."""
-
 
 @dataclass(frozen=True)
 class LadderStep:
-    """A transform that goes part of the way."""
+    """A rung: a transform that goes part of the way."""
 
     name: str
     transform: Transform
 
 
+Ask = Callable[[LadderStep], tuple[Verdict, str]]
+"""Compares a rung with the eager program, and returns verdict and reason."""
+
+
 def steps_of(transform: Transform) -> Iterator[LadderStep]:
     """Yield what a transform goes through, up to itself; nothing of one that is a single step."""
     if isinstance(transform, Compiler):
-        yield LadderStep("dynamo", transform.with_backend("eager"))
-        yield LadderStep("aot", ObservedAfterAot(transform, decompose=False, compile_graphs=False))
+        yield LadderStep(CAPTURED, transform.with_backend("eager"))
+        yield LadderStep(AFTER_AOT, ObservedAfterAot(transform, decompose=False, compile_graphs=False))
         yield LadderStep(DECOMPOSED, ObservedAfterAot(transform, compile_graphs=False))
         yield LadderStep(BACKEND, transform)
     elif isinstance(transform, Decompose):
@@ -49,12 +54,18 @@ def steps_of(transform: Transform) -> Iterator[LadderStep]:
 
 
 def climb(transform: Transform, known: tuple[Verdict, str], ask: Ask) -> tuple[Rung, ...]:
-    """Ask rung by rung until one is as bad as the transform itself, whose own verdict is known."""
+    """Return the rungs up to the first that fails; `known` is the verdict and reason of the transform itself."""
     rungs = []
+    has_aot = True
     for step in steps_of(transform):
-        verdict, reason = known if step.transform is transform else ask(step.transform)
+        is_behind_aot = isinstance(step.transform, ObservedAfterAot)
+        if is_behind_aot and not has_aot:
+            continue
+        verdict, reason = known if step.transform is transform else ask(step)
         if isinstance(step.transform, ObservedAfterAot) and not step.transform.seen.programs:
-            continue  # the backend is not built on AOTAutograd, and was not stopped on its way
+            # the backend is not built on AOTAutograd: nothing stopped it on its way, so this was the whole transform
+            has_aot = False
+            continue
         rungs.append(Rung(name=step.name, verdict=verdict, reason=reason))
         if verdict in (Verdict.DIVERGED, Verdict.CRASHED, Verdict.TIMED_OUT):
             break

@@ -8,14 +8,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchdelta._torch.process import runtime, versions
+from torchdelta.check.baseline import Progress
 from torchdelta.check.check import Check
+from torchdelta.check.graphs import GraphRecorder, RecordedTransform
 from torchdelta.check.prepare import prepare
 from torchdelta.check.thorough import node_walk
 from torchdelta.errors import UsageError
 from torchdelta.locate.decompositions import Decompositions
-from torchdelta.locate.ladder import BACKEND, DECOMPOSED, climb, find_cause
+from torchdelta.locate.ladder import AFTER_AOT, BACKEND, CAPTURED, DECOMPOSED, LadderStep, climb, find_cause
 from torchdelta.nodewise.findings import NodeFindings, found_behind_taps
 from torchdelta.program.memory import peak_bytes
+from torchdelta.records.case import CheckOptions
 from torchdelta.records.location import Location, Rung
 from torchdelta.records.report import Cost, Culprit, Report, reason_of, wrong_in
 from torchdelta.records.verdict import Verdict
@@ -36,6 +39,10 @@ class Locator:
     """One search; `run` answers it."""
 
     check: Check
+    report: Report | None = None
+    """The report of this check, if it was run before; None runs it first."""
+    recorder: GraphRecorder | None = None
+    """Records the graphs that dynamo captures, if the search runs them natively."""
     mapping: Mapping[str, str] | None = None
     """The user's word on which nodes match."""
     limit_bytes: int | None = None
@@ -46,9 +53,11 @@ class Locator:
     notes: list[str] = field(default_factory=list)
 
     def run(self) -> Location:
-        """Check, then look for the node in the precision in which the check failed."""
-        report = self.check.run()
-        self.compiles += self.check.transform.is_compiler
+        """Return the location: check if there is no report yet, then search in the precision in which that failed."""
+        report = self.report
+        if report is None:
+            report = self.check.run()
+            self.compiles += self.check.transform.is_compiler
         is_lifted = any(seen.details.get("question") == "semantic" for seen in wrong_in(report))
         self.walk = node_walk(
             self.check, is_lifted=is_lifted, mapping=self.mapping, limit_bytes=self.limit_bytes, notes=self.notes
@@ -83,7 +92,8 @@ class Locator:
         transform = self.check.transform
         rungs: tuple[Rung, ...] = ()
         if report.verdict.is_failure:
-            rungs = climb(transform, (report.verdict, reason_of(report)), self.walk.ask)
+            rungs = climb(transform, (report.verdict, reason_of(report)), self._ask_rung)
+            self.walk.has_aot = any(rung.name == AFTER_AOT for rung in rungs)
         bad = next((rung.name for rung in rungs if rung.verdict.is_failure), None)
         if report.failure is not None:
             # graphs that were run in lockstep say how far they came
@@ -96,6 +106,14 @@ class Locator:
         if bad == BACKEND and (self.with_cause or self.walk.is_disturbed or not found.culprits):
             found = self._with_cause(transform, found, report)
         return found, rungs
+
+    def _ask_rung(self, step: LadderStep) -> tuple[Verdict, str]:
+        """Return verdict and reason of a rung; graphs of the rung `dynamo` are recorded, unless they are in float64."""
+        recorder = self.recorder
+        if recorder is None or step.name != CAPTURED or self.walk.is_lifted:
+            return self.walk.ask(step.transform)
+        recorder.calls = self.check.baseline.plan.iterations
+        return self.walk.ask(RecordedTransform(step.transform, recorder))
 
     def _by_decomposition(self, transform: Transform) -> NodeFindings:
         seam = Decompositions(judge=self.walk.judge(), table=lambda: watched.seen.decompositions)
@@ -138,15 +156,14 @@ def locate(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
+    options: CheckOptions,
     mapping: Mapping[str, str] | None = None,
     memory_bytes: int | None = None,
     cause: bool = False,
-    **options: Any,
+    progress: Progress = lambda _: None,
 ) -> Location:
-    """Return where a program goes wrong first; `torchdelta.locate` explains the words."""
-    if "thorough" in options:
-        raise UsageError("locate looks at each node anyway: thorough belongs to a check")
+    """Return the location of the first operation that goes wrong; `torchdelta.locate` explains the parameters."""
     if memory_bytes is not None and (not isinstance(memory_bytes, int) or memory_bytes < 0):
         raise UsageError(f"memory_bytes is a number of bytes, not {memory_bytes!r}")
-    check = prepare(program, args, kwargs, **options)
+    check = prepare(program, args, kwargs, options=options, progress=progress)
     return Locator(check=check, mapping=mapping, limit_bytes=memory_bytes, with_cause=cause).run()

@@ -29,13 +29,11 @@ from torchdelta.minify.search import Answer, Foresee, Oracle, Search
 from torchdelta.minify.speculation import Speculation
 from torchdelta.minify.subject import Subject
 from torchdelta.minify.workers import pool_for
-from torchdelta.records.case import DYNAMO
+from torchdelta.records.case import DYNAMO, SearchLimits
 from torchdelta.records.failure import Signature
 from torchdelta.records.report import Culprit, Reduction, Report
 from torchdelta.repro.confirm import CleanProcess
 
-TIMEOUT_S = 600.0
-"""How long the first query may take."""
 LIKELY = Signature(kind="divergence", stage="forward", type="values", message="")
 """Where most programs fail."""
 
@@ -47,11 +45,9 @@ class Minifier:
     check: Check
     transform: Any
     """As the user named it: workers build it again from its name."""
-    timeout_s: float = TIMEOUT_S
-    memory_bytes: int | None = None
-    budget: Budget = field(default_factory=Budget)
-    match: str | None = None
-    """Which of several failures to follow: a regular expression for its signature."""
+    limits: SearchLimits = field(default_factory=SearchLimits)
+    subjects: Sequence[Subject] | None = None
+    """The graphs that the transform would be given; None captures them when they are needed."""
     out: Path | None = None
     """Where the best so far is kept."""
     is_resumed: bool = False
@@ -60,8 +56,6 @@ class Minifier:
     """The failures of the program as a whole."""
     culprit: Culprit | None = None
     """Where the failure is said to be."""
-    level: str = DYNAMO
-    """Whose graphs are made smaller: those that dynamo captures, or what AOTAutograd makes of them."""
     imports: Sequence[str] = ()
     pool: Pool | None = None
     """Workers that are there already."""
@@ -82,22 +76,21 @@ class Minifier:
         entry: Entry | None = None
         # workers get ready while the graphs are captured
         with self._asking() as self.ask:
-            with runtime.preserved():
-                subjects = subjects_of(self.check, self.level)
+            subjects = self._capture()
             if self.is_resumed:
                 best, entry = self._resumed(subjects)
                 subjects = [best]
             preflight = Preflight(
                 ask=self.ask,
                 program=f"{self.check.case.program} under {self.check.case.transform}",
-                match=self.match,
+                limits=self.limits,
                 expected=self._expected if entry is None else (entry.wanted,),
                 culprit=self.culprit,
                 tell=self._told,
                 notes=self.notes,
             )
             is_plain = len(subjects) == 1 and self.culprit is None and entry is None
-            if is_plain and self.budget.queries is None:
+            if is_plain and self.limits.queries is None:
                 preflight.guess = self._guess
             chosen = preflight.choose(subjects)
             if entry is not None and not entry.wanted.is_same_as(chosen.wanted):
@@ -109,11 +102,19 @@ class Minifier:
                 self.rate = preflight.rate
                 return self._reduced(chosen, oracle, entry)
 
+    def _capture(self) -> Sequence[Subject]:
+        """Return the subjects, and capture them first unless that was done before."""
+        if self.subjects is None:
+            with runtime.preserved():
+                self.subjects = subjects_of(self.check, self.limits.level)
+        return self.subjects
+
     def _resumed(self, subjects: Sequence[Subject]) -> tuple[Subject, Entry]:
         """Return where an earlier reduction of these subjects stood."""
         best, entry = self._journal.read(allow=[name for subject in subjects for name in subject.modules])
-        if entry.level != self.level:
-            raise UsageError(f"{self.out} has a graph of the level {entry.level}: resume with that, not {self.level}")
+        level = self.limits.level
+        if entry.level != level:
+            raise UsageError(f"{self.out} has a graph of the level {entry.level}: resume with that, not {level}")
         return best, entry
 
     def _told(self, progress: Progress) -> None:
@@ -122,7 +123,7 @@ class Minifier:
     @property
     def _expected(self) -> Sequence[Signature]:
         # what is wrong in the backward of a program is wrong in the forward of its backward graph
-        return self.expected if self.level == DYNAMO else ()
+        return self.expected if self.limits.level == DYNAMO else ()
 
     def _guess(self, subject: Subject) -> Foresee:
         """Say what the reduction will most likely ask, while nobody knows yet how the subject fails."""
@@ -145,11 +146,10 @@ class Minifier:
 
         return foresee
 
-    def died(self) -> Report | None:
-        """Return the report of a graph whose candidate ends its process, before anybody runs it in this one."""
+    def report_death(self) -> Report | None:
+        """Return the report of the first graph whose candidate ends its worker, or None if no graph does."""
         try:
-            with runtime.preserved():
-                subjects = subjects_of(self.check, self.level)
+            subjects = self._capture()
         except (ProgramError, UsageError):  # there is no graph to ask about, and the check will say more
             return None
         with self._asking() as ask:
@@ -174,8 +174,8 @@ class Minifier:
             workers = WorkerOracle(
                 pool=pool,
                 case=replace(self.check.case, transform=spec, program="subject"),
-                timeout_s=self.timeout_s,
-                memory_bytes=self.memory_bytes,
+                timeout_s=self.limits.timeout_s,
+                memory_bytes=self.limits.memory_bytes,
                 settings=plain_settings(settings.changed_settings()),
                 imports=imports,
             )
@@ -186,9 +186,8 @@ class Minifier:
 
     def _reduced(self, chosen: FailingGraph, ask: Oracle, entry: Entry | None) -> MinifiedGraph:
         subject = chosen.subject
-        reducer = Reducer(
-            ask=ask, wanted=chosen.wanted, budget=self.budget, tell=self._told, is_patient=self.rate < 1.0
-        )
+        budget = Budget(queries=self.limits.queries, seconds=self.limits.seconds)
+        reducer = Reducer(ask=ask, wanted=chosen.wanted, budget=budget, tell=self._told, is_patient=self.rate < 1.0)
         if isinstance(self.ask, WorkerOracle):
             if ask is self.ask:  # what is asked several times is asked for anew each time
                 reducer.crew = self.ask
@@ -240,7 +239,7 @@ class Minifier:
             twin=reducer.twin.graph if reducer.twin is not None else None,
             clean=self.clean,
             draft=self.draft,
-            memory_bytes=self.memory_bytes,
+            memory_bytes=self.limits.memory_bytes,
             notes=tuple(self.notes),
         )
 
@@ -271,7 +270,7 @@ class Minifier:
         def keep(best: Subject, _: Answer) -> None:
             entry = Entry(
                 wanted=reducer.wanted,
-                level=self.level,
+                level=self.limits.level,
                 nodes_before=before,
                 queries=self._queries(resumed),
                 seconds=self._seconds(resumed),

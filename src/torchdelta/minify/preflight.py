@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,6 +15,7 @@ from torchdelta.minify.queries import InProcessOracle, WorkerOracle
 from torchdelta.minify.reducer import Progress
 from torchdelta.minify.search import Answer, Foresee, Oracle
 from torchdelta.minify.subject import Subject
+from torchdelta.records.case import SearchLimits
 from torchdelta.records.failure import Signature
 from torchdelta.records.report import Culprit
 
@@ -51,8 +51,8 @@ class Preflight:
 
     ask: WorkerOracle | InProcessOracle
     program: str
-    match: str | None = None
-    """Which of several failures is meant: a regular expression for its signature."""
+    limits: SearchLimits
+    """Its `match` tells which of several failures is followed."""
     expected: Sequence[Signature] = ()
     """The failures of the program as a whole: one of them is looked for before any other."""
     culprit: Culprit | None = None
@@ -78,7 +78,7 @@ class Preflight:
             for number, subject in enumerate(subjects, 1):
                 self.tell(Progress(nodes=subject.size, queries=0, doing=f"graph {number} of {len(subjects)}"))
                 answer = self._asked(subject)
-                meant = [signature for signature in answer.signatures if self._is_meant(signature)]
+                meant = [signature for signature in answer.signatures if self.limits.is_meant(signature)]
                 unmeant += [signature for signature in answer.signatures if signature not in meant]
                 same = [each for each in meant if any(each.is_like(whole) for whole in self.expected)]
                 if same or (meant and not self.expected):
@@ -91,7 +91,7 @@ class Preflight:
                 self.notes.append(f"no graph shows by itself what the program does ({whole}): this is what one shows")
                 return self._chosen(number, subjects, found)
         if unmeant:
-            raise NothingToMinify(f"{self.match!r} matches none of the failures: {'; '.join(map(str, unmeant))}")
+            raise NothingToMinify(f"{self.limits.match!r} matches none of the failures: {'; '.join(map(str, unmeant))}")
         raise NothingToMinify(
             f"{self.program}: none of the {len(subjects)} graphs that it is made of fails by itself, so there is "
             "nothing to make smaller"
@@ -111,9 +111,6 @@ class Preflight:
         answer = self.ask(alone)
         self.alone = alone, answer
         return next((signature for signature in meant if answer.shows(signature)), meant[0])
-
-    def _is_meant(self, signature: Signature) -> bool:
-        return self.match is None or re.search(self.match, str(signature)) is not None
 
     def _chosen(self, number: int, subjects: Sequence[Subject], found: FailingGraph) -> FailingGraph:
         """Ask from now on only what this failure needs."""

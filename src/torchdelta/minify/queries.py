@@ -6,14 +6,14 @@ import inspect
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from torchdelta.check.check import Check
-from torchdelta.check.isolated import OF_THE_CANDIDATE, dead
+from torchdelta.check.isolated import CANDIDATE_PARTS, report_of_death
 from torchdelta.check.prepare import prepare
 from torchdelta.errors import ProgramError
 from torchdelta.isolate.pool import Pool, Query, wait_for_any
@@ -22,8 +22,9 @@ from torchdelta.minify.search import Answer, Foresee
 from torchdelta.minify.subject import Subject
 from torchdelta.minify.workers import WORKER
 from torchdelta.program.programs import load_object
-from torchdelta.records.case import Case
-from torchdelta.records.codec import decode, encode
+from torchdelta.records.case import Case, CheckOptions
+from torchdelta.records.codec import encode
+from torchdelta.records.failure import Failure
 from torchdelta.records.report import Report
 from torchdelta.records.signatures import guilty_of, signatures_of
 from torchdelta.records.verdict import Verdict
@@ -239,24 +240,35 @@ def prepare_subject(
     transform: str | Transform | Callable[..., Any],
     progress: Callable[[str], None] = lambda _: None,
 ) -> Check:
-    """Return the check of a subject by everything else that a case says."""
-    return prepare(subject.graph, subject.inputs, transform=transform, progress=progress, **_words(case, transform))
+    """Return the check of a subject under a case, whose transform is passed along because it may have no name.
+
+    A subject has flat outputs and no parameters, so nothing is trained and a user's loss is left out.
+    """
+    options = CheckOptions(
+        transform=transform,
+        options={} if isinstance(transform, Transform) else case.options,
+        stages=case.stages,
+        policy=case.policy,
+        ignore=case.ignore,
+        strict=case.strict,
+        seed=case.seed,
+        deterministic=case.deterministic,
+        anomaly=case.anomaly,
+        semantic=case.semantic,
+    )
+    return prepare(subject.graph, subject.inputs, options=options, progress=progress)
 
 
 def answer_of(outcome: Outcome, case: Case) -> Answer:
-    """Return what an outcome says about a subject; one that fails eagerly says nothing."""
-    if outcome.answer is not None:
-        return answer_from(decode(Report, outcome.answer["report"], "report"))
+    """Return the answer that an outcome gives about a subject; an empty one if the subject fails or hangs eagerly."""
+    runs_candidate = CANDIDATE_PARTS.__contains__
     try:
-        outcome.raise_own_error()
+        result = outcome.read(Report, "report", program="a subject", runs_candidate=runs_candidate)
     except ProgramError:
         return Answer()
-    assert outcome.failure is not None
-    if outcome.failure.kind == "exception":
-        raise RuntimeError(f"a query failed: {outcome.failure.message}\n{outcome.failure.traceback}")
-    if outcome.part not in OF_THE_CANDIDATE:
-        return Answer()
-    return answer_from(dead(replace(outcome.failure, traceback=outcome.output), case))
+    if not isinstance(result, Failure):
+        return answer_from(result)
+    return answer_from(report_of_death(result, case)) if runs_candidate(outcome.part) else Answer()
 
 
 def answer_from(report: Report) -> Answer:
@@ -294,14 +306,3 @@ def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
             return False
 
     return {name: value for name, value in settings.items() if is_plain(value)}
-
-
-def _words(case: Case, transform: object) -> dict[str, Any]:
-    words = asdict(case)
-    # a subject has flat outputs and no parameters of its own: nothing to train, and nothing for a user's loss
-    left_out = {"program", "transform", "thorough", "loss", "optimizer", "steps", "iterations"}
-    known = {each.name for each in fields(Case)} - left_out
-    kept = {name: value for name, value in words.items() if name in known}
-    if isinstance(transform, Transform):
-        kept.pop("options")
-    return kept
