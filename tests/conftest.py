@@ -32,7 +32,7 @@ def same_numbers_whatever_ran_before():
 @pytest.fixture(scope="session")
 def workers():
     """Workers for whoever shares them: they take longer to get ready than most queries take."""
-    from torchdelta.check.isolated import pool_for
+    from torchdelta.minify.workers import pool_for
 
     with pool_for("inductor") as pool:
         yield pool

@@ -100,7 +100,7 @@ def check(
     neither run nor changed: every side is a copy, and global state is as before afterwards. With `thorough`, each node
     is judged by itself too.
     """
-    asked = CheckOptions.read(
+    check_options = CheckOptions.read(
         transform=transform,
         candidate=candidate,
         options=options,
@@ -118,7 +118,7 @@ def check(
         semantic=semantic,
         thorough=thorough,
     )
-    return run_check(prepare(program, args, kwargs, options=asked, progress=progress))
+    return run_check(prepare(program, args, kwargs, options=check_options, progress=progress))
 
 
 def assert_equivalent(
@@ -178,8 +178,8 @@ def sensitivity(
     Takes the keywords of `check` too, but stages and policy mean nothing here. The module that loses most is first.
     """
     progress = options.pop("progress", lambda _: None)
-    asked = CheckOptions.read(transform=transform, **options)
-    return measure_sensitivity(program, args, kwargs, options=asked, progress=progress)
+    check_options = CheckOptions.read(transform=transform, **options)
+    return measure_sensitivity(program, args, kwargs, options=check_options, progress=progress)
 
 
 def minify(
@@ -213,10 +213,10 @@ def minify(
     script. If `script` is the path to which the caller will write it, with or without `data`, the script is already
     run while the last queries are.
     """
-    asked = complete(program, CheckOptions.read(**options))
+    check_options = complete(program, CheckOptions.read(**options))
     minifier = Minifier(
-        check=prepare(program, args, kwargs, options=asked),
-        transform=asked.transform,
+        check=prepare(program, args, kwargs, options=check_options),
+        transform=check_options.transform,
         limits=SearchLimits(
             timeout_s=timeout_s,
             memory_bytes=memory_bytes,

@@ -31,7 +31,7 @@ class IsolatedCheck:
 
     report: Report
     output: str
-    """The end of what the program printed."""
+    """The end of the program's output."""
     warnings: tuple[str, ...] = ()
 
 
@@ -45,15 +45,15 @@ def check_isolated(
     pool: Pool | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> IsolatedCheck:
-    """Check a named program under complete, named options; return its report and what the worker printed.
+    """Check a named program under complete, named options; return its report and the worker's output.
 
     `settings` are those of the compiler that the worker has to make first. Raises what `Outcome.read` raises.
     """
     case = case_of(program, options)
     notes: tuple[str, ...] = ()
 
-    def ask(asked: CheckOptions) -> Outcome:
-        request = {"program": program, "options": encode(asked), "settings": dict(settings or {})}
+    def ask(question: CheckOptions) -> Outcome:
+        request = {"program": program, "options": encode(question), "settings": dict(settings or {})}
         task = f"{WORKER}:check_program"
         return workers.ask(task, request, deadline_s=timeout_s, memory_bytes=memory_bytes, progress=progress)
 

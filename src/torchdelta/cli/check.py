@@ -1,4 +1,8 @@
-"""`torchdelta check`: run a program and what a transform made of it, and print the verdict."""
+"""`torchdelta check`: run a program and its candidate, which a transform makes of it, and print the verdict.
+
+The way of a check goes on in `check/isolated.py`, in a worker in `check/worker.py`, then `check/prepare.py` and
+`check/check.py`.
+"""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def command(
             clean=clean,
             script=out / "repro.py",
             with_data=not no_data,
-            tell=lambda told: progress(str(told)),
+            tell=lambda reduction: progress(str(reduction)),
         )
         small = minifier.run()
         also = [f"also seen, and not followed: {signature}" for signature in small.also_seen]

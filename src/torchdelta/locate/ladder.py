@@ -1,6 +1,9 @@
-"""The ladder of a compiler: from eager to what its backend made, each rung held against the original eager program.
+"""The ladder of a compiler, and causes by setting.
 
-Causes by settings: one of the backend's liberties is taken away, and the difference is gone with it.
+A rung is the compiler stopped on its way: after dynamo, after AOTAutograd, after decompositions, or not at all. `climb`
+compares each rung with the original eager program, and the first that fails names the part of the compiler. A cause is
+a freedom that inductor takes, such as eliding a cast. `find_cause` takes one after the other away by a setting, until
+the difference vanishes.
 """
 
 from __future__ import annotations
@@ -24,9 +27,9 @@ BACKEND = "backend"
 AFTER_AOT = "aot"
 """The graphs that AOTAutograd makes, not yet decomposed, run eagerly."""
 DECOMPOSED = "decomposed"
-"""A compiler on its way: its graphs after AOTAutograd, with the decompositions that its backend asked for."""
+"""The graphs after AOTAutograd, with the decompositions that the backend asks for, run eagerly."""
 DECOMPOSE = "decompose"
-"""The transform of that name, which exports and decomposes by its own table, and has no other rung above."""
+"""The transform of that name, which exports and decomposes by its own table; the rung before it is `export`."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ Ask = Callable[[LadderStep], tuple[Verdict, str]]
 
 
 def steps_of(transform: Transform) -> Iterator[LadderStep]:
-    """Yield what a transform goes through, up to itself; nothing of one that is a single step."""
+    """Yield the rungs of a transform, itself last; none if it is a single step."""
     if isinstance(transform, Compiler):
         yield LadderStep(CAPTURED, transform.with_backend("eager"))
         yield LadderStep(AFTER_AOT, ObservedAfterAot(transform, decompose=False, compile_graphs=False))
@@ -74,7 +77,7 @@ def climb(transform: Transform, known: tuple[Verdict, str], ask: Ask) -> tuple[R
 
 @dataclass(frozen=True)
 class Cause:
-    """A liberty, and the setting of inductor that takes it away."""
+    """A freedom that inductor takes, in words, and the setting that takes it away."""
 
     what: str
     setting: str
@@ -85,7 +88,7 @@ class Cause:
         return f"{self.what}: it vanishes with {self.setting}={written}"
 
 
-# cheap explanations before broad ones: fusion off changes nearly everything that is generated
+# narrow explanations before broad ones: without fusion, nearly all generated code changes
 CAUSES = (
     Cause("narrowing casts are elided", "emulate_precision_casts", True),
     Cause("random numbers are drawn in another order", "fallback_random", True),
@@ -98,7 +101,7 @@ CAUSES = (
 
 
 def find_cause(transform: Transform, ask: Callable[[Transform], tuple[Verdict, str]]) -> tuple[Cause | None, int]:
-    """Return the first liberty without which there is no difference, and how many were tried."""
+    """Return the first freedom without which there is no difference, or None, and how many were tried."""
     if not isinstance(transform, Compiler) or not transform.is_inductor:
         return None, 0
     for tried, cause in enumerate(CAUSES, start=1):

@@ -1,4 +1,8 @@
-"""Where does it go wrong first? The check tells which question failed, and that one is asked of node after node."""
+"""Where does it go wrong first? `Locator.run` looks for the first node that is wrong on the reference's own inputs.
+
+The check's report tells which question failed, natively or in float64, and that question is asked of each node. First
+come the rungs of a compiler (`ladder`), then the walk over nodes (`nodewise.walk`), then causes by setting.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +30,11 @@ from torchdelta.transforms.base import Transform
 from torchdelta.transforms.compiler import Compiler
 from torchdelta.transforms.wrappers import ObservedAfterAot
 
-TOO_EARLY = "it goes wrong in {rung}, before there is a graph whose nodes could be held against those of another"
+TOO_EARLY = "it goes wrong in {rung}, before there is a graph whose nodes could be compared with those of another"
 MAPPING_UNUSED = "the mapping was not used: there are no two graphs to match here"
 BETWEEN = (
-    "no node is wrong by itself: the failure lies between two graphs, or taps change what it comes from; "
-    "what is named is the setting that it needs"
+    "no node is wrong by itself: the failure lies between two graphs, or taps change its cause; "
+    "the culprit is the setting that the failure needs"
 )
 
 
@@ -44,11 +48,11 @@ class Locator:
     recorder: GraphRecorder | None = None
     """Records the graphs that dynamo captures, if the search runs them natively."""
     mapping: Mapping[str, str] | None = None
-    """The user's word on which nodes match."""
+    """Nodes of the reference and nodes of the candidate that the user pairs with them."""
     limit_bytes: int | None = None
     """The memory that taps may hold."""
     with_cause: bool = False
-    """Whether to look for the cause although a node was named."""
+    """Whether to look for the cause even if a node was named."""
     compiles: int = 0
     notes: list[str] = field(default_factory=list)
 
@@ -58,30 +62,30 @@ class Locator:
         if report is None:
             report = self.check.run()
             self.compiles += self.check.transform.is_compiler
-        is_lifted = any(seen.details.get("question") == "semantic" for seen in wrong_in(report))
+        is_lifted = any(each.details.get("question") == "semantic" for each in wrong_in(report))
         self.walk = node_walk(
             self.check, is_lifted=is_lifted, mapping=self.mapping, limit_bytes=self.limit_bytes, notes=self.notes
         )
         with runtime.preserved():
-            found, rungs = self._look(report)
+            findings, rungs = self._look(report)
         bad = next((rung.name for rung in rungs if rung.verdict.is_failure), None)
-        if found.coverage is not None and found.coverage.total and not found.coverage.matched:
+        if findings.coverage is not None and findings.coverage.total and not findings.coverage.matched:
             self.notes.append(
-                f"no node of one side was found on the other; the check as a whole says {report.verdict.value}"
+                f"no node of one side was findings on the other; the check as a whole says {report.verdict.value}"
             )
-        if self.mapping and (found.coverage is None or "given" not in found.coverage.how):
+        if self.mapping and (findings.coverage is None or "given" not in findings.coverage.how):
             self.notes.append(MAPPING_UNUSED)
-        notes = dict.fromkeys((*report.notes, *self.notes, *found.notes))
+        notes = dict.fromkeys((*report.notes, *self.notes, *findings.notes))
         return Location(
-            verdict=_verdict(report, found),
+            verdict=_verdict(report, findings),
             environment=versions.environment(),
             case=self.check.case,
             reason=reason_of(report),
-            culprits=tuple(replace(culprit, rung=bad) for culprit in found.culprits),
-            table=found.rows,
-            coverage=found.coverage,
-            unmatched_reference=found.unmatched_reference,
-            unmatched_candidate=found.unmatched_candidate,
+            culprits=tuple(replace(culprit, rung=bad) for culprit in findings.culprits),
+            table=findings.rows,
+            coverage=findings.coverage,
+            unmatched_reference=findings.unmatched_reference,
+            unmatched_candidate=findings.unmatched_candidate,
             rungs=rungs,
             compiles=self.compiles + self.walk.compiles,
             notes=tuple(notes),
@@ -89,6 +93,7 @@ class Locator:
         )
 
     def _look(self, report: Report) -> tuple[NodeFindings, tuple[Rung, ...]]:
+        """Return the findings about nodes, and the rungs up to the first that fails."""
         transform = self.check.transform
         rungs: tuple[Rung, ...] = ()
         if report.verdict.is_failure:
@@ -96,16 +101,16 @@ class Locator:
             self.walk.has_aot = any(rung.name == AFTER_AOT for rung in rungs)
         bad = next((rung.name for rung in rungs if rung.verdict.is_failure), None)
         if report.failure is not None:
-            # graphs that were run in lockstep say how far they came
+            # two graphs in lockstep show how far the candidate came
             is_graph = transform.has_seam and not isinstance(transform, Compiler)
             return (self.walk.between_graphs(transform, report) if is_graph else NodeFindings()), rungs
         if bad not in (None, BACKEND, DECOMPOSED) and isinstance(transform, Compiler):
             return NodeFindings(notes=(TOO_EARLY.format(rung=bad),)), rungs
         with self.check.baseline.timed("locating"):
-            found = self._by_decomposition(transform) if bad == DECOMPOSED else self.walk.look_at_nodes(report)
-        if bad == BACKEND and (self.with_cause or self.walk.is_disturbed or not found.culprits):
-            found = self._with_cause(transform, found, report)
-        return found, rungs
+            findings = self._by_decomposition(transform) if bad == DECOMPOSED else self.walk.look_at_nodes(report)
+        if bad == BACKEND and (self.with_cause or self.walk.is_disturbed or not findings.culprits):
+            findings = self._with_cause(transform, findings, report)
+        return findings, rungs
 
     def _ask_rung(self, step: LadderStep) -> tuple[Verdict, str]:
         """Return verdict and reason of a rung; graphs of the rung `dynamo` are recorded, unless they are in float64."""
@@ -116,19 +121,21 @@ class Locator:
         return self.walk.ask(RecordedTransform(step.transform, recorder))
 
     def _by_decomposition(self, transform: Transform) -> NodeFindings:
+        """Return what each decomposed operator shows when it runs whole and decomposed on the same inputs."""
         seam = Decompositions(judge=self.walk.judge(), table=lambda: watched.seen.decompositions)
         watched = ObservedAfterAot(transform, seam, decompose=False, compile_graphs=False)
         self.walk.run(watched)
-        return found_behind_taps(seam.seen, seam.total, seam.notes)
+        return found_behind_taps(seam.nodes, seam.total, seam.notes)
 
-    def _with_cause(self, transform: Transform, found: NodeFindings, report: Report) -> NodeFindings:
+    def _with_cause(self, transform: Transform, findings: NodeFindings, report: Report) -> NodeFindings:
+        """Return the findings with the setting that causes the failure; it becomes the culprit if no node is one."""
         cause, tried = find_cause(transform, self.walk.ask)
         self.compiles += tried
         if cause is None:
-            return found
-        if found.culprits:
-            return replace(found, culprits=tuple(replace(each, cause=str(cause)) for each in found.culprits))
-        worst = max(wrong_in(report), key=lambda seen: seen.rank)
+            return findings
+        if findings.culprits:
+            return replace(findings, culprits=tuple(replace(each, cause=str(cause)) for each in findings.culprits))
+        worst = max(wrong_in(report), key=lambda each: each.rank)
         culprit = Culprit(
             op="",
             node="",
@@ -140,14 +147,14 @@ class Locator:
             reason=worst.reason,
             cause=str(cause),
         )
-        return replace(found, culprits=(culprit,), notes=(*found.notes, BETWEEN))
+        return replace(findings, culprits=(culprit,), notes=(*findings.notes, BETWEEN))
 
 
-def _verdict(report: Report, found: NodeFindings) -> Verdict:
-    """Return the check's verdict: worse where a node is wrong by itself, open where nothing was matched."""
-    if found.culprits and not report.verdict.is_failure:
+def _verdict(report: Report, findings: NodeFindings) -> Verdict:
+    """Return the check's verdict, `diverged` if a node is wrong by itself, or `inconclusive` if no node was matched."""
+    if findings.culprits and not report.verdict.is_failure:
         return Verdict.DIVERGED
-    is_blind = found.coverage is not None and found.coverage.total > 0 and not found.coverage.matched
+    is_blind = findings.coverage is not None and findings.coverage.total > 0 and not findings.coverage.matched
     return Verdict.INCONCLUSIVE if is_blind else report.verdict
 
 

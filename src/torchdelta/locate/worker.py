@@ -31,7 +31,7 @@ def locate_program(request: Mapping[str, Any], place: QueryDirectory) -> dict[st
         report = decode(Report, request["report"], "report")
         location = Locator(check=check, report=report, recorder=recorder).run()
         if recorder is not None and recorder.captured:
-            # a graph that cannot be written is captured once more by the caller, who says what is wrong with it
+            # a graph that cannot be written is captured once more by the caller, whose error says why
             with suppress(UsageError):
                 write_graphs(recorder.captured, Path(request["graphs"]))
     return {"location": encode(location), "warnings": texts}

@@ -27,7 +27,7 @@ class IsolatedOpCheck:
 
     report: OpReport
     output: str
-    """The end of what the operator printed."""
+    """The end of the operator's output."""
     warnings: tuple[str, ...] = ()
 
 
@@ -43,7 +43,7 @@ def check_op_isolated(
     memory_bytes: int | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> IsolatedOpCheck:
-    """Check a named operator; return its report and what the worker printed.
+    """Check a named operator; return its report and the worker's output.
 
     It is called with `arguments`, as `cli.op_arguments` describes them, or with those that the factory `inputs`
     returns. `words` are the other keywords of `torchdelta.check_op`. Raises what `Outcome.read` raises.

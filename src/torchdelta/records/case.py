@@ -1,4 +1,4 @@
-"""What a caller asks: `CheckOptions` as it was asked, `Case` as it goes on a report, `SearchLimits` for a search.
+"""The question of a caller: `CheckOptions` as it was asked, `Case` as a report has it, `SearchLimits` of a search.
 
 The one idea: a face (Python, the command line) reads its arguments once, into `CheckOptions`, and every function below
 takes that record. A record may hold live objects, such as a transform that is a function. `case_of` turns it into the
@@ -58,6 +58,7 @@ class Case:
     """Whether to ask the local question too: each node by itself."""
 
     def __post_init__(self) -> None:
+        """Sort the stages; UsageError if a field has a value that makes no sense."""
         known_stages = STAGES if self.stages != (VALUES,) else (VALUES,)
         _require_known("stage", self.stages, known_stages)
         _require_known("clause to ignore", self.ignore, IGNORABLE)
@@ -141,12 +142,12 @@ def case_of(program: object, options: CheckOptions) -> Case:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchLimits:
-    """Which failure a search follows, in which graphs, and what it may cost."""
+    """Which failure a search follows, in which graphs, and at which cost."""
 
     timeout_s: float = 600.0
-    """What the first query may take; later ones get their deadline from how long others took."""
+    """The deadline of the first query; that of a later one depends on how long others took."""
     memory_bytes: int | None = None
-    """What a worker may hold."""
+    """The memory that a worker may hold."""
     queries: int | None = None
     seconds: float | None = None
     match: str | None = None
