@@ -291,7 +291,7 @@ def test_a_mistake_is_one_sentence_and_2_as_for_a_check(locate, words, said):
 
 def test_check_and_locate_take_the_same_case():
     commands = typer.main.get_command(torchdelta.cli.app).commands
-    shared = set(inspect.signature(options.read_words).parameters)
+    shared = set(inspect.signature(options.read_check_options).parameters)
 
     assert len(shared) > 10
     for name in ("check", "locate"):

@@ -1038,7 +1038,6 @@ class TestInWorkers:
 
         assert report.culprits
         assert report.reduction.nodes_after == 3
-        assert report.repro.confirmed
 
     def test_a_live_program_is_prepared_and_captured_and_checked_once(self, tmp_path, monkeypatch, workers):
         done = []
