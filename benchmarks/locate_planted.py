@@ -19,6 +19,7 @@ from typing import Any
 from torchdelta.check.prepare import prepare
 from torchdelta.locate.locator import Locator
 from torchdelta.program.sides import Side
+from torchdelta.records.case import CheckOptions
 from torchdelta.records.location import Location
 from torchdelta.records.report import Report
 from torchdelta.records.verdict import Verdict
@@ -179,17 +180,10 @@ def run(trial: Trial) -> Record:
 
 
 def _located(model: Any, inputs: tuple[Any, ...], transform: FxPass) -> tuple[Report, Location]:
-    """Do what `td.locate` does; return the report of the check inside it, too."""
-    check = prepare(model, inputs, None, transform=transform)
-    plain, heard = check.run, list[Report]()
-
-    def listen() -> Report:
-        heard.append(plain())
-        return heard[-1]
-
-    check.run = listen  # type: ignore[method-assign]  # of this one check
-    found = Locator(check=check).run()
-    return heard[0], found
+    """Do what `td.locate` does; return the report of its check and the location."""
+    check = prepare(model, inputs, options=CheckOptions(transform=transform))
+    report = check.run()
+    return report, Locator(check=check, report=report).run()
 
 
 def _built(model: str) -> tuple[Any, tuple[Any, ...]]:

@@ -340,7 +340,7 @@ class TestBadInput:
         ran = command_line(*words, "programs.py:panics", "-t", "eager")
 
         assert ran.code == 2
-        assert ran.err.splitlines()[-1] == "torchdelta: the program raised Panic, which is no Exception"
+        assert ran.err.splitlines()[-1] == "torchdelta: the program raised Panic, which is not an Exception"
 
     def test_with_debug_has_its_traceback(self, command_line):
         ran = command_line("check", "programs.py:raises", "-t", "eager", "--debug")

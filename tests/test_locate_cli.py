@@ -210,9 +210,9 @@ class TestMapping:
             (b"\xff\xfe", "cannot read the mapping mapping.json: it is not text"),
             (b"{silu: relu}", r"the mapping mapping.json is not JSON \(line 1: "),
             (b"[" * 100_000, "the mapping mapping.json is not JSON that can be read"),
-            (b'["silu"]', "the mapping mapping.json is no object of names: write .*node of the candidate"),
-            (b'{"silu": 3}', "the mapping mapping.json is no object of names"),
-            (b'{"silu": ["a", "b"]}', "the mapping mapping.json is no object of names"),
+            (b'["silu"]', "the mapping mapping.json is not an object of names: write .*node of the candidate"),
+            (b'{"silu": 3}', "the mapping mapping.json is not an object of names"),
+            (b'{"silu": ["a", "b"]}', "the mapping mapping.json is not an object of names"),
             (b'{"silu": "a", "silu": "b"}', "the mapping mapping.json names 'silu' 2 times: a node has one partner"),
         ],
     )
@@ -291,7 +291,7 @@ def test_a_mistake_is_one_sentence_and_2_as_for_a_check(locate, words, said):
 
 def test_check_and_locate_take_the_same_case():
     commands = typer.main.get_command(torchdelta.cli.app).commands
-    shared = set(inspect.signature(options.read_words).parameters)
+    shared = set(inspect.signature(options.read_check_options).parameters)
 
     assert len(shared) > 10
     for name in ("check", "locate"):

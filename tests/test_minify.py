@@ -1,5 +1,6 @@
 """The smallest graph that fails in the same way, whatever that way is."""
 
+import importlib
 import json
 import os
 import signal
@@ -18,10 +19,11 @@ from torch.fx import symbolic_trace
 import torchdelta as td
 from programs import broken, reports
 from torchdelta import Verdict
+from torchdelta.check.check import Check
 from torchdelta.errors import UsageError
 from torchdelta.isolate.pool import Query
 from torchdelta.isolate.supervisor import Outcome
-from torchdelta.minify import queries
+from torchdelta.minify import minifier, queries
 from torchdelta.minify import result as minified_of
 from torchdelta.minify.edits import Edit, merge_edits
 from torchdelta.minify.passes import PASSES, STRATEGIES
@@ -610,7 +612,7 @@ class TestAsking:
         assert ask.find(self.third) is None
         pool.answer(1)
         assert ask(self.other).has_passed
-        assert ask.asked == 2
+        assert ask.begun == 2
 
     def test_what_was_asked_by_another_case_is_asked_again(self, ask, pool):
         ask.ahead[self.one.key] = ask.begin(self.one, replace(ask.case, stages=("forward",)))
@@ -1027,6 +1029,32 @@ class TestInWorkers:
         assert found.report.failure.type.endswith(name)
         assert found.reduction.nodes_after == 3
         assert found.write(tmp_path / "repro.py").confirmed
+
+    def test_graphs_that_locate_captured_are_not_captured_again(self, tmp_path, monkeypatch, workers):
+        monkeypatch.setattr(minifier, "subjects_of", lambda *_: pytest.fail("they were"))
+        report = td.diagnose(
+            "programs.broken:stack", transform="backend:off_after_aot", out=tmp_path, semantic=False, workers=workers
+        )
+
+        assert report.culprits
+        assert report.reduction.nodes_after == 3
+
+    def test_a_live_program_is_prepared_and_captured_and_checked_once(self, tmp_path, monkeypatch, workers):
+        done = []
+
+        def note(owner, name):
+            plain = getattr(owner, name)
+            monkeypatch.setattr(owner, name, lambda *args, **words: (done.append(name), plain(*args, **words))[1])
+
+        note(importlib.import_module("torchdelta.diagnose"), "prepare")
+        note(minifier, "subjects_of")
+        note(Check, "run")
+        program, args = broken.frozen_stack()
+        report = td.diagnose(program, args, transform=broken.relu_is_off, out=tmp_path, workers=workers)
+
+        assert done == ["prepare", "subjects_of", "run"]
+        assert "relu" in report.culprits[0].op
+        assert report.reduction.nodes_after == 3
 
     def test_a_parent_that_is_killed_leaves_the_best_so_far(self, tmp_path, workers):
         script = tmp_path / "script.py"

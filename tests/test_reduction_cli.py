@@ -9,6 +9,7 @@ import pytest
 
 PROGRAMS = """
 import ctypes
+import os
 
 import torch
 
@@ -52,6 +53,17 @@ def dies_of_both(graph_module, example_inputs):
     return graph_module
 
 
+def counted(graph_module, example_inputs):
+    with open("compiles.txt", "a") as file:
+        print(os.getpid(), str(example_inputs[0].dtype).removeprefix("torch."), file=file)
+    return relu_is_off(graph_module, example_inputs)
+
+
+@torch._dynamo.register_backend(name="counted_backend")
+def counted_backend(graph_module, example_inputs):
+    return counted(graph_module, example_inputs).forward
+
+
 def gives_up(graph_module, example_inputs):
     if any("relu" in str(node.target) for node in graph_module.graph.nodes):
         raise NotImplementedError("this pass knows no relu")
@@ -86,7 +98,7 @@ def assert_one_sentence(ran, said):
         ("--queries=-1", "--queries is a number above 0"),
         ("--seconds=0", "--seconds is a number above 0"),
         ("--memory=lots", "malformed amount of memory"),
-        ("--match=(", "no regular expression"),
+        ("--match=(", "not a regular expression"),
         ("--level=triton", "no level 'triton'"),
     ],
 )
@@ -142,6 +154,30 @@ class TestDiagnose:
         report = json.loads((tmp_path / "out" / "report.json").read_text())
         assert "relu" in report["culprits"][0]["op"]
         assert report["repro"]["confirmed"]
+
+    @pytest.mark.parametrize(
+        ("transform", "by_locate"),
+        [
+            # lockstep; when locate checked once more by itself, it compiled 3 times
+            ("programs.py:counted", ["float32"]),
+            # the rung behind AOTAutograd, on which this backend is not built, and the taps; it was 6 times
+            ("backend:counted_backend", ["float32", "float32"]),
+        ],
+    )
+    def test_compiles_nothing_twice(self, command_line, tmp_path, transform, by_locate):
+        command_line("diagnose", "programs.py:build", "-t", transform, "-o", "out")
+
+        compiles = {}
+        for line in (tmp_path / "compiles.txt").read_text().splitlines():
+            process, dtype = line.split()
+            compiles.setdefault(process, []).append(dtype)
+        by_check, second, *by_minify = compiles.values()
+        assert by_check == ["float32", "float64"]
+        assert second == by_locate
+        # each query has a worker, and the script a process: what was begun ahead may have been called off
+        queries = json.loads((tmp_path / "out" / "report.json").read_text())["reduction"]["queries"]
+        assert by_minify == [["float32"]] * len(by_minify)
+        assert 1 < len(by_minify) <= queries + 1
 
     def test_survives_a_crash_that_only_the_whole_program_shows(self, command_line, tmp_path):
         ran = command_line("diagnose", "programs.py:in_two_graphs", "-t", "programs.py:dies_of_both", "-o", "out")

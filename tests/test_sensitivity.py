@@ -9,8 +9,9 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from torchdelta.api import sensitivity
 from torchdelta.errors import ProgramError, UsageError
-from torchdelta.locate.sensitivity import NOTHING_ALONE, sensitivity
+from torchdelta.locate.sensitivity import NOTHING_ALONE
 from torchdelta.records.codec import decode, encode
 from torchdelta.records.sensitivity import Sensitivity
 from torchdelta.report.terminal.sensitivity import print_sensitivity

@@ -167,7 +167,7 @@ def test_what_was_swept_before_is_not_asked_again(stubs, tmp_path):
 def test_a_sweep_that_is_there_is_not_mixed_with_another_by_accident(stubs, tmp_path):
     swept(stubs, "fine", out=tmp_path)
 
-    with pytest.raises(UsageError, match="has a sweep: go on with it by --resume"):
+    with pytest.raises(UsageError, match="has a sweep: continue it by --resume"):
         swept(stubs, "fine", out=tmp_path)
 
 
@@ -191,9 +191,9 @@ def test_other_words_are_refused(stubs, tmp_path, other, said):
     ("text", "said"),
     [
         ("hello\n", "line 1, is not JSON"),
-        ("[]\n", "line 1, is no record of a sweep"),
-        ("{}\n", "no sweep that this torchdelta goes on with"),
-        ("half a line", "is no sweep"),
+        ("[]\n", "line 1, is not a record of a sweep"),
+        ("{}\n", "not a sweep that this torchdelta can continue"),
+        ("half a line", "is not a sweep"),
     ],
 )
 def test_a_file_that_is_no_sweep_is_left_as_it_is(stubs, tmp_path, text, said):
@@ -209,7 +209,7 @@ def test_an_interruption_keeps_what_there_is(stubs, tmp_path):
         if done == 1:
             raise KeyboardInterrupt
 
-    found = swept(stubs, "fine", "hangs", out=tmp_path, told=told)
+    found = swept(stubs, "fine", "hangs", out=tmp_path, tell=told)
 
     assert [each.op for each in found.swept] == ["fine"]
     assert found.total == 2
@@ -223,7 +223,7 @@ def test_each_operator_is_on_disk_before_the_next_is_asked_for(stubs, tmp_path):
     def told(done, total, what):
         seen.append((done, len((tmp_path / NAME).read_text().splitlines()) - 1))
 
-    swept(stubs, "fine", "wrong", "dies", out=tmp_path, told=lambda *each: each[1] and told(*each))
+    swept(stubs, "fine", "wrong", "dies", out=tmp_path, tell=lambda *each: each[1] and told(*each))
 
     assert seen
     assert all(done == kept for done, kept in seen)
@@ -355,8 +355,8 @@ def test_nothing_swept_is_no_success():
         ((), "name an operator, or operators of torch's database"),
         (("--dtypes", "float32"), "name an operator, or operators of torch's database"),
         (("aten.sin", "--opinfo", "all"), "aten.sin and --opinfo exclude each other"),
-        (("--opinfo", "all", "--args", "3"), "--args is of one operator"),
-        (("aten.sin", "--samples", "3"), "--samples is of a sweep"),
+        (("--opinfo", "all", "--args", "3"), "--args is an option of one operator"),
+        (("aten.sin", "--samples", "3"), "--samples is an option of a sweep"),
         (("--opinfo", "all", "--resume"), "name it by -o"),
         (("--opinfo", "all", "--workers", "0"), "--workers is a number above 0"),
         (("--opinfo", "all", "--samples", "0"), "at least one sample"),
@@ -550,7 +550,7 @@ class TestTheRealThing:
         assert failures(found) == {}
 
     def test_names_the_probe_and_the_sample_at_which_a_worker_died(self, real):
-        request = SweepRequest(samples=1).request("exp", "float32")
+        request = SweepRequest(samples=1).query("exp", "float32")
 
         outcome = real.ask("sweep_tasks:die_in_a_check", request, deadline_s=60)
         found = swept_of(outcome, "exp", "float32")
@@ -560,7 +560,7 @@ class TestTheRealThing:
         assert found.sample.startswith("float32[")
 
     def test_a_mistake_in_one_check_does_not_end_the_sweep(self, real):
-        request = SweepRequest(samples=1).request("exp", "float32")
+        request = SweepRequest(samples=1).query("exp", "float32")
 
         found = swept_of(real.ask("sweep_tasks:fail_in_a_check", request, deadline_s=60), "exp", "float32")
 

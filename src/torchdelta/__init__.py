@@ -1,7 +1,8 @@
 """torchdelta: does it still compute the same thing?
 
-The names below are the public face. Those that need torch are resolved when first used, so that importing the package
-is fast and reading a report needs no torch.
+The names below are the public face: `import torchdelta as td`, then `td.check(model, (x,), transform="inductor")`.
+Names that need torch are resolved when first used, so importing the package is fast and reading a report needs no
+torch. The functions behind them are in `api.py`, where to start reading.
 """
 
 from __future__ import annotations
@@ -52,14 +53,15 @@ if TYPE_CHECKING:
         watch_passes,
     )
     from torchdelta.audit import faults
-else:  # out of a type checker's sight, which would take any name for one of ours
+else:  # hidden from a type checker, which would accept any name of a module that has `__getattr__`
 
     def __getattr__(name: str) -> Any:
+        """Return a public name that was not imported above."""
         if name not in __all__:
             raise AttributeError(f"module 'torchdelta' has no attribute {name!r}")
         if name == "faults":
             value: Any = importlib.import_module("torchdelta.audit.faults")
-        else:  # whatever is public and was not imported above lives in the Python face of the engine
+        else:
             value = getattr(importlib.import_module("torchdelta.api"), name)
         globals()[name] = value
         return value
@@ -115,7 +117,7 @@ def __dir__() -> list[str]:
 
 
 class _Face(ModuleType):
-    """Keeps a public name a public name: importing the subpackage `compare` would bind it over the function."""
+    """Keeps public functions: importing the subpackage `compare` would otherwise replace the function of that name."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in __all__ and isinstance(value, ModuleType)):

@@ -1,4 +1,8 @@
-"""The Python face: live modules and functions in, a Report out."""
+"""The Python face: live modules and functions in, a record out.
+
+Each function reads its keywords once, into `CheckOptions` and `SearchLimits`, and calls the feature of its name. Public
+signatures are written out here and nowhere else; their defaults are those of the records.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,9 @@ from torchdelta.diagnose import Diagnosis, module_of
 from torchdelta.guard.backend import guard
 from torchdelta.isolate.pool import Pool
 from torchdelta.locate import locator
-from torchdelta.locate.sensitivity import sensitivity
-from torchdelta.minify.minifier import TIMEOUT_S, Minifier
-from torchdelta.minify.reducer import Budget
-from torchdelta.minify.reducer import Progress as Reducing
+from torchdelta.locate.sensitivity import measure_sensitivity
+from torchdelta.minify.minifier import Minifier
+from torchdelta.minify.reducer import Progress as ReductionProgress
 from torchdelta.minify.result import MinifiedGraph
 from torchdelta.nodewise.capture import capture
 from torchdelta.nodewise.compare_captures import compare_captures
@@ -28,15 +31,17 @@ from torchdelta.operators.check import check_op
 from torchdelta.passes.pipeline import check_pipeline
 from torchdelta.passes.watch import watch_passes
 from torchdelta.program.stages import Loss, OptimizerFactory
-from torchdelta.records.case import DYNAMO
+from torchdelta.records.case import CheckOptions, SearchLimits
 from torchdelta.records.comparison import Scalar
 from torchdelta.records.location import Location
-from torchdelta.records.recording import completed
+from torchdelta.records.recording import complete
 from torchdelta.records.report import Report, evidence_of
+from torchdelta.records.sensitivity import Sensitivity
 from torchdelta.records.verdict import Verdict
 from torchdelta.repro.confirm import CleanProcess
 from torchdelta.storage.captures import read_capture
 from torchdelta.transforms.base import Transform
+from torchdelta.transforms.quantize import Quantize
 
 __all__ = [
     "assert_equivalent",
@@ -57,7 +62,7 @@ __all__ = [
     "watch_passes",
 ]
 
-_RAISED = {
+_ERRORS = {
     Verdict.DIVERGED: errors.Diverged,
     Verdict.CRASHED: errors.Crashed,
     Verdict.TIMED_OUT: errors.TimedOut,
@@ -75,31 +80,28 @@ def check(
     options: Mapping[str, Scalar] | None = None,
     stages: str | Sequence[str] | None = None,
     policy: str | None = None,
-    ignore: str | Sequence[str] = (),
-    strict: str | Sequence[str] = (),
-    seed: int = 0,
-    iterations: int = 1,
-    steps: int = 3,
-    optimizer: str | OptimizerFactory = "adamw",
-    loss: str | Loss | None = None,
-    deterministic: bool = False,
-    anomaly: bool = False,
-    semantic: bool = True,
-    thorough: bool = False,
+    ignore: str | Sequence[str] = CheckOptions.ignore,
+    strict: str | Sequence[str] = CheckOptions.strict,
+    seed: int = CheckOptions.seed,
+    iterations: int = CheckOptions.iterations,
+    steps: int = CheckOptions.steps,
+    optimizer: str | OptimizerFactory = CheckOptions.optimizer,
+    loss: str | Loss | None = CheckOptions.loss,
+    deterministic: bool = CheckOptions.deterministic,
+    anomaly: bool = CheckOptions.anomaly,
+    semantic: bool = CheckOptions.semantic,
+    thorough: bool = CheckOptions.thorough,
     progress: Progress = lambda _: None,
 ) -> Report:
-    """Run a program and what a transform made of it, and say whether both compute the same.
+    """Run a program and its candidate, which a transform makes of it, and report whether both compute the same.
 
     `program` is a module or function with its `args` and `kwargs`, the name of a factory (`file.py:factory`), or a
-    recorded directory, which brings transform, options, stages and policy where none are given. Without `stages`,
-    `forward` is compared, and `gradients` where an output requires grad. Nothing of the caller's is run or changed:
-    every side is a copy, and global state is as before afterwards. With `thorough`, each node is looked at by itself
-    too.
+    recorded directory, which has a transform, options, stages and policy of its own for those that are not passed.
+    Without `stages`, `forward` is compared, and `gradients` if an output requires grad. The caller's own objects are
+    neither run nor changed: every side is a copy, and global state is as before afterwards. With `thorough`, each node
+    is judged by itself too.
     """
-    prepared = prepare(
-        program,
-        args,
-        kwargs,
+    check_options = CheckOptions.read(
         transform=transform,
         candidate=candidate,
         options=options,
@@ -116,9 +118,8 @@ def check(
         anomaly=anomaly,
         semantic=semantic,
         thorough=thorough,
-        progress=progress,
     )
-    return run_check(prepared)
+    return run_check(prepare(program, args, kwargs, options=check_options, progress=progress))
 
 
 def assert_equivalent(
@@ -130,7 +131,7 @@ def assert_equivalent(
     """Check, and raise `Diverged`, `Crashed`, `TimedOut` or `Inconclusive` unless the verdict is equivalent."""
     report = check(program, args, kwargs, **options)
     if report.verdict is not Verdict.EQUIVALENT:
-        raise _RAISED[report.verdict](evidence_of(report), report=report)
+        raise _ERRORS[report.verdict](evidence_of(report), report=report)
     return report
 
 
@@ -144,13 +145,42 @@ def locate(
     cause: bool = False,
     **options: Any,
 ) -> Location:
-    """Check, and name the operation that goes wrong first: the first that is wrong when fed the reference's own inputs.
+    """Check, and name the culprit: the first operation that is wrong when it gets the reference's own inputs.
 
-    Takes what `check` takes. `mapping` tells by name which node of the candidate's graph stands for which of the
-    reference's, `memory_bytes` bounds what taps on a compiler may hold, and with `cause` a setting is looked for that
-    makes the difference vanish although a node was named.
+    Takes the keywords of `check` too. `mapping` pairs nodes of the reference's graph with nodes of the candidate's, by
+    name. `memory_bytes` bounds the memory of taps on a compiler. With `cause`, a setting that makes the difference
+    vanish is looked for even if a node was named.
     """
-    return locator.locate(program, args, kwargs, mapping=mapping, memory_bytes=memory_bytes, cause=cause, **options)
+    if "thorough" in options:
+        raise errors.UsageError("locate looks at each node anyway: thorough belongs to a check")
+    progress = options.pop("progress", lambda _: None)
+    return locator.locate(
+        program,
+        args,
+        kwargs,
+        options=CheckOptions.read(**options),
+        mapping=mapping,
+        memory_bytes=memory_bytes,
+        cause=cause,
+        progress=progress,
+    )
+
+
+def sensitivity(
+    program: Callable[..., Any] | str,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    transform: str | Quantize = "quantize:x86",
+    **options: Any,
+) -> Sensitivity:
+    """Quantize each module alone that the quantizer would quantize, and return the effect on every output.
+
+    Takes the keywords of `check` too, but stages and policy mean nothing here. The module that loses most is first.
+    """
+    progress = options.pop("progress", lambda _: None)
+    check_options = CheckOptions.read(transform=transform, **options)
+    return measure_sensitivity(program, args, kwargs, options=check_options, progress=progress)
 
 
 def minify(
@@ -161,13 +191,13 @@ def minify(
     out: str | os.PathLike[str] | None = None,
     resume: bool = False,
     isolated: bool = True,
-    timeout_s: float = TIMEOUT_S,
-    memory_bytes: int | None = None,
-    queries: int | None = None,
-    seconds: float | None = None,
-    match: str | None = None,
-    level: str = DYNAMO,
-    progress: Callable[[Reducing], None] = lambda _: None,
+    timeout_s: float = SearchLimits.timeout_s,
+    memory_bytes: int | None = SearchLimits.memory_bytes,
+    queries: int | None = SearchLimits.queries,
+    seconds: float | None = SearchLimits.seconds,
+    match: str | None = SearchLimits.match,
+    level: str = SearchLimits.level,
+    progress: Callable[[ReductionProgress], None] = lambda _: None,
     workers: Pool | None = None,
     clean: CleanProcess | None = None,
     script: str | os.PathLike[str] | None = None,
@@ -176,23 +206,26 @@ def minify(
 ) -> MinifiedGraph:
     """Find the smallest graph that fails as the program does, each query in a process of its own.
 
-    Takes what `check` takes. The best so far is kept in the directory `out`, from which `resume` goes on. The first
-    query may take `timeout_s`; `queries` and `seconds` bound the whole. Of several failures, `match` is a regular
-    expression for the one that is meant. NothingToMinify is raised where no graph of the program fails by itself.
-    With the level `aot`, what is made smaller are the forward and backward graphs that AOTAutograd makes. `workers` are
-    some that got ready while the program was loaded, and `clean` waits for the script; where it is known that this will
-    be written to `script`, with or without `data`, it is run as soon as there is something to run.
+    Takes the keywords of `check` too. The best graph so far is kept in the directory `out`, and `resume` continues
+    from there. The first query may take `timeout_s`; `queries` and `seconds` bound the whole search. Of several
+    failures, the first whose signature matches the regular expression `match` is followed. NothingToMinify is raised
+    if no graph of the program fails by itself. The level `aot` makes forward and backward graphs of AOTAutograd
+    smaller instead of dynamo's. `workers` is a pool that was started earlier, and `clean` a process that waits for the
+    script. If `script` is the path to which the caller will write it, with or without `data`, the script is already
+    run while the last queries are.
     """
-    options = completed(program, options)
-    transform = options.get("transform")
-    minifying = Minifier(
-        check=prepare(program, args, kwargs, **options),
-        transform=transform,
-        timeout_s=timeout_s,
-        memory_bytes=memory_bytes,
-        budget=Budget(queries=queries, seconds=seconds),
-        match=match,
-        level=level,
+    check_options = complete(program, CheckOptions.read(**options))
+    minifier = Minifier(
+        check=prepare(program, args, kwargs, options=check_options),
+        transform=check_options.transform,
+        limits=SearchLimits(
+            timeout_s=timeout_s,
+            memory_bytes=memory_bytes,
+            queries=queries,
+            seconds=seconds,
+            match=match,
+            level=level,
+        ),
         out=Path(out) if out is not None else None,
         is_resumed=resume,
         is_isolated=isolated,
@@ -203,7 +236,7 @@ def minify(
         with_data=data,
         tell=progress,
     )
-    return minifying.run()
+    return minifier.run()
 
 
 def diagnose(
@@ -212,12 +245,12 @@ def diagnose(
     kwargs: Mapping[str, Any] | None = None,
     *,
     out: str | os.PathLike[str],
-    timeout_s: float = TIMEOUT_S,
-    memory_bytes: int | None = None,
-    queries: int | None = None,
-    seconds: float | None = None,
-    match: str | None = None,
-    level: str = DYNAMO,
+    timeout_s: float = SearchLimits.timeout_s,
+    memory_bytes: int | None = SearchLimits.memory_bytes,
+    queries: int | None = SearchLimits.queries,
+    seconds: float | None = SearchLimits.seconds,
+    match: str | None = SearchLimits.match,
+    level: str = SearchLimits.level,
     data: bool = True,
     issue: bool = False,
     resume: bool = False,
@@ -228,22 +261,25 @@ def diagnose(
 ) -> Report:
     """Check, locate, minify and write a script: the whole way from a failing program to one small file.
 
-    Takes what `check` takes. The directory `out` gets `report.json` and `repro.py`, with `issue` also the text of an
-    issue. Each step's result is kept if a later one fails, and `resume` goes on from there. `every` minifies each group
-    of failures and not only the first; without `data`, random numbers stand for the user's in the script. `level` and
-    `workers` are as for `minify`.
+    Takes the keywords of `check` too. The directory `out` gets `report.json` and `repro.py`, with `issue` also the
+    text of an issue. The result of each step is kept if a later one fails, and `resume` continues from there. `every`
+    minifies each group of failures and not only the first. Without `data`, random numbers replace the user's in the
+    script. The limits, `level` and `workers` are as for `minify`.
     """
-    diagnosing = Diagnosis(
+    diagnosis = Diagnosis(
         program=program,
         args=args,
         kwargs=kwargs,
-        words=completed(program, options),
+        options=complete(program, CheckOptions.read(**options)),
         out=Path(out),
-        timeout_s=timeout_s,
-        memory_bytes=memory_bytes,
-        budget=Budget(queries=queries, seconds=seconds),
-        match=match,
-        level=level,
+        limits=SearchLimits(
+            timeout_s=timeout_s,
+            memory_bytes=memory_bytes,
+            queries=queries,
+            seconds=seconds,
+            match=match,
+            level=level,
+        ),
         with_data=data,
         with_issue=issue,
         is_resumed=resume,
@@ -251,7 +287,7 @@ def diagnose(
         progress=progress,
         workers=workers,
     )
-    return diagnosing.run()
+    return diagnosis.run()
 
 
 def compare(

@@ -1,7 +1,13 @@
-"""Check, locate, minify, repro: each step builds on the one before, and keeps what it found if a later one fails."""
+"""Check, locate, minify, repro: the whole way from a failing program to one small script.
+
+Each step builds on the results of the one before it, and keeps its own if a later step fails. `locate` gets the report
+of the check, and `minify` the graphs that were captured on the way, so no check and no compile of the candidate is
+repeated. `Diagnosis.run` is where to start reading.
+"""
 
 from __future__ import annotations
 
+import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -11,20 +17,29 @@ from typing import Any
 
 from torchdelta._torch.compile import settings
 from torchdelta.check.check import Check
+from torchdelta.check.graphs import CapturedGraph, GraphRecorder, read_graphs
 from torchdelta.check.isolated import check_isolated
 from torchdelta.check.prepare import prepare
-from torchdelta.errors import EnvironmentUnfit, NothingToMinify, ReproUnwritable, TorchDeltaError, UsageError
+from torchdelta.errors import (
+    EnvironmentUnfit,
+    NothingToMinify,
+    ReportUnreadable,
+    ReproUnwritable,
+    TorchDeltaError,
+    UsageError,
+)
 from torchdelta.isolate.pool import Pool
 from torchdelta.locate.isolated import WORKER as LOCATE_WORKER
 from torchdelta.locate.isolated import locate_isolated
 from torchdelta.locate.locator import Locator
+from torchdelta.minify.capture import as_subjects
 from torchdelta.minify.journal import Journal
-from torchdelta.minify.minifier import TIMEOUT_S, Minifier
+from torchdelta.minify.minifier import Minifier
 from torchdelta.minify.queries import plain_settings, spec_of
-from torchdelta.minify.reducer import Budget
 from torchdelta.minify.result import MinifiedGraph
+from torchdelta.minify.subject import Subject
 from torchdelta.minify.workers import pool_for
-from torchdelta.records.case import DYNAMO
+from torchdelta.records.case import DYNAMO, CheckOptions, SearchLimits
 from torchdelta.records.codec import read_report, write_report
 from torchdelta.records.location import Location
 from torchdelta.records.recording import recording_of
@@ -34,7 +49,7 @@ from torchdelta.records.verdict import Verdict
 
 REPORT, REPRO = "report.json", "repro.py"
 FOUND = "found.json"
-"""What check and locate said, for who goes on from there."""
+"""The report after check and locate, from which a resumed diagnosis continues."""
 
 
 @dataclass(kw_only=True)
@@ -44,142 +59,150 @@ class Diagnosis:
     program: Callable[..., Any] | str
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] | None = None
-    words: dict[str, Any]
-    """What else `torchdelta.check` is told."""
+    options: CheckOptions
+    """Complete options of the check."""
     out: Path
-    timeout_s: float = TIMEOUT_S
-    memory_bytes: int | None = None
-    budget: Budget = field(default_factory=Budget)
-    match: str | None = None
-    level: str = DYNAMO
+    limits: SearchLimits = field(default_factory=SearchLimits)
     with_data: bool = True
     with_issue: bool = False
     is_resumed: bool = False
-    """Whether to go on with what is in the directory."""
+    """Whether to continue from the results in the directory."""
     does_all: bool = False
     """Whether every group of failures gets a script, and not only the first."""
     progress: Callable[[str], None] = lambda _: None
     workers: Pool | None = None
-    """Workers that are there already."""
+    """A pool that was started earlier; None starts one."""
     notes: list[str] = field(default_factory=list)
-    found: Report | None = None
-    """What the check said."""
+    report: Report | None = None
+    """The report after check and locate."""
+    subjects: Sequence[Subject] | None = None
+    """The graphs of the program, once a step has captured them."""
     minified: list[MinifiedGraph] = field(default_factory=list)
 
     def run(self) -> Report:
-        """Diagnose; what is the user's or the machine's fault is raised, everything else is on the report."""
+        """Return the report; a mistake of the user or a lack of the machine is raised, all else is on the report."""
         self.out.mkdir(parents=True, exist_ok=True)
-        transform = self.words.get("transform")
-        begun = (
+        pool = (
             nullcontext(self.workers)
             if self.workers is not None
-            else pool_for(spec_of(transform), preload=(LOCATE_WORKER,))
+            else pool_for(spec_of(self.options.transform), preload=(LOCATE_WORKER,))
         )
-        with begun as self.pool:
-            self.check = self._prepared()
-            return self._diagnosed()
+        with pool as self.pool:
+            self.check: Check = prepare(
+                self.program, self.args, self.kwargs, options=self.options, progress=self.progress
+            )
+            return self._run_steps()
 
-    def _diagnosed(self) -> Report:
-        report = self._found_before() or self._checked()
+    def _run_steps(self) -> Report:
+        """Return the report after all steps that apply, each of which writes it to the directory."""
+        report = self._read_earlier() or self._check()
         self._keep(report)
         if not report.verdict.is_failure:
             return report
         if not report.culprits:
-            report = self._step("locate", report, self._located)
+            report = self._take_step("locate", report, self._locate)
         write_report(report, self.out / FOUND)
-        report = self._step("minify", report, self._reproduced)
+        report = self._take_step("minify", report, self._reproduce)
         report = replace(report, notes=tuple(dict.fromkeys((*report.notes, *self.notes))))
         self._keep(report)
         return report
 
-    def _found_before(self) -> Report | None:
-        """Return what an earlier diagnosis of the same case left in the directory."""
+    def _read_earlier(self) -> Report | None:
+        """Return the report that an earlier diagnosis of the same case left, or None if there is none to resume."""
         path = self.out / FOUND
         if not self.is_resumed or not path.exists():
             return None
         report = read_report(path)
         if report.case != self.check.case:
             raise UsageError(
-                f"{path} is about {report.case.program} under {report.case.transform}, asked otherwise: "
-                "resume with the same words, or name another directory"
+                f"{path} is about {report.case.program} under {report.case.transform}, or was asked with other "
+                "options: resume with the same ones, or name another directory"
             )
         return report
 
-    def _step(self, name: str, report: Report, step: Callable[[Report], Report]) -> Report:
-        """Take one step more; where it fails, what was found so far stands, and says so."""
+    def _take_step(self, name: str, report: Report, step: Callable[[Report], Report]) -> Report:
+        """Return the report of one more step, or the one before with a note if the step fails."""
         self.progress(name)
         try:
-            found = step(report)
+            extended = step(report)
         except (UsageError, EnvironmentUnfit):
             raise
         except TorchDeltaError as error:
             self.notes.append(f"{name}: {error}")
             return report
-        except Exception as error:  # a mistake of ours must not cost the user what was found before it
+        except Exception as error:  # a mistake of ours must not cost the user the results of the steps before
             self.notes.append(f"{name} failed by a mistake of torchdelta's own: {type(error).__name__}: {error}")
             (self.out / f"{name}.traceback.txt").write_text(traceback.format_exc(), encoding="utf-8")
             return report
-        self._keep(found)
-        return found
-
-    def _prepared(self) -> Check:
-        return prepare(self.program, self.args, self.kwargs, **{**self.words, "progress": self.progress})
+        self._keep(extended)
+        return extended
 
     @property
-    def _is_named(self) -> bool:
-        """Whether another process can build all of it again."""
-        extras = (self.words.get(word) for word in ("optimizer", "loss"))
-        has_names = all(extra is None or isinstance(extra, str) for extra in extras)
-        return has_names and isinstance(self.program, str) and isinstance(self.words.get("transform"), str)
+    def _settings(self) -> dict[str, Any]:
+        """The compiler's settings that a worker has to make."""
+        return plain_settings(settings.changed_settings())
 
-    def _checked(self) -> Report:
-        """Check where a crash does no harm: a named program as a whole, a live one by its graphs first."""
-        if isinstance(self.program, str) and self._is_named:
-            seen = check_isolated(
+    def _check(self) -> Report:
+        """Return the report of the check, made where a crash does no harm.
+
+        A named program is checked in a worker. A live one can only be checked here, so workers check its graphs first,
+        and if one of those kills its worker, that is the report.
+        """
+        if isinstance(self.program, str) and self.options.is_named:
+            return check_isolated(
                 self.program,
-                self.words,
-                self.check.case,
-                timeout_s=self.timeout_s,
-                memory_bytes=self.memory_bytes,
-                settings=plain_settings(settings.changed_settings()),
+                self.options,
+                timeout_s=self.limits.timeout_s,
+                memory_bytes=self.limits.memory_bytes,
+                settings=self._settings,
                 pool=self.pool,
                 progress=self.progress,
-            )
-            return seen.report
-        deadly = self._minifying().died() if spec_of(self.words.get("transform")) is not None else None
-        return deadly if deadly is not None else self.check.run()
+            ).report
+        if spec_of(self.options.transform) is not None:
+            minifier = self._minifier()
+            death = minifier.report_death()
+            self.subjects = minifier.subjects
+            if death is not None:
+                return death
+        return self.check.run()
 
-    def _located(self, report: Report) -> Report:
+    def _locate(self, report: Report) -> Report:
+        """Return the report with the culprits of a divergence; graphs that the search captures are kept."""
         if report.verdict is not Verdict.DIVERGED:
             return report
-        if isinstance(self.program, str) and self._is_named:
-            location = locate_isolated(
-                self.program,
-                self.words,
-                pool=self.pool,
-                timeout_s=self.timeout_s,
-                memory_bytes=self.memory_bytes,
-                settings=plain_settings(settings.changed_settings()),
-                progress=self.progress,
-            )
+        needs_graphs = self.subjects is None and self.limits.level == DYNAMO
+        if isinstance(self.program, str) and self.options.is_named:
+            with tempfile.TemporaryDirectory(prefix="graphs-", dir=self.pool.directory) as directory:
+                location = locate_isolated(
+                    self.program,
+                    self.options,
+                    report,
+                    pool=self.pool,
+                    limits=self.limits,
+                    settings=self._settings,
+                    graphs=Path(directory) if needs_graphs else None,
+                    progress=self.progress,
+                )
+                captured = _read_captured(Path(directory))
         else:
-            location = Locator(check=self._prepared()).run()
+            recorder = GraphRecorder() if needs_graphs else None
+            location = Locator(check=self.check, report=report, recorder=recorder).run()
+            captured = recorder.captured if recorder is not None else []
+        self.subjects = self.subjects or as_subjects(captured) or None
         return with_location(report, location)
 
-    def _minifying(self, culprit: Culprit | None = None, number: int = 1) -> Minifier:
+    def _minifier(self, culprit: Culprit | None = None, number: int = 1) -> Minifier:
+        """Return the reduction of one group of failures, which begins with the culprit if there is one."""
         out = self.out / ("minify" if number == 1 else f"minify-{number}")
         return Minifier(
-            check=self._prepared(),
-            transform=self.words.get("transform"),
-            timeout_s=self.timeout_s,
-            memory_bytes=self.memory_bytes,
-            budget=self.budget,
-            match=self.match,
-            level=self.level,
+            check=self.check,
+            transform=self.options.transform,
+            limits=self.limits,
+            subjects=self.subjects,
             out=out,
             is_resumed=self.is_resumed and Journal(directory=out).is_there,
             culprit=culprit,
-            expected=signatures_of(self.found) if self.found is not None else (),
+            expected=signatures_of(self.report) if self.report is not None else (),
             imports=module_of(self.program),
             pool=self.pool,
             script=self._script(number),
@@ -187,8 +210,9 @@ class Diagnosis:
             tell=lambda progress: self.progress(f"minify: {progress}"),
         )
 
-    def _reproduced(self, report: Report) -> Report:
-        self.found = report
+    def _reproduce(self, report: Report) -> Report:
+        """Return the report with the reduction and script of its failures; NothingToMinify if no graph fails."""
+        self.report = report
         groups: Sequence[Culprit | None] = groups_of(report.culprits) or [None]
         if len(groups) > 1 and not self.does_all:
             self.notes.append(
@@ -196,18 +220,22 @@ class Diagnosis:
             )
             groups = groups[:1]
         for number, culprit in enumerate(groups, 1):
+            minifier = self._minifier(culprit, number)
             try:
-                small = self._minifying(culprit, number).run()
+                small = minifier.run()
             except NothingToMinify as error:
                 if number == 1:
                     raise
                 self.notes.append(str(error))
                 continue
+            finally:
+                self.subjects = minifier.subjects
             self.minified.append(small)
-            report = self._written(report, small, number)
+            report = self._write_script(report, small, number)
         return report
 
-    def _written(self, report: Report, small: MinifiedGraph, number: int) -> Report:
+    def _write_script(self, report: Report, small: MinifiedGraph, number: int) -> Report:
+        """Write the script of one reduction; return the report with it, if it is the first."""
         self.notes += small.notes
         if small.also_seen:
             self.notes.append(f"also seen, and not followed: {'; '.join(map(str, small.also_seen))}")
@@ -234,8 +262,16 @@ class Diagnosis:
         write_report(report, self.out / REPORT)
 
 
+def _read_captured(directory: Path) -> list[CapturedGraph]:
+    """Return the graphs that a worker wrote, or none if they cannot be read: they can be captured here too."""
+    try:
+        return read_graphs(directory)
+    except ReportUnreadable:
+        return []
+
+
 def with_location(report: Report, location: Location) -> Report:
-    """Return the report with what a search found."""
+    """Return the report with the culprits, coverage and notes of a location."""
     return replace(
         report,
         culprits=location.culprits,
@@ -245,15 +281,15 @@ def with_location(report: Report, location: Location) -> Report:
 
 
 def groups_of(culprits: Sequence[Culprit]) -> list[Culprit]:
-    """Return the first culprit of each reason: one operation that is wrong in many places is one reason."""
-    found: dict[tuple[str, str | None], Culprit] = {}
+    """Return the first culprit of each operation and stage: one operation that is wrong in many places is one bug."""
+    groups: dict[tuple[str, str | None], Culprit] = {}
     for culprit in culprits:
-        found.setdefault((culprit.op, culprit.stage), culprit)
-    return list(found.values())
+        groups.setdefault((culprit.op, culprit.stage), culprit)
+    return list(groups.values())
 
 
 def module_of(program: object) -> tuple[str, ...]:
-    """Return where a named program is defined: operators that its graphs call may be, too."""
+    """Return the module of a named program, or none of a live one: it may define operators that its graphs call."""
     if not isinstance(program, str):
         return ()
     return (program if recording_of(program) is not None else program.rpartition(":")[0],)

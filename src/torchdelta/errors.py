@@ -1,9 +1,9 @@
-"""Everything torchdelta raises, under one root; an error carries what was achieved before it.
+"""Everything that torchdelta raises, under one root, and which exceptions of foreign code count as its failure.
 
-What code that is not ours may raise, a program's, a pass's or a compiler's, and we take for its failure.
-
-In the caller's process what is no `Exception` is meant for somebody else: it skips a test, cancels a task or interrupts
-everything. In a worker nobody else is there, and an extension in Rust panics by one.
+An error carries the report that was complete before it, if there is one. Foreign code is that of a program, a pass or
+a compiler. `caught_from_user_code` returns the classes to catch around it. In the caller's process an exception that
+is not an `Exception` belongs to the caller: it skips a test, cancels a task or interrupts the run. In a worker it is
+a failure like any other, because an extension in Rust panics by raising one (`catch_everything`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class TorchDeltaError(Exception):
 
 
 class UsageError(TorchDeltaError):
-    """What was asked for makes no sense: an unknown name, a malformed policy, an unwritable file."""
+    """The request makes no sense: an unknown name, a malformed policy, a file that cannot be written."""
 
 
 class Refused(UsageError):
-    """A user's script is not run, or not any further: the one exception that passes through it and is not its own."""
+    """A guard refuses to run a user's script any further. It passes through the script and is not the script's own."""
 
 
 class ProgramError(TorchDeltaError):
@@ -43,15 +43,15 @@ class EnvironmentUnfit(TorchDeltaError):
 
 
 class ReportUnreadable(TorchDeltaError):
-    """A file is not a report, or one of a schema that this version does not read."""
+    """A file is not a report, or has a schema that this version does not read."""
 
 
 class ReproUnwritable(TorchDeltaError):
-    """A finding that no script of torch alone can show; the message says what stands in the way."""
+    """No script of torch alone can show the finding; the message says why."""
 
 
 class NotEquivalent(TorchDeltaError, AssertionError):
-    """A check that did not end as `equivalent`; `report` is always there."""
+    """A check ended with another verdict than `equivalent`; `report` is always set."""
 
     report: Report
 
@@ -65,7 +65,7 @@ class Crashed(NotEquivalent):
 
 
 class CompilerFailed(Crashed):
-    """A compiler raised, or what it made did, where the graph runs eagerly."""
+    """A compiler or its compiled code raised, although the graph runs eagerly."""
 
 
 class TimedOut(NotEquivalent):
@@ -73,26 +73,26 @@ class TimedOut(NotEquivalent):
 
 
 class Inconclusive(NotEquivalent):
-    """The evidence decides nothing; the report says why."""
+    """The evidence does not decide; the report says why."""
 
 
 class NothingToMinify(TorchDeltaError):
-    """No graph of the program shows a failure that could be made smaller."""
+    """No graph of the program fails by itself, so there is no failure to make smaller."""
 
 
 class SearchFailed(TorchDeltaError):
-    """Looking for the culprit ended its process, although the check did not."""
+    """The search for the culprit ended its worker, although the check did not."""
 
 
 _caught: tuple[type[BaseException], ...] = (Exception, SystemExit)
 
 
 def caught_from_user_code() -> tuple[type[BaseException], ...]:
-    """Return what is caught around code that is not ours: `except foreign.raised() as error`."""
+    """Return the classes to catch around foreign code: `except errors.caught_from_user_code() as error`."""
     return _caught
 
 
 def catch_everything() -> None:
-    """Take whatever is raised in this process, from now on, for a failure."""
+    """Count every exception of foreign code in this process as its failure from now on; for workers."""
     global _caught
     _caught = (BaseException,)

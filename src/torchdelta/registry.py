@@ -1,4 +1,11 @@
-"""One kind of registry for everything a user can name: transforms, metrics, optimizers."""
+"""One kind of registry for everything that a user can name: transforms, metrics, optimizers, faults.
+
+    METRICS: Registry[Metric] = Registry("metric")
+    METRICS.add("sqnr", sqnr)
+    METRICS.get("sqrn")                  # UsageError: unknown metric 'sqrn': did you mean sqnr?
+
+An installed package adds a metric by an entry point of the group `torchdelta.metrics`.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +20,11 @@ from torchdelta.errors import EnvironmentUnfit, UsageError
 T = TypeVar("T")
 
 _MOST_NAMES = 40
+"""How many names an error lists at most."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Say which known names a user may have meant; where none is near, which there are."""
+    """Return a sentence with the known names nearest to a wrong one, or with all of them if none is near."""
     names = list(known)
     if near := difflib.get_close_matches(name, names, n=3, cutoff=0.5):
         return f"did you mean {' or '.join(near)}?"
@@ -32,14 +40,14 @@ class Registry(Generic[T]):
         self._known: dict[str, T] = {}
 
     def add(self, name: str, thing: T) -> T:
-        """Register under a name; a second thing of the same name is a mistake."""
+        """Register a thing under a name and return it; UsageError if the name is taken."""
         if name in self._known:
             raise UsageError(f"two {self.kind}s are called {name!r}")
         self._known[name] = thing
         return thing
 
     def get(self, name: str) -> T:
-        """Return the thing of that name, or raise with the nearest names there are."""
+        """Return the thing of that name; UsageError with the nearest names if there is none."""
         if name not in self:
             raise UsageError(f"unknown {self.kind} {name!r}: {nearest(name, self)}")
         if name not in self._known:
@@ -57,6 +65,7 @@ class Registry(Generic[T]):
         return {entry.name: entry for entry in entry_points(group=f"torchdelta.{self.kind}s")}
 
     def _load(self, entry: EntryPoint) -> T:
+        """Return the thing that an installed package registered; EnvironmentUnfit if it cannot be imported."""
         try:
             thing: T = entry.load()
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Two values compared without running anything: the engine behind `torchdelta.compare`."""
+"""Two values compared without running anything, for `torchdelta.compare`."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def compare_values(
     ignore: str | Sequence[str] = (),
     strict: str | Sequence[str] = (),
 ) -> Report:
-    """Return the report on two values of any structure; `torchdelta.compare` explains the words."""
+    """Return the report on two values of any structure; `torchdelta.compare` explains the parameters."""
     has_truth = truth is not None
-    chosen = policy if policy is not None else "noise" if has_truth else "close"
+    policy_name = policy if policy is not None else "noise" if has_truth else "close"
     case = Case(
         program="two values",
         transform="none",
         stages=(VALUES,),
-        policy=chosen,
+        policy=policy_name,
         ignore=words_of(ignore),
         strict=words_of(strict),
     )
     terms = Terms(ignore=frozenset(words_of(ignore)), strict=frozenset(words_of(strict)))
-    judge = Judge(policy=parse(chosen), terms=terms)
+    judge = Judge(policy=parse(policy_name), terms=terms)
     comparisons, unmatched = judge.compare(
         leaves_of(reference), leaves_of(candidate), leaves_of(truth) if has_truth else None
     )
@@ -46,7 +46,7 @@ def compare_values(
     if not has_truth:
         questions = Questions(native="not asked: no truth was given", semantic=unasked)
     elif not judge.policy.needs_truth:
-        questions = Questions(native=f"not asked: the policy {chosen} needs no truth", semantic=unasked)
+        questions = Questions(native=f"not asked: the policy {policy_name} needs no truth", semantic=unasked)
     else:
         questions = Questions(semantic=unasked)
     return Report(

@@ -1,4 +1,4 @@
-"""What a worker runs for `check`: a program by its name, whose report goes back as plain data."""
+"""The task that a worker runs for `check`: it checks a named program, and its report goes back as plain data."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from torchdelta.check.prepare import prepare
 from torchdelta.check.thorough import run_check
 from torchdelta.isolate.directories import QueryDirectory
 from torchdelta.program.memory import expect_frozen
-from torchdelta.records.codec import encode
+from torchdelta.records.case import CheckOptions
+from torchdelta.records.codec import decode, encode
 
 
 def get_ready() -> None:
-    """Tell `memory` that what is imported before workers are forked is frozen, so that no check has to ask."""
+    """Tell `memory` that modules are imported and frozen before workers fork, so that no check looks for it."""
     expect_frozen()
 
 
 def check_program(request: Mapping[str, Any], place: QueryDirectory) -> dict[str, Any]:
-    """Check a program that is named; return its report and the warnings that were raised."""
+    """Check the program of a request that `check_isolated` wrote; return its report and the warnings, encoded."""
+    options = decode(CheckOptions, request["options"], "options")
     with settings.applied(request["settings"]), collected_warnings() as texts:
-        report = run_check(prepare(request["program"], progress=place.tell, **request["words"]))
+        report = run_check(prepare(request["program"], options=options, progress=place.tell))
     return {"report": encode(report), "warnings": texts}
 
 

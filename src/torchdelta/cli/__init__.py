@@ -1,4 +1,7 @@
-"""The command line: one file per command, each a thin shell around the engine."""
+"""The command line: one file per command, which reads its options into records and calls the feature of its name.
+
+`main` turns errors into one sentence and an exit code. `options.py` has the options that commands share.
+"""
 
 from __future__ import annotations
 
@@ -46,16 +49,16 @@ def _before(
 
 
 def main() -> None:
-    """Run the command line; a mistake of the user's is one sentence and exit code 2, with `--debug` a traceback."""
+    """Run the command line and exit; a mistake of the user's is one sentence, and with `--debug` a traceback too."""
     streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)]
-    as_given = {stream: stream.errors for stream in streams}
+    errors_before = {stream: stream.errors for stream in streams}
     for stream in streams:
-        # a terminal that has no ≠ shows its escape: that is no reason to lose a report
+        # a terminal without the character ≠ shows its escape instead of losing the report
         stream.reconfigure(errors="backslashreplace")
     try:
-        app(obj=as_given)
+        app(obj=errors_before)
     except run.Interrupted:
-        # its traceback has been shown; Python itself knows best how to die of it
+        # the script's traceback was shown; Python ends the process as it does for any KeyboardInterrupt
         sys.excepthook = lambda *_: None
         raise KeyboardInterrupt from None
     except TorchDeltaError as error:
@@ -69,7 +72,7 @@ def main() -> None:
         sys.exit(INTERNAL)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # none of ours: Python would exit with 1, which says that the program diverged
+    except BaseException as error:  # the program's own: Python would exit with 1, which means that it diverged
         traceback.print_exc()
-        print(f"torchdelta: the program raised {type(error).__name__}, which is no Exception", file=sys.stderr)
+        print(f"torchdelta: the program raised {type(error).__name__}, which is not an Exception", file=sys.stderr)
         sys.exit(USAGE)

@@ -18,6 +18,7 @@ from torchdelta.cli.options import (
     read_options,
     running,
 )
+from torchdelta.records.case import Case, words_of
 from torchdelta.records.codec import write_report
 from torchdelta.report.terminal.audit import print_audit
 
@@ -27,10 +28,10 @@ def command(
     transform: Transform,
     option: Options = None,
     stages: Stages = None,
-    policy: Policy = "noise",
+    policy: Policy = Case.policy,
     kinds: Annotated[str, typer.Option(help="Kinds of fault, with commas; default all.")] = "",
     per_kind: Annotated[int, typer.Option(help="Places at which to plant each kind.")] = 1,
-    seed: Annotated[int, typer.Option(help="Of every random number, and of the places.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of every random number, and of the places.")] = Case.seed,
     json_file: JsonFile = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Every fault that was not caught.")] = False,
     debug: Debug = False,  # noqa: ARG001 — read in main
@@ -38,24 +39,20 @@ def command(
     """How many of the faults planted in the program does a check catch? Ends with 0 whatever the answer."""
     options = read_options(option)
     with running(transform, json_file, verbose=verbose) as progress:
-        # torch takes seconds to import: `--help` is not to wait for it
+        # torch takes seconds to import, and `--help` does without it
         with needing_torch("an audit"):
             from torchdelta.audit.audit import audit
-        found = audit(
+        result = audit(
             program,
             transform=transform,
             options=options,
-            stages=_words(stages) if stages is not None else None,
+            stages=words_of(stages) if stages is not None else None,
             policy=policy,
-            kinds=_words(kinds),
+            kinds=words_of(kinds),
             per_kind=per_kind,
             seed=seed,
             progress=progress,
         )
-    print_audit(found, verbose=verbose)
+    print_audit(result, verbose=verbose)
     if json_file is not None:
-        write_report(found, json_file)
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
+        write_report(result, json_file)

@@ -1,8 +1,13 @@
-"""`torchdelta check`: run a program and what a transform made of it, and print the verdict."""
+"""`torchdelta check`: run a program and its candidate, which a transform makes of it, and print the verdict.
+
+The way of a check goes on in `check/isolated.py`, in a worker in `check/worker.py`, then `check/prepare.py` and
+`check/check.py`.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from dataclasses import replace
+from typing import Annotated
 
 import typer
 
@@ -17,25 +22,24 @@ from torchdelta.cli.options import (
     needing_torch,
     pass_on,
     read_bytes,
-    read_words,
+    read_check_options,
     require_torch,
     running,
     taking,
 )
 from torchdelta.errors import UsageError
-from torchdelta.records.case import read_case
+from torchdelta.records.case import CheckOptions
 from torchdelta.records.codec import write_report
-from torchdelta.records.recording import completed
-from torchdelta.records.report import Report
+from torchdelta.records.recording import complete
 from torchdelta.report.terminal.check import print_report
 
 
-@taking(case=read_words)
+@taking(options=read_check_options)
 def command(
     *,
     program: Program,
     transform: TransformIfAny = None,
-    case: dict[str, Any],
+    options: CheckOptions,
     thorough: Annotated[
         bool, typer.Option(help="Look at each node by itself too; a compiler compiles once more.")
     ] = False,
@@ -49,41 +53,25 @@ def command(
     debug: Debug = False,  # noqa: ARG001 — read in main
 ) -> None:
     """Does the transformed program still compute the same thing?"""
-    words = completed(program, {"transform": transform, "thorough": thorough, **case})
+    options = complete(program, replace(options, transform=transform, thorough=thorough))
     if not isolated and (timeout is not None or memory is not None):
         raise UsageError("--timeout and --memory hold for a process of its own: leave --no-isolated out")
     if timeout is not None and timeout <= 0:
         raise UsageError(f"--timeout is a number of seconds above 0, not {timeout:g}")
-    with running(words["transform"], json_file, verbose=verbose) as progress:
-        report = (
-            _in_worker(program, words, timeout, memory, progress, verbose=verbose)
-            if isolated
-            else _here(program, words, progress)
-        )
+    memory_bytes = read_bytes(memory) if memory is not None else None
+    with running(options.transform, json_file, verbose=verbose) as progress:
+        if isolated:
+            require_torch("a check")
+            result = check_isolated(program, options, timeout_s=timeout, memory_bytes=memory_bytes, progress=progress)
+            pass_on(result.output, result.warnings, verbose=verbose)
+            report = result.report
+        else:
+            # torch takes seconds to import, and `--help` and `show` do without it
+            with needing_torch("a check"):
+                from torchdelta.check.prepare import prepare
+                from torchdelta.check.thorough import run_check
+            report = run_check(prepare(program, options=options, progress=progress))
     print_report(report, verbose=verbose)
     if json_file is not None:
         write_report(report, json_file)
     raise typer.Exit(EXIT_OF[report.verdict])
-
-
-def _here(program: str, words: dict[str, Any], progress: Any) -> Report:
-    # torch takes seconds to import: `--help` and `show` are not to wait for it
-    with needing_torch("a check"):
-        from torchdelta.api import check
-    return check(program, progress=progress, **words)
-
-
-def _in_worker(
-    program: str, words: dict[str, Any], timeout: float | None, memory: str | None, progress: Any, *, verbose: bool
-) -> Report:
-    require_torch("a check")
-    checked = check_isolated(
-        program,
-        words,
-        read_case(program, **words),
-        timeout_s=timeout,
-        memory_bytes=read_bytes(memory) if memory is not None else None,
-        progress=progress,
-    )
-    pass_on(checked.output, checked.warnings, verbose=verbose)
-    return checked.report

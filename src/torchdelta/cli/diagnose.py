@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from dataclasses import replace
+from typing import Annotated
 
 import typer
 
@@ -15,8 +16,8 @@ from torchdelta.cli.options import (
     Resume,
     TransformIfAny,
     WithIssue,
+    read_check_options,
     read_limits,
-    read_words,
     require_directory,
     require_torch,
     running,
@@ -24,18 +25,19 @@ from torchdelta.cli.options import (
     workers_for,
 )
 from torchdelta.locate.isolated import WORKER as LOCATE_WORKER
-from torchdelta.records.recording import completed
+from torchdelta.records.case import CheckOptions, SearchLimits
+from torchdelta.records.recording import complete
 from torchdelta.report.terminal.check import print_report
 
 
-@taking(case=read_words, limits=read_limits)
+@taking(options=read_check_options, limits=read_limits)
 def command(
     *,
     program: Program,
     transform: TransformIfAny = None,
     out: OutDirectory,
-    case: dict[str, Any],
-    limits: dict[str, Any],
+    options: CheckOptions,
+    limits: SearchLimits,
     resume: Resume = False,
     no_data: NoData = False,
     issue: WithIssue = False,
@@ -44,27 +46,28 @@ def command(
     debug: Debug = False,  # noqa: ARG001 — read in main
 ) -> None:
     """Does it still compute the same thing, where does it go wrong first, and what is the smallest script?"""
-    words = completed(program, {"transform": transform, **case})
+    options = complete(program, replace(options, transform=transform))
     require_directory(out)
     require_torch("a diagnosis")
     with (
-        workers_for(words["transform"], what="a diagnosis", preload=(LOCATE_WORKER,)) as workers,
-        running(words["transform"], None, verbose=verbose) as progress,
+        workers_for(options.transform, what="a diagnosis", preload=(LOCATE_WORKER,)) as workers,
+        running(options.transform, None, verbose=verbose) as progress,
     ):
-        from torchdelta.api import diagnose
+        from torchdelta.diagnose import Diagnosis
 
-        report = diagnose(
-            program,
+        diagnosis = Diagnosis(
+            program=program,
+            options=options,
+            limits=limits,
             out=out,
-            data=not no_data,
-            issue=issue,
-            resume=resume,
-            every=every,
+            with_data=not no_data,
+            with_issue=issue,
+            is_resumed=resume,
+            does_all=every,
             progress=progress,
             workers=workers,
-            **limits,
-            **words,
         )
+        report = diagnosis.run()
     print_report(report, verbose=verbose)
     if report.repro is not None:
         print(report.repro.path)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -15,24 +16,25 @@ from torchdelta.cli.options import (
     TransformIfAny,
     needing_torch,
     read_bytes,
+    read_check_options,
     read_mapping,
-    read_words,
     running,
     taking,
 )
 from torchdelta.errors import UsageError
+from torchdelta.records.case import CheckOptions
 from torchdelta.records.codec import write_report
-from torchdelta.records.recording import completed
+from torchdelta.records.recording import complete
 from torchdelta.report.terminal.location import print_location
 from torchdelta.report.terminal.sensitivity import print_sensitivity
 
 
-@taking(case=read_words)
+@taking(options=read_check_options)
 def command(
     *,
     program: Program,
     transform: TransformIfAny = None,
-    case: dict[str, Any],
+    options: CheckOptions,
     memory: Annotated[str | None, typer.Option(help="What taps on a compiler may hold: 2GB, 512MiB, …")] = None,
     cause: Annotated[
         bool, typer.Option("--cause", help="Look for the setting behind it although a node was named.")
@@ -50,24 +52,26 @@ def command(
 ) -> None:
     """Where does it go wrong first?"""
     memory_bytes = read_bytes(memory) if memory is not None else None
-    given = read_mapping(mapping) if mapping is not None else None
+    pairs = read_mapping(mapping) if mapping is not None else None
     if sensitivity:
-        ignored = {"--memory": memory, "--mapping": mapping, "--cause": cause, "--all": show_all}
-        if given_too := [name for name, value in ignored.items() if value]:
-            raise UsageError(f"--sensitivity looks for no culprit, and has no use for {', '.join(given_too)}")
-    words = completed(program, {"transform": transform, **case})
-    with running(words["transform"], json_file, verbose=verbose) as progress:
-        # torch takes seconds to import: `--help` and `show` are not to wait for it
+        useless = {"--memory": memory, "--mapping": mapping, "--cause": cause, "--all": show_all}
+        if names := [name for name, value in useless.items() if value]:
+            raise UsageError(f"--sensitivity looks for no culprit, and has no use for {', '.join(names)}")
+    options = complete(program, replace(options, transform=transform))
+    with running(options.transform, json_file, verbose=verbose) as progress:
+        # torch takes seconds to import, and `--help` and `show` do without it
         with needing_torch("locating"):
-            from torchdelta.api import locate
-            from torchdelta.api import sensitivity as ask_one_by_one
+            from torchdelta.locate.locator import locate
+            from torchdelta.locate.sensitivity import measure_sensitivity
         if sensitivity:
-            alone = ask_one_by_one(program, progress=progress, **words)
-            print_sensitivity(alone)
+            effects = measure_sensitivity(program, options=options, progress=progress)
+            print_sensitivity(effects)
             if json_file is not None:
-                write_report(alone, json_file)
+                write_report(effects, json_file)
             return
-        location = locate(program, mapping=given, memory_bytes=memory_bytes, cause=cause, progress=progress, **words)
+        location = locate(
+            program, options=options, mapping=pairs, memory_bytes=memory_bytes, cause=cause, progress=progress
+        )
     print_location(location, show_all=show_all or verbose)
     if json_file is not None:
         write_report(location, json_file)

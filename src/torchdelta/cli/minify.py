@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import typer
 
@@ -17,8 +16,8 @@ from torchdelta.cli.options import (
     Resume,
     TransformIfAny,
     WithIssue,
+    read_check_options,
     read_limits,
-    read_words,
     require_directory,
     require_torch,
     running,
@@ -26,49 +25,54 @@ from torchdelta.cli.options import (
     workers_for,
 )
 from torchdelta.isolate.pool import CAN_FORK
+from torchdelta.records.case import CheckOptions, SearchLimits
 from torchdelta.records.codec import write_report
-from torchdelta.records.recording import completed
+from torchdelta.records.recording import complete
 from torchdelta.report.terminal.check import print_report
 from torchdelta.repro.confirm import CleanProcess
 
 
-@taking(case=read_words, limits=read_limits)
+@taking(options=read_check_options, limits=read_limits)
 def command(
     *,
     program: Program,
     transform: TransformIfAny = None,
     out: OutDirectory,
-    case: dict[str, Any],
-    limits: dict[str, Any],
+    options: CheckOptions,
+    limits: SearchLimits,
     resume: Resume = False,
     no_data: NoData = False,
     issue: WithIssue = False,
     debug: Debug = False,  # noqa: ARG001 — read in main
 ) -> None:
     """What is the smallest graph that still shows it?"""
-    words = completed(program, {"transform": transform, **case})
+    options = complete(program, replace(options, transform=transform))
     require_directory(out)
     require_torch("minifying")
-    # who will run the script imports torch beside this process, which does so for everybody else
-    clean = CleanProcess(warmup_steps(words["transform"], forks=CAN_FORK))
+    # the process that will run the script imports torch while this one imports it for itself and the workers
+    clean = CleanProcess(warmup_steps(options.transform, forks=CAN_FORK))
     with (
-        workers_for(words["transform"], what="minifying") as workers,
-        running(words["transform"], None, verbose=False) as progress,
+        workers_for(options.transform, what="minifying") as workers,
+        running(options.transform, None, verbose=False) as progress,
     ):
-        from torchdelta.api import minify
+        from torchdelta.check.prepare import prepare
+        from torchdelta.diagnose import module_of
+        from torchdelta.minify.minifier import Minifier
 
-        small = minify(
-            program,
+        minifier = Minifier(
+            check=prepare(program, options=options),
+            transform=options.transform,
+            limits=limits,
             out=out / "minify",
-            resume=resume,
-            progress=lambda told: progress(str(told)),
-            workers=workers,
+            is_resumed=resume,
+            imports=module_of(program),
+            pool=workers,
             clean=clean,
             script=out / "repro.py",
-            data=not no_data,
-            **limits,
-            **words,
+            with_data=not no_data,
+            tell=lambda reduction: progress(str(reduction)),
         )
+        small = minifier.run()
         also = [f"also seen, and not followed: {signature}" for signature in small.also_seen]
         notes = (*small.report.notes, *small.notes, *also)
         report = replace(small.report, reduction=small.reduction, notes=notes)

@@ -1,7 +1,4 @@
-"""What `torchdelta op --opinfo` adds to the command: which operators, in which dtypes, kept where.
-
-`torchdelta op`: check an operator as compilers will use it, or those of torch's own database.
-"""
+"""`torchdelta op`: check one operator as compilers will use it, or with `--opinfo` those of torch's own database."""
 
 from __future__ import annotations
 
@@ -30,11 +27,13 @@ from torchdelta.cli.options import (
 from torchdelta.errors import UsageError
 from torchdelta.operators.isolated import check_op_isolated
 from torchdelta.operators.sweep import DTYPES, GRADIENTS, SweepRequest, sweep
+from torchdelta.records.case import words_of
 from torchdelta.records.codec import write_report
 from torchdelta.records.operators import OpReport, Sweep
 from torchdelta.report.terminal.operators import print_operator, print_sweep
 
 TIMEOUT_S = 180.0
+"""How long one operator of a sweep may take by default."""
 _SAMPLES = 2
 _WORKERS = 2
 
@@ -54,49 +53,45 @@ def read_sweep(
     ] = None,
     resume: Resume = False,
 ) -> dict[str, Any]:
-    """Return what a sweep is told; None wherever a user said nothing."""
+    """Return the options of a sweep as they were typed; None for those that were not."""
     if workers is not None and workers < 1:
         raise UsageError(f"--workers is a number above 0, not {workers}")
     if resume and out is None:
-        raise UsageError("--resume goes on with what is in a directory: name it by -o")
-    told = {"opinfo": opinfo, "dtypes": dtypes, "samples": samples, "workers": workers, "out": out}
-    return {**told, "resume": resume or None}
+        raise UsageError("--resume continues the sweep of a directory: name it by -o")
+    typed = {"opinfo": opinfo, "dtypes": dtypes, "samples": samples, "workers": workers, "out": out}
+    return {**typed, "resume": resume or None}
 
 
-def swept(
-    told: Mapping[str, Any],
+def run_sweep(
+    typed: Mapping[str, Any],
     words: Mapping[str, Any],
     *,
     timeout_s: float | None,
     memory_bytes: int | None,
     progress: Callable[[str], None],
 ) -> Sweep:
-    """Run the sweep that a user asked for."""
-    asked = SweepRequest(
-        operators=split(told["opinfo"]),
-        dtypes=DTYPES if told["dtypes"] is None else split(told["dtypes"]),
-        samples=_SAMPLES if told["samples"] is None else told["samples"],
+    """Return the result of the sweep that was typed; `words` are the questions about each operator."""
+    request = SweepRequest(
+        operators=words_of(typed["opinfo"]),
+        dtypes=DTYPES if typed["dtypes"] is None else words_of(typed["dtypes"]),
+        samples=_SAMPLES if typed["samples"] is None else typed["samples"],
         **words,
     )
-    if told["out"] is not None:
-        require_directory(told["out"])
+    if typed["out"] is not None:
+        require_directory(typed["out"])
     return sweep(
-        asked,
-        out=told["out"],
-        resume=bool(told["resume"]),
-        workers=told["workers"] or _WORKERS,
+        request,
+        out=typed["out"],
+        resume=bool(typed["resume"]),
+        workers=typed["workers"] or _WORKERS,
         timeout_s=timeout_s or TIMEOUT_S,
         memory_bytes=memory_bytes,
-        told=lambda done, total, what: progress(f"{done} of {total}, {what}" if total else what),
+        tell=lambda done, total, what: progress(f"{done} of {total}, {what}" if total else what),
     )
-
-
-def split(text: str) -> tuple[str, ...]:
-    """Return the words between commas."""
-    return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
 _INTERRUPTED = 130
+"""The exit code of a sweep that Ctrl-C ended early: 128 + SIGINT, as shells have it."""
 
 
 def read_call(
@@ -106,7 +101,7 @@ def read_call(
         list[str] | None, typer.Option("--import", help="A module or file that registers the operator.")
     ] = None,
 ) -> dict[str, Any]:
-    """Return what one operator is called with; None wherever a user said nothing."""
+    """Return the options of one call as they were typed; None for those that were not."""
     if args is not None and inputs is not None:
         raise UsageError("--args and --inputs both give the arguments: leave one out")
     return {"args": args, "inputs": inputs, "import": imports or None}
@@ -119,10 +114,10 @@ def read_questions(
     gradients: Annotated[str, typer.Option(help="auto, yes or no.")] = "auto",
     seed: Seed = 0,
 ) -> dict[str, Any]:
-    """Return what an operator is asked."""
+    """Return the questions about an operator."""
     if gradients not in GRADIENTS:
         raise UsageError(f"--gradients is auto, yes or no, not {gradients!r}")
-    words = {"probes": split(probes), "backends": split(backends), "policy": policy, "gradients": gradients}
+    words = {"probes": words_of(probes), "backends": words_of(backends), "policy": policy, "gradients": gradients}
     return {**words, "seed": seed}
 
 
@@ -159,27 +154,28 @@ def command(
     if name is None:
         _refuse(call, "one operator, and --opinfo names those of torch's database")
         with running("sweep", json_file, verbose=verbose) as progress:
-            found = swept(sweep, questions, progress=progress, **limits)
+            result = run_sweep(sweep, questions, progress=progress, **limits)
         if json_file is not None:
-            write_report(found, json_file)
-        print_sweep(found, verbose=verbose)
-        raise typer.Exit(EXIT_OF[found.verdict] if len(found.swept) == found.total else _INTERRUPTED)
+            write_report(result, json_file)
+        print_sweep(result, verbose=verbose)
+        raise typer.Exit(EXIT_OF[result.verdict] if len(result.swept) == result.total else _INTERRUPTED)
     _refuse(sweep, "a sweep over torch's database, and needs --opinfo")
     with running(name, json_file, verbose=verbose) as progress:
-        report = _checked(name, call, questions, limits, progress, verbose=verbose)
+        report = _check(name, call, questions, limits, progress, verbose=verbose)
     if json_file is not None:
         write_report(report, json_file)
     print_operator(report, verbose=verbose)
     raise typer.Exit(EXIT_OF[report.verdict])
 
 
-def _refuse(told: Mapping[str, Any], of_what: str) -> None:
-    for option, value in told.items():
+def _refuse(typed: Mapping[str, Any], of_what: str) -> None:
+    """Raise UsageError for the first option that was typed, because it belongs to something else."""
+    for option, value in typed.items():
         if value is not None:
-            raise UsageError(f"--{option} is of {of_what}")
+            raise UsageError(f"--{option} is an option of {of_what}")
 
 
-def _checked(
+def _check(
     name: str,
     call: Mapping[str, Any],
     questions: Mapping[str, Any],
@@ -188,7 +184,8 @@ def _checked(
     *,
     verbose: bool,
 ) -> OpReport:
-    checked = check_op_isolated(
+    """Check one operator in a worker, print what that printed, and return the report."""
+    result = check_op_isolated(
         name,
         arguments=None if call["inputs"] is not None else read_arguments(call["args"] or ""),
         inputs=call["inputs"],
@@ -203,5 +200,5 @@ def _checked(
         progress=progress,
         **limits,
     )
-    pass_on(checked.output, checked.warnings, verbose=verbose)
-    return checked.report
+    pass_on(result.output, result.warnings, verbose=verbose)
+    return result.report

@@ -1,7 +1,7 @@
 """Arguments of an operator as they are typed: `f32[3, 4], i64(0, 10)[5], dim=1, 'mean', torch.bfloat16`.
 
-The text looks like the arguments of a Python call, is parsed as such, and never evaluated. What it says comes back as
-data that JSON can hold; `execute/op_arguments.py` makes values of it.
+The text looks like the arguments of a Python call, is parsed as such, and never evaluated. `read_arguments` returns a
+description that JSON can hold; `operators/arguments.py` builds the values from it in a worker.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OPENING = "_("
 
 
 def read_arguments(text: str) -> tuple[list[Any], dict[str, Any]]:
-    """Return a description of the positional and of the keyword arguments; UsageError with the place of a mistake."""
+    """Return descriptions of the positional and the keyword arguments; UsageError names the place of a mistake."""
     reader = _Reader(text)
     try:
         return reader.read()
@@ -48,11 +48,14 @@ def read_arguments(text: str) -> tuple[list[Any], dict[str, Any]]:
 
 
 class _Reader:
+    """Reads one text; every error names the column of the argument that is wrong."""
+
     def __init__(self, text: str) -> None:
         self.text = text
-        self.source = f"{_OPENING}{text}\n)"  # behind a comment at the end, the bracket would be part of it
+        self.source = f"{_OPENING}{text}\n)"  # on its own line, because the text may end in a comment
 
     def read(self) -> tuple[list[Any], dict[str, Any]]:
+        """Return descriptions of the positional and the keyword arguments."""
         call = self._parsed()
         args = [self._value(node) for node in call.args]
         kwargs: dict[str, Any] = {}
@@ -65,6 +68,7 @@ class _Reader:
         return args, kwargs
 
     def _parsed(self) -> ast.Call:
+        """Return the call that the text, put between brackets, is; UsageError if it does not parse."""
         try:
             root = ast.parse(self.source, mode="eval").body
         except SyntaxError as error:
@@ -80,14 +84,16 @@ class _Reader:
         return root
 
     def _stray_bracket(self) -> UsageError | None:
+        """Return the error of the first bracket that closes more than was opened, or None if there is none."""
         for place, letter in enumerate(self.text):
             if letter == ")" and _reads(self.text[:place]):
                 before = self.source[: len(_OPENING) + place]
                 where = self._place(before.count("\n") + 1, len(before) - before.rfind("\n") - 1)
-                return UsageError(f"--args: {self.text!r} cannot be read {where}: nothing was opened that this closes")
+                return UsageError(f"--args: {self.text!r} cannot be read {where}: this bracket closes nothing")
         return None
 
     def _value(self, node: ast.expr) -> Any:
+        """Return the description of one argument; UsageError if it is not one that can be described."""
         match node:
             case ast.Constant(value=value) if value is None or isinstance(value, (bool, int, float, complex, str)):
                 return _plain(value)
@@ -114,7 +120,7 @@ class _Reader:
             case ast.Call(func=ast.Name(id=name)) if name in DTYPES:
                 raise self._wrong(node, f"a tensor has sizes, such as {self._segment(node)}[3, 4]")
             case ast.Name(id=name):
-                raise self._wrong(node, f"it is nothing that is known here; a string is {name!r}")
+                raise self._wrong(node, f"it is not a known name; a string is {name!r}")
         raise self._wrong(
             node,
             "an argument is a tensor such as f32[3, 4], a number, a string, None, or a list, tuple or dict of them",
@@ -128,6 +134,7 @@ class _Reader:
         return [_plain(key.value), self._value(value)]
 
     def _number(self, node: ast.expr) -> complex:
+        """Return a number, which may have signs and, if it is complex, a real part."""
         match node:
             case ast.Constant(value=bool()):
                 pass
@@ -147,9 +154,10 @@ class _Reader:
                 real = self._number(left)
                 if not isinstance(real, complex):
                     return real + imaginary if isinstance(sign, ast.Add) else real - imaginary
-        raise self._wrong(node, "it is no number; nothing is computed here")
+        raise self._wrong(node, "it is not a number; nothing is computed here")
 
     def _named_by_torch(self, node: ast.expr, name: str) -> Any:
+        """Return the description of `torch.NAME`: a number, a dtype, a layout or a memory format."""
         if name in _NUMBERS:
             return _plain(_NUMBERS[name])
         if name in DTYPES:
@@ -165,11 +173,12 @@ class _Reader:
         raise self._wrong(node, "a device is torch.device('cpu')")
 
     def _tensor(self, node: ast.expr) -> dict[str, Any]:
+        """Return the description of a tensor such as `f32(0, 1)[3, 4].t`."""
         if isinstance(node, ast.Attribute):
             return self._modified(self._tensor(node.value), node)
         if not isinstance(node, ast.Subscript):
             raise self._wrong(node, "a tensor is a dtype and its sizes, such as f32[3, 4]")
-        dtype, bounds = self._drawn_from(node.value)
+        dtype, bounds = self._dtype_and_bounds(node.value)
         has_gradient = dtype.startswith(("float", "bfloat", "complex"))
         return {
             "dtype": dtype,
@@ -180,9 +189,10 @@ class _Reader:
             "device": "cpu",
         }
 
-    def _drawn_from(self, node: ast.expr) -> tuple[str, list[float] | None]:
+    def _dtype_and_bounds(self, node: ast.expr) -> tuple[str, list[float] | None]:
+        """Return the dtype of a tensor, and the range that its values are drawn from; None is the default range."""
         if isinstance(node, ast.Call):
-            dtype, _ = self._drawn_from(node.func)
+            dtype, _ = self._dtype_and_bounds(node.func)
             return dtype, self._bounds(node, dtype)
         match node:
             case ast.Name(id=name) | ast.Attribute(value=ast.Name(id="torch"), attr=name):
@@ -192,25 +202,27 @@ class _Reader:
         raise self._wrong(node, "a tensor is a dtype and its sizes, such as f32[3, 4]")
 
     def _bounds(self, node: ast.Call, dtype: str) -> list[float]:
+        """Return the least value and the end of a range such as `(0, 10)`."""
         if len(node.args) != 2 or node.keywords:
             raise self._wrong(node, "a range of values is two numbers, such as i64(0, 10)[5]")
         if dtype == "bool":
             raise self._wrong(node, "truth values have no range")
         low, high = (self._bound(each, dtype) for each in node.args)
         if not low < high:
-            raise self._wrong(node, f"there is nothing from {low} up to {high}")
+            raise self._wrong(node, f"no value is at least {low} and below {high}")
         return [low, high]
 
     def _bound(self, node: ast.expr, dtype: str) -> float:
+        """Return one end of a range; UsageError if the dtype cannot hold it."""
         number = self._number(node)
         if isinstance(number, complex) or not math.isfinite(number):
             raise self._wrong(node, "the bound of a range is a finite number")
         if "int" in dtype:
             bits = int(dtype.rpartition("int")[2])
             least, most = (0, 2**bits) if dtype.startswith("u") else (-(2 ** (bits - 1)), 2 ** (bits - 1))
-            # numbers are drawn as int64, whatever they become then
+            # values are drawn as int64 and converted then
             if not isinstance(number, int) or not least <= number <= min(most, 2**63 - 1):
-                raise self._wrong(node, f"it is no bound of {dtype}")
+                raise self._wrong(node, f"it is not a bound of {dtype}")
         return number
 
     def _sizes(self, node: ast.expr) -> list[int]:
@@ -224,6 +236,7 @@ class _Reader:
         raise self._wrong(node, "a size is a whole number, not less than 0")
 
     def _modified(self, tensor: dict[str, Any], node: ast.Attribute) -> dict[str, Any]:
+        """Return the description of a tensor with one modifier, such as `.t` or `.no_grad`."""
         name = node.attr
         if name not in _MODIFIERS:
             raise self._wrong(node, f"a tensor has no {name!r} here: {nearest(name, _MODIFIERS)}")
@@ -245,7 +258,8 @@ class _Reader:
         return ast.get_source_segment(self.source, node) or self.text
 
     def _place(self, line: int, column: int) -> str:
-        if line > self.text.count("\n") + 1:  # the bracket that is none of the user's
+        """Return a place in the user's text, in words."""
+        if line > self.text.count("\n") + 1:  # the closing bracket, which is not the user's
             return "at its end"
         if line == 1:
             column -= len(_OPENING)
@@ -257,6 +271,7 @@ class _Reader:
 
 
 def _reads(text: str) -> bool:
+    """Tell whether the text parses as the arguments of one call."""
     try:
         return _is_whole(ast.parse(f"{_OPENING}{text}\n)", mode="eval").body)
     except (SyntaxError, ValueError, MemoryError):
@@ -264,11 +279,12 @@ def _reads(text: str) -> bool:
 
 
 def _is_whole(root: ast.expr) -> TypeGuard[ast.Call]:
-    """Tell whether the brackets around the text are each other's, and not closed or opened by what is between."""
+    """Tell whether the brackets around the text match each other, and not brackets within the text."""
     return isinstance(root, ast.Call) and isinstance(root.func, ast.Name)
 
 
 def _plain(value: Any) -> Any:
+    """Return a number or any other constant as data that strict JSON can hold."""
     if isinstance(value, complex):
         return {"complex": [_plain(value.real), _plain(value.imag)]}
     if isinstance(value, float) and not math.isfinite(value):

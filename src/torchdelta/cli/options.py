@@ -1,8 +1,9 @@
-"""What the commands have in common: options as they are typed, and the work around a run of the engine.
+"""What commands share: typed options, which are read into records, exit codes, and the work around a run.
 
-Exit codes, the same for every command that ends in a verdict.
+A command takes the options of a reader such as `read_check_options` by the decorator `taking`:
 
-What the commands that make a failure small have in common.
+    @taking(options=read_check_options)
+    def command(*, program: Program, options: CheckOptions) -> None: ...
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from torchdelta.isolate.pool import Pool
 from torchdelta.isolate.worker import import_all
 from torchdelta.isolate.zygote_start import is_forkable
 from torchdelta.minify.workers import pool_for
-from torchdelta.records.case import DYNAMO, require_level
+from torchdelta.records.case import CheckOptions, SearchLimits
 from torchdelta.records.comparison import Scalar
 from torchdelta.records.verdict import Verdict
 
@@ -62,7 +63,7 @@ _UNITS = {"": 1, "b": 1} | {
 }
 
 
-def read_words(
+def read_check_options(
     option: Options = None,
     stages: Stages = None,
     policy: PolicyIfAny = None,
@@ -74,38 +75,46 @@ def read_words(
     semantic: Annotated[
         bool,
         typer.Option("--semantic/--no-semantic", help="Ask in float64 too: one more application, compile included."),
-    ] = True,
-    seed: Seed = 0,
-    iterations: Annotated[int, typer.Option(help="Runs, all but the first on fresh random inputs.")] = 1,
-    steps: Annotated[int, typer.Option(help="Optimizer steps of the stage steps.")] = 3,
-    optimizer: Annotated[str, typer.Option(help="adamw, sgd, or file.py:factory of one from parameters.")] = "adamw",
-    loss: Annotated[str | None, typer.Option(help="file.py:fn of the outputs, instead of random cotangents.")] = None,
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="With deterministic algorithms.")] = False,
-    anomaly: Annotated[bool, typer.Option("--anomaly", help="With autograd's anomaly mode.")] = False,
-) -> dict[str, Any]:
-    """Return what `check` and `locate` of the engine are told about a case besides program and transform."""
-    return {
-        "options": read_options(option),
-        "stages": stages,
-        "policy": policy,
-        "ignore": ignore,
-        "strict": f"{strict},casts" if strict_casts else strict,
-        "semantic": semantic,
-        "seed": seed,
-        "iterations": iterations,
-        "steps": steps,
-        "optimizer": optimizer,
-        "loss": loss,
-        "deterministic": deterministic,
-        "anomaly": anomaly,
-    }
+    ] = CheckOptions.semantic,
+    seed: Seed = CheckOptions.seed,
+    iterations: Annotated[
+        int, typer.Option(help="Runs, all but the first on fresh random inputs.")
+    ] = CheckOptions.iterations,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of the stage steps.")] = CheckOptions.steps,
+    optimizer: Annotated[
+        str, typer.Option(help="adamw, sgd, or file.py:factory of one from parameters.")
+    ] = CheckOptions.optimizer,
+    loss: Annotated[
+        str | None, typer.Option(help="file.py:fn of the outputs, instead of random cotangents.")
+    ] = CheckOptions.loss,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="With deterministic algorithms.")
+    ] = CheckOptions.deterministic,
+    anomaly: Annotated[bool, typer.Option("--anomaly", help="With autograd's anomaly mode.")] = CheckOptions.anomaly,
+) -> CheckOptions:
+    """Return the options of a check that were typed, without the transform."""
+    return CheckOptions.read(
+        options=read_options(option),
+        stages=stages,
+        policy=policy,
+        ignore=ignore,
+        strict=f"{strict},casts" if strict_casts else strict,
+        semantic=semantic,
+        seed=seed,
+        iterations=iterations,
+        steps=steps,
+        optimizer=optimizer,
+        loss=loss,
+        deterministic=deterministic,
+        anomaly=anomaly,
+    )
 
 
 Command = Callable[..., None]
 
 
-def taking(**readers: Callable[..., dict[str, Any]]) -> Callable[[Command], Command]:
-    """Give a command the options of each reader, whose answer becomes its argument of that name."""
+def taking(**readers: Callable[..., Any]) -> Callable[[Command], Command]:
+    """Return a decorator that gives a command the options of each reader; its result is the argument of that name."""
     shared = {name: inspect.signature(read, eval_str=True).parameters for name, read in readers.items()}
 
     def decorate(command: Command) -> Command:
@@ -116,7 +125,7 @@ def taking(**readers: Callable[..., dict[str, Any]]) -> Callable[[Command], Comm
             read = {name: readers[name](**{each: typed.pop(each) for each in shared[name]}) for name in readers}
             command(**typed, **read)
 
-        # the options stand where the argument stood, so that they do in --help too
+        # the options take the argument's place, so that `--help` lists them there
         parameters = [each for name in own for each in (shared[name].values() if name in shared else (own[name],))]
         signature = inspect.Signature([each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters])
         run.__signature__ = signature  # type: ignore[attr-defined]
@@ -127,7 +136,7 @@ def taking(**readers: Callable[..., dict[str, Any]]) -> Callable[[Command], Comm
 
 @contextmanager
 def running(transform: str, json_file: Path | None, *, verbose: bool) -> Iterator[Callable[[str], None]]:
-    """See to what surrounds a run: a place for its result, warnings, and the part that is being done on stderr."""
+    """Surround a run: check the place of its result, count warnings, show the progress; yields what to tell that."""
     if json_file is not None:
         require_writable(json_file)
     console = Console(stderr=True)
@@ -139,7 +148,7 @@ def running(transform: str, json_file: Path | None, *, verbose: bool) -> Iterato
 
 
 def require_torch(what: str) -> None:
-    """Say what lacks torch, without the seconds that importing it takes."""
+    """Raise EnvironmentUnfit if torch is not installed, without the seconds that importing it takes."""
     with needing_torch(what):
         if importlib.util.find_spec("torch") is None:
             raise ModuleNotFoundError(name="torch")
@@ -147,7 +156,7 @@ def require_torch(what: str) -> None:
 
 @contextmanager
 def needing_torch(what: str) -> Iterator[None]:
-    """Say what lacks a package that the engine is imported with."""
+    """Turn the lack of a package, while torchdelta's modules are imported, into EnvironmentUnfit."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -155,12 +164,12 @@ def needing_torch(what: str) -> Iterator[None]:
 
 
 def read_options(texts: list[str] | None) -> dict[str, Scalar]:
-    """Read every `key=value`."""
+    """Return the options of a transform, each typed as `key=value`."""
     return dict(read_option(text) for text in texts or ())
 
 
 def read_option(text: str) -> tuple[str, Scalar]:
-    """Read `key=value`, the value as the number or truth value that it looks like."""
+    """Return name and value of `key=value`; a value that reads as a number or truth value is one."""
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise UsageError(f"malformed option {text!r}: write -O key=value")
@@ -168,6 +177,7 @@ def read_option(text: str) -> tuple[str, Scalar]:
 
 
 def _scalar(text: str) -> Scalar:
+    """Return the truth value or number that a text reads as, or else the text."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):
@@ -179,19 +189,19 @@ def _scalar(text: str) -> Scalar:
 
 
 def read_bytes(text: str) -> int:
-    """Read an amount of memory: `2GB`, `1.5 GiB`, or a number of bytes."""
-    written = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.strip().lower())
-    unit = _UNITS.get(written[2]) if written else None
-    amount = int(float(written[1]) * unit) if written and unit else 0
+    """Return the bytes of an amount of memory: `2GB`, `1.5 GiB`, or a number of bytes."""
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.strip().lower())
+    unit = _UNITS.get(match[2]) if match else None
+    amount = int(float(match[1]) * unit) if match and unit else 0
     if amount < 1:
         raise UsageError(f"malformed amount of memory {text!r}: write it as 2GB, 512MiB or a number of bytes")
     return amount
 
 
 def read_mapping(path: Path) -> dict[str, str]:
-    """Read which node of the candidate stands for which of the reference, from a JSON object of names."""
+    """Return the pairs of node names, reference to candidate, of a file that has them as a JSON object."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=lambda pairs: _once(pairs, path))
+        pairs = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=lambda items: _unique(items, path))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
             f"cannot read the mapping {path}: {getattr(error, 'strerror', None) or 'it is not text'}"
@@ -200,53 +210,53 @@ def read_mapping(path: Path) -> dict[str, str]:
         raise UsageError(f"the mapping {path} is not JSON (line {error.lineno}: {error.msg})") from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"the mapping {path} is not JSON that can be read: {error}") from error
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+    if not isinstance(pairs, dict) or not all(isinstance(name, str) for name in pairs.values()):
         raise UsageError(
-            f"the mapping {path} is no object of names: "
+            f"the mapping {path} is not an object of names: "
             'write {"node of the reference": "node of the candidate"}, with both names as text'
         )
-    return found
+    return pairs
 
 
-def _once(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
-    made = dict(pairs)
-    for name in made:
-        if (times := sum(name == other for other, _ in pairs)) > 1:
+def _unique(items: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
+    """Return the items of a JSON object as a dict; UsageError if a name comes twice."""
+    pairs = dict(items)
+    for name in pairs:
+        if (times := sum(name == other for other, _ in items)) > 1:
             raise UsageError(f"the mapping {path} names {name!r} {times} times: a node has one partner")
-    return made
+    return pairs
 
 
 @contextmanager
 def counting_warnings(console: Console) -> Iterator[None]:
-    """Keep warnings from the terminal, and say how many there were."""
+    """Keep warnings from the terminal, and print their number afterwards."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         yield
-    tell_of_warnings(len(caught), console)
+    print_warning_count(len(caught), console)
 
 
-def tell_of_warnings(count: int, console: Console) -> None:
-    """Say how many warnings nobody was shown."""
+def print_warning_count(count: int, console: Console) -> None:
+    """Print how many warnings were not shown, if any."""
     if count:
-        said = "1 warning; --verbose shows it" if count == 1 else f"{count} warnings; --verbose shows them"
-        console.print(said, style="dim", highlight=False)
+        text = "1 warning; --verbose shows it" if count == 1 else f"{count} warnings; --verbose shows them"
+        console.print(text, style="dim", highlight=False)
 
 
 def pass_on(output: str, texts: Sequence[str], *, verbose: bool) -> None:
-    """Print what a worker printed, which is part of running a program, and its warnings or how many there were."""
+    """Print the output of a worker, which is that of the program, and the texts of its warnings or their number."""
     sys.stdout.write(output)
     for text in texts if verbose else ():
         sys.stderr.write(text)
     if not verbose:
-        tell_of_warnings(len(texts), Console(stderr=True))
+        print_warning_count(len(texts), Console(stderr=True))
 
 
 def require_writable(path: Path) -> None:
-    """Raise UsageError where a file cannot be written."""
-    # minutes of compiling are not to be lost to a path that could never be written
+    """Raise UsageError if the file cannot be written, before minutes of compiling are lost to that."""
     if path.is_dir():
         raise UsageError(f"cannot write {path}: it is a directory; name a file in it")
-    if path.exists() and not path.is_file():  # a pipe or a device needs no room beside it
+    if path.exists() and not path.is_file():  # a pipe or device is written to in place
         return
     if not path.parent.is_dir():
         raise UsageError(f"cannot write {path}: there is no directory {path.parent}; make it first")
@@ -256,7 +266,7 @@ def require_writable(path: Path) -> None:
 
 USAGE = 2
 INTERNAL = 70
-"""A mistake of torchdelta's own: sysexits' EX_SOFTWARE, because Python's own 1 would say that the program diverged."""
+"""A mistake of torchdelta's own: EX_SOFTWARE of sysexits, because 1, Python's own, means that a program diverged."""
 
 EXIT_OF = {
     Verdict.EQUIVALENT: 0,
@@ -277,41 +287,36 @@ WithIssue = Annotated[bool, typer.Option("--issue", help="Write the text of an i
 def read_limits(
     match: Annotated[
         str | None, typer.Option(help="A regular expression: of several failures, the one that is meant.")
-    ] = None,
-    level: Annotated[str, typer.Option(help="Whose graphs are made smaller: dynamo, or aot.")] = DYNAMO,
-    timeout: Annotated[float, typer.Option(help="Seconds that the first query may take.")] = 600.0,
-    queries: Annotated[int | None, typer.Option(help="At most so many queries.")] = None,
-    seconds: Annotated[float | None, typer.Option(help="At most so long.")] = None,
+    ] = SearchLimits.match,
+    level: Annotated[str, typer.Option(help="Whose graphs are made smaller: dynamo, or aot.")] = SearchLimits.level,
+    timeout: Annotated[float, typer.Option(help="Seconds that the first query may take.")] = SearchLimits.timeout_s,
+    queries: Annotated[int | None, typer.Option(help="At most so many queries.")] = SearchLimits.queries,
+    seconds: Annotated[float | None, typer.Option(help="At most so long.")] = SearchLimits.seconds,
     memory: Memory = None,
-) -> dict[str, Any]:
-    """Return what `minify` and `diagnose` of the engine are told about which failure, and at what cost."""
+) -> SearchLimits:
+    """Return which failure to follow and what that may cost; UsageError if a limit makes no sense."""
     for name, value in (("timeout", timeout), ("queries", queries), ("seconds", seconds)):
         if value is not None and value <= 0:
             raise UsageError(f"--{name} is a number above 0, not {value:g}")
-    require_level(level)
-    try:
-        re.compile(match or "")
-    except re.error as error:
-        raise UsageError(f"--match {match!r} is no regular expression: {error}") from error
-    return {
-        "match": match,
-        "level": level,
-        "timeout_s": timeout,
-        "queries": queries,
-        "seconds": seconds,
-        "memory_bytes": read_bytes(memory) if memory is not None else None,
-    }
+    return SearchLimits(
+        match=match,
+        level=level,
+        timeout_s=timeout,
+        queries=queries,
+        seconds=seconds,
+        memory_bytes=read_bytes(memory) if memory is not None else None,
+    )
 
 
 @contextmanager
 def workers_for(transform: str, *, what: str, preload: Sequence[str] = ()) -> Iterator[Pool]:
-    """Import torch once for this process and all workers, who get ready while it loads the program."""
+    """Import torch once, for this process and its workers; yield the workers, which warm up while this one goes on."""
     was_forkable = is_forkable()
-    # read when torch is imported: threads that have nothing to do sleep, and leave the machine to the other workers
+    # torch reads this when it is imported: idle threads then sleep, and leave the cores to other workers
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # what is still there at the end goes with the process: to look for garbage in it first takes a second
+    # objects that are alive at the end go with the process; collecting garbage among them first takes a second
     atexit.register(gc.freeze)
-    # a spinner would have a thread, and nobody forks beside one
+    # without a spinner, because that has a thread, and a process with threads must not fork
     with needing_torch(what), Live("loading torch", console=Console(stderr=True), auto_refresh=False, transient=True):
         import_all(["torchdelta.api"])
     with pool_for(transform, preload=preload, from_here=was_forkable) as pool:
@@ -319,8 +324,7 @@ def workers_for(transform: str, *, what: str, preload: Sequence[str] = ()) -> It
 
 
 def require_directory(path: Path) -> None:
-    """Raise UsageError where a directory cannot be made or written to."""
-    # minutes of compiling are not to be lost to a place that could never be written
+    """Make a directory; UsageError if it cannot be made or written to, before minutes of compiling are lost to that."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

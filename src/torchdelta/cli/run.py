@@ -1,4 +1,4 @@
-"""`torchdelta run`: a user's script, unedited, with every compile in it under guard."""
+"""`torchdelta run`: run a user's script unedited, and guard every `torch.compile` in it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from torchdelta.cli.options import EXIT_OF, Debug, Policy, require_directory, re
 from torchdelta.errors import UsageError
 from torchdelta.guard.compiles import ALL, GuardedCompiles
 from torchdelta.guard.script import CODE, FILE, MODULE, Script, ScriptEnding, run_script
+from torchdelta.records.case import Case
 from torchdelta.records.guard import CHOICES, GuardSummary
 from torchdelta.records.passes import PassSummary
 from torchdelta.records.verdict import Verdict
 from torchdelta.report.terminal.guard import print_guard_summary
 
 SETTINGS = {"allow_interspersed_args": False}
-"""How the command line is read: what follows the script is the script's."""
+"""How the command line is read: arguments behind the script are the script's own."""
 
 
 class Interrupted(BaseException):
-    """The script was ended by Ctrl-C; its process has yet to be. The command line knows KeyboardInterrupt otherwise."""
+    """Ctrl-C ended the script. It is not a KeyboardInterrupt, because typer would turn that into an exit code."""
 
 
-def read_vigilance(
+def read_guard_options(
     check: Annotated[str, typer.Option(help="What is looked for: values, errors or off.")] = "values",
     on_failure: Annotated[
         str, typer.Option(help="raise ends the script, fallback goes on with the graph itself, report as before.")
@@ -45,9 +46,9 @@ def read_vigilance(
     only_nodes: Annotated[
         str | None, typer.Option(metavar="A:B", help="Only graphs that have from A to B nodes.")
     ] = None,
-    policy: Policy = "noise",
+    policy: Policy = Case.policy,
 ) -> dict[str, Any]:
-    """Return what a guard is told; a guard reads it again, but by then the script is under way."""
+    """Return the keywords of a guard; UsageError for a wrong one, before the script begins."""
     if every < 0:
         raise UsageError(f"--every is a number of calls from 0, not {every}")
     if budget is not None and budget <= 0:
@@ -70,7 +71,7 @@ def read_vigilance(
     return words
 
 
-@taking(vigilance=read_vigilance)
+@taking(guard_options=read_guard_options)
 def command(
     context: typer.Context,
     script: Annotated[str, typer.Argument(help="The script; with -m a module, with -c code.")],
@@ -86,48 +87,48 @@ def command(
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if anything diverged or failed.")] = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Where findings are written.")] = None,
     *,
-    vigilance: dict[str, Any],
+    guard_options: dict[str, Any],
     debug: Debug = False,  # noqa: ARG001 — read in main
 ) -> None:
-    """Run a script as python would, and hold what it compiles against what it runs eagerly."""
+    """Run a script as python would, and compare its compiled graphs with eager runs of them."""
     if module and code:
         raise UsageError("-m and -c exclude each other: name a module or write code")
-    asked = Script(kind=MODULE if module else CODE if code else FILE, text=script, arguments=tuple(arguments or ()))
+    program = Script(kind=MODULE if module else CODE if code else FILE, text=script, arguments=tuple(arguments or ()))
     require_torch("a guarded run")
     if out is not None:
         require_directory(out)
-        # the script may go elsewhere
+        # the script may change its working directory
         out = out.absolute()
     compiles = GuardedCompiles(
         out=out,
-        words=vigilance,
+        words=guard_options,
         wanted=guard or (None if watch_passes else ALL),
         is_watching=watch_passes,
     )
     for stream, errors in (context.obj or {}).items():
-        # what the script prints is printed as without us
+        # the script's output is encoded as it would be without torchdelta
         stream.reconfigure(errors=errors)
     started_in = os.getpid()
     with compiles.guard_all():
-        ending = run_script(asked)
-    # a child that the script forked ends here too, and has nothing to say
+        ending = run_script(program)
+    # a child that the script forked comes here too, and prints no summary
     if os.getpid() == started_in:
-        ending = _summed_up(compiles, ending, strict=strict)
+        ending = _sum_up(compiles, ending, strict=strict)
     if ending.is_interrupted:
         raise Interrupted
     sys.exit(ending.status)
 
 
-def _summed_up(compiles: GuardedCompiles, ending: ScriptEnding, *, strict: bool) -> ScriptEnding:
-    """Name culprits and print the summary; what comes back is how this process is to end."""
-    with contextlib.suppress(OSError, ValueError):  # of a pipe that nobody reads any more Python tells by itself
+def _sum_up(compiles: GuardedCompiles, ending: ScriptEnding, *, strict: bool) -> ScriptEnding:
+    """Name culprits and print the summary; return how this process has to end."""
+    with contextlib.suppress(OSError, ValueError):  # Python itself reports a closed pipe when it exits
         if sys.stdout is not None:
             sys.stdout.flush()
     if not ending.is_interrupted:
         with Console(file=sys.__stderr__).status("looking into what was found", spinner="dots") as status:
             compiles.finish(tell=lambda part: status.update(Text(part)))
     summary, watched = compiles.summary(), compiles.pass_summary()
-    # a script that closed its stderr wants to hear nothing
+    # a script that closed its stderr gets no summary
     if sys.__stderr__ is not None and not sys.__stderr__.closed:
         print_guard_summary(summary, watched)
     if strict and ending.status == 0 and _is_wrong(summary, watched):
@@ -136,15 +137,17 @@ def _summed_up(compiles: GuardedCompiles, ending: ScriptEnding, *, strict: bool)
 
 
 def _is_wrong(summary: GuardSummary, watched: PassSummary | None) -> bool:
+    """Tell whether a guarded graph failed, or a watched pass changed what is computed."""
     failed = any(Verdict(name).is_failure for name, many in summary.verdicts.items() if many)
     return failed or bool(watched is not None and watched.findings)
 
 
 def _range(text: str) -> tuple[int, int]:
-    written = re.fullmatch(r"(\d*):(\d*)", text.strip())
-    if written is None or text.strip() == ":":
+    """Return the least and the largest number of nodes of a range `A:B`, in which either may be left out."""
+    match = re.fullmatch(r"(\d*):(\d*)", text.strip())
+    if match is None or text.strip() == ":":
         raise UsageError(f"malformed range of node counts {text!r}: write --only-nodes 10:500, 10: or :500")
-    least, largest = int(written[1] or 0), int(written[2] or sys.maxsize)
+    least, largest = int(match[1] or 0), int(match[2] or sys.maxsize)
     if least > largest:
         raise UsageError(f"--only-nodes {text}: there is no number from {least} to {largest}")
     return least, largest

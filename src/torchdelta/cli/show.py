@@ -1,4 +1,4 @@
-"""`torchdelta show`: what was saved of a check, an audit or a search, on the terminal; needs no torch."""
+"""`torchdelta show`: print a report, an audit or a location that another command saved; needs no torch."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from torchdelta.report.terminal.sensitivity import print_sensitivity
 
 def command(
     report: Annotated[Path, typer.Argument(help="A file that --json wrote.")],
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", "--all", help="Everything that there is.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", "--all", help="All that was saved.")] = False,
     debug: Debug = False,  # noqa: ARG001 — read in main
 ) -> None:
-    """Show what a command saved, and exit as that did."""
-    found = read_report(report, None)
-    if isinstance(found, Audit):
-        print_audit(found, verbose=verbose)
+    """Show the result that a command saved, and exit as that command did."""
+    saved = read_report(report, None)
+    if isinstance(saved, Audit):
+        print_audit(saved, verbose=verbose)
         return
-    if isinstance(found, Sensitivity):
-        print_sensitivity(found)
+    if isinstance(saved, Sensitivity):
+        print_sensitivity(saved)
         return
-    if isinstance(found, Location):
-        print_location(found, show_all=verbose)
-    elif isinstance(found, OpReport):
-        print_operator(found, verbose=verbose)
-    elif isinstance(found, Sweep):
-        print_sweep(found, verbose=verbose)
-    elif isinstance(found, Pipeline):
-        typer.echo(str(found))
+    if isinstance(saved, Location):
+        print_location(saved, show_all=verbose)
+    elif isinstance(saved, OpReport):
+        print_operator(saved, verbose=verbose)
+    elif isinstance(saved, Sweep):
+        print_sweep(saved, verbose=verbose)
+    elif isinstance(saved, Pipeline):
+        typer.echo(str(saved))
     else:
-        print_report(found, verbose=verbose)
-    raise typer.Exit(EXIT_OF[found.verdict])
+        print_report(saved, verbose=verbose)
+    raise typer.Exit(EXIT_OF[saved.verdict])

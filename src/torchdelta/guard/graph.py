@@ -44,6 +44,7 @@ from torchdelta.passes.real_calls import (
 )
 from torchdelta.program import recordings
 from torchdelta.program.programs import own_path
+from torchdelta.records.case import CheckOptions
 from torchdelta.records.codec import write_report
 from torchdelta.records.failure import Failure
 from torchdelta.records.guard import GuardedGraphRecord
@@ -108,11 +109,13 @@ class CheckedCall:
         check = prepare(
             RecordedCall(return_written(self.original, written)),
             detach_inputs(args),
-            transform=PrecompiledTransform(called_as_graph(self.run), compile_again),
-            stages=stages,
-            policy=self.config.policy,
-            seed=self.config.seed,
-            semantic=False,
+            options=CheckOptions(
+                transform=PrecompiledTransform(called_as_graph(self.run), compile_again),
+                stages=stages,
+                policy=self.config.policy,
+                seed=self.config.seed,
+                semantic=False,
+            ),
         )
         baseline = replace(check.baseline, program=replace(check.baseline.program, name=self.record.name))
         case = replace(check.case, program=self.record.name, transform=self.record.backend)

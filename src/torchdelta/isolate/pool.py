@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -40,6 +40,12 @@ CAN_FORK = hasattr(os, "fork") and sys.platform != "darwin"
 SAME_INTERRUPT_S = 1.0
 """Interrupts within so many seconds are one Ctrl-C; a user who waits for longer may interrupt once more."""
 _PRELOADED_ALWAYS = "torchdelta._torch.process.forking"
+
+
+NO_END_S = 30 * 24 * 3600.0
+"""The deadline of a query that has none: a month."""
+_PULSE_S = 0.05
+"""How often a part that a task reports is passed on."""
 
 
 class Query:
@@ -156,10 +162,26 @@ class Pool:
         future.add_done_callback(lambda _: self._queries.discard(query))
         return query
 
-    def ask(self, task: str, request: Message, *, deadline_s: float, memory_bytes: int | None = None) -> Outcome:
-        """Run a task, wait for its outcome and return it."""
-        query = self.submit(task, request, deadline_s=deadline_s, memory_bytes=memory_bytes)
+    def ask(
+        self,
+        task: str,
+        request: Message,
+        *,
+        deadline_s: float | None,
+        memory_bytes: int | None = None,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> Outcome:
+        """Run a task, wait for its outcome and return it; `progress` gets each part that the task reports."""
+        query = self.submit(
+            task, request, deadline_s=NO_END_S if deadline_s is None else deadline_s, memory_bytes=memory_bytes
+        )
+        part = ""
         try:
+            while not query.is_done():
+                if query.part != part:
+                    part = query.part
+                    progress(part)
+                wait([query._future], timeout=_PULSE_S)
             return query.result()
         except BaseException:  # a Ctrl-C ends the query, not only the waiting
             query.cancel()

@@ -12,8 +12,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from torchdelta import errors
 from torchdelta.errors import UsageError
@@ -21,33 +21,70 @@ from torchdelta.isolate import process_groups
 from torchdelta.isolate.directories import QueryDirectory, read_tail
 from torchdelta.isolate.protocol import message_in
 from torchdelta.isolate.starters import Worker
+from torchdelta.records.codec import decode
 from torchdelta.records.failure import Failure
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The result of a query: exactly one of `answer` and `failure` is not None.
-
-    `output` is the end of what the worker and its children printed, `part` the part of the task that began last, and
-    `error` the class name if the task raised one of torchdelta's own errors.
-    """
+    """The result of a query: either an answer or a failure. Callers use `read`, which decodes or explains it."""
 
     answer: dict[str, Any] | None = None
     failure: Failure | None = None
     output: str = ""
+    """The end of what the worker and its children printed."""
     part: str = ""
+    """The part that the task reported last, such as `candidate`."""
     seconds: float = 0.0
     error: str | None = None
+    """The name of the class, if the task raised one of torchdelta's own errors."""
 
     def __post_init__(self) -> None:
         if (self.answer is None) == (self.failure is None):
             raise ValueError("an outcome is either an answer or a failure")
 
-    def raise_own_error(self) -> None:
-        """Raise the task's exception again, in the parent, if it is one of torchdelta's own errors; else do nothing."""
-        if self.error is not None and self.failure is not None:
-            kind: type[errors.TorchDeltaError] = getattr(errors, self.error)
-            raise kind(self.failure.message)
+    def read(
+        self,
+        kind: type[Answer],
+        field: str,
+        *,
+        program: str,
+        runs_candidate: Callable[[str], bool] = lambda _: True,
+    ) -> Answer | Failure:
+        """Return the answer's field, decoded as a `kind`, or the failure by which the candidate ended the worker.
+
+        `runs_candidate` tells by the name of a part whether the candidate runs in it. Raises:
+        - the TorchDeltaError that the task raised;
+        - RuntimeError if the task raised anything else, because a task catches what a candidate raises;
+        - ProgramError if the worker died in a part without a candidate. A timeout is returned from any part.
+        """
+        if self.answer is not None:
+            answer: Answer = decode(kind, self.answer[field], field)
+            return answer
+        failure = self.failure
+        assert failure is not None
+        if self.error is not None:
+            error: type[errors.TorchDeltaError] = getattr(errors, self.error)
+            raise error(failure.message)
+        if failure.kind == "exception":
+            raise RuntimeError(f"{program}: {failure.message}\n{failure.traceback}")
+        if failure.kind != "timeout" and not runs_candidate(self.part):
+            where = f"in its part {self.part!r}" if self.part else "while it was loaded"
+            raise errors.ProgramError(f"{program} fails when run eagerly, {where}: {failure.message}{self.last_words}")
+        return replace(failure, traceback=self.output)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """The texts of the warnings that a task returned with its answer."""
+        return tuple((self.answer or {}).get("warnings", ()))
+
+    @property
+    def last_words(self) -> str:
+        """The last line that the worker printed, as the end of a message; empty if it printed none."""
+        lines = [line for line in self.output.splitlines() if line.strip()]
+        return f"; the last line that it printed: {lines[-1].strip()}" if lines else ""
 
 
 KEPT_OUTPUT_BYTES = 64 << 10

@@ -1,4 +1,8 @@
-"""Decompositions one by one: each operator that a backend decomposes runs whole and decomposed, on the same inputs."""
+"""Which decomposition is wrong? Each operator that a backend decomposes runs whole and decomposed, on the same inputs.
+
+`Decompositions` is a seam after AOTAutograd, with nothing decomposed yet. It runs the graph itself node by node, and
+judges the decomposition of each node by the whole operator.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +24,19 @@ from torchdelta.nodewise.taps import TappedNode
 
 @dataclass(kw_only=True)
 class Decompositions:
-    """Stands behind AOTAutograd, where nothing is decomposed yet."""
+    """A seam that judges decompositions on the first call of each graph."""
 
     judge: LocalJudge
     table: Callable[[], Mapping[Any, Callable[..., Any]]]
-    seen: list[TappedNode] = field(default_factory=list)
+    """Returns the decompositions that the backend asked for, by operator."""
+    nodes: list[TappedNode] = field(default_factory=list)
     total: int = 0
     notes: list[str] = field(default_factory=list)
 
     def __call__(self, handed: HandedGraph) -> Callable[..., Any]:
-        """Hand the graph on, and compare on its first call."""
+        """Return the compiled graph; on its first call the decompositions are judged too."""
         graph = graphs.copy_graph(handed.graph)
-        made = handed.on()
+        compiled = handed.on()
         has_run = False
 
         def call(*args: Any) -> Any:
@@ -39,12 +44,13 @@ class Decompositions:
             if not has_run:
                 has_run = True
                 with torch.no_grad(), runtime.drawing_from():
-                    self.seen += self._judged(graph, copy_tensors(args), handed.level)
-            return made(*args)
+                    self.nodes += self._judged(graph, copy_tensors(args), handed.level)
+            return compiled(*args)
 
         return call
 
     def _judged(self, graph: GraphModule, inputs: Sequence[Any], level: str) -> Iterator[TappedNode]:
+        """Run the graph, and yield each node that has a decomposition, judged, unless it draws random numbers."""
         interpreter = Interpreter(graph, garbage_collect_values=False)
         feed = iter(inputs)
         values: dict[Node, Any] = {}
@@ -63,17 +69,18 @@ class Decompositions:
     def _judged_node(
         self, region: Region, decomposition: Callable[..., Any], values: Mapping[Node, Any], level: str
     ) -> TappedNode:
+        """Return the node with the judgement of its decomposition on these values, or unjudged if it does not run."""
         node = region.result
         args, kwargs = copy_tensors(map_arg((node.args, node.kwargs), values.__getitem__))
-        given = {source: values[source] for source in region.reads}
+        inputs = {source: values[source] for source in region.reads}
         try:
             decomposed = decomposition(*args, **kwargs)
-        except Exception as error:  # what cannot be decomposed alone is told, and judged with the rest of the rung
+        except Exception as error:  # the node stays unjudged, and a note says so
             self.notes.append(
                 f"{node.name} cannot be decomposed by itself: {type(error).__name__}: {error}".splitlines()[0]
             )
             return TappedNode(node=node, level=level, local=(), region=(node,), is_judged=False)
         if decomposed is NotImplemented:
             return TappedNode(node=node, level=level, local=(), region=(node,), is_judged=False)
-        found = self.judge.judge(node.name, values[node], decomposed, region.run, given)
-        return TappedNode(node=node, level=level, local=found, region=(node,))
+        comparisons = self.judge.judge(node.name, values[node], decomposed, region.run, inputs)
+        return TappedNode(node=node, level=level, local=comparisons, region=(node,))

@@ -1,37 +1,56 @@
 """A search for the culprit in a worker: a candidate that dies meanwhile costs the worker alone.
 
-This process needs no torch for it: only the worker imports it.
+This process needs no torch for it: only the worker imports torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from torchdelta.check.isolated import followed, last_line
 from torchdelta.errors import SearchFailed
 from torchdelta.isolate.pool import Pool
-from torchdelta.records.codec import decode
+from torchdelta.records.case import CheckOptions, SearchLimits
+from torchdelta.records.codec import encode
+from torchdelta.records.failure import Failure
 from torchdelta.records.location import Location
+from torchdelta.records.report import Report
 
 WORKER = "torchdelta.locate.worker"
 
 
 def locate_isolated(
     program: str,
-    words: Mapping[str, Any],
+    options: CheckOptions,
+    report: Report,
     *,
     pool: Pool,
-    timeout_s: float | None = None,
-    memory_bytes: int | None = None,
+    limits: SearchLimits,
     settings: Mapping[str, Any] | None = None,
+    graphs: Path | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Location:
-    """Name the culprit in a program that is named; SearchFailed where the search took its worker with it."""
-    request = {"program": program, "words": dict(words), "settings": dict(settings or {})}
-    outcome = followed(pool, f"{WORKER}:locate_program", request, timeout_s, memory_bytes, progress)
-    if outcome.answer is not None:
-        return decode(Location, outcome.answer["location"], "location")  # type: ignore[no-any-return]
-    outcome.raise_own_error()
-    assert outcome.failure is not None
-    raise SearchFailed(f"the search ended without an answer: {outcome.failure.message}{last_line(outcome.output)}")
+    """Return the location of the culprit in a named program, whose check has this report.
+
+    If the search runs the graphs that dynamo captures, they are written into the directory `graphs`. SearchFailed if
+    the search ended its worker.
+    """
+    request = {
+        "program": program,
+        "options": encode(options),
+        "report": encode(report),
+        "settings": dict(settings or {}),
+        "graphs": str(graphs) if graphs is not None else None,
+    }
+    outcome = pool.ask(
+        f"{WORKER}:locate_program",
+        request,
+        deadline_s=limits.timeout_s,
+        memory_bytes=limits.memory_bytes,
+        progress=progress,
+    )
+    result = outcome.read(Location, "location", program=program)
+    if isinstance(result, Failure):
+        raise SearchFailed(f"the search ended without an answer: {result.message}{outcome.last_words}")
+    return result

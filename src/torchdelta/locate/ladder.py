@@ -1,6 +1,9 @@
-"""The ladder of a compiler: from eager to what its backend made, each rung held against the original eager program.
+"""The ladder of a compiler, and causes by setting.
 
-Causes by settings: one of the backend's liberties is taken away, and the difference is gone with it.
+A rung is the compiler stopped on its way: after dynamo, after AOTAutograd, after decompositions, or not at all. `climb`
+compares each rung with the original eager program, and the first that fails names the part of the compiler. A cause is
+a freedom that inductor takes, such as eliding a cast. `find_cause` takes one after the other away by a setting, until
+the difference vanishes.
 """
 
 from __future__ import annotations
@@ -18,29 +21,34 @@ from torchdelta.transforms.decompose import Decompose
 from torchdelta.transforms.export import Export
 from torchdelta.transforms.wrappers import ObservedAfterAot
 
+CAPTURED = "dynamo"
+"""The graphs that dynamo captures, run eagerly."""
 BACKEND = "backend"
+AFTER_AOT = "aot"
+"""The graphs that AOTAutograd makes, not yet decomposed, run eagerly."""
 DECOMPOSED = "decomposed"
-"""A compiler on its way: its graphs after AOTAutograd, with the decompositions that its backend asked for."""
+"""The graphs after AOTAutograd, with the decompositions that the backend asks for, run eagerly."""
 DECOMPOSE = "decompose"
-"""The transform of that name, which exports and decomposes by its own table, and has no other rung above."""
-
-Ask = Callable[[Transform], tuple[Verdict, str]]
-"""Holds a transform against the eager program."""
+"""The transform of that name, which exports and decomposes by its own table; the rung before it is `export`."""
 
 
 @dataclass(frozen=True)
 class LadderStep:
-    """A transform that goes part of the way."""
+    """A rung: a transform that goes part of the way."""
 
     name: str
     transform: Transform
 
 
+Ask = Callable[[LadderStep], tuple[Verdict, str]]
+"""Compares a rung with the eager program, and returns verdict and reason."""
+
+
 def steps_of(transform: Transform) -> Iterator[LadderStep]:
-    """Yield what a transform goes through, up to itself; nothing of one that is a single step."""
+    """Yield the rungs of a transform, itself last; none if it is a single step."""
     if isinstance(transform, Compiler):
-        yield LadderStep("dynamo", transform.with_backend("eager"))
-        yield LadderStep("aot", ObservedAfterAot(transform, decompose=False, compile_graphs=False))
+        yield LadderStep(CAPTURED, transform.with_backend("eager"))
+        yield LadderStep(AFTER_AOT, ObservedAfterAot(transform, decompose=False, compile_graphs=False))
         yield LadderStep(DECOMPOSED, ObservedAfterAot(transform, compile_graphs=False))
         yield LadderStep(BACKEND, transform)
     elif isinstance(transform, Decompose):
@@ -49,12 +57,18 @@ def steps_of(transform: Transform) -> Iterator[LadderStep]:
 
 
 def climb(transform: Transform, known: tuple[Verdict, str], ask: Ask) -> tuple[Rung, ...]:
-    """Ask rung by rung until one is as bad as the transform itself, whose own verdict is known."""
+    """Return the rungs up to the first that fails; `known` is the verdict and reason of the transform itself."""
     rungs = []
+    has_aot = True
     for step in steps_of(transform):
-        verdict, reason = known if step.transform is transform else ask(step.transform)
+        is_behind_aot = isinstance(step.transform, ObservedAfterAot)
+        if is_behind_aot and not has_aot:
+            continue
+        verdict, reason = known if step.transform is transform else ask(step)
         if isinstance(step.transform, ObservedAfterAot) and not step.transform.interception.programs:
-            continue  # the backend is not built on AOTAutograd, and was not stopped on its way
+            # the backend is not built on AOTAutograd: nothing stopped it on its way, so this was the whole transform
+            has_aot = False
+            continue
         rungs.append(Rung(name=step.name, verdict=verdict, reason=reason))
         if verdict in (Verdict.DIVERGED, Verdict.CRASHED, Verdict.TIMED_OUT):
             break
@@ -63,7 +77,7 @@ def climb(transform: Transform, known: tuple[Verdict, str], ask: Ask) -> tuple[R
 
 @dataclass(frozen=True)
 class Cause:
-    """A liberty, and the setting of inductor that takes it away."""
+    """A freedom that inductor takes, in words, and the setting that takes it away."""
 
     what: str
     setting: str
@@ -74,7 +88,7 @@ class Cause:
         return f"{self.what}: it vanishes with {self.setting}={written}"
 
 
-# cheap explanations before broad ones: fusion off changes nearly everything that is generated
+# narrow explanations before broad ones: without fusion, nearly all generated code changes
 CAUSES = (
     Cause("narrowing casts are elided", "emulate_precision_casts", True),
     Cause("random numbers are drawn in another order", "fallback_random", True),
@@ -87,7 +101,7 @@ CAUSES = (
 
 
 def find_cause(transform: Transform, ask: Callable[[Transform], tuple[Verdict, str]]) -> tuple[Cause | None, int]:
-    """Return the first liberty without which there is no difference, and how many were tried."""
+    """Return the first freedom without which there is no difference, or None, and how many were tried."""
     if not isinstance(transform, Compiler) or not transform.is_inductor:
         return None, 0
     for tried, cause in enumerate(CAUSES, start=1):

@@ -1,4 +1,8 @@
-"""Where does it go wrong first? The check tells which question failed, and that one is asked of node after node."""
+"""Where does it go wrong first? `Locator.run` looks for the first node that is wrong on the reference's own inputs.
+
+The check's report tells which question failed, natively or in float64, and that question is asked of each node. First
+come the rungs of a compiler (`ladder`), then the walk over nodes (`nodewise.walk`), then causes by setting.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchdelta._torch.process import runtime, versions
+from torchdelta.check.baseline import Progress
 from torchdelta.check.check import Check
+from torchdelta.check.graphs import GraphRecorder, RecordedTransform
 from torchdelta.check.prepare import prepare
 from torchdelta.check.thorough import node_walk
 from torchdelta.errors import UsageError
 from torchdelta.locate.decompositions import Decompositions
-from torchdelta.locate.ladder import BACKEND, DECOMPOSED, climb, find_cause
+from torchdelta.locate.ladder import AFTER_AOT, BACKEND, CAPTURED, DECOMPOSED, LadderStep, climb, find_cause
 from torchdelta.nodewise.findings import NodeFindings, findings_from_taps
 from torchdelta.program.memory import peak_bytes
+from torchdelta.records.case import CheckOptions
 from torchdelta.records.location import Location, Rung
 from torchdelta.records.report import Cost, Culprit, Report, diverged_comparisons, reason_of
 from torchdelta.records.verdict import Verdict
@@ -23,11 +30,11 @@ from torchdelta.transforms.base import Transform
 from torchdelta.transforms.compiler import Compiler
 from torchdelta.transforms.wrappers import ObservedAfterAot
 
-TOO_EARLY = "it goes wrong in {rung}, before there is a graph whose nodes could be held against those of another"
+TOO_EARLY = "it goes wrong in {rung}, before there is a graph whose nodes could be compared with those of another"
 MAPPING_UNUSED = "the mapping was not used: there are no two graphs to match here"
 BETWEEN = (
-    "no node is wrong by itself: the failure lies between two graphs, or taps change what it comes from; "
-    "what is named is the setting that it needs"
+    "no node is wrong by itself: the failure lies between two graphs, or taps change its cause; "
+    "the culprit is the setting that the failure needs"
 )
 
 
@@ -36,43 +43,49 @@ class Locator:
     """One search; `run` answers it."""
 
     check: Check
+    report: Report | None = None
+    """The report of this check, if it was run before; None runs it first."""
+    recorder: GraphRecorder | None = None
+    """Records the graphs that dynamo captures, if the search runs them natively."""
     mapping: Mapping[str, str] | None = None
-    """The user's word on which nodes match."""
+    """Nodes of the reference and nodes of the candidate that the user pairs with them."""
     limit_bytes: int | None = None
     """The memory that taps may hold."""
     with_cause: bool = False
-    """Whether to look for the cause although a node was named."""
+    """Whether to look for the cause even if a node was named."""
     compiles: int = 0
     notes: list[str] = field(default_factory=list)
 
     def run(self) -> Location:
-        """Check, then look for the node in the precision in which the check failed."""
-        report = self.check.run()
-        self.compiles += self.check.transform.traits.is_compiler
-        is_lifted = any(seen.details.get("question") == "semantic" for seen in diverged_comparisons(report))
+        """Return the location: check if there is no report yet, then search in the precision in which that failed."""
+        report = self.report
+        if report is None:
+            report = self.check.run()
+            self.compiles += self.check.transform.traits.is_compiler
+        is_lifted = any(each.details.get("question") == "semantic" for each in diverged_comparisons(report))
         self.walk = node_walk(
             self.check, is_lifted=is_lifted, mapping=self.mapping, limit_bytes=self.limit_bytes, notes=self.notes
         )
         with runtime.preserved():
-            found, rungs = self._look(report)
+            findings, rungs = self._look(report)
         bad = next((rung.name for rung in rungs if rung.verdict.is_failure), None)
-        if found.coverage is not None and found.coverage.total and not found.coverage.matched:
+        if findings.coverage is not None and findings.coverage.total and not findings.coverage.matched:
             self.notes.append(
-                f"no node of one side was found on the other; the check as a whole says {report.verdict.value}"
+                f"no node of one side was findings on the other; the check as a whole says {report.verdict.value}"
             )
-        if self.mapping and (found.coverage is None or "given" not in found.coverage.how):
+        if self.mapping and (findings.coverage is None or "given" not in findings.coverage.how):
             self.notes.append(MAPPING_UNUSED)
-        notes = dict.fromkeys((*report.notes, *self.notes, *found.notes))
+        notes = dict.fromkeys((*report.notes, *self.notes, *findings.notes))
         return Location(
-            verdict=_verdict(report, found),
+            verdict=_verdict(report, findings),
             environment=versions.environment(),
             case=self.check.case,
             reason=reason_of(report),
-            culprits=tuple(replace(culprit, rung=bad) for culprit in found.culprits),
-            table=found.rows,
-            coverage=found.coverage,
-            unmatched_reference=found.unmatched_reference,
-            unmatched_candidate=found.unmatched_candidate,
+            culprits=tuple(replace(culprit, rung=bad) for culprit in findings.culprits),
+            table=findings.rows,
+            coverage=findings.coverage,
+            unmatched_reference=findings.unmatched_reference,
+            unmatched_candidate=findings.unmatched_candidate,
             rungs=rungs,
             compiles=self.compiles + self.walk.compiles,
             notes=tuple(notes),
@@ -80,37 +93,49 @@ class Locator:
         )
 
     def _look(self, report: Report) -> tuple[NodeFindings, tuple[Rung, ...]]:
+        """Return the findings about nodes, and the rungs up to the first that fails."""
         transform = self.check.transform
         rungs: tuple[Rung, ...] = ()
         if report.verdict.is_failure:
-            rungs = climb(transform, (report.verdict, reason_of(report)), self.walk.ask)
+            rungs = climb(transform, (report.verdict, reason_of(report)), self._ask_rung)
+            self.walk.has_aot = any(rung.name == AFTER_AOT for rung in rungs)
         bad = next((rung.name for rung in rungs if rung.verdict.is_failure), None)
         if report.failure is not None:
-            # graphs that were run in lockstep say how far they came
+            # two graphs in lockstep show how far the candidate came
             is_graph = transform.traits.has_seam and not isinstance(transform, Compiler)
             return (self.walk.between_graphs(transform, report) if is_graph else NodeFindings()), rungs
         if bad not in (None, BACKEND, DECOMPOSED) and isinstance(transform, Compiler):
             return NodeFindings(notes=(TOO_EARLY.format(rung=bad),)), rungs
         with self.check.baseline.timed("locating"):
-            found = self._by_decomposition(transform) if bad == DECOMPOSED else self.walk.look_at_nodes(report)
-        if bad == BACKEND and (self.with_cause or self.walk.is_disturbed or not found.culprits):
-            found = self._with_cause(transform, found, report)
-        return found, rungs
+            findings = self._by_decomposition(transform) if bad == DECOMPOSED else self.walk.look_at_nodes(report)
+        if bad == BACKEND and (self.with_cause or self.walk.is_disturbed or not findings.culprits):
+            findings = self._with_cause(transform, findings, report)
+        return findings, rungs
+
+    def _ask_rung(self, step: LadderStep) -> tuple[Verdict, str]:
+        """Return verdict and reason of a rung; graphs of the rung `dynamo` are recorded, unless they are in float64."""
+        recorder = self.recorder
+        if recorder is None or step.name != CAPTURED or self.walk.is_lifted:
+            return self.walk.ask(step.transform)
+        recorder.calls = self.check.baseline.plan.iterations
+        return self.walk.ask(RecordedTransform(step.transform, recorder))
 
     def _by_decomposition(self, transform: Transform) -> NodeFindings:
+        """Return what each decomposed operator shows when it runs whole and decomposed on the same inputs."""
         seam = Decompositions(judge=self.walk.judge(), table=lambda: watched.interception.decompositions)
         watched = ObservedAfterAot(transform, seam, decompose=False, compile_graphs=False)
         self.walk.run(watched)
-        return findings_from_taps(seam.seen, seam.total, seam.notes)
+        return findings_from_taps(seam.nodes, seam.total, seam.notes)
 
-    def _with_cause(self, transform: Transform, found: NodeFindings, report: Report) -> NodeFindings:
+    def _with_cause(self, transform: Transform, findings: NodeFindings, report: Report) -> NodeFindings:
+        """Return the findings with the setting that causes the failure; it becomes the culprit if no node is one."""
         cause, tried = find_cause(transform, self.walk.ask)
         self.compiles += tried
         if cause is None:
-            return found
-        if found.culprits:
-            return replace(found, culprits=tuple(replace(each, cause=str(cause)) for each in found.culprits))
-        worst = max(diverged_comparisons(report), key=lambda seen: seen.rank)
+            return findings
+        if findings.culprits:
+            return replace(findings, culprits=tuple(replace(each, cause=str(cause)) for each in findings.culprits))
+        worst = max(diverged_comparisons(report), key=lambda each: each.rank)
         culprit = Culprit(
             op="",
             node="",
@@ -122,14 +147,14 @@ class Locator:
             reason=worst.reason,
             cause=str(cause),
         )
-        return replace(found, culprits=(culprit,), notes=(*found.notes, BETWEEN))
+        return replace(findings, culprits=(culprit,), notes=(*findings.notes, BETWEEN))
 
 
-def _verdict(report: Report, found: NodeFindings) -> Verdict:
-    """Return the check's verdict: worse where a node is wrong by itself, open where nothing was matched."""
-    if found.culprits and not report.verdict.is_failure:
+def _verdict(report: Report, findings: NodeFindings) -> Verdict:
+    """Return the check's verdict, `diverged` if a node is wrong by itself, or `inconclusive` if no node was matched."""
+    if findings.culprits and not report.verdict.is_failure:
         return Verdict.DIVERGED
-    is_blind = found.coverage is not None and found.coverage.total > 0 and not found.coverage.matched
+    is_blind = findings.coverage is not None and findings.coverage.total > 0 and not findings.coverage.matched
     return Verdict.INCONCLUSIVE if is_blind else report.verdict
 
 
@@ -138,15 +163,14 @@ def locate(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
+    options: CheckOptions,
     mapping: Mapping[str, str] | None = None,
     memory_bytes: int | None = None,
     cause: bool = False,
-    **options: Any,
+    progress: Progress = lambda _: None,
 ) -> Location:
-    """Return where a program goes wrong first; `torchdelta.locate` explains the words."""
-    if "thorough" in options:
-        raise UsageError("locate looks at each node anyway: thorough belongs to a check")
+    """Return the location of the first operation that goes wrong; `torchdelta.locate` explains the parameters."""
     if memory_bytes is not None and (not isinstance(memory_bytes, int) or memory_bytes < 0):
         raise UsageError(f"memory_bytes is a number of bytes, not {memory_bytes!r}")
-    check = prepare(program, args, kwargs, **options)
+    check = prepare(program, args, kwargs, options=options, progress=progress)
     return Locator(check=check, mapping=mapping, limit_bytes=memory_bytes, with_cause=cause).run()

@@ -1,4 +1,4 @@
-"""Which layer should not be quantized? Each is quantized alone, and what that costs the outputs is measured."""
+"""Which layer should not be quantized? Each is quantized alone, and the effect on the outputs is measured."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from torchdelta._torch.graphs.handles import handled_nodes, is_dequantizing
 from torchdelta._torch.graphs.nodes import module_path, op_name
 from torchdelta._torch.process import runtime, versions
+from torchdelta.check.baseline import Progress
 from torchdelta.check.check import Check
 from torchdelta.check.prepare import prepare
 from torchdelta.compare.judge import is_inexact
@@ -21,26 +22,27 @@ from torchdelta.compare.kernels import measure
 from torchdelta.errors import ProgramError, TorchDeltaError, UsageError
 from torchdelta.program.sides import Side
 from torchdelta.program.stages import SideFailed, observe
+from torchdelta.records.case import CheckOptions
 from torchdelta.records.sensitivity import Effect, LayerEffect, Sensitivity
 from torchdelta.transforms.quantize import Quantize, export_with_handles, for_inference, has_levels, quantize
 
 _RETURNED = re.compile(r"(?:iterations\[\d+\]\.)?outputs")
-NOTHING_ALONE = "nothing in it is quantized by itself: its scales are those of something outside of it"
+NOTHING_ALONE = "nothing in it is quantized by itself: its scales belong to nodes outside of it"
 
 
-def sensitivity(
+def measure_sensitivity(
     program: Callable[..., Any] | str,
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    transform: str | Quantize = "quantize:x86",
-    **options: Any,
+    options: CheckOptions,
+    progress: Progress = lambda _: None,
 ) -> Sensitivity:
-    """Quantize each module alone that the quantizer would quantize, and tell what that does to every output.
+    """Quantize each module alone that the quantizer would quantize, and return the effect on every output.
 
-    Takes what `check` takes, of which stages and policy mean nothing here. The module that loses most is first.
+    Stages and policy mean nothing here. The module that loses most is first. `torchdelta.sensitivity` explains more.
     """
-    check = prepare(program, args, kwargs, transform=transform, **{**options, "stages": "forward"})
+    check = prepare(program, args, kwargs, options=replace(options, stages=("forward",)), progress=progress)
     if not isinstance(check.transform, Quantize):
         raise UsageError(
             f"{check.case.transform} quantizes nothing, so there is no layer to be sensitive to it: name a quantizer, "
@@ -53,6 +55,8 @@ def sensitivity(
 
 @dataclass(kw_only=True)
 class _OneByOne:
+    """Quantizes one module after the other; `run` returns the result."""
+
     check: Check
     transform: Quantize
     notes: dict[str, None] = field(default_factory=dict)
@@ -60,28 +64,29 @@ class _OneByOne:
     def run(self) -> Sensitivity:
         start = time.perf_counter()
         baseline = self.check.baseline
-        _ = baseline.reference  # what fails without any quantizer is told before one is blamed
+        _ = baseline.reference  # a program that fails eagerly is reported before the quantizer is blamed
         side = Side.copied_from(baseline.program)
         graph, _ = export_with_handles(side)
         baseline.progress("everything quantized")
-        together = self._together(graph, side)
-        readers = _readers(together)
+        whole = self._quantize_all(graph, side)
+        readers = _readers(whole)
         if not readers:
             self.notes["the quantizer quantizes nothing in this program"] = None
-        alone = []
+        layers = []
         for number, (path, ops) in enumerate(readers.items(), 1):
             baseline.progress(f"{path or 'the outermost module'} alone ({number} of {len(readers)})")
-            alone.append(self._alone(graph, side, path, ops))
+            layers.append(self._quantize_one(graph, side, path, ops))
         return Sensitivity(
             case=self.check.case,
             environment=versions.environment(),
-            modules=tuple(sorted(alone, key=_by_loss)),
-            together=self._effects(together),
+            modules=tuple(sorted(layers, key=_by_loss)),
+            together=self._effects(whole),
             notes=tuple(self.notes),
             seconds=time.perf_counter() - start,
         )
 
-    def _together(self, graph: GraphModule, side: Side) -> GraphModule:
+    def _quantize_all(self, graph: GraphModule, side: Side) -> GraphModule:
+        """Return the quantized program; ProgramError if the quantizer fails on it."""
         try:
             return quantize(graph, side, self.transform.quantizer_factory, only=self.transform.only)
         except TorchDeltaError:
@@ -90,18 +95,20 @@ class _OneByOne:
             name = self.check.case.transform
             raise ProgramError(f"{name} fails on {self.check.case.program} as a whole: {_words(error)}") from error
 
-    def _alone(self, graph: GraphModule, side: Side, path: str, ops: tuple[str, ...]) -> LayerEffect:
+    def _quantize_one(self, graph: GraphModule, side: Side, path: str, ops: tuple[str, ...]) -> LayerEffect:
+        """Return the effect of quantizing one module alone, or the reason why that is not known."""
         try:
-            made = quantize(graph, side, self.transform.quantizer_factory, only=path, is_inside=_is_directly_in)
-            if not has_levels(made):
+            quantized = quantize(graph, side, self.transform.quantizer_factory, only=path, is_inside=_is_directly_in)
+            if not has_levels(quantized):
                 return LayerEffect(module_path=path, ops=ops, reason=NOTHING_ALONE)
-            return LayerEffect(module_path=path, ops=ops, effects=self._effects(made))
+            return LayerEffect(module_path=path, ops=ops, effects=self._effects(quantized))
         except SideFailed as failed:
             return LayerEffect(module_path=path, ops=ops, reason=_words(failed.error))
-        except Exception as error:  # the quantizer is somebody else's
+        except Exception as error:  # the quantizer is not ours, and may raise anything
             return LayerEffect(module_path=path, ops=ops, reason=_words(error))
 
     def _effects(self, graph: GraphModule) -> tuple[Effect, ...]:
+        """Return the measured difference of each output of a quantized graph; outputs without one become notes."""
         baseline = self.check.baseline
         fresh = Side.copied_from(baseline.program, with_callable=False)
         side = replace(fresh, call=for_inference(graph), owner=graph, names={})
@@ -120,23 +127,23 @@ class _OneByOne:
 
 
 def _readers(graph: GraphModule) -> dict[str, tuple[str, ...]]:
-    """Return the operations that read what was quantized, by the module that they are in."""
-    found: dict[str, dict[str, None]] = {}
+    """Return the operations that read a quantized value, by the module that they are in."""
+    readers: dict[str, dict[str, None]] = {}
     for node in handled_nodes(graph):
         if is_dequantizing(node):
             for reader in node.users:
                 if reader.op != "output":
-                    found.setdefault(module_path(reader), {})[op_name(reader)] = None
-    return {path: tuple(ops) for path, ops in found.items()}
+                    readers.setdefault(module_path(reader), {})[op_name(reader)] = None
+    return {path: tuple(ops) for path, ops in readers.items()}
 
 
 def _is_directly_in(node: torch.fx.Node, path: str) -> bool:
-    """Tell whether a node was traced in the module itself: its parts have a turn of their own."""
+    """Tell whether a node was traced in the module itself, and not in a module within it."""
     return module_path(node) == path
 
 
-def _by_loss(alone: LayerEffect) -> tuple[bool, float]:
-    return alone.sqnr_db is None, alone.sqnr_db or 0.0
+def _by_loss(layer: LayerEffect) -> tuple[bool, float]:
+    return layer.sqnr_db is None, layer.sqnr_db or 0.0
 
 
 def _words(error: BaseException) -> str:

@@ -1,19 +1,37 @@
-"""What a worker runs for `locate`: a program by its name, whose culprits go back as plain data."""
+"""The task that a worker runs for `locate`: it searches a named program, and the location goes back as plain data."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from torchdelta._torch.compile import settings
+from torchdelta.check.graphs import GraphRecorder, write_graphs
+from torchdelta.check.prepare import prepare
 from torchdelta.check.worker import collected_warnings
+from torchdelta.errors import UsageError
 from torchdelta.isolate.directories import QueryDirectory
-from torchdelta.locate.locator import locate
-from torchdelta.records.codec import encode
+from torchdelta.locate.locator import Locator
+from torchdelta.records.case import CheckOptions
+from torchdelta.records.codec import decode, encode
+from torchdelta.records.report import Report
 
 
 def locate_program(request: Mapping[str, Any], place: QueryDirectory) -> dict[str, Any]:
-    """Name the culprit in a program that is named; return the location and the warnings that were raised."""
+    """Search the program of a request that `locate_isolated` wrote; return the location and the warnings, encoded.
+
+    The check is not run again, because its report is part of the request.
+    """
+    options = decode(CheckOptions, request["options"], "options")
+    recorder = GraphRecorder() if request["graphs"] is not None else None
     with settings.applied(request["settings"]), collected_warnings() as texts:
-        location = locate(request["program"], progress=place.tell, **request["words"])
+        check = prepare(request["program"], options=options, progress=place.tell)
+        report = decode(Report, request["report"], "report")
+        location = Locator(check=check, report=report, recorder=recorder).run()
+        if recorder is not None and recorder.captured:
+            # a graph that cannot be written is captured once more by the caller, whose error says why
+            with suppress(UsageError):
+                write_graphs(recorder.captured, Path(request["graphs"]))
     return {"location": encode(location), "warnings": texts}

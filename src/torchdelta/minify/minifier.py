@@ -1,4 +1,8 @@
-"""From a program that fails to the smallest graph that fails in the same way."""
+"""From a program that fails to the smallest graph that fails in the same way.
+
+`Minifier.run` captures the graphs of the program (`capture`), finds the one that fails (`preflight`), lets the reducer
+cut it down (`reducer`), and returns a `MinifiedGraph`, which can write the script.
+"""
 
 from __future__ import annotations
 
@@ -29,79 +33,73 @@ from torchdelta.minify.search import Answer, Oracle, Predictor, Search
 from torchdelta.minify.speculation import Speculation
 from torchdelta.minify.subject import Subject
 from torchdelta.minify.workers import pool_for
-from torchdelta.records.case import DYNAMO
+from torchdelta.records.case import DYNAMO, SearchLimits
 from torchdelta.records.failure import Signature
 from torchdelta.records.report import Culprit, Reduction, Report
 from torchdelta.repro.confirm import CleanProcess
 
-TIMEOUT_S = 600.0
-"""How long the first query may take."""
 LIKELY = Signature(kind="divergence", stage="forward", type="values", message="")
-"""Where most programs fail."""
+"""The failure of most programs."""
 
 
 @dataclass(kw_only=True)
 class Minifier:
-    """One reduction of what a check finds; `run` answers it."""
+    """One reduction of a failure; `run` returns the result."""
 
     check: Check
     transform: Any
-    """As the user named it: workers build it again from its name."""
-    timeout_s: float = TIMEOUT_S
-    memory_bytes: int | None = None
-    budget: Budget = field(default_factory=Budget)
-    match: str | None = None
-    """Which of several failures to follow: a regular expression for its signature."""
+    """The transform as the user passed it: a worker builds it again from its name, if it has one."""
+    limits: SearchLimits = field(default_factory=SearchLimits)
+    subjects: Sequence[Subject] | None = None
+    """The graphs that the transform would be given; None captures them when they are needed."""
     out: Path | None = None
-    """Where the best so far is kept."""
+    """The directory that keeps the best subject so far."""
     is_resumed: bool = False
     is_isolated: bool = True
     expected: Sequence[Signature] = ()
     """The failures of the program as a whole."""
     culprit: Culprit | None = None
-    """Where the failure is said to be."""
-    level: str = DYNAMO
-    """Whose graphs are made smaller: those that dynamo captures, or what AOTAutograd makes of them."""
+    """The operation that `locate` blames."""
     imports: Sequence[str] = ()
+    """Modules that workers import first, because graphs may call their functions."""
     pool: Pool | None = None
-    """Workers that are there already."""
+    """A pool that was started earlier; None starts one."""
     tell: Callable[[Progress], None] = lambda _: None
     notes: list[str] = field(default_factory=list)
     rate: float = 1.0
     clean: CleanProcess | None = None
-    """Waits for the script that will be written."""
+    """A process that waits for the script."""
     script: Path | None = None
-    """Where that will be, if it is known: then it is begun as soon as it can be."""
+    """The path of the script, if it is known: then the script runs while the last queries do."""
     with_data: bool = True
-    """Whether the user's data may be in it."""
+    """Whether the script may have the user's data."""
     draft: Draft | None = None
 
     def run(self) -> MinifiedGraph:
-        """Minify; NothingToMinify where no graph of the program shows a failure."""
+        """Return the smallest graph; NothingToMinify if no graph of the program fails by itself."""
         self.started = time.monotonic()
         entry: Entry | None = None
-        # workers get ready while the graphs are captured
+        # workers warm up while the graphs are captured
         with self._asking() as self.ask:
-            with runtime.preserved():
-                subjects = subjects_of(self.check, self.level)
+            subjects = self._capture()
             if self.is_resumed:
                 best, entry = self._resumed(subjects)
                 subjects = [best]
             preflight = Preflight(
                 ask=self.ask,
                 program=f"{self.check.case.program} under {self.check.case.transform}",
-                match=self.match,
+                limits=self.limits,
                 expected=self._expected if entry is None else (entry.wanted,),
                 culprit=self.culprit,
                 tell=self._told,
                 notes=self.notes,
             )
             is_plain = len(subjects) == 1 and self.culprit is None and entry is None
-            if is_plain and self.budget.queries is None:
+            if is_plain and self.limits.queries is None:
                 preflight.guess = self._guess
             chosen = preflight.choose(subjects)
             if entry is not None and not entry.wanted.is_same_as(chosen.wanted):
-                raise NothingToMinify(f"what was reduced so far does not show {entry.wanted} any more")
+                raise NothingToMinify(f"the graph that was reduced so far does not show {entry.wanted} any more")
             try:
                 return self._reduced(chosen, self.ask, entry)
             except FlakyFailure as wavering:
@@ -109,11 +107,19 @@ class Minifier:
                 self.rate = preflight.rate
                 return self._reduced(chosen, oracle, entry)
 
+    def _capture(self) -> Sequence[Subject]:
+        """Return the subjects, and capture them first unless that was done before."""
+        if self.subjects is None:
+            with runtime.preserved():
+                self.subjects = subjects_of(self.check, self.limits.level)
+        return self.subjects
+
     def _resumed(self, subjects: Sequence[Subject]) -> tuple[Subject, Entry]:
-        """Return where an earlier reduction of these subjects stood."""
+        """Return the best subject of an earlier reduction of these subjects, and its entry in the journal."""
         best, entry = self._journal.read(allow=[name for subject in subjects for name in subject.modules])
-        if entry.level != self.level:
-            raise UsageError(f"{self.out} has a graph of the level {entry.level}: resume with that, not {self.level}")
+        level = self.limits.level
+        if entry.level != level:
+            raise UsageError(f"{self.out} has a graph of the level {entry.level}: resume with that, not {level}")
         return best, entry
 
     def _told(self, progress: Progress) -> None:
@@ -121,11 +127,11 @@ class Minifier:
 
     @property
     def _expected(self) -> Sequence[Signature]:
-        # what is wrong in the backward of a program is wrong in the forward of its backward graph
-        return self.expected if self.level == DYNAMO else ()
+        # a failure in the backward of a program is one in the forward of its backward graph
+        return self.expected if self.limits.level == DYNAMO else ()
 
     def _guess(self, subject: Subject) -> Predictor:
-        """Say what the reduction will most likely ask, while nobody knows yet how the subject fails."""
+        """Return a function of the subjects that the reduction will most likely need, before the failure is known."""
         assert isinstance(self.ask, WorkerOracle)
         find = partial(self.ask.find, case=replace(self.ask.case, stages=FORWARD))
         search = Search(subject=subject, answer=Answer(), wanted=LIKELY)
@@ -138,18 +144,17 @@ class Minifier:
             begun = find(first) if first is not None else None
             if begun is None or not begun.is_done():
                 return foresight()
-            # how the first part fails is most likely how the whole does
+            # the whole most likely fails in the same way as the first part
             search.wanted = next(iter(begun().signatures), LIKELY)
             is_guess = search.wanted is not LIKELY and stages_of(search.wanted, subject) == FORWARD
             return foresight() if is_guess else None
 
         return foresee
 
-    def died(self) -> Report | None:
-        """Return the report of a graph whose candidate ends its process, before anybody runs it in this one."""
+    def report_death(self) -> Report | None:
+        """Return the report of the first graph whose candidate ends its worker, or None if no graph does."""
         try:
-            with runtime.preserved():
-                subjects = subjects_of(self.check, self.level)
+            subjects = self._capture()
         except (ProgramError, UsageError):  # there is no graph to ask about, and the check will say more
             return None
         with self._asking() as ask:
@@ -161,21 +166,22 @@ class Minifier:
 
     @contextmanager
     def _asking(self) -> Iterator[WorkerOracle | InProcessOracle]:
+        """Yield the oracle that answers questions, and end its workers afterwards."""
         spec = spec_of(self.transform)
         if spec is None or not self.is_isolated:
-            why = "on request" if spec is not None else "no other process could import the transform"
+            why = "on request" if spec is not None else "no other process can import the transform"
             self.notes.append(f"every query ran in this process, where a crash ends everything: {why}")
             yield InProcessOracle(case=self.check.case, transform=self.transform)
             return
         place = spec.rpartition(":")[0]
-        # what a graph calls of the user's own is defined where its program or its transform is
+        # the user's functions that a graph calls are defined in the module of its program or of its transform
         imports = [*self.imports, *([place] if place.endswith(".py") else [])]
         with nullcontext(self.pool) if self.pool is not None else pool_for(spec) as pool:
             workers = WorkerOracle(
                 pool=pool,
                 case=replace(self.check.case, transform=spec, program="subject"),
-                timeout_s=self.timeout_s,
-                memory_bytes=self.memory_bytes,
+                timeout_s=self.limits.timeout_s,
+                memory_bytes=self.limits.memory_bytes,
                 settings=plain_settings(settings.changed_settings()),
                 imports=imports,
             )
@@ -185,12 +191,14 @@ class Minifier:
                 workers.end()
 
     def _reduced(self, chosen: FailingGraph, ask: Oracle, entry: Entry | None) -> MinifiedGraph:
+        """Return the smallest graph that the reducer finds below the chosen one; `entry` is that of a resumed run."""
         subject = chosen.subject
-        reducer = Reducer(ask=ask, wanted=chosen.wanted, budget=self.budget, tell=self._told, is_flaky=self.rate < 1.0)
+        budget = Budget(queries=self.limits.queries, seconds=self.limits.seconds)
+        reducer = Reducer(ask=ask, wanted=chosen.wanted, budget=budget, tell=self._told, is_flaky=self.rate < 1.0)
         if isinstance(self.ask, WorkerOracle):
-            if ask is self.ask:  # what is asked several times is asked for anew each time
+            if ask is self.ask:  # a flaky failure is asked for several times, each time anew
                 reducer.pool = self.ask
-            # who will run the script gets ready while the whole is cut down, which takes one worker
+            # the process of the script warms up while the first cuts keep one worker busy
             self.clean = self.clean or CleanProcess(warmup_steps(self.transform, forks=CAN_FORK))
         if entry is not None:
             reducer.outcomes.update(entry.known)
@@ -213,16 +221,17 @@ class Minifier:
         return self._minified(reducer, chosen, entry)
 
     def _minified(self, reducer: Reducer, chosen: FailingGraph, entry: Entry | None) -> MinifiedGraph:
-        small, found = reducer.search.subject, reducer.search.answer.report
-        assert found is not None
-        # the graph has no name of its own: it is what is left of the user's program
-        found = replace(found, case=replace(found.case, program=self.check.case.program))
+        """Return the best subject of the reducer so far, with its report and costs."""
+        small, report = reducer.search.subject, reducer.search.answer.report
+        assert report is not None
+        # the graph is a part of the user's program, and goes by its name
+        report = replace(report, case=replace(report.case, program=self.check.case.program))
         places = {name: index for index, name in enumerate(small.named_inputs)}
         return MinifiedGraph(
             graph=small.graph,
             inputs=small.inputs,
-            case=found.case,
-            report=found,
+            case=report.case,
+            report=report,
             signature=chosen.wanted,
             reduction=Reduction(
                 nodes_before=self._nodes_before(chosen, entry),
@@ -238,14 +247,14 @@ class Minifier:
             twin=reducer.twin.graph if reducer.twin is not None else None,
             clean=self.clean,
             draft=self.draft,
-            memory_bytes=self.memory_bytes,
+            memory_bytes=self.limits.memory_bytes,
             notes=tuple(self.notes),
         )
 
     def _begin_script(self, small: MinifiedGraph) -> None:
-        """Begin to run the script while it is asked whether the failure comes again: most often it does."""
+        """Begin to run the script, while a query tells whether the failure comes again: most often it does."""
         if self.script is not None:
-            # whoever asks for the script will be told why there is none
+            # `MinifiedGraph.write` raises the same error for the caller
             with suppress(ReproUnwritable, OSError):
                 self.draft = small.begin(self.script, data=self.with_data)
 
@@ -261,19 +270,19 @@ class Minifier:
         return (entry.seconds if entry is not None else 0.0) + time.monotonic() - self.started
 
     def _queries(self, entry: Entry | None) -> int:
-        return self.ask.asked + (entry.queries if entry is not None else 0)
+        return self.ask.begun + (entry.queries if entry is not None else 0)
 
     def _keeping(self, reducer: Reducer, before: int, resumed: Entry | None) -> Callable[[Subject, Answer], None]:
-        """Return what keeps the best so far on disk."""
+        """Return a function that writes the best subject so far into the journal."""
 
         def keep(best: Subject, _: Answer) -> None:
             entry = Entry(
                 wanted=reducer.wanted,
-                level=self.level,
+                level=self.limits.level,
                 nodes_before=before,
                 queries=self._queries(resumed),
                 seconds=self._seconds(resumed),
-                # a name of its own: what the journal points to stays until it points elsewhere
+                # a new name, so that the subject of the entry before stays until the journal has this one
                 best=f"best-{os.urandom(4).hex()}",
                 drawn=dict(best.drawn),
                 known=dict(reducer.outcomes),
@@ -285,7 +294,7 @@ class Minifier:
     @property
     def _journal(self) -> Journal:
         if self.out is None:
-            raise UsageError("name the directory of the reduction that is to be gone on with")
+            raise UsageError("`resume` needs the directory `out` of the earlier run")
         return Journal(directory=self.out)
 
 

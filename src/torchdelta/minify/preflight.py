@@ -1,9 +1,12 @@
-"""Before anything is cut: which graph fails by itself, with which failure, and how often."""
+"""Before the first cut: which graph fails by itself, with which failure, and how often.
+
+`Preflight.choose` returns the graph and the failure to follow. `patient` returns an oracle for a failure that does not
+come each time.
+"""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,21 +19,22 @@ from torchdelta.minify.queries import InProcessOracle, WorkerOracle
 from torchdelta.minify.reducer import Progress
 from torchdelta.minify.search import Answer, Oracle, Predictor
 from torchdelta.minify.subject import Subject
+from torchdelta.records.case import SearchLimits
 from torchdelta.records.failure import Signature
 from torchdelta.records.report import Culprit
 
 TRIALS = 8
-"""How often a failure that did not come again is asked for, to tell how often it comes."""
+"""How often a failure that did not come again is asked for, to estimate its rate."""
 RARE = 0.2
-"""A failure that comes less often than this cannot be minified by running it again and again."""
+"""A failure with a lower rate than this cannot be minified by running it again and again."""
 FORWARD = ("forward",)
-"""What is asked of a graph that fails there, or before."""
+"""The stages of a graph that fails in the forward, or before."""
 SURE = 0.02
-"""The chance that is taken of losing a failure which comes only now and then."""
+"""The accepted chance of missing a flaky failure."""
 
 
 def stages_of(wanted: Signature, subject: Subject) -> tuple[str, ...]:
-    """Return the stages that have to run for a failure to show; of a process that died nobody knows in which it did."""
+    """Return the stages that have to run for a failure to show; all of them if its process died in an unknown one."""
     has_gradients = any(isinstance(value, torch.Tensor) and value.requires_grad for value in subject.inputs)
     is_late = wanted.stage == "gradients" or (has_gradients and wanted.stage not in ("forward", "transform"))
     return (*FORWARD, "gradients") if is_late else FORWARD
@@ -38,7 +42,7 @@ def stages_of(wanted: Signature, subject: Subject) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class FailingGraph:
-    """A graph that fails by itself."""
+    """A graph that fails by itself, and the failure of it that is followed."""
 
     subject: Subject
     answer: Answer
@@ -47,86 +51,87 @@ class FailingGraph:
 
 @dataclass(kw_only=True)
 class Preflight:
-    """Finds the graph that fails, among those that a program is made of."""
+    """Finds the graph that fails among those of a program."""
 
     ask: WorkerOracle | InProcessOracle
     program: str
-    match: str | None = None
-    """Which of several failures is meant: a regular expression for its signature."""
+    limits: SearchLimits
+    """Its `match` tells which of several failures is followed."""
     expected: Sequence[Signature] = ()
     """The failures of the program as a whole: one of them is looked for before any other."""
     culprit: Culprit | None = None
-    """Who is said to have failed."""
+    """The operation that `locate` blames."""
     guess: Callable[[Subject], Predictor] | None = None
-    """Says of the only graph what a reduction of it will ask, before it is known how it fails."""
+    """For the only graph: returns what its reduction will most likely ask, before its failure is known."""
     tell: Callable[[Progress], None] = lambda _: None
     notes: list[str] = field(default_factory=list)
     rate: float = 1.0
-    alone: tuple[Subject, Answer] | None = None
-    """The culprit by itself, where that was asked about."""
+    culprit_answer: tuple[Subject, Answer] | None = None
+    """The culprit cut out alone and the answer about it, if that was asked."""
 
     def choose(self, subjects: Sequence[Subject]) -> FailingGraph:
-        """Return the first graph that shows what is meant; NothingToMinify where none fails."""
+        """Return the first graph that shows a failure to follow; NothingToMinify if none does."""
         case = self.ask.case
         others: list[tuple[int, FailingGraph]] = []
         unmeant: list[Signature] = []
-        # the semantic question takes one more compile, and most failures need it not
+        # the semantic question takes one more compile, and most failures do not need it
         questions = [False, True] if case.semantic else [False]
-        # what the program showed as a whole and no graph does may come only now and then
+        # a failure of the whole program that no graph shows may be flaky
         for is_semantic in [*questions, *questions[-1:] * (TRIALS - 1 if self.expected else 0)]:
             self.ask.case = replace(case, semantic=is_semantic)
             for number, subject in enumerate(subjects, 1):
                 self.tell(Progress(nodes=subject.size, queries=0, doing=f"graph {number} of {len(subjects)}"))
                 answer = self._asked(subject)
-                meant = [signature for signature in answer.signatures if self._is_meant(signature)]
+                meant = [signature for signature in answer.signatures if self.limits.is_meant(signature)]
                 unmeant += [signature for signature in answer.signatures if signature not in meant]
                 same = [each for each in meant if any(each.is_like(whole) for whole in self.expected)]
                 if same or (meant and not self.expected):
-                    found = FailingGraph(subject=subject, answer=answer, wanted=self._wanted(subject, same or meant))
-                    return self._chosen(number, subjects, found)
+                    failing = FailingGraph(subject=subject, answer=answer, wanted=self._wanted(subject, same or meant))
+                    return self._chosen(number, subjects, failing)
                 others += [(number, FailingGraph(subject=subject, answer=answer, wanted=each)) for each in meant]
             if others and is_semantic == questions[-1]:
-                number, found = others[0]
+                number, failing = others[0]
                 whole = "; ".join(map(str, self.expected))
-                self.notes.append(f"no graph shows by itself what the program does ({whole}): this is what one shows")
-                return self._chosen(number, subjects, found)
+                self.notes.append(f"no graph shows the program's failure by itself ({whole}): this one shows another")
+                return self._chosen(number, subjects, failing)
         if unmeant:
-            raise NothingToMinify(f"{self.match!r} matches none of the failures: {'; '.join(map(str, unmeant))}")
+            raise NothingToMinify(f"{self.limits.match!r} matches none of the failures: {'; '.join(map(str, unmeant))}")
         raise NothingToMinify(
             f"{self.program}: none of the {len(subjects)} graphs that it is made of fails by itself, so there is "
             "nothing to make smaller"
         )
 
     def _asked(self, subject: Subject) -> Answer:
+        """Return the answer about a subject; with a guess, likely later questions are asked meanwhile."""
         if self.guess is None or not isinstance(self.ask, WorkerOracle):
             return self.ask(subject)
         return self.ask.ask(subject, self.guess(subject), replace(self.ask.case, stages=FORWARD))
 
     def _wanted(self, subject: Subject, meant: Sequence[Signature]) -> Signature:
-        """Return which of several failures of a graph is the culprit's own; the first where it shows none by itself."""
+        """Return the failure of a graph that the culprit alone shows too, or the first if it shows none."""
         culprits = nodes_of(self.culprit, subject) if self.culprit is not None and len(meant) > 1 else ()
-        alone = keep_only(subject, culprits[:1]).apply(subject) if culprits else None
-        if alone is None:
+        cut = keep_only(subject, culprits[:1]).apply(subject) if culprits else None
+        if cut is None:
             return meant[0]
-        answer = self.ask(alone)
-        self.alone = alone, answer
+        answer = self.ask(cut)
+        self.culprit_answer = cut, answer
         return next((signature for signature in meant if answer.shows(signature)), meant[0])
 
-    def _is_meant(self, signature: Signature) -> bool:
-        return self.match is None or re.search(self.match, str(signature)) is not None
-
-    def _chosen(self, number: int, subjects: Sequence[Subject], found: FailingGraph) -> FailingGraph:
-        """Ask from now on only what this failure needs."""
+    def _chosen(self, number: int, subjects: Sequence[Subject], failing: FailingGraph) -> FailingGraph:
+        """Return the failing graph; from now on only the stages that its failure needs are asked."""
         if len(subjects) > 1:
-            which = f" ({found.subject.origin})" if found.subject.origin else ""
+            which = f" ({failing.subject.origin})" if failing.subject.origin else ""
             self.notes.append(f"the failure is in graph {number} of {len(subjects)}{which}")
-        self.ask.case = replace(self.ask.case, stages=stages_of(found.wanted, found.subject))
-        if self.alone is not None and isinstance(self.ask, WorkerOracle):
-            self.ask.remember(*self.alone)  # the reduction begins with it
-        return found
+        self.ask.case = replace(self.ask.case, stages=stages_of(failing.wanted, failing.subject))
+        if self.culprit_answer is not None and isinstance(self.ask, WorkerOracle):
+            self.ask.remember(*self.culprit_answer)  # because the reduction begins with that question
+        return failing
 
     def patient(self, subject: Subject, wanted: Signature) -> Oracle:
-        """Return who asks as often as it takes about a failure that this subject showed once, and once not."""
+        """Return an oracle for a flaky failure, which this subject showed once and once not: it asks several times.
+
+        NothingToMinify if the failure is too rare for that.
+        """
         ask = self.ask
         shown = 1 + sum(ask(subject).shows(wanted) for _ in range(TRIALS - 2))
         self.rate = shown / TRIALS

@@ -1,18 +1,23 @@
-"""Queries put to workers: a subject goes out as files, and what comes back, or does not, becomes an answer."""
+"""Questions about subjects, answered by workers: a subject goes out as files, and a report comes back.
+
+An oracle takes a subject and returns an `Answer`. `WorkerOracle` is the usual one; while it waits, it asks ahead about
+subjects that the reducer will most likely need next. `InProcessOracle` is for a transform that no other process can
+import.
+"""
 
 from __future__ import annotations
 
 import inspect
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from torchdelta.check.check import Check
-from torchdelta.check.isolated import OF_THE_CANDIDATE, dead
+from torchdelta.check.isolated import CANDIDATE_PARTS, report_of_death
 from torchdelta.check.prepare import prepare
 from torchdelta.errors import ProgramError
 from torchdelta.isolate.pool import Pool, Query, wait_for_any
@@ -21,8 +26,9 @@ from torchdelta.minify.search import Answer, Predictor
 from torchdelta.minify.subject import Subject
 from torchdelta.minify.workers import WORKER
 from torchdelta.program.programs import load_object
-from torchdelta.records.case import Case
-from torchdelta.records.codec import decode, encode
+from torchdelta.records.case import Case, CheckOptions
+from torchdelta.records.codec import encode
+from torchdelta.records.failure import Failure
 from torchdelta.records.report import Report
 from torchdelta.records.signatures import diverged_leaves, signatures_of
 from torchdelta.records.strict_json import from_text, to_text
@@ -30,28 +36,28 @@ from torchdelta.records.verdict import Verdict
 from torchdelta.transforms.base import Transform
 
 PATIENCE = 10.0
-"""A query may take so many times what the slowest one took that ended by itself,"""
+"""A query may take this many times as long as the slowest that ended by itself,"""
 LEAST_S = 5.0
 """and at least this long."""
 
 
 class PendingQuery:
-    """A question about a subject that was put to a worker."""
+    """A question about a subject that a worker is answering; calling it waits for the answer."""
 
     def __init__(self, query: Query, case: Case, answered: Callable[[Outcome], Answer]) -> None:
         self.query, self.case = query, case
         self._answered = answered
         self._answer: Answer | None = None
-        self._broke: Exception | None = None
+        self._error: Exception | None = None
 
     def is_done(self) -> bool:
-        """Tell whether the worker has answered, or never will."""
+        """Tell whether the worker has ended, with or without an answer."""
         return self.query.is_done()
 
     def __call__(self) -> Answer:
-        """Wait for the answer, or raise what the query broke by."""
-        if self._broke is not None:
-            raise self._broke
+        """Wait for the answer and return it; raises the same error each time if there is none."""
+        if self._error is not None:
+            raise self._error
         if self._answer is None:
             try:
                 outcome = self.query.result()
@@ -61,20 +67,20 @@ class PendingQuery:
             try:
                 self._answer = self._answered(outcome)
             except Exception as error:
-                self._broke = error
+                self._error = error
                 raise
         return self._answer
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerCache:
-    """A question whose answer is there already."""
+    """A question whose answer is known already."""
 
     case: Case
     answer: Answer
 
     def is_done(self) -> bool:
-        """Tell that nobody has to wait."""
+        """Return True: the answer is there."""
         return True
 
     def __call__(self) -> Answer:
@@ -84,7 +90,7 @@ class AnswerCache:
 
 @dataclass(kw_only=True)
 class WorkerOracle:
-    """Asks workers about subjects, and what will most likely be asked next where one has nothing else to do."""
+    """Asks workers about subjects; an idle worker gets a subject that will most likely be needed next."""
 
     pool: Pool
     case: Case
@@ -93,17 +99,17 @@ class WorkerOracle:
     settings: Mapping[str, Any] = field(default_factory=dict)
     imports: Sequence[str] = ()
     slowest_s: float | None = None
-    """Of those that ended by themselves; the first compiles what all others share, and does not count."""
-    asked: int = 0
+    """The longest query that ended by itself. The first does not count, because it fills caches for all others."""
+    begun: int = 0
     """How many queries were begun."""
     answered: int = 0
     ahead: dict[str, PendingQuery | AnswerCache] = field(default_factory=dict)
-    """What was asked before anybody needed it, by the keys of the subjects."""
+    """Questions that were asked before they were needed, by the keys of their subjects."""
     now: tuple[str, PendingQuery | AnswerCache] | None = None
-    """What is needed now, and the key of its subject."""
+    """The question whose answer is needed now, after the key of its subject."""
     under_way: dict[Query, tempfile.TemporaryDirectory[str]] = field(default_factory=dict)
     given_up: set[Query] = field(default_factory=set)
-    """Those under way that nobody will need."""
+    """Queries under way whose answers are not needed any more."""
 
     @property
     def at_work(self) -> list[Query]:
@@ -117,47 +123,50 @@ class WorkerOracle:
 
     @property
     def unused_count(self) -> int:
-        """How many answers there are or will be that nobody has needed yet."""
+        """How many questions were asked ahead, and not needed yet."""
         return len(self.ahead)
 
     def __call__(self, subject: Subject) -> Answer:
-        """Ask about one subject, unless that was asked ahead."""
+        """Return the answer about a subject, which may have been asked about ahead."""
         return self._needed(subject)()
 
     def ask(self, subject: Subject, predict: Predictor, case: Case | None = None) -> Answer:
-        """Ask about one subject, and as long as that takes about what is foreseen, by another case if need be."""
+        """Return the answer about a subject; while that is under way, ask about the subjects that `predict` returns.
+
+        Those are asked under `case`, if it is passed.
+        """
         needed = self._needed(subject)
         while not needed.is_done():
-            at_work = self.at_work  # whoever ends while something is foreseen has ended, and is not waited for
+            at_work = self.at_work  # taken before `predict`, so that a query that ends meanwhile is not waited for
             if len(at_work) >= self.pool.workers or not self._has_begun(predict, case):
                 wait_for_any(at_work)
         return needed()
 
-    def _has_begun(self, foresee: Predictor, case: Case | None) -> bool:
-        """Begin to ask what is foreseen, if anything."""
+    def _has_begun(self, predict: Predictor, case: Case | None) -> bool:
+        """Begin to ask about the next predicted subject; return False if there is none."""
         try:
-            foreseen = foresee()
-            if foreseen is not None:
-                self.ahead[foreseen.key] = self.begin(foreseen, case)
-        except Exception:  # a guess that cannot be made or asked says nothing about what is needed
+            predicted = predict()
+            if predicted is not None:
+                self.ahead[predicted.key] = self.begin(predicted, case)
+        except Exception:  # a wrong guess must not break the question that is needed
             return False
-        return foreseen is not None
+        return predicted is not None
 
     def find(self, subject: Subject, case: Case | None = None) -> PendingQuery | AnswerCache | None:
-        """Return what is asked about a subject, or was ahead."""
+        """Return the question about a subject under this case that is needed now or was asked ahead, or None."""
         of_subject = [self.now[1]] if self.now is not None and self.now[0] == subject.key else []
         if subject.key in self.ahead:
             of_subject.append(self.ahead[subject.key])
-        return next((asked for asked in of_subject if asked.case == (case or self.case)), None)
+        return next((question for question in of_subject if question.case == (case or self.case)), None)
 
     def remember(self, subject: Subject, answer: Answer) -> None:
-        """Give an answer once more to whoever asks next."""
+        """Keep an answer for the next question about its subject."""
         self.ahead[subject.key] = AnswerCache(case=self.case, answer=answer)
 
     def begin(self, subject: Subject, case: Case | None = None) -> PendingQuery:
-        """Ask about one subject while something else is done."""
+        """Send a subject to a worker and return the question, without waiting."""
         self._sweep()
-        # in the pool's own directory, which is swept if this process is killed
+        # in the pool's own directory, which is removed even if this process is killed
         place = tempfile.TemporaryDirectory(prefix="subject-", dir=self.pool.directory)
         subject.write(Path(place.name))
         case = case or self.case
@@ -172,7 +181,7 @@ class WorkerOracle:
         query = self.pool.submit(
             f"{WORKER}:check_subject", request, deadline_s=self.deadline_s, memory_bytes=self.memory_bytes
         )
-        self.asked += 1
+        self.begun += 1
         self.under_way[query] = place
 
         def answered(outcome: Outcome) -> Answer:
@@ -185,7 +194,7 @@ class WorkerOracle:
         return PendingQuery(query, case, answered)
 
     def end(self) -> None:
-        """End what nobody waits for any more."""
+        """Cancel all queries under way, and remove their files."""
         for query in self.under_way:
             query.cancel()
         for query, place in self.under_way.items():
@@ -194,42 +203,43 @@ class WorkerOracle:
         self.under_way.clear()
 
     def _sweep(self) -> None:
-        """Remove the files of what was given up, once nobody reads them any more."""
+        """Remove the files of queries that were given up and have ended."""
         for query in [query for query in self.given_up if query.is_done()]:
             self.given_up.remove(query)
             self.under_way.pop(query).cleanup()
 
     def _needed(self, subject: Subject) -> PendingQuery | AnswerCache:
+        """Return the question about a subject, which is begun unless it was asked ahead."""
         self.now = None
-        found = self.find(subject)
-        if found is not None:
+        question = self.find(subject)
+        if question is not None:
             del self.ahead[subject.key]
         else:
-            # it was not foreseen, so what else was will hardly be needed: nobody waits behind that
+            # the foresight was wrong, so its other questions are not needed either and must not delay this one
             for key, pending in list(self.ahead.items()):
                 if isinstance(pending, PendingQuery) and not pending.is_done():
                     pending.query.cancel()
                     self.given_up.add(pending.query)
                     del self.ahead[key]
-            found = self.begin(subject)
-        self.now = subject.key, found
-        return found
+            question = self.begin(subject)
+        self.now = subject.key, question
+        return question
 
 
 @dataclass(kw_only=True)
 class InProcessOracle:
-    """Asks in this process: for a transform that no other process could import."""
+    """Asks in this process, for a transform that no other process can import."""
 
     case: Case
     transform: Transform | Callable[..., Any]
-    asked: int = 0
+    begun: int = 0
 
     def __call__(self, subject: Subject) -> Answer:
-        """Ask about one subject."""
-        self.asked += 1
+        """Return the answer about a subject, which is empty if the subject does not run eagerly."""
+        self.begun += 1
         try:
             return answer_from(prepare_subject(subject, self.case, self.transform).run())
-        except ProgramError:  # a subject that does not run eagerly tells nothing
+        except ProgramError:
             return Answer()
 
 
@@ -239,28 +249,39 @@ def prepare_subject(
     transform: str | Transform | Callable[..., Any],
     progress: Callable[[str], None] = lambda _: None,
 ) -> Check:
-    """Return the check of a subject by everything else that a case says."""
-    return prepare(subject.graph, subject.inputs, transform=transform, progress=progress, **_words(case, transform))
+    """Return the check of a subject under a case, whose transform is passed along because it may have no name.
+
+    A subject has flat outputs and no parameters, so nothing is trained and a user's loss is left out.
+    """
+    options = CheckOptions(
+        transform=transform,
+        options={} if isinstance(transform, Transform) else case.options,
+        stages=case.stages,
+        policy=case.policy,
+        ignore=case.ignore,
+        strict=case.strict,
+        seed=case.seed,
+        deterministic=case.deterministic,
+        anomaly=case.anomaly,
+        semantic=case.semantic,
+    )
+    return prepare(subject.graph, subject.inputs, options=options, progress=progress)
 
 
 def answer_of(outcome: Outcome, case: Case) -> Answer:
-    """Return what an outcome says about a subject; one that fails eagerly says nothing."""
-    if outcome.answer is not None:
-        return answer_from(decode(Report, outcome.answer["report"], "report"))
+    """Return the answer that an outcome gives about a subject; an empty one if the subject fails or hangs eagerly."""
+    runs_candidate = CANDIDATE_PARTS.__contains__
     try:
-        outcome.raise_own_error()
+        result = outcome.read(Report, "report", program="a subject", runs_candidate=runs_candidate)
     except ProgramError:
         return Answer()
-    assert outcome.failure is not None
-    if outcome.failure.kind == "exception":
-        raise RuntimeError(f"a query failed: {outcome.failure.message}\n{outcome.failure.traceback}")
-    if outcome.part not in OF_THE_CANDIDATE:
-        return Answer()
-    return answer_from(dead(replace(outcome.failure, traceback=outcome.output), case))
+    if not isinstance(result, Failure):
+        return answer_from(result)
+    return answer_from(report_of_death(result, case)) if runs_candidate(outcome.part) else Answer()
 
 
 def answer_from(report: Report) -> Answer:
-    """Return what a report says about a subject."""
+    """Return the answer that a report gives about a subject."""
     return Answer(
         signatures=signatures_of(report),
         failing_leaves=diverged_leaves(report),
@@ -271,7 +292,7 @@ def answer_from(report: Report) -> Answer:
 
 
 def spec_of(transform: object) -> str | None:
-    """Return the name by which another process finds a transform; None where there is none."""
+    """Return the name by which another process can import a transform, or None if there is none."""
     if isinstance(transform, str):
         return transform
     name, module = getattr(transform, "__qualname__", ""), getattr(transform, "__module__", "")
@@ -285,7 +306,7 @@ def spec_of(transform: object) -> str | None:
 
 
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that another process can be told."""
+    """Return the settings whose values JSON can carry to another process."""
 
     def is_plain(value: Any) -> bool:
         try:
@@ -294,14 +315,3 @@ def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
             return False
 
     return {name: value for name, value in settings.items() if is_plain(value)}
-
-
-def _words(case: Case, transform: object) -> dict[str, Any]:
-    words = asdict(case)
-    # a subject has flat outputs and no parameters of its own: nothing to train, and nothing for a user's loss
-    left_out = {"program", "transform", "thorough", "loss", "optimizer", "steps", "iterations"}
-    known = {each.name for each in fields(Case)} - left_out
-    kept = {name: value for name, value in words.items() if name in known}
-    if isinstance(transform, Transform):
-        kept.pop("options")
-    return kept

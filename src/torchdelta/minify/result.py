@@ -1,4 +1,4 @@
-"""What minifying found: a small graph, what a check of it says, and the script that shows it."""
+"""The result of a reduction: a small graph, the report of its check, and the script that shows the failure."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from torchdelta.repro.finding import Finding
 from torchdelta.repro.issue import issue_text
 
 LOST = 0.02
-"""The chance that is taken of not seeing a failure which comes only now and then."""
+"""The accepted chance that a script misses a flaky failure."""
 HUNG_S = 30.0
 """How long a script waits for a candidate that hangs."""
 CONFIRMED_S = 300.0
-"""How long a script may take that is run to see whether it shows the failure."""
+"""How long the run that confirms a script may take."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Draft:
-    """A script that was written and is being run, under another name until it is known what it shows."""
+    """A script that is being run, under another name until it is finished or dropped."""
 
     path: Path
-    """Where it will be."""
+    """Its final path."""
     data: bool
-    """Whether the user's is in it."""
+    """Whether it has the user's data."""
     written: script.WrittenScript
     runner: CleanProcess
 
     def finish(self, *, deadline_s: float) -> Repro:
-        """Wait for what it shows, and put it where it belongs."""
-        seen = self.runner.wait(deadline_s=deadline_s)
+        """Wait for its run, move it to its path, and return that with whether it showed the failure."""
+        showing = self.runner.wait(deadline_s=deadline_s)
         if self.written.tensors_path is not None:
             self.written.tensors_path.replace(self.path.with_suffix(".pt"))
         self.written.path.replace(self.path)
-        return Repro(path=str(self.path), confirmed=seen.is_there)
+        return Repro(path=str(self.path), confirmed=showing.is_there)
 
     def drop(self) -> None:
-        """End it, and remove its files."""
+        """End its run and remove its files."""
         self.runner.end()
         for path in (self.written.path, self.written.tensors_path):
             if path is not None:
@@ -56,7 +56,7 @@ class Draft:
 
 @dataclass(frozen=True, kw_only=True)
 class MinifiedGraph:
-    """The smallest graph that was found, and what a check of it says."""
+    """The smallest graph that a reduction found, and the report of its check."""
 
     graph: GraphModule
     inputs: tuple[Any, ...]
@@ -65,31 +65,31 @@ class MinifiedGraph:
     signature: Signature
     reduction: Reduction
     drawn: dict[int, str] = field(default_factory=dict)
-    """Inputs that are random numbers and not the user's, by place, and the expression that draws them."""
+    """For inputs that are random numbers instead of the user's, by place: the expression that draws them."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Settings of the compiler that were not as torch ships them."""
+    """Settings of the compiler that differ from torch's defaults."""
     also_seen: tuple[Signature, ...] = ()
-    """Other failures that were met on the way, and not followed."""
+    """Other failures that queries showed, and that were not followed."""
     twin: GraphModule | None = None
     """A neighbour of the graph that passes."""
     notes: tuple[str, ...] = ()
     memory_bytes: int | None = None
-    """What a candidate was allowed to hold."""
+    """The memory that a worker was allowed to hold."""
     clean: CleanProcess | None = field(default=None, repr=False)
-    """A process that waits for the script, as long as this is there."""
+    """A process that waits for the script as long as this object lives."""
     draft: Draft | None = field(default=None, repr=False)
-    """The script, where it was begun before all this was known for sure."""
+    """The script, if its run began during the reduction."""
 
     def begin(self, path: str | os.PathLike[str], *, data: bool = True) -> Draft:
-        """Begin with what `write` does: the script is run, and may still be dropped."""
+        """Write the script under another name and begin to run it; return the draft, which may still be dropped."""
         path = Path(path)
         written = script.write(self.finding, path, data=data, under=f".{path.name}")
         return Draft(path=path, data=data, written=written, runner=begin(written.path, self.clean))
 
     def write(self, path: str | os.PathLike[str], *, data: bool = True, deadline_s: float = CONFIRMED_S) -> Repro:
-        """Write a script that shows the failure with torch alone, and run it in a clean process.
+        """Write a script that shows the failure with torch alone, run it in a clean process, and return the result.
 
-        Without `data`, random numbers stand for the user's. ReproUnwritable says why there can be no such script.
+        Without `data`, random numbers replace the user's. ReproUnwritable says why there can be no such script.
         """
         draft = self.draft
         if draft is not None and (draft.path, draft.data) != (Path(path), data):
@@ -99,12 +99,12 @@ class MinifiedGraph:
         return draft.finish(deadline_s=deadline_s)
 
     def issue(self, path: str | os.PathLike[str], *, data: bool = True) -> str:
-        """Return the text of an issue that has the script of that path in it; `data` as it was written with."""
+        """Return the text of an issue with the script at that path, which was written with or without `data`."""
         return issue_text(self.finding, Path(path), data=data)
 
     @property
     def finding(self) -> Finding:
-        """What a script has to show."""
+        """Everything that a script has to show."""
         rate = self.reduction.rate
         failure = self.report.failure
         limits: dict[str, Any] = {"deadline_s": HUNG_S} if failure is not None and failure.kind == "timeout" else {}

@@ -1,4 +1,4 @@
-"""What a worker runs for `minify`: a check of a subject that lies in files."""
+"""The task that a worker runs for `minify`: it checks a subject that lies in files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchdelta.records.codec import decode, encode
 
 
 def check_subject(request: Mapping[str, Any], place: QueryDirectory) -> dict[str, Any]:
-    """Check a subject that lies in files; return its report."""
+    """Check the subject of a request that `WorkerOracle.begin` wrote; return its report, encoded."""
     case = decode(Case, request["case"], "case")
     torch.set_num_threads(request["threads"])
     with settings.applied(request["settings"]), warnings.catch_warnings():

@@ -1,6 +1,6 @@
-"""Workers that are warm before the first query: everything is imported in them, and a backend has compiled once.
+"""Workers that are warm before the first query: they have imported everything, and a backend has compiled once.
 
-This module needs no torch, so that a command can start its workers before it imports torch itself.
+This module needs no torch, so a command can start its workers before it imports torch itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ WORKER = "torchdelta.minify.worker"
 
 
 def pool_for(transform: str | None, *, preload: Sequence[str] = (), from_here: bool = False) -> Pool:
-    """Return workers that have everything imported, `preload` too, and have compiled once."""
+    """Return a pool for this transform; its workers have imported all they need, and `preload`, and compiled once.
+
+    With `from_here` they are forked from this process, which has to be a single thread.
+    """
     is_inductor = (transform or "").removeprefix("backend:") == "inductor"
     warm = "inductor" if is_inductor else "eager"
     return Pool(workers=2, preload=(f"{CHECK_WORKER}:get_ready", WORKER, *preload), warm=warm, from_here=from_here)

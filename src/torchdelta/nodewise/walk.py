@@ -64,6 +64,8 @@ class NodeWalk:
     """Which nodes match, if the user says so."""
     limit_bytes: int | None = None
     """The memory that taps may hold."""
+    has_aot: bool = True
+    """Whether the compiler may be built on AOTAutograd; if it is not, taps behind that would see nothing."""
     is_disturbed: bool = False
     """Whether taps made the failure vanish."""
     compiles: int = 0
@@ -76,6 +78,8 @@ class NodeWalk:
             return self._without_seam(transform)
         if not isinstance(transform, Compiler):
             return self.between_graphs(transform, report)
+        if not self.has_aot:
+            return self._in_black_box(transform, report)
         watched: list[ObservedAfterAot] = []
 
         def after_aot(seam: Seam) -> Transform:

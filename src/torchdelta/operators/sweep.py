@@ -1,8 +1,8 @@
-"""The file of a sweep: a line for what was asked, and one for each operator as soon as it is through.
+"""A sweep over torch's database of operators: each operator in each dtype is one query to a worker.
 
-A sweep over torch's database of operators: each in each dtype is one query, and a dead worker is one verdict.
-
-This process needs no torch for it: only the workers import it.
+A worker that dies is the verdict on its operator. `SweepFile` keeps the rows on disk as they come, a header and then
+one line an operator, so that a sweep can be resumed. `sweep` is where to start reading. This process needs no torch
+for it: only the workers import torch.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torchdelta.isolate.pool import Pool, Query
 from torchdelta.isolate.supervisor import Outcome
 from torchdelta.operators.isolated import WORKER
 from torchdelta.records.codec import decode, encode
+from torchdelta.records.failure import Failure
 from torchdelta.records.operators import SCHEMA_VERSION, Sweep, SweepRow
 from torchdelta.records.report import environment_without_torch
 from torchdelta.records.strict_json import from_text, to_text
@@ -34,7 +35,7 @@ _SCHEMA = "schema_version"
 
 
 class SweepFile:
-    """What a sweep in a directory has found so far; whoever begins it anew goes on behind that."""
+    """The rows of a sweep in a directory; with `resume`, those of an earlier sweep are read first."""
 
     def __init__(self, directory: Path, words: Mapping[str, str], *, resume: bool) -> None:
         self._path = directory / NAME
@@ -43,14 +44,14 @@ class SweepFile:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             if self._path.exists() and self._path.stat().st_size > 0:
-                self._go_on(resume=resume)
+                self._continue(resume=resume)
             else:
                 self._append(self._header)
         except OSError as error:
             raise UsageError(f"cannot write {self._path}: {error.strerror or error}; name another place") from error
 
     def add(self, swept: SweepRow) -> None:
-        """Keep one more, whatever happens next."""
+        """Add a row, and append it to the file."""
         self.swept[swept.op, swept.dtype] = swept
         self._append(encode(swept))
 
@@ -58,14 +59,15 @@ class SweepFile:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(to_text(data) + "\n")
 
-    def _go_on(self, *, resume: bool) -> None:
+    def _continue(self, *, resume: bool) -> None:
+        """Read the rows of an earlier sweep; UsageError if it may not be resumed, or asked other questions."""
         if not resume:
-            raise UsageError(f"{self._path} has a sweep: go on with it by --resume, or name another directory")
+            raise UsageError(f"{self._path} has a sweep: continue it by --resume, or name another directory")
         text = self._path.read_bytes()
-        whole = text.rfind(b"\n") + 1
-        lines = text[:whole].decode(errors="replace").splitlines()
+        complete = text.rfind(b"\n") + 1
+        lines = text[:complete].decode(errors="replace").splitlines()
         if not lines:
-            raise UsageError(f"{self._path} is no sweep: name another directory")
+            raise UsageError(f"{self._path} is not a sweep: name another directory")
         self._require_same(self._read(lines[0], 1))
         for number, line in enumerate(lines[1:], start=2):
             try:
@@ -73,22 +75,24 @@ class SweepFile:
             except ReportUnreadable as error:
                 raise UsageError(f"{self._path}, line {number}: {error}; remove the line, or the file") from error
             self.swept[swept.op, swept.dtype] = swept
-        # whoever was killed while writing left half a line: that operator is asked again
-        os.truncate(self._path, whole)
+        # a process that was killed while writing left half a line: that operator is checked again
+        os.truncate(self._path, complete)
 
     def _read(self, line: str, number: int) -> dict[str, Any]:
+        """Return the JSON object of a line; UsageError if it is not one."""
         try:
             data = from_text(line)
         except ValueError as error:
             raise UsageError(f"{self._path}, line {number}, is not JSON: remove the line, or the file") from error
         if not isinstance(data, dict):
-            raise UsageError(f"{self._path}, line {number}, is no record of a sweep: remove the line, or the file")
+            raise UsageError(f"{self._path}, line {number}, is not a record of a sweep: remove the line, or the file")
         return data
 
     def _require_same(self, header: Mapping[str, Any]) -> None:
+        """Raise UsageError if the earlier sweep asked other questions, or ran with another torch."""
         if header.get(_SCHEMA) != SCHEMA_VERSION or not isinstance(header.get("words"), dict):
-            raise UsageError(f"{self._path} is no sweep that this torchdelta goes on with: name another directory")
-        before, now = _asked(header), _asked(self._header)
+            raise UsageError(f"{self._path} is not a sweep that this torchdelta can continue: name another directory")
+        before, now = _questions(header), _questions(self._header)
         for name in dict.fromkeys([*now, *before]):
             if before.get(name) != now.get(name):
                 was, is_now = before.get(name) or "none", now.get(name) or "none"
@@ -97,7 +101,7 @@ class SweepFile:
                 )
 
 
-def _asked(header: Mapping[str, Any]) -> dict[str, Any]:
+def _questions(header: Mapping[str, Any]) -> dict[str, Any]:
     return {_TORCH: header.get(_TORCH), **header["words"]}
 
 
@@ -115,20 +119,21 @@ PROBES = (
     "aot/static",
     "aot/dynamic/min-cut",
 )
-"""What a sweep asks by default: which partitioner there is does not depend on sizes, and each trace takes its time."""
+"""The probes of a sweep by default. Of the traces, two suffice: the partitioner does not depend on sizes."""
 AT = " on "
-"""Between the probe and the sample in what a worker tells of its progress."""
+"""Stands between probe and sample in the part that a worker reports."""
 _READY_S = 180.0
 _PULSE_S = 0.02
 _WAITING = 2
-"""Queries that wait for each worker: it is never idle, and few have to be called off."""
+"""Queries under way for each worker: it is never idle, and few have to be cancelled at an interruption."""
 
-Told = Callable[[int, int, str], None]
+Tell = Callable[[int, int, str], None]
+"""Gets the progress: how many operators are done, of how many, and the one that is under way."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRequest:
-    """What is asked of every operator."""
+    """The questions of a sweep, and about which operators."""
 
     operators: tuple[str, ...] = (ALL,)
     """Names of the database, patterns such as `linalg.*`, or `all`."""
@@ -152,7 +157,7 @@ class SweepRequest:
 
     @property
     def words(self) -> dict[str, str]:
-        """Return what was asked, for the record."""
+        """The questions as text, for the record."""
         return {
             "operators": ",".join(self.operators),
             "dtypes": ",".join(self.dtypes),
@@ -166,7 +171,7 @@ class SweepRequest:
 
     @property
     def questions(self) -> dict[str, Any]:
-        """Return what a check of an operator is told, as plain data."""
+        """The keywords of `check_op`, as plain data."""
         return {
             "probes": list(self.asks),
             "backends": list(self.backends),
@@ -174,13 +179,13 @@ class SweepRequest:
             "gradients": GRADIENTS[self.gradients],
         }
 
-    def request(self, name: str, dtype: str) -> dict[str, Any]:
-        """Return what a worker is asked."""
+    def query(self, name: str, dtype: str) -> dict[str, Any]:
+        """Return the request to a worker, about one operator in one dtype."""
         return {"op": name, "dtype": dtype, "samples": self.samples, "seed": self.seed, "words": self.questions}
 
 
 def sweep(
-    asked: SweepRequest,
+    request: SweepRequest,
     *,
     out: Path | None = None,
     resume: bool = False,
@@ -189,52 +194,54 @@ def sweep(
     memory_bytes: int | None = None,
     pool: Pool | None = None,
     task: str = WORKER,
-    told: Told = lambda *_: None,
+    tell: Tell = lambda *_: None,
 ) -> Sweep:
-    """Check operators of the database; with `out`, what is found is kept there as it comes.
+    """Check operators of the database and return their rows; with `out`, the rows are kept there as they come.
 
-    An interruption ends it early, with what there is. `task` is the module whose functions workers run.
+    An interruption ends it early, with the rows so far. `task` is the module whose functions workers run.
     """
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="torchdelta-sweep-") as nowhere:
-        # before a worker is started: what cannot be gone on with is said at once
-        kept = SweepFile(out or Path(nowhere), asked.words, resume=resume)
-        with nullcontext(pool) if pool is not None else pool_for_sweep(workers, task) as asking:
-            told(0, 0, "loading torch's database of operators")
-            wanted = tuple(_wanted(asked, _operators(asking, task, asked)))
+        # before a worker starts, because a sweep that cannot be resumed is an error at once
+        rows = SweepFile(out or Path(nowhere), request.words, resume=resume)
+        with nullcontext(pool) if pool is not None else pool_for_sweep(workers, task) as running:
+            tell(0, 0, "loading torch's database of operators")
+            wanted = tuple(_wanted(request, _operators(running, task, request)))
             sweeper = _Sweeper(
-                asked=asked, pool=asking, kept=kept, task=task, timeout_s=timeout_s, memory_bytes=memory_bytes
+                request=request, pool=running, rows=rows, task=task, timeout_s=timeout_s, memory_bytes=memory_bytes
             )
-            notes = sweeper.run(wanted, workers, told)
-    swept = tuple(kept.swept[each] for each in wanted if each in kept.swept)
+            notes = sweeper.run(wanted, workers, tell)
+    swept = tuple(rows.swept[each] for each in wanted if each in rows.swept)
     return Sweep(
         swept=swept,
         total=len(wanted),
         environment=environment_without_torch(),
-        words=asked.words,
+        words=request.words,
         notes=notes,
         seconds=time.monotonic() - began,
     )
 
 
 def pool_for_sweep(workers: int = 2, task: str = WORKER) -> Pool:
-    """Return workers that have the database imported, and traced something."""
+    """Return workers that have imported the database and traced a program once."""
     return Pool(workers=workers, preload=(f"{task}:get_ready",), warm="aot_eager")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Sweeper:
-    asked: SweepRequest
+    """Keeps workers busy with queries until all operators have their rows."""
+
+    request: SweepRequest
     pool: Pool
-    kept: SweepFile
+    rows: SweepFile
     task: str
     timeout_s: float
     memory_bytes: int | None
 
-    def run(self, wanted: Sequence[tuple[str, str]], workers: int, told: Told) -> tuple[str, ...]:
-        """Ask what was not asked before; what is returned is there to be noted."""
-        before = sum(each in self.kept.swept for each in wanted)
-        waiting = [each for each in wanted if each not in self.kept.swept]
+    def run(self, wanted: Sequence[tuple[str, str]], workers: int, tell: Tell) -> tuple[str, ...]:
+        """Check the operators that have no row yet; return notes for the record."""
+        before = sum(each in self.rows.swept for each in wanted)
+        waiting = [each for each in wanted if each not in self.rows.swept]
         under_way: dict[tuple[str, str], Query] = {}
         notes = (f"{before} of them were swept before, and are not swept again",) if before else ()
         try:
@@ -243,11 +250,11 @@ class _Sweeper:
                     each = waiting.pop(0)
                     under_way[each] = self._submit(*each)
                 for each in [each for each, query in under_way.items() if query.is_done()]:
-                    self.kept.add(swept_of(under_way.pop(each).result(), *each))
-                told(len(wanted) - len(waiting) - len(under_way), len(wanted), " ".join(next(iter(under_way), ())))
+                    self.rows.add(swept_of(under_way.pop(each).result(), *each))
+                tell(len(wanted) - len(waiting) - len(under_way), len(wanted), " ".join(next(iter(under_way), ())))
                 time.sleep(_PULSE_S)
         except KeyboardInterrupt:
-            done = sum(each in self.kept.swept for each in wanted)
+            done = sum(each in self.rows.swept for each in wanted)
             notes = (*notes, f"interrupted: {len(wanted) - done} of {len(wanted)} were not swept")
         finally:
             for query in under_way.values():
@@ -257,22 +264,18 @@ class _Sweeper:
     def _submit(self, name: str, dtype: str) -> Query:
         return self.pool.submit(
             f"{self.task}:sweep_operator",
-            self.asked.request(name, dtype),
+            self.request.query(name, dtype),
             deadline_s=self.timeout_s,
             memory_bytes=self.memory_bytes,
         )
 
 
 def swept_of(outcome: Outcome, name: str, dtype: str) -> SweepRow:
-    """Return what came of one operator; a worker that died is a verdict on it. Raises what concerns all of them."""
-    if outcome.answer is not None:
-        return decode(SweepRow, outcome.answer["swept"], "swept")  # type: ignore[no-any-return]
-    outcome.raise_own_error()
-    failure = outcome.failure
-    assert failure is not None
-    if failure.kind == "exception":
-        raise RuntimeError(f"sweeping {name} failed: {failure.message}\n{failure.traceback}")
-    verdict = Verdict.TIMED_OUT if failure.kind == "timeout" else Verdict.CRASHED
+    """Return the row of one operator; the death of its worker is a verdict. Raises what `Outcome.read` raises."""
+    result = outcome.read(SweepRow, "swept", program=f"sweeping {name}")
+    if not isinstance(result, Failure):
+        return result
+    verdict = Verdict.TIMED_OUT if result.kind == "timeout" else Verdict.CRASHED
     probe, _, sample = outcome.part.partition(AT)
     return SweepRow(
         op=name,
@@ -281,43 +284,45 @@ def swept_of(outcome: Outcome, name: str, dtype: str) -> SweepRow:
         verdict=verdict,
         probes={probe: verdict} if sample else {},
         probe=probe,
-        reason=failure.message,
+        reason=result.message,
         sample=sample,
         seconds=outcome.seconds,
     )
 
 
-def _operators(pool: Pool, task: str, asked: SweepRequest) -> dict[str, Sequence[str]]:
-    outcome = pool.ask(f"{task}:list_operators", {"words": asked.questions}, deadline_s=_READY_S)
-    outcome.raise_own_error()
-    if outcome.answer is None:
-        assert outcome.failure is not None
-        raise RuntimeError(f"torch's database of operators cannot be read: {outcome.failure.message}\n{outcome.output}")
-    operators: dict[str, Sequence[str]] = outcome.answer["operators"]
+def _operators(pool: Pool, task: str, request: SweepRequest) -> Mapping[str, Sequence[str]]:
+    """Return the dtypes of each operator in torch's database, by its name; UsageError if the words make no sense."""
+    outcome = pool.ask(f"{task}:list_operators", {"words": request.questions}, deadline_s=_READY_S)
+    database = "torch's database of operators"
+    operators = outcome.read(dict[str, tuple[str, ...]], "operators", program=database)
+    if isinstance(operators, Failure):
+        raise RuntimeError(f"{database} cannot be read: {operators.message}\n{outcome.output}")
     return operators
 
 
-def _wanted(asked: SweepRequest, operators: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
+def _wanted(request: SweepRequest, operators: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
+    """Yield each operator that was named with each of its dtypes that was; UsageError if there is none."""
     known = {dtype for dtypes in operators.values() for dtype in dtypes}
-    for dtype in asked.dtypes:
+    for dtype in request.dtypes:
         if dtype not in known:
             there = ", ".join(sorted(known))
             raise UsageError(f"no operator of the database supports a dtype {dtype!r}; there are {there}")
-    names = dict.fromkeys(name for word in asked.operators for name in _named(word, operators))
-    pairs = [(name, dtype) for name in names for dtype in dict.fromkeys(asked.dtypes) if dtype in operators[name]]
+    names = dict.fromkeys(name for word in request.operators for name in _named(word, operators))
+    pairs = [(name, dtype) for name in names for dtype in dict.fromkeys(request.dtypes) if dtype in operators[name]]
     if not pairs:
-        raise UsageError(f"{', '.join(names)} supports none of {', '.join(asked.dtypes)}: name others by --dtypes")
+        raise UsageError(f"{', '.join(names)} supports none of {', '.join(request.dtypes)}: name others by --dtypes")
     yield from pairs
 
 
 def _named(word: str, operators: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the operators that a name, a pattern or `all` stands for; UsageError if there is none."""
     if word == ALL:
         return list(operators)
     if word in operators:
         return [word]
-    # a name alone stands for its variants, where it has nothing else
-    if found := [name for name in operators if fnmatch.fnmatchcase(name, word) or name.startswith(f"{word}.")]:
-        return found
+    # a name that is not an operator stands for its variants
+    if matches := [name for name in operators if fnmatch.fnmatchcase(name, word) or name.startswith(f"{word}.")]:
+        return matches
     near = difflib.get_close_matches(word, operators, n=3)
     hint = f"; near it are {', '.join(near)}" if near else ""
     raise UsageError(f"torch's database has no operator {word!r}{hint}")

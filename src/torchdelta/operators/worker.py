@@ -1,6 +1,7 @@
-"""From what a user names to a call of an operator that can be checked.
+"""The tasks that a worker runs for `torchdelta op`.
 
-What a worker does for a sweep: one operator in one dtype, on a few of the samples that the database has of it.
+`check_operator` checks one call of an operator that a user named. `sweep_operator` checks an operator of torch's
+database (OpInfo) in one dtype, on a few of its samples. `list_operators` returns the names of that database.
 """
 
 from __future__ import annotations
@@ -41,20 +42,21 @@ class OpCall:
 
 
 def named_op(op: str, *, imports: Sequence[str], arguments: Any, inputs: str | None, seed: int) -> OpCall:
-    """Return the operator of that name, with arguments as they are described, or as a factory gives them."""
+    """Return the operator of that name, with the arguments that are described, or those that a factory returns."""
     for module in imports:
         import_place(module)
-    found = load_callable(op, what="operator") if _is_in_a_file(op) else lookup.operator_named(op)
-    args, kwargs = build(arguments, seed) if inputs is None else _given_by(inputs)
-    lookup.require_fitting(found, args, kwargs)
-    return OpCall(op=found, args=args, kwargs=kwargs)
+    operator = load_callable(op, what="operator") if _is_in_a_file(op) else lookup.operator_named(op)
+    args, kwargs = build(arguments, seed) if inputs is None else _arguments_of(inputs)
+    lookup.require_fitting(operator, args, kwargs)
+    return OpCall(op=operator, args=args, kwargs=kwargs)
 
 
 def _is_in_a_file(name: str) -> bool:
     return ":" in name.replace("::", "")
 
 
-def _given_by(spec: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments_of(spec: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return args and kwargs that a factory returns; ProgramError if it returns anything else."""
     factory = load_callable(spec, what="factory of arguments")
     try:
         built = factory()
@@ -68,7 +70,7 @@ def _given_by(spec: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def check_operator(request: Mapping[str, Any], place: QueryDirectory) -> dict[str, Any]:
-    """Check an operator that is named; return its report and the warnings that were raised."""
+    """Check the operator of a request that `check_op_isolated` wrote; return its report and the warnings, encoded."""
     seed = request["seed"]
     with collected_warnings() as texts:
         named = named_op(request["op"], seed=seed, **request["call"])
@@ -77,32 +79,32 @@ def check_operator(request: Mapping[str, Any], place: QueryDirectory) -> dict[st
 
 
 SAMPLES = "its samples"
-"""What a worker is at before it is at any probe."""
+"""The part that a worker reports before any probe."""
 
 
 def get_ready() -> None:
-    """Import the database, and do once what every check does."""
+    """Import the database and run one check, so that forked workers have both behind them."""
     try:
         opinfo.operators()
-    except EnvironmentUnfit:  # whoever asks is told; from here nobody would be
+    except EnvironmentUnfit:  # the first task raises it again, and its caller gets it
         return
     get_check_ready()
-    # so many operators are worth the compiled loops, which are loaded for what is not small
+    # compiled loops are loaded for large tensors only, and pay for a sweep of many operators
     zeros = torch.zeros(CPU_PIECE + 1)
     compare_values(zeros, zeros + 1, truth=zeros.double())
-    # without gradients: the autograd engine must not see a fork
+    # without gradients, because the autograd engine does not survive a fork
     check_op(torch.ops.aten.sin.default, (torch.ones(3),), gradients=False)
 
 
 def list_operators(request: Mapping[str, Any], _: QueryDirectory) -> dict[str, Any]:
-    """Return what the database has: names, and the dtypes of each. Raises what is wrong about the words."""
-    # what is misspelt is said before hundreds are asked; every probe applies to a sine
+    """Return the names in the database, and the dtypes of each; UsageError if the questions make no sense."""
+    # a sine shows mistakes in the questions before hundreds of operators are checked: every probe applies to it
     check_op(torch.ops.aten.sin.default, (torch.ones(3, requires_grad=True),), **request["words"])
     return {"operators": {name: list(dtypes) for name, dtypes in opinfo.operators().items()}}
 
 
 def sweep_operator(request: Mapping[str, Any], place: QueryDirectory) -> dict[str, Any]:
-    """Check an operator in a dtype, on its samples."""
+    """Check an operator of the database in one dtype, on some of its samples; return its row, encoded."""
     began = time.monotonic()
     # workers run side by side, and samples are small
     torch.set_num_threads(1)
@@ -111,20 +113,20 @@ def sweep_operator(request: Mapping[str, Any], place: QueryDirectory) -> dict[st
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            found = opinfo.draw_samples(name, dtype, seed=seed)
+            offer = opinfo.draw_samples(name, dtype, seed=seed)
         except TorchDeltaError:
             raise
         except Exception as error:
-            why = f"the database does not give its samples: {_said(error)}"
+            why = f"the database does not give its samples: {_summary(error)}"
             return _answer(_Findings(left_out={}), name, dtype, began, why=why)
-        findings = _Findings(left_out=found.left_out)
-        for sample in opinfo.choose(found.samples, request["samples"]):
+        findings = _Findings(left_out=offer.left_out)
+        for sample in opinfo.choose(offer.samples, request["samples"]):
             findings.add(sample, _words_for(name, sample, request["words"]), seed, place)
     return _answer(findings, name, dtype, began)
 
 
 def _words_for(name: str, sample: opinfo.OpSample, words: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a sample is asked: what the database knows that it has not is not looked for."""
+    """Return the questions about a sample, without those that do not apply to it, as the database knows."""
     has_none = words["gradients"] == "auto" and not sample.has_gradient
     return {
         **words,
@@ -134,7 +136,7 @@ def _words_for(name: str, sample: opinfo.OpSample, words: Mapping[str, Any]) -> 
 
 
 class _Findings:
-    """What was seen of an operator so far."""
+    """The results of an operator so far."""
 
     def __init__(self, left_out: Mapping[str, int]) -> None:
         self.left_out = dict(left_out)
@@ -143,7 +145,7 @@ class _Findings:
         self.unchecked: list[tuple[str, str]] = []
 
     def add(self, sample: opinfo.OpSample, words: Mapping[str, Any], seed: int, place: QueryDirectory) -> None:
-        """Check one sample."""
+        """Check one sample and keep its report, or why there is none."""
         shown = ", ".join(describe_all(sample.args, sample.kwargs))
         place.tell(f"the arguments{AT}{shown}")
         try:
@@ -156,37 +158,38 @@ class _Findings:
                 **words,
             )
         except EagerFails as error:
-            self.rejected.append(_said(error))
+            self.rejected.append(_summary(error))
         except (ProgramError, UsageError) as error:
-            self.unchecked.append((shown, _said(error)))
+            self.unchecked.append((shown, _summary(error)))
         except EnvironmentUnfit:
             raise
         except Exception as error:
-            # of hundreds of operators, one that torchdelta cannot handle is told of, and the others are checked
-            self.unchecked.append((shown, f"the check itself failed: {_said(error)}"))
+            # one operator that torchdelta cannot handle must not end a sweep of hundreds
+            self.unchecked.append((shown, f"the check itself failed: {_summary(error)}"))
         else:
             self.reports.append(report)
 
     def by_probe(self) -> dict[str, Verdict]:
         """Return the worst verdict of each probe."""
-        seen: dict[str, list[Verdict]] = {}
+        by_name: dict[str, list[Verdict]] = {}
         for report in self.reports:
             for probe in report.probes:
-                seen.setdefault(probe.name, []).append(probe.verdict)
-        return {name: worst_of(verdicts) for name, verdicts in seen.items()}
+                by_name.setdefault(probe.name, []).append(probe.verdict)
+        return {name: worst_of(verdicts) for name, verdicts in by_name.items()}
 
 
 def _answer(findings: _Findings, name: str, dtype: str, began: float, why: str = "") -> dict[str, Any]:
+    """Return the encoded row of an operator; `why` is the reason if it has no samples."""
     reports = findings.reports
     verdict = worst_of([report.verdict for report in reports])
-    told: dict[str, Any] = {}
+    evidence: dict[str, Any] = {}
     if findings.unchecked and not verdict.is_failure:
         verdict = Verdict.INCONCLUSIVE
-        told = {"sample": findings.unchecked[0][0], "reason": findings.unchecked[0][1]}
+        evidence = {"sample": findings.unchecked[0][0], "reason": findings.unchecked[0][1]}
     elif not reports:
-        told = {"reason": why or _nothing_checked(findings)}
+        evidence = {"reason": why or _nothing_checked(findings)}
     elif verdict is not Verdict.EQUIVALENT:
-        told = _evidence(reports, verdict)
+        evidence = _evidence(reports, verdict)
     swept = SweepRow(
         op=name,
         dtype=dtype,
@@ -196,12 +199,13 @@ def _answer(findings: _Findings, name: str, dtype: str, began: float, why: str =
         unasked=len(findings.rejected),
         left_out=findings.left_out,
         seconds=time.monotonic() - began,
-        **told,
+        **evidence,
     )
     return {"swept": encode(swept)}
 
 
 def _evidence(reports: Sequence[OpReport], verdict: Verdict) -> dict[str, str]:
+    """Return sample, probe and reason of the first report that has this verdict."""
     guilty = next(report for report in reports if report.verdict is verdict)
     sample = ", ".join(guilty.arguments)
     probe = guilty.worst
@@ -217,6 +221,7 @@ def _nothing_checked(findings: _Findings) -> str:
     return f"no sample could be checked: {'; '.join(parts) or 'the database has none'}"
 
 
-def _said(error: Exception) -> str:
+def _summary(error: Exception) -> str:
+    """Return the first line of an error, with its class if it is not one of torchdelta's own."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return first if isinstance(error, TorchDeltaError) else f"{type(error).__name__}: {first}"

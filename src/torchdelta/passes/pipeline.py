@@ -25,11 +25,11 @@ from torchdelta._torch.compile import graph_versions
 from torchdelta._torch.graphs import graphs
 from torchdelta._torch.process import runtime, versions
 from torchdelta._torch.process.exceptions import place_of
-from torchdelta.check.prepare import name_of
 from torchdelta.errors import UsageError
 from torchdelta.nodewise.matching import assign_handles
 from torchdelta.passes.succession import PassStep, Succession
 from torchdelta.program.copies import copy_together
+from torchdelta.records.case import CheckOptions, name_of
 from torchdelta.records.failure import Failure
 from torchdelta.records.passes import PassRow, Pipeline
 from torchdelta.records.verdict import Verdict, worst_of
@@ -71,19 +71,14 @@ def check_pipeline(
     for each in passes:
         if not callable(each):
             raise UsageError(f"a pass is a function of a graph module and its inputs, not {type(each).__name__}")
-    words = {
-        "policy": policy,
-        "stages": stages,
-        "ignore": ignore,
-        "strict": strict,
-        "seed": seed,
-        "semantic": semantic,
-    }
+    options = CheckOptions.read(
+        policy=policy, stages=stages, ignore=ignore, strict=strict, seed=seed, semantic=semantic
+    )
     with runtime.preserved():
         original = graphs.copy_graph(graph)
         assign_handles(original)
         run = _PipelineRun(
-            name=type(graph).__name__, succession=Succession(original=original, inputs=tuple(inputs), words=words)
+            name=type(graph).__name__, succession=Succession(original=original, inputs=tuple(inputs), options=options)
         )
         return run.answer(passes)
 

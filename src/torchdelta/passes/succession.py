@@ -9,7 +9,7 @@ Start with `Succession.judge_step`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -21,6 +21,7 @@ from torchdelta.check.check import Check
 from torchdelta.check.prepare import prepare
 from torchdelta.errors import TorchDeltaError
 from torchdelta.locate.locator import Locator
+from torchdelta.records.case import CheckOptions
 from torchdelta.records.comparison import Comparison
 from torchdelta.records.failure import Failure
 from torchdelta.records.location import Location
@@ -50,15 +51,15 @@ class Succession:
 
     original: GraphModule
     inputs: tuple[Any, ...]
-    words: Mapping[str, Any] = field(default_factory=dict)
-    """The other options of each check."""
+    options: CheckOptions = field(default_factory=CheckOptions)
+    """How two graphs are compared; the candidate is another one each time."""
     latest: list[tuple[Callable[..., Any], Report]] = field(default_factory=list)
     """The last two graphs with their reports, because a step needs two; older graphs may be freed."""
 
     @cached_property
     def check(self) -> Check:
         """A check of the first graph, whose reference, truth and noise all comparisons share."""
-        return prepare(self.original, self.inputs, candidate=self.original, **self.words)
+        return prepare(self.original, self.inputs, options=replace(self.options, candidate=self.original))
 
     def compare(self, graph: Callable[..., Any]) -> Report:
         """Return the report of a graph against the first one."""
@@ -111,7 +112,7 @@ class Succession:
         if before is self.original:
             check = self._check_of(after)
         else:
-            check = prepare(before, self.inputs, candidate=after, **self.words)
+            check = prepare(before, self.inputs, options=replace(self.options, candidate=after))
         return Locator(check=check).run()
 
     def _check_of(self, graph: Callable[..., Any]) -> Check:

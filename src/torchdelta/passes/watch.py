@@ -17,7 +17,7 @@ import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from torchdelta.errors import TorchDeltaError
 from torchdelta.passes.real_calls import TALKS, detach_inputs, have_values
 from torchdelta.passes.succession import PassStep, Succession
 from torchdelta.program.stages import cotangent_for
+from torchdelta.records.case import CheckOptions
 from torchdelta.records.passes import PassFinding, PassSummary
 from torchdelta.records.report import reason_of
 from torchdelta.records.verdict import Verdict
@@ -48,8 +49,8 @@ class ChainJudge:
     chain: Chain
     label: str
     """The name of the graph in messages."""
-    words: Mapping[str, Any]
-    """The options of each check."""
+    options: CheckOptions
+    """How two graphs are compared."""
     findings: list[PassFinding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     is_checked: bool = True
@@ -68,11 +69,11 @@ class ChainJudge:
 
     def _judge_part(self, part: list[Version], inputs: tuple[Any, ...]) -> None:
         """Judge versions that draw the same random numbers; add a finding for the first pass that is wrong."""
-        words = dict(self.words)
+        options = self.options
         if self.chain.phase != inductor_passes.PRE_GRAD:
             # AOTAutograd restores aliasing outside of its graphs
-            words |= {"stages": ("forward",), "ignore": ("aliasing",)}
-        succession = Succession(original=part[0].as_module, inputs=inputs, words=words)
+            options = replace(options, stages=("forward",), ignore=("aliasing",))
+        succession = Succession(original=part[0].as_module, inputs=inputs, options=options)
         report = succession.compare(part[-1].as_module)
         if report.verdict is Verdict.EQUIVALENT:
             return
@@ -130,7 +131,7 @@ class ChainJudge:
             is_tensor = isinstance(node.meta.get("val", node.meta.get("example_value")), torch.Tensor)
             if node.name not in inputs and chain.phase == inductor_passes.JOINT:
                 tangent = inductor_passes.empty_input(node, first, inputs)
-                inputs[node.name] = tangent.copy_(cotangent_for(tangent, node.name, self.words["seed"]))
+                inputs[node.name] = tangent.copy_(cotangent_for(tangent, node.name, self.options.seed))
             elif node.name not in inputs or (is_tensor and inputs[node.name] is None):
                 # a compiler that turns parameters into constants drops them from its calls
                 raise TorchDeltaError(f"{node.name} is among its inputs, and is not there when it is called")
@@ -171,7 +172,7 @@ def watch_passes(*, policy: str = "noise", seed: int = 0) -> Iterator[PassSummar
     does not change, and an error of the watcher does not end it.
     """
     parse(policy)  # a wrong policy raises before anything runs
-    watcher = _Watcher(summary=PassSummary(), words={"policy": policy, "seed": seed})
+    watcher = _Watcher(summary=PassSummary(), options=CheckOptions(policy=policy, seed=seed))
     with ExitStack() as stack:
         stack.enter_context(inductor_passes.watching(watcher.take, watcher.fail))
         stack.enter_context(aot.intercepting(watcher.compile_part))
@@ -204,7 +205,7 @@ class _Watcher:
     """Keeps the chains of all graphs that are being compiled, and judges each in the first call of its graph."""
 
     summary: PassSummary
-    words: Mapping[str, Any]
+    options: CheckOptions
     is_open: bool = True
     waiting: list[_Compiled] = field(default_factory=list)
     """The graphs with chains to judge."""
@@ -338,7 +339,7 @@ class _Watcher:
 
     def _judge(self, chain: Chain, label: str, values: Mapping[str, Any]) -> None:
         """Judge one chain, and add its findings and notes to the summary."""
-        judge = ChainJudge(chain=chain, label=label, words=self.words)
+        judge = ChainJudge(chain=chain, label=label, options=self.options)
         try:
             judge.judge(values)
             self.summary.checked += judge.is_checked

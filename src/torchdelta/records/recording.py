@@ -1,18 +1,18 @@
-"""A recording: a graph on its way to a compiler, with all that another process needs to know to ask about it again.
+"""A recording: a graph on its way to a compiler, with everything that another process needs to check it.
 
-Beside the record lie the graph and its inputs. The record is written last, so a directory that has one is whole.
+A recorded directory is a program: `torchdelta check DIRECTORY`. The graph and its inputs lie beside the record, which
+is written last, so a directory that has a record is complete. `complete` fills the gaps of a caller's options from it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torchdelta.errors import ReportUnreadable, UsageError
-from torchdelta.records.case import Case
+from torchdelta.records.case import Case, CheckOptions
 from torchdelta.records.codec import decode, encode
 from torchdelta.records.comparison import Scalar
 from torchdelta.records.strict_json import FileFormat
@@ -21,7 +21,6 @@ RECORDING = "recording.json"
 RECORDING_VERSION = 1
 LEVELS = ("dynamo", "forward", "backward", "inference")
 _FORMAT = FileFormat(kind="recording", version=RECORDING_VERSION, remedy="record the graph again")
-_DEFAULT_POLICY = "noise"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,43 +33,43 @@ class AutocastSetting:
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """What is known about a recorded graph besides its nodes and its inputs."""
+    """Everything about a recorded graph besides its nodes and its inputs."""
 
     name: str
     """Where the graph comes from."""
     level: str
-    """Who handed it over: `dynamo`, or AOTAutograd as a `forward`, `backward` or `inference` graph."""
+    """The compiler's part that handed it over: `dynamo`, or AOTAutograd (`forward`, `backward`, `inference`)."""
     transform: str | None = None
-    """What it was on its way to, as another process finds it; None where no other can."""
+    """The transform that it was handed to, by a name that another process can import; None if it has none."""
     options: dict[str, Scalar] = field(default_factory=dict)
     stages: tuple[str, ...] | None = None
-    """What a check of it compares; None is what a check compares by default."""
-    policy: str = _DEFAULT_POLICY
+    """The stages that a check of it compares; None are the default ones."""
+    policy: str = Case.policy
     nodes: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
-    """Settings of the compiler that were not as torch ships them, by their full names."""
+    """Settings of the compiler that differ from torch's defaults, by their full names."""
     imports: tuple[str, ...] = ()
-    """Modules, by name or by file, that define what the graph calls and what it was on its way to."""
+    """Modules, by name or by file, that define the functions that the graph calls, and its transform."""
     path: tuple[str, ...] = ()
-    """Where modules lie that are not installed: another process searches there too."""
+    """Directories of modules that are not installed: another process adds them to its search path."""
     is_grad_enabled: bool = True
     autocast: AutocastSetting | None = None
     lacks: tuple[str, ...] = ()
-    """What a repro lacks, in sentences."""
+    """Facts that a repro cannot show, in sentences."""
 
     def __post_init__(self) -> None:
         if self.level not in LEVELS:
             raise UsageError(
                 f"a graph of the level {self.level!r} cannot be recorded: it is one of {', '.join(LEVELS)}"
             )
-        # what no check could be asked is refused here, where somebody can still do something about it
+        # a case that makes no sense is refused here, while the guard that records can still say so
         Case(program=self.name, transform=self.transform or "", policy=self.policy, **_stages(self.stages))
 
 
 def recording_of(program: object) -> Recording | None:
-    """Return the record of a recorded directory; None of any other program.
+    """Return the record of a program that is a recorded directory, or None if it is another program.
 
-    ReportUnreadable of a directory that has no record in it, or one that cannot be read.
+    ReportUnreadable if the program is a directory without a record, or with one that cannot be read.
     """
     if not isinstance(program, str) or not os.path.isdir(program):
         return None
@@ -100,33 +99,30 @@ def read_recording(directory: str | os.PathLike[str]) -> Recording:
         raise ReportUnreadable(f"{path}: {error}; record the graph again") from error
 
 
-def completed(program: object, words: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the words of a check, with what the recording of its program says where they say nothing.
+def complete(program: object, options: CheckOptions) -> CheckOptions:
+    """Return options that name a transform or candidate and a policy, each from the program's recording if left open.
 
-    UsageError where neither names a transform.
+    UsageError if neither the options nor a recording name a transform.
     """
     recording = recording_of(program)
-    made = {name: value for name, value in words.items() if name != "policy" or value is not None}
-    if recording is None:
-        made.setdefault("policy", _DEFAULT_POLICY)
-    else:
-        made.setdefault("policy", recording.policy)
-        if made.get("stages") is None:
-            made["stages"] = recording.stages
-    if made.get("transform") is not None or made.get("candidate") is not None:
-        return made
+    policy = recording.policy if recording is not None else Case.policy
+    options = replace(options, policy=options.policy if options.policy is not None else policy)
+    if recording is not None and options.stages is None:
+        options = replace(options, stages=recording.stages)
+    if options.transform is not None or options.candidate is not None:
+        return options
     if recording is None:
         raise UsageError(
-            "name a transform or a candidate to hold the program against (-t inductor, transform=…): only a recorded "
-            "directory says by itself what it was on its way to"
+            "name a transform or a candidate to compare the program with (-t inductor, transform=…): only a recorded "
+            "directory names the transform that its graph was on the way to"
         )
     if recording.transform is None:
         raise UsageError(
-            f"{program} was recorded on its way to what no other process can import: name a transform (-t inductor, "
-            "transform=…) to hold it against"
+            f"{program} was recorded on its way to a transform that no other process can import: name one (-t "
+            "inductor, transform=…) to compare it with"
         )
-    # options belong to the transform that they were given to
-    return {**made, "transform": recording.transform, "options": made.get("options") or dict(recording.options)}
+    # options belong to the transform for which they were recorded
+    return replace(options, transform=recording.transform, options=options.options or dict(recording.options))
 
 
 def _stages(stages: tuple[str, ...] | None) -> dict[str, Any]:

@@ -1,0 +1,180 @@
+"""The graphs that a check's transform is given, with the inputs that they have in a real call.
+
+`capture_graphs` runs the program with a seam that records each graph, and never applies the transform, so no code of
+the candidate runs. A feature that runs such a program anyway puts a `GraphRecorder` at its seam instead. `write_graphs`
+and `read_graphs` take recorded graphs from a worker to another process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from torchdelta._torch.compile.seams import HandedGraph, Seam, hand_on
+from torchdelta._torch.graphs import graphs
+from torchdelta.check.check import Check
+from torchdelta.errors import ProgramError
+from torchdelta.program.copies import copy_together
+from torchdelta.program.sides import Side
+from torchdelta.records.case import DYNAMO
+from torchdelta.storage.graphs import modules_named, read_graph, read_values, write_graph, write_values
+from torchdelta.transforms.base import Transform, Transformed
+from torchdelta.transforms.compiler import Compiler
+from torchdelta.transforms.export import export_side
+from torchdelta.transforms.fx_pass import FxPass
+from torchdelta.transforms.wrappers import ObservedAfterAot, ObservedTransform
+
+CALLS = 4
+"""How many calls of one graph are recorded: a failure may depend on the values."""
+_INDEX = "graphs.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapturedGraph:
+    """A graph on its way to a transform, and the inputs of one of its calls."""
+
+    graph: GraphModule
+    inputs: tuple[Any, ...]
+    level: str = ""
+    """The part of the compiler that handed it over; empty for an exported graph."""
+
+
+@dataclass(kw_only=True)
+class GraphRecorder:
+    """A seam that records every graph with its inputs, and runs the graph itself in place of a candidate."""
+
+    with_gradients: bool = True
+    """Whether recorded tensors keep their `requires_grad`."""
+    calls: int | None = None
+    """How many calls of the program are recorded; None records all."""
+    is_paused: bool = False
+    captured: list[CapturedGraph] = field(default_factory=list)
+
+    def __call__(self, handed: HandedGraph) -> Callable[..., Any]:
+        """Return a callable that records its arguments and runs the graph."""
+        graph = graphs.copy_graph(handed.graph)
+        calls = 0
+
+        def run(*args: Any) -> Any:
+            nonlocal calls
+            calls += not self.is_paused
+            if calls <= CALLS and not self.is_paused:
+                inputs = copy_together(args, name="the inputs of a captured graph")
+                if not self.with_gradients:
+                    inputs = tuple(each.detach() if isinstance(each, torch.Tensor) else each for each in inputs)
+                self.captured.append(CapturedGraph(graph=graph, inputs=inputs, level=handed.level))
+            return handed.graph.forward(*args)
+
+        return run
+
+
+class RecordedTransform(ObservedTransform):
+    """A transform whose graphs are recorded while the program is called, and not while a backward runs."""
+
+    def __init__(self, inner: Transform, recorder: GraphRecorder) -> None:
+        super().__init__(inner, recorder)
+        self.recorder = recorder
+
+    @contextmanager
+    def apply(
+        self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
+    ) -> Iterator[Transformed]:
+        """Apply the transform; the recorder is at its seam during the first calls of the program."""
+        recorder, calls = self.recorder, 0
+        recorder.is_paused = True
+        with super().apply(side, draws_random=draws_random, lifted=lifted, seam=seam) as transformed:
+            plain = transformed.side.call
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                recorder.is_paused = recorder.calls is not None and calls > recorder.calls
+                try:
+                    return plain(*args, **kwargs)
+                finally:
+                    recorder.is_paused = True
+
+            yield replace(transformed, side=replace(transformed.side, call=call))
+
+
+def capture_graphs(check: Check, level: str = DYNAMO) -> list[CapturedGraph]:
+    """Return the graphs that the transform would be given; ProgramError if torch makes none of the program.
+
+    At the level `aot` these are the forward and backward graphs that a compiler's own backend is given.
+    """
+    return _record(check, level) if check.transform.traits.is_compiler else [_export(check)]
+
+
+def _record(check: Check, level: str) -> list[CapturedGraph]:
+    """Return the graphs that dynamo or AOTAutograd hands over in a run of the program."""
+    baseline = check.baseline
+    is_dynamo = level == DYNAMO
+    # at the level aot, each gradient is computed by a graph of its own
+    recorder = GraphRecorder(with_gradients=is_dynamo)
+    stages = ("forward",) if is_dynamo else tuple(each for each in baseline.plan.stages if each != "steps")
+    run = baseline.run(
+        ObservedTransform(_capturing_like(check.transform), recorder)
+        if is_dynamo
+        else ObservedAfterAot(check.transform, recorder, compile_graphs=False),
+        plan=replace(baseline.plan, stages=stages),
+        draws_random=False,
+    )
+    if not recorder.captured:
+        why = f": {run.failure.message}" if run.failure is not None else ""
+        source = "dynamo captures" if is_dynamo else "AOTAutograd makes"
+        raise ProgramError(f"{check.case.program}: {source} no graph of it, so there is nothing to minify{why}")
+    return recorder.captured
+
+
+def _capturing_like(transform: Transform) -> Compiler:
+    """Return a compiler that captures as this transform does, and changes nothing."""
+    if isinstance(transform, Compiler):
+        return transform.with_backend("eager")
+    assert isinstance(transform, FxPass)
+    return Compiler("eager", transform.options)
+
+
+def _export(check: Check) -> CapturedGraph:
+    """Return the exported program; ProgramError if torch cannot export it."""
+    side = Side.copied_from(check.baseline.program)
+    try:
+        module, lowered = export_side(side, strict=False)
+    except Exception as error:
+        words = str(error).splitlines()[0] if str(error) else ""
+        raise ProgramError(
+            f"{check.case.program} cannot be exported, so there is no graph to minify: {type(error).__name__}: {words}"
+        ) from error
+    # `flatten_signature` removes the calling convention by which the inputs are flattened
+    inputs = graphs.flat_inputs(module, lowered.args, lowered.kwargs)
+    return CapturedGraph(graph=graphs.flatten_signature(module), inputs=tuple(inputs))
+
+
+def write_graphs(captured: Sequence[CapturedGraph], directory: Path) -> None:
+    """Write graphs and inputs into a directory; UsageError if one of them cannot be written."""
+    rows = []
+    for number, each in enumerate(captured):
+        write_graph(each.graph, directory / f"graph-{number}.json")
+        write_values(each.inputs, directory / f"inputs-{number}.json")
+        rows.append({"level": each.level, "modules": modules_named(each.graph)})
+    (directory / _INDEX).write_text(json.dumps(rows), encoding="utf-8")
+
+
+def read_graphs(directory: Path) -> list[CapturedGraph]:
+    """Return the graphs that `write_graphs` wrote, or none if it did not finish; ReportUnreadable if a file is bad."""
+    path = directory / _INDEX
+    rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    return [
+        CapturedGraph(
+            graph=read_graph(directory / f"graph-{number}.json", allow=row["modules"]),
+            inputs=tuple(read_values(directory / f"inputs-{number}.json", allow=row["modules"])),
+            level=row["level"],
+        )
+        for number, row in enumerate(rows)
+    ]
