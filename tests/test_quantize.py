@@ -154,7 +154,7 @@ def test_by_default_each_layer_is_held_to_its_own_steps():
 
     assert report.verdict is Verdict.EQUIVALENT
     assert report.questions.local == "asked"
-    assert report.questions.native == "not asked: what is quantized is judged layer by layer"
+    assert report.questions.native == "not asked: a quantized program is judged layer by layer"
     assert "is as right as its steps allow; its SQNR is" in report.stage("forward").comparisons[0].reason
 
 
@@ -162,14 +162,14 @@ def test_the_backward_that_it_does_not_have_is_left_out_and_noted():
     report = td.check(net(), (IMAGE,), transform="quantize:x86", policy="sqnr>=20")
 
     assert [stage.name for stage in report.stages] == ["forward"]
-    assert "gradients were not compared: what quantize:x86 makes has no backward" in report.notes
+    assert "gradients were not compared: the result of quantize:x86 has no backward" in report.notes
 
 
 def test_asked_for_its_gradients_are_not_said_to_be_equivalent():
     report = td.check(net(), (IMAGE,), transform="quantize:x86", policy="sqnr>=20", stages="gradients")
 
     assert report.verdict is Verdict.INCONCLUSIVE
-    assert report.stages[0].reason == "what quantize:x86 makes has no backward, so there is nothing to compare"
+    assert report.stages[0].reason == "the result of quantize:x86 has no backward, so there is nothing to compare"
 
 
 @pytest.mark.parametrize("name", ["Default", "dynamic"])
