@@ -45,7 +45,7 @@ test-long: setup
 # Systems without fork start workers in another way. Here every test process has os.fork removed, so Linux takes it too.
 test-spawn: setup
 	TORCHDELTA_TEST_SPAWN=1 $(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_isolate.py tests/test_cli.py \
-		tests/test_minify.py tests/test_reduction_cli.py tests/test_sweep.py
+		tests/test_minify.py tests/test_reduction_cli.py
 
 bench: setup
 	$(BIN)/python benchmarks/compare.py
