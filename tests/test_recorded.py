@@ -597,7 +597,7 @@ class TestHalfWritten:
                 record(tmp_path, graph_of(first_of_two), (torch.zeros(2),) * 2)
 
             with pytest.raises(
-                td.ReportUnreadable, match=r"has no recording\.json: nothing was recorded there, or who"
+                td.ReportUnreadable, match=r"has no recording\.json: nothing was recorded there, or the"
             ):
                 load_program(str(tmp_path))
             monkeypatch.undo()
@@ -617,8 +617,8 @@ class TestHalfWritten:
         ("text", "said"),
         [
             ('{"format": "torchdelta rec', "not JSON, or not all of it: .*; record the graph again"),
-            ("[]", "no recording"),
-            ('{"schema_version": 5}', "no recording"),
+            ("[]", "not a recording"),
+            ('{"schema_version": 5}', "not a recording"),
             ('{"format": "torchdelta recording", "recording_version": 2}', "version 2, .*: upgrade torchdelta"),
             ('{"format": "torchdelta recording", "recording_version": 0}', "version 0, .*: record the graph again"),
             ('{"format": "torchdelta recording", "recording_version": 1}', "missing; record the graph again"),
