@@ -149,7 +149,7 @@ MISTAKES = [
     ("i64[3].requires_grad", "column 1", "no gradients"),
     ("i64(0)[3]", "column 1", "two numbers"),
     ("i64(0, high=3)[3]", "column 1", "two numbers"),
-    ("i64(3, 3)[3]", "column 1", "nothing from 3 up to 3"),
+    ("i64(3, 3)[3]", "column 1", "no value is at least 3 and below 3"),
     ("i64(0.5, 3)[3]", "column 5", "int64"),
     ("u8(-1, 3)[3]", "column 4", "uint8"),
     ("i8(0, 129)[3]", "column 7", "int8"),
