@@ -20,7 +20,7 @@ from torchdelta import transforms
 from torchdelta._torch.compile.seams import Seam, hand_on
 from torchdelta.compare.leaves import leaves_of
 from torchdelta.program.sides import Side
-from torchdelta.transforms.base import Transform, Transformed
+from torchdelta.transforms.base import Transform, TransformedSide
 
 _ROUNDS = 3
 _WIDTH, _LAYERS, _BATCH, _LENGTH, _VOCABULARY = 768, 2, 2, 128, 1000
@@ -39,7 +39,7 @@ class Warmed(Transform):
     @contextmanager
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
-    ) -> Iterator[Transformed]:
+    ) -> Iterator[TransformedSide]:
         """Transform the side, and run it forward and backward, so that both are compiled."""
         started = time.perf_counter()
         with self.inner.apply(side, draws_random=draws_random, lifted=lifted, seam=seam) as transformed:

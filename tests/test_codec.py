@@ -166,14 +166,14 @@ SCHEMA = (
         "Questions": "native: str, semantic: str, local: str",
         "Reduction": "nodes_before: int, nodes_after: int, queries: int, seconds: float, is_minimal: bool, rate: float",
         "Report": "verdict: Verdict, environment: Environment, case: Case, stages: tuple[Stage, ...], "
-        "questions: Questions, graphs: Graphs | None, unmatched: tuple[Unmatched, ...], notes: tuple[str, ...], "
+        "questions: Questions, graphs: Graphs | None, unmatched: tuple[UnmatchedLeaf, ...], notes: tuple[str, ...], "
         "culprits: tuple[Culprit, ...], coverage: Coverage | None, failure: Failure | None, "
         "reduction: Reduction | None, repro: Repro | None, cost: Cost | None, schema_version: int",
         "Repro": "path: str, confirmed: bool",
         "Scalar": "bool | int | float | str",
         "Signature": "kind: str, stage: str, type: str, message: str, where: str, magnitude: int | None",
         "Stage": "name: str, verdict: Verdict, comparisons: tuple[Comparison, ...], reason: str",
-        "Unmatched": "path: str, side: str, what: str",
+        "UnmatchedLeaf": "path: str, side: str, what: str",
         "Verdict": "equivalent, inconclusive, diverged, timed_out, crashed",
         "Worst": "index: tuple[int, ...], reference: Scalar | None, candidate: Scalar | None, truth: Scalar | None",
     },

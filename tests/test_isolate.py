@@ -231,7 +231,8 @@ def test_an_exception_comes_back_with_type_message_and_traceback(pool):
     assert (outcome.failure.kind, outcome.failure.type) == ("exception", "ValueError")
     assert outcome.failure.message == "size 3 is odd"
     assert "in fail" in outcome.failure.traceback
-    outcome.raise_own_error()  # does nothing: ValueError is not an error of torchdelta
+    with pytest.raises(RuntimeError, match="the task: size 3 is odd"):  # a ValueError is not an error of torchdelta
+        outcome.read(dict, "value", program="the task")
 
 
 @pytest.mark.parametrize("kind", ["UsageError", "TooOdd"])
@@ -239,7 +240,7 @@ def test_torchdeltas_own_error_can_be_raised_again(default_pool, kind):
     outcome = ask(default_pool, "fail", type=kind, message="no such policy")
 
     with pytest.raises(errors.UsageError, match="no such policy"):
-        outcome.raise_own_error()
+        outcome.read(dict, "value", program="the task")
 
 
 def test_signatures_of_failures_differ_by_kind_and_type_but_not_by_limit():

@@ -37,12 +37,14 @@ NORMS = [
 ]
 
 
-@pytest.mark.parametrize(("target", "arguments"), NORMS, ids=[getattr(target, "__name__", "norm") for target, _ in NORMS])
+@pytest.mark.parametrize(
+    ("target", "arguments"), NORMS, ids=[getattr(target, "__name__", "norm") for target, _ in NORMS]
+)
 def test_the_statistics_that_a_norm_writes_to_are_known_before_it_does(target, arguments):
     module, tensors = graph_of(target, arguments)
     node = next(node for node in module.graph.nodes if node.op == "call_function")
     written = []
-    interpreter = ObservingInterpreter(module, writes=written.extend, made=lambda *_: None, unlogged={})
+    interpreter = ObservingInterpreter(module, before_write=written.extend, after_node=lambda *_: None, unlogged={})
 
     interpreter.run_on(tuple(tensors), {})
 

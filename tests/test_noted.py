@@ -9,6 +9,7 @@ from torch.fx import Graph, GraphModule, symbolic_trace
 from torchdelta._torch.compile.graph_versions import Chain, key_of
 from torchdelta._torch.graphs.handles import handles_of
 from torchdelta.passes.watch import ChainJudge
+from torchdelta.records.case import CheckOptions
 
 aten = torch.ops.aten
 
@@ -66,7 +67,7 @@ def draws(module):
 
 
 def judged(chain, **values):
-    judge = ChainJudge(chain=chain, label="graph 0", words={"policy": "noise", "seed": 0})
+    judge = ChainJudge(chain=chain, label="graph 0", options=CheckOptions(policy="noise", seed=0))
     judge.judge(values or {"x": torch.linspace(-2, 2, 12).reshape(3, 4)})
     return judge
 

@@ -13,7 +13,7 @@ from torchdelta import Verdict
 from torchdelta._torch.compile.seams import hand_on
 from torchdelta.check.quantized_layers import NoQuantizedLayer
 from torchdelta.program.sides import Side
-from torchdelta.transforms.base import Traits, Transform, Transformed
+from torchdelta.transforms.base import Traits, Transform, TransformedSide
 from torchdelta.transforms.wrappers import AppliedOnce, ObservedAfterAot, ObservedTransform
 
 MODULE = """
@@ -342,7 +342,7 @@ class Unusual(Transform):
 
 
 def applied_once(inner):
-    return AppliedOnce(inner, Transformed.counting_calls(Side.of(torch.sin, (X,), {})))
+    return AppliedOnce(inner, TransformedSide.counting_calls(Side.of(torch.sin, (X,), {})))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import torchdelta as td
 from torchdelta._torch.compile import aot, inductor_passes
 from torchdelta._torch.compile.graph_versions import Chain, Version
-from torchdelta._torch.compile.seams import Boxed, as_boxed
+from torchdelta._torch.compile.seams import BoxedCall, as_boxed
 from torchdelta.passes.watch import NOTHING_SEEN, ChainJudge
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("watch")]
@@ -158,7 +158,7 @@ def alive_behind_backward(context):
             alive.append(sum(not storage.expired() for storage in given))
             return made
 
-        return Boxed(count if handed.level == "backward" else run)
+        return BoxedCall(count if handed.level == "backward" else run)
 
     torch._dynamo.reset()
     with inductor_config.patch(post_grad_custom_post_pass=doubled_sum), context(), aot.intercepting(counting):

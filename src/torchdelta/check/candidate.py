@@ -24,7 +24,7 @@ from torchdelta.program.stages import Observation, Plan, Scope, SideFailed, obse
 from torchdelta.records.case import STAGES
 from torchdelta.records.failure import Failure
 from torchdelta.records.report import Graphs
-from torchdelta.transforms.base import Transform, Transformed
+from torchdelta.transforms.base import Transform, TransformedSide
 
 
 @dataclass
@@ -103,7 +103,7 @@ def _unchanged(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def _count_calls(transformed: Transformed, run: CandidateRun, watch: Callable[[Side], Observation]) -> None:
+def _count_calls(transformed: TransformedSide, run: CandidateRun, watch: Callable[[Side], Observation]) -> None:
     """Run the side through `watch`, and fill in the run: its observation, and the calls that ran transformed."""
     witness = transformed.witness
     untransformed = 0

@@ -20,18 +20,18 @@ from torchdelta.check.quantized_layers import LayerwiseCheck
 from torchdelta.compare.contract import Terms
 from torchdelta.compare.judge import Judge
 from torchdelta.compare.policy import Policy
-from torchdelta.compare.protocol import Answers, Judging, Yardstick
+from torchdelta.compare.protocol import Answers, JudgingSteps, Yardstick
 from torchdelta.program.memory import living_set_aside, peak_bytes
 from torchdelta.program.stages import Observation
 from torchdelta.records.case import Case
-from torchdelta.records.comparison import Comparison, Unmatched
+from torchdelta.records.comparison import Comparison, UnmatchedLeaf
 from torchdelta.records.report import ASKED, Cost, Questions, Report, Stage
 from torchdelta.records.verdict import Verdict, worst_of
 from torchdelta.transforms.base import Transform
 
 
 @dataclass(kw_only=True)
-class Check(Judging[Observation]):
+class Check(JudgingSteps[Observation]):
     """One case with its program, transform and policy; `run` answers it."""
 
     case: Case
@@ -42,7 +42,7 @@ class Check(Judging[Observation]):
     """Whether the user named no stages: a stage that does not apply is then left out, and noted."""
     notes: list[str] = field(default_factory=list)
     candidate: CandidateRun = field(default_factory=CandidateRun)
-    unmatched: list[Unmatched] = field(default_factory=list, init=False)
+    unmatched: list[UnmatchedLeaf] = field(default_factory=list, init=False)
     layers: LayerwiseCheck = field(init=False)
     """Judges a quantized program layer by layer; for other transforms it does nothing."""
     lifted: semantic.LiftedRun = field(init=False)
@@ -128,7 +128,7 @@ class Check(Judging[Observation]):
             return semantic.LiftedRun(asked="not asked: the candidate failed")
         return semantic.run_lifted(self.baseline, self.transform)
 
-    # the steps of `Judging.judge`, in its order
+    # the steps of `JudgingSteps.judge`, in its order
 
     @property
     def reference(self) -> Observation:
@@ -194,7 +194,7 @@ class Check(Judging[Observation]):
 
     def _compare_and_match(
         self, stage: str, yardstick: Yardstick[Observation]
-    ) -> tuple[list[Comparison], list[Unmatched], list[Unmatched]]:
+    ) -> tuple[list[Comparison], list[UnmatchedLeaf], list[UnmatchedLeaf]]:
         """Return the comparisons of a stage, the leaves without a partner, and the state that is named otherwise."""
         judge = Judge(policy=self._judging_policy, terms=self._terms, is_stepped=stage == "steps")
         reference, truth, candidate = yardstick.reference, yardstick.truth, self.candidate.observation

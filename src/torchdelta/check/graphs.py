@@ -25,7 +25,7 @@ from torchdelta.program.copies import copy_together
 from torchdelta.program.sides import Side
 from torchdelta.records.case import DYNAMO
 from torchdelta.storage.graphs import modules_named, read_graph, read_values, write_graph, write_values
-from torchdelta.transforms.base import Transform, Transformed
+from torchdelta.transforms.base import Transform, TransformedSide
 from torchdelta.transforms.compiler import Compiler
 from torchdelta.transforms.export import export_side
 from torchdelta.transforms.fx_pass import FxPass
@@ -85,7 +85,7 @@ class RecordedTransform(ObservedTransform):
     @contextmanager
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
-    ) -> Iterator[Transformed]:
+    ) -> Iterator[TransformedSide]:
         """Apply the transform; the recorder is at its seam during the first calls of the program."""
         recorder, calls = self.recorder, 0
         recorder.is_paused = True

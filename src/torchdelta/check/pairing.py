@@ -13,7 +13,7 @@ import torch
 from torchdelta._torch import tensors
 from torchdelta.compare.leaves import Leaves, describe
 from torchdelta.program.stages import Observation
-from torchdelta.records.comparison import Unmatched
+from torchdelta.records.comparison import UnmatchedLeaf
 
 _STATE = re.compile(
     r"(?:iterations\[\d+\]\.|steps\[\d+\]\.)?(?P<kind>parameters|buffers|attributes|optimizer)"
@@ -23,7 +23,7 @@ _STATE = re.compile(
 
 def pair_stage(
     stage: str, reference: Observation, candidate: Observation, *, keeps_names: bool
-) -> tuple[Leaves, Leaves, list[Unmatched]]:
+) -> tuple[Leaves, Leaves, list[UnmatchedLeaf]]:
     """Return the leaves of a stage to compare, of both sides, and the state whose name only one side knows."""
     if keeps_names:
         return reference.stages.get(stage, {}), candidate.stages.get(stage, {}), []
@@ -51,15 +51,19 @@ def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     return torch.equal(first, second)
 
 
-def common_state(stage: str, reference: Observation, candidate: Observation) -> tuple[Leaves, Leaves, list[Unmatched]]:
+def common_state(
+    stage: str, reference: Observation, candidate: Observation
+) -> tuple[Leaves, Leaves, list[UnmatchedLeaf]]:
     """Return the leaves of both sides without the state whose name only one side knows, and that state."""
     common: list[Leaves] = []
-    renamed: list[Unmatched] = []
+    renamed: list[UnmatchedLeaf] = []
     for side, own, other in (("reference", reference, candidate), ("candidate", candidate, reference)):
         leaves = own.stages.get(stage, {})
         unknown = {path for path in leaves if _name_of(path) not in (None, *other.state_names)}
         common.append({path: leaf for path, leaf in leaves.items() if path not in unknown})
-        renamed += [Unmatched(path=path, side=side, what=describe(leaves[path])) for path in leaves if path in unknown]
+        renamed += [
+            UnmatchedLeaf(path=path, side=side, what=describe(leaves[path])) for path in leaves if path in unknown
+        ]
     return common[0], common[1], renamed
 
 

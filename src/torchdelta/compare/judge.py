@@ -18,7 +18,7 @@ from torchdelta.compare.kernels import measure
 from torchdelta.compare.leaves import Leaves, Pair, align
 from torchdelta.compare.objects import as_tensor, compare_alone, compare_objects, is_same_class
 from torchdelta.compare.policy import Judgement, Policy, Sample, default_tolerance
-from torchdelta.records.comparison import Breach, Comparison, Measurement, Scalar, Unmatched, Worst
+from torchdelta.records.comparison import Breach, Comparison, Measurement, Scalar, UnmatchedLeaf, Worst
 from torchdelta.records.verdict import Verdict
 
 Aliases = Mapping[str, frozenset[str]]
@@ -42,7 +42,7 @@ class Judge:
         truth: Leaves | None = None,
         aliases: tuple[Aliases, Aliases] = ({}, {}),
         noisy: Sequence[Leaves] = (),
-    ) -> tuple[list[Comparison], list[Unmatched]]:
+    ) -> tuple[list[Comparison], list[UnmatchedLeaf]]:
         """Return a comparison of every leaf, and the leaves without a partner, whose comparisons have diverged."""
         pairs, unmatched = align(reference, candidate, truth, noisy)
         comparisons = [self._compare_pair(pair, aliases) for pair in pairs]

@@ -25,7 +25,7 @@ import torch
 from torch.distributions.utils import lazy_property
 
 from torchdelta._torch import tensors
-from torchdelta.records.comparison import Unmatched
+from torchdelta.records.comparison import UnmatchedLeaf
 
 _NAMED = (
     str,
@@ -123,7 +123,7 @@ def leaves_of(value: Any, path: str = "value") -> Leaves:
 
 def align(
     reference: Leaves, candidate: Leaves, truth: Leaves | None = None, noisy: Sequence[Leaves] = ()
-) -> tuple[list[Pair], list[Unmatched]]:
+) -> tuple[list[Pair], list[UnmatchedLeaf]]:
     """Return the pairs of leaves of the same path, with truth and noisy runs, and the leaves without a partner.
 
     Containers of the same kind are not among the pairs, because they are structure and not evidence.
@@ -159,9 +159,11 @@ def brief(text: str, limit: int = 200) -> str:
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
-def _unmatched(side: str, leaves: Leaves, others: Leaves) -> list[Unmatched]:
+def _unmatched(side: str, leaves: Leaves, others: Leaves) -> list[UnmatchedLeaf]:
     return [
-        Unmatched(path=path, side=side, what=describe(value)) for path, value in leaves.items() if path not in others
+        UnmatchedLeaf(path=path, side=side, what=describe(value))
+        for path, value in leaves.items()
+        if path not in others
     ]
 
 

@@ -15,7 +15,7 @@ import torch
 from torchdelta._torch import tensors
 from torchdelta.compare.contract import Terms
 from torchdelta.compare.leaves import Container, Pair, Unreadable, brief, describe
-from torchdelta.records.comparison import Breach, Comparison, Unmatched
+from torchdelta.records.comparison import Breach, Comparison, UnmatchedLeaf
 from torchdelta.records.verdict import Verdict
 
 _SINGLETONS = (Enum, type, torch.dtype, torch.layout, torch.memory_format)
@@ -64,7 +64,7 @@ def compare_objects(pair: Pair, terms: Terms) -> Comparison:
     return _object(pair, verdict, f"ignored: {breach}" if breach.excused else str(breach), breach)
 
 
-def compare_alone(leaf: Unmatched) -> Comparison:
+def compare_alone(leaf: UnmatchedLeaf) -> Comparison:
     """Return the comparison of a leaf without a partner, which is a difference of structure."""
     sides = {"reference": "nothing", "candidate": "nothing", leaf.side: leaf.what}
     return differing_structure(leaf.path, **sides)

@@ -6,7 +6,7 @@
 4. Integers that differ: a correct program may get them either way if rounding decides them.
 5. The float64 question: are both sides the same function where nothing is rounded?
 
-`Judging.judge` runs the steps; start there. Its subclasses say how their subject is run and compared:
+`JudgingSteps.judge` runs the steps; start there. Its subclasses say how their subject is run and compared:
 `check.check.Check` for a program, `nodewise.local.NodeJudging` for a node, `nodewise.module_judge.ModuleJudging` for a
 module.
 """
@@ -50,7 +50,7 @@ class Yardstick(Generic[Run]):
     noisy: Sequence[Run] = ()
 
 
-class Judging(ABC, Generic[Run]):
+class JudgingSteps(ABC, Generic[Run]):
     """One candidate of one subject that is being judged; `judge` runs the steps, subclasses say how."""
 
     names: Sequence[str] = ("forward",)

@@ -133,7 +133,7 @@ class Subject:
         names: dict[Node, str] = {}
 
         def canonical(value: Any) -> str:
-            return repr(map_arg(value, lambda node: _Unquoted(names[node])))
+            return repr(map_arg(value, lambda node: _UnquotedText(names[node])))
 
         digest = hashlib.sha256()
         for index, node in enumerate(self.graph.graph.nodes):
@@ -294,7 +294,7 @@ def _name_target(node: Node) -> str:
     return f"{getattr(node.target, '__module__', '')}.{name}" if name else str(node.target)
 
 
-class _Unquoted(str):
+class _UnquotedText(str):
     """Text whose `repr` has no quotes."""
 
     __slots__ = ()

@@ -24,7 +24,7 @@ from torchdelta.compare.judge import Judge
 from torchdelta.compare.leaves import Leaves, leaves_of
 from torchdelta.compare.noise import Noise
 from torchdelta.compare.policy import Policy, Tolerance
-from torchdelta.compare.protocol import RUNS, Judging, Yardstick, excuse_integer
+from torchdelta.compare.protocol import RUNS, JudgingSteps, Yardstick, excuse_integer
 from torchdelta.compare.semantic import Semantic
 from torchdelta.nodewise.regions import is_identical, map_leaves, tensors_of
 from torchdelta.program.stages import cotangent_for
@@ -119,7 +119,7 @@ class LocalJudge:
         )
         return tuple(comparison for stage in self.judging(values).judge() for comparison in stage.comparisons)
 
-    def judging(self, values: RegionValues) -> Judging[Leaves]:
+    def judging(self, values: RegionValues) -> JudgingSteps[Leaves]:
         """Return the steps in which these values are judged."""
         return NodeJudging(settings=self, values=values)
 
@@ -135,7 +135,7 @@ class LocalJudge:
 
 
 @dataclass(kw_only=True)
-class NodeJudging(Judging[Leaves]):
+class NodeJudging(JudgingSteps[Leaves]):
     """One region that is being judged.
 
     The float64 question is not asked here: a walk with `is_lifted` asks it of all nodes at once.

@@ -19,7 +19,7 @@ from torchdelta.compare.leaves import Leaves, brief
 from torchdelta.compare.policy import Bitwise, Policy
 from torchdelta.compare.protocol import (
     Answers,
-    Judging,
+    JudgingSteps,
     Yardstick,
     answer_in_float64,
     as_answered,
@@ -117,7 +117,7 @@ class ModuleJudge:
 
 
 @dataclass(kw_only=True)
-class ModuleJudging(Judging[ModuleResult]):
+class ModuleJudging(JudgingSteps[ModuleResult]):
     """One call of a module that is being judged."""
 
     settings: ModuleJudge

@@ -19,7 +19,7 @@ from torchdelta._torch.graphs.quantization import Levels, levels_of
 from torchdelta.compare.contract import Terms
 from torchdelta.compare.judge import Judge
 from torchdelta.compare.leaves import Leaves, leaves_of
-from torchdelta.compare.protocol import Judging, Yardstick
+from torchdelta.compare.protocol import JudgingSteps, Yardstick
 from torchdelta.compare.quantization_noise import RUNS, StepNoise, rounded
 from torchdelta.nodewise.local import LocalJudge, NodeJudging, RegionValues
 from torchdelta.nodewise.regions import Region
@@ -32,7 +32,7 @@ from torchdelta.records.report import Stage
 class QuantizedJudge(LocalJudge):
     """Judges quantized regions by their steps, and all others by the noise of their roundings."""
 
-    def judging(self, values: RegionValues) -> Judging[Leaves]:
+    def judging(self, values: RegionValues) -> JudgingSteps[Leaves]:
         """Return the steps in which these values are judged."""
         trial = values.within
         if self.policy is None and isinstance(trial, Trial) and _dequantizers(trial.pair.candidate):

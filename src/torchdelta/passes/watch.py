@@ -25,7 +25,7 @@ from torch.fx import GraphModule
 
 from torchdelta._torch.compile import aot, inductor_passes, stances
 from torchdelta._torch.compile.graph_versions import Chain, Version
-from torchdelta._torch.compile.seams import Boxed, HandedGraph, as_boxed
+from torchdelta._torch.compile.seams import BoxedCall, HandedGraph, as_boxed
 from torchdelta._torch.graphs.nodes import needs_other_processes
 from torchdelta._torch.modes import outside
 from torchdelta._torch.process import runtime
@@ -182,14 +182,14 @@ def watch_passes(*, policy: str = "noise", seed: int = 0) -> Iterator[PassSummar
 
 
 @dataclass(kw_only=True, eq=False)
-class _Compiled:
+class _CompiledGraph:
     """A graph on its way through the compiler, with a chain of versions for each phase of passes."""
 
     label: str
     inputs: tuple[str, ...]
     """The names of its placeholders."""
     number: int
-    whole: _Compiled | None = None
+    whole: _CompiledGraph | None = None
     """For a forward graph, the program whose joint graph contains it."""
     chains: list[Chain] = field(default_factory=list)
 
@@ -207,7 +207,7 @@ class _Watcher:
     summary: PassSummary
     options: CheckOptions
     is_open: bool = True
-    waiting: list[_Compiled] = field(default_factory=list)
+    waiting: list[_CompiledGraph] = field(default_factory=list)
     """The graphs with chains to judge."""
     numbers: dict[int | None, int] = field(default_factory=dict)
     """The number of the program, by AOTAutograd's number of the graph."""
@@ -216,7 +216,7 @@ class _Watcher:
     threads: threading.local = field(default_factory=threading.local)
 
     @property
-    def stack(self) -> list[_Compiled]:
+    def stack(self) -> list[_CompiledGraph]:
         """The graphs that this thread is compiling, the innermost last."""
         return self.threads.__dict__.setdefault("stack", [])  # type: ignore[no-any-return]
 
@@ -259,14 +259,14 @@ class _Watcher:
         with self._compiling(lambda: self._begin_part(handed)) as part:
             compiled = handed.on()
         has_chains = part.chains or part.whole is not None
-        return Boxed(self._judging_first_call(part, compiled)) if has_chains else compiled
+        return BoxedCall(self._judging_first_call(part, compiled)) if has_chains else compiled
 
-    def _begin_program(self, module: GraphModule) -> _Compiled:
+    def _begin_program(self, module: GraphModule) -> _CompiledGraph:
         with self.lock:
             number, self.programs = self.programs, self.programs + 1
-        return _Compiled(label=f"graph {number}", inputs=_names(module), number=number)
+        return _CompiledGraph(label=f"graph {number}", inputs=_names(module), number=number)
 
-    def _begin_part(self, handed: HandedGraph) -> _Compiled:
+    def _begin_part(self, handed: HandedGraph) -> _CompiledGraph:
         """Return the entry of a forward, backward or inference graph, with the number of its program."""
         whole = self.stack[-1] if self.stack else None
         with self.lock:
@@ -274,7 +274,7 @@ class _Watcher:
             number = self.numbers.setdefault(
                 inductor_passes.current_graph_number(), whole.number if whole is not None else -1
             )
-        return _Compiled(
+        return _CompiledGraph(
             label=f"graph {number} ({handed.level})" if number >= 0 else f"a {handed.level} graph",
             inputs=_names(handed.graph),
             number=number,
@@ -282,13 +282,13 @@ class _Watcher:
         )
 
     @contextmanager
-    def _compiling(self, begin: Callable[[], _Compiled]) -> Iterator[_Compiled]:
+    def _compiling(self, begin: Callable[[], _CompiledGraph]) -> Iterator[_CompiledGraph]:
         """Put the entry of a graph on this thread's stack while it is compiled; give the entry."""
         try:
             compiled = begin()
         except Exception as error:
             self.fail("a graph could not be followed", error)
-            compiled = _Compiled(label="a graph", inputs=(), number=-1)
+            compiled = _CompiledGraph(label="a graph", inputs=(), number=-1)
         self.stack.append(compiled)
         try:
             yield compiled
@@ -298,7 +298,7 @@ class _Watcher:
             self.waiting += [compiled] if compiled.chains else []
 
     def _judging_first_call(
-        self, compiled: _Compiled, run_compiled: Callable[..., Any], phase: str = ""
+        self, compiled: _CompiledGraph, run_compiled: Callable[..., Any], phase: str = ""
     ) -> Callable[[list[Any]], Any]:
         """Return the compiled graph, taking its arguments in a list, whose first call with values judges its passes."""
         run = as_boxed(run_compiled)
@@ -317,7 +317,7 @@ class _Watcher:
 
         return call
 
-    def _judge_call(self, compiled: _Compiled, args: Sequence[Any], phase: str) -> None:
+    def _judge_call(self, compiled: _CompiledGraph, args: Sequence[Any], phase: str) -> None:
         """Judge the chains of a graph, and of the joint graph that it is a part of, on the inputs of a call."""
         with self.lock:
             ready = [(chain, compiled.label) for chain in compiled.pop_chains(phase)]

@@ -2,7 +2,7 @@
 
 `encode` turns a record into JSON's own types and `decode` builds it again, so a new field needs no code here:
 
-    encode(Unmatched(path="outputs[1]", side="candidate", what="tensor"))
+    encode(UnmatchedLeaf(path="outputs[1]", side="candidate", what="tensor"))
     ->  {"path": "outputs[1]", "side": "candidate", "what": "tensor"}
 
 `decode` refuses unknown fields, missing fields and values of another type, and names the place: a file of another

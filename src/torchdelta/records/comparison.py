@@ -155,7 +155,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unmatched:
+class UnmatchedLeaf:
     """A leaf that has no partner on the other side."""
 
     path: str

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 
 from torchdelta.records.case import Case
-from torchdelta.records.comparison import Comparison, Unmatched
+from torchdelta.records.comparison import Comparison, UnmatchedLeaf
 from torchdelta.records.failure import Failure
 from torchdelta.records.verdict import Verdict, worst_of
 
@@ -139,7 +139,7 @@ class Report:
     stages: tuple[Stage, ...]
     questions: Questions = field(default_factory=Questions)
     graphs: Graphs | None = None
-    unmatched: tuple[Unmatched, ...] = ()
+    unmatched: tuple[UnmatchedLeaf, ...] = ()
     notes: tuple[str, ...] = ()
     culprits: tuple[Culprit, ...] = ()
     coverage: Coverage | None = None

@@ -14,7 +14,7 @@ from torchdelta._torch.compile.dynamo import Witness
 from torchdelta._torch.compile.seams import Seam, hand_on
 from torchdelta.errors import UsageError
 from torchdelta.program.sides import Side
-from torchdelta.transforms.base import Options, Traits, Transform, Transformed, flag, require_known
+from torchdelta.transforms.base import Options, Traits, Transform, TransformedSide, flag, require_known
 
 
 class Aot(Transform):
@@ -35,7 +35,7 @@ class Aot(Transform):
     @contextmanager
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
-    ) -> Iterator[Transformed]:
+    ) -> Iterator[TransformedSide]:
         """Give the side with a call that is traced when it is first called; UsageError if it is to be lifted."""
         if lifted:
             raise UsageError("AOTAutograd alone keeps the program's operations and rounds as they do")
@@ -47,4 +47,4 @@ class Aot(Transform):
             partitioner=self.partitioner,
             witness=witness,
         )
-        yield Transformed(side=replace(side, call=call), witness=witness)
+        yield TransformedSide(side=replace(side, call=call), witness=witness)

@@ -12,7 +12,7 @@ import torch
 from torchdelta._torch.compile.dynamo import Witness
 from torchdelta._torch.compile.seams import Seam, hand_on
 from torchdelta.program.sides import Side, started_from
-from torchdelta.transforms.base import Options, Traits, Transform, Transformed, dtype_named, require_known
+from torchdelta.transforms.base import Options, Traits, Transform, TransformedSide, dtype_named, require_known
 
 
 class Autocast(Transform):
@@ -27,7 +27,7 @@ class Autocast(Transform):
     @contextmanager
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
-    ) -> Iterator[Transformed]:
+    ) -> Iterator[TransformedSide]:
         """Give the side with its call under autocast; the backward runs outside of it, as it does in training."""
         device = self.device or next((tensor.device.type for tensor in started_from(side)), "cpu")
         witness = Witness()
@@ -38,4 +38,4 @@ class Autocast(Transform):
                 witness.calls += torch.is_autocast_enabled(device)
                 return side.call(*args, **kwargs)
 
-        yield Transformed(side=replace(side, call=call), witness=witness)
+        yield TransformedSide(side=replace(side, call=call), witness=witness)

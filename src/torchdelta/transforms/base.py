@@ -52,7 +52,7 @@ class Traits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transformed:
+class TransformedSide:
     """A side that runs transformed, and the witness that counts how much of it does."""
 
     side: Side
@@ -60,7 +60,7 @@ class Transformed:
     notes: list[str] = field(default_factory=list)
 
     @classmethod
-    def counting_calls(cls, side: Side, *, captured: int = 0) -> Transformed:
+    def counting_calls(cls, side: Side, *, captured: int = 0) -> TransformedSide:
         """Return a side whose every call counts as transformed, with `captured` graphs."""
         witness = Witness(captured=captured)
         return cls(side=replace(side, call=counted(side.call, witness)), witness=witness)
@@ -74,7 +74,7 @@ class Transform(ABC):
     @abstractmethod
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
-    ) -> AbstractContextManager[Transformed]:
+    ) -> AbstractContextManager[TransformedSide]:
         """Return a context that gives the transformed side, which runs while the context is open.
 
         The side is fresh, and the transform may change it. `draws_random` means that the reference drew random

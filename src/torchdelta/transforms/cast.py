@@ -11,7 +11,7 @@ from torchdelta._torch.compile.dynamo import Witness
 from torchdelta._torch.compile.seams import Seam, hand_on
 from torchdelta.program.copies import copy_together
 from torchdelta.program.sides import Side, started_from
-from torchdelta.transforms.base import Options, Traits, Transform, Transformed, dtype_named, require_known
+from torchdelta.transforms.base import Options, Traits, Transform, TransformedSide, dtype_named, require_known
 
 
 class Cast(Transform):
@@ -25,7 +25,7 @@ class Cast(Transform):
     @contextmanager
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
-    ) -> Iterator[Transformed]:
+    ) -> Iterator[TransformedSide]:
         """Give a cast copy of the side; its calls count as transformed only if some tensor changed its dtype."""
 
         def convert(dtype: torch.dtype) -> torch.dtype:
@@ -33,4 +33,6 @@ class Cast(Transform):
 
         candidate = Side.of(*copy_together((side.call, side.args, side.kwargs), name="cast", convert=convert))
         is_cast = any(tensor.dtype != convert(tensor.dtype) for tensor in started_from(side))
-        yield Transformed.counting_calls(candidate) if is_cast else Transformed(side=candidate, witness=Witness())
+        yield (
+            TransformedSide.counting_calls(candidate) if is_cast else TransformedSide(side=candidate, witness=Witness())
+        )

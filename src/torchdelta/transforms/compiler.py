@@ -14,7 +14,7 @@ from typing import Any
 from torchdelta._torch.compile import dynamo
 from torchdelta._torch.compile.seams import Seam, hand_on
 from torchdelta.program.sides import Side
-from torchdelta.transforms.base import Options, Traits, Transform, Transformed, flag, require_known
+from torchdelta.transforms.base import Options, Traits, Transform, TransformedSide, flag, require_known
 
 SAME_RANDOM = (
     "the program draws random numbers: the candidate was compiled with fallback_random, so that it draws the same ones"
@@ -54,7 +54,7 @@ class Compiler(Transform):
     @contextmanager
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
-    ) -> Iterator[Transformed]:
+    ) -> Iterator[TransformedSide]:
         """Give the side with a compiled call, which draws the same random numbers as eager if any are drawn."""
         config = {**self.config, "fallback_random": True} if draws_random else self.config
         compiling = dynamo.compiling(
@@ -68,4 +68,4 @@ class Compiler(Transform):
         )
         with compiling as (call, witness):
             notes = [SAME_RANDOM] if draws_random else []
-            yield Transformed(side=replace(side, call=call), witness=witness, notes=notes)
+            yield TransformedSide(side=replace(side, call=call), witness=witness, notes=notes)

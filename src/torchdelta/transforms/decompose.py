@@ -17,7 +17,7 @@ from torchdelta._torch.graphs import graphs
 from torchdelta.errors import UsageError
 from torchdelta.program.programs import load_object
 from torchdelta.program.sides import Side
-from torchdelta.transforms.base import Options, Traits, Transform, Transformed, flag, require_known
+from torchdelta.transforms.base import Options, Traits, Transform, TransformedSide, flag, require_known
 from torchdelta.transforms.export import export_side
 
 
@@ -34,10 +34,10 @@ class Decompose(Transform):
     @contextmanager
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
-    ) -> Iterator[Transformed]:
+    ) -> Iterator[TransformedSide]:
         """Give the side with its call exported and decomposed."""
         if seam is hand_on:
-            yield Transformed.counting_calls(self._decompose(side), captured=1)
+            yield TransformedSide.counting_calls(self._decompose(side), captured=1)
             return
         module, exported = export_side(side, strict=self.strict)
 
@@ -46,7 +46,7 @@ class Decompose(Transform):
             return self._decompose(replace(exported, call=graph, owner=graph)).call  # type: ignore[return-value]
 
         call = seam(HandedGraph(graph=module, example_inputs=side.args, make=make, level="export"))
-        yield Transformed.counting_calls(replace(exported, call=call), captured=1)
+        yield TransformedSide.counting_calls(replace(exported, call=call), captured=1)
 
     def _decompose(self, side: Side) -> Side:
         """Return the side that runs the exported and decomposed module."""

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 
 from torchdelta._torch.compile.seams import Seam, hand_on
 from torchdelta.program.sides import Side, state_holders
-from torchdelta.transforms.base import Options, Transform, Transformed, flag, require_known
+from torchdelta.transforms.base import Options, Transform, TransformedSide, flag, require_known
 
 ExportedProgram = torch.export.ExportedProgram
 
@@ -31,9 +31,9 @@ class Export(Transform):
     @contextmanager
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
-    ) -> Iterator[Transformed]:
+    ) -> Iterator[TransformedSide]:
         """Give the side with its call exported; its parameters keep their names."""
-        yield Transformed.counting_calls(export_side(side, strict=self.strict)[1], captured=1)
+        yield TransformedSide.counting_calls(export_side(side, strict=self.strict)[1], captured=1)
 
 
 def export_side(

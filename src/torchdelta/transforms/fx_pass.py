@@ -17,7 +17,7 @@ from torchdelta._torch.compile.seams import HandedGraph, Seam, graph_behind, han
 from torchdelta._torch.graphs import graphs
 from torchdelta.errors import UsageError
 from torchdelta.program.sides import Side, state_of
-from torchdelta.transforms.base import Options, Traits, Transform, Transformed
+from torchdelta.transforms.base import Options, Traits, Transform, TransformedSide
 from torchdelta.transforms.compiler import Compiler
 from torchdelta.transforms.export import export_side
 
@@ -43,7 +43,7 @@ class FxPass(Transform):
     @contextmanager
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
-    ) -> Iterator[Transformed]:
+    ) -> Iterator[TransformedSide]:
         """Give the side that runs what the pass returned for each captured graph."""
         if self.traits.is_compiler:
             with self._compiler(seam).apply(side, draws_random=draws_random, lifted=lifted) as transformed:
@@ -51,7 +51,7 @@ class FxPass(Transform):
             return
         module, exported = export_side(side, strict=False)
         call = self._run_pass(seam, module, (*exported.args, *exported.kwargs.values()), "export")
-        yield Transformed.counting_calls(replace(exported, call=call, owner=_owner(call, exported)), captured=1)
+        yield TransformedSide.counting_calls(replace(exported, call=call, owner=_owner(call, exported)), captured=1)
 
     def _compiler(self, seam: Seam) -> Compiler:
         """Return `torch.compile` with the pass as its backend, with this seam before the pass."""

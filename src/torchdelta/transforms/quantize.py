@@ -28,7 +28,7 @@ from torchdelta.program.copies import copy_together
 from torchdelta.program.programs import load_callable
 from torchdelta.program.sides import Side
 from torchdelta.registry import nearest
-from torchdelta.transforms.base import Options, Traits, Transform, Transformed, require_known
+from torchdelta.transforms.base import Options, Traits, Transform, TransformedSide, require_known
 from torchdelta.transforms.export import export_side
 
 _PT2E = "torchao.quantization.pt2e"
@@ -65,7 +65,7 @@ class Quantize(Transform):
     @contextmanager
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
-    ) -> Iterator[Transformed]:
+    ) -> Iterator[TransformedSide]:
         """Give the side with its call exported, prepared, calibrated on the side's own inputs and converted."""
         graph, names = export_with_handles(side)
         witness = Witness(captured=1)
@@ -80,7 +80,7 @@ class Quantize(Transform):
         call = for_inference(seam(HandedGraph(graph=graph, example_inputs=side.args, make=make, level="export")))
         if witness.captured:
             call = counted(call, witness)
-        yield Transformed(side=_with_buffers(side, call, quantized, names), witness=witness, notes=[OWN_WEIGHTS])
+        yield TransformedSide(side=_with_buffers(side, call, quantized, names), witness=witness, notes=[OWN_WEIGHTS])
 
 
 def quantize_side(

@@ -20,7 +20,7 @@ from torchdelta.errors import ProgramError, UsageError
 from torchdelta.program.copies import copy_together
 from torchdelta.program.programs import load_callable
 from torchdelta.program.sides import Side
-from torchdelta.transforms.base import Options, Traits, Transform, Transformed, require_known
+from torchdelta.transforms.base import Options, Traits, Transform, TransformedSide, require_known
 
 StateMap = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 
@@ -38,10 +38,10 @@ class Replacement(Transform):
     @contextmanager
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
-    ) -> Iterator[Transformed]:
+    ) -> Iterator[TransformedSide]:
         """Give a side that runs a copy of the candidate on the inputs of this one."""
         call = _copy_lifted(self.call) if lifted else copy_together(self.call, name="the candidate")
-        yield Transformed.counting_calls(Side.of(call, side.args, side.kwargs))
+        yield TransformedSide.counting_calls(Side.of(call, side.args, side.kwargs))
 
 
 def _copy_lifted(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,7 +71,7 @@ class OtherModule(Transform):
     @contextmanager
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
-    ) -> Iterator[Transformed]:
+    ) -> Iterator[TransformedSide]:
         """Give a side that runs the module, built anew with the reference's state, on the inputs of this one."""
         try:
             built = self.factory()
@@ -92,4 +92,4 @@ class OtherModule(Transform):
                 ) from error
         if lifted:
             module = _copy_lifted(module)
-        yield Transformed.counting_calls(Side.of(module, side.args, side.kwargs))
+        yield TransformedSide.counting_calls(Side.of(module, side.args, side.kwargs))

@@ -19,7 +19,7 @@ from torchdelta._torch.compile import aot
 from torchdelta._torch.compile.dynamo import drawing_as_eager
 from torchdelta._torch.compile.seams import Seam, chain_seams, hand_on
 from torchdelta.program.sides import Side
-from torchdelta.transforms.base import Traits, Transform, Transformed
+from torchdelta.transforms.base import Traits, Transform, TransformedSide
 
 
 class AppliedOnce(Transform):
@@ -28,7 +28,7 @@ class AppliedOnce(Transform):
     Assumptions that the transform made about the first inputs may not hold for the others: a check shows that.
     """
 
-    def __init__(self, inner: Transform, transformed: Transformed) -> None:
+    def __init__(self, inner: Transform, transformed: TransformedSide) -> None:
         self.transformed = transformed
         # the graphs have passed the seam already, when the first side was transformed
         self.traits = replace(inner.traits, has_seam=False)
@@ -36,7 +36,7 @@ class AppliedOnce(Transform):
     @contextmanager
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
-    ) -> Iterator[Transformed]:
+    ) -> Iterator[TransformedSide]:
         """Give a side that calls the first side's callable with the inputs of this one; TypeError if it is lifted."""
         if lifted:
             raise TypeError("a callable that was built for one side cannot be built in another precision")
@@ -72,16 +72,16 @@ class PrecompiledTransform(Transform):
     @contextmanager
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
-    ) -> Iterator[Transformed]:
+    ) -> Iterator[TransformedSide]:
         """Give a side that runs the callable; if it must draw eager's random numbers, it is compiled again for that."""
         if lifted:
             raise TypeError("a graph that is compiled already cannot be compiled in another precision")
         if not draws_random:
-            yield Transformed.counting_calls(replace(side, call=self.call), captured=1)
+            yield TransformedSide.counting_calls(replace(side, call=self.call), captured=1)
             return
         with drawing_as_eager():
             call = self.compile_again(side.args)
-            yield replace(Transformed.counting_calls(replace(side, call=call), captured=1), notes=[SAME_RANDOM])
+            yield replace(TransformedSide.counting_calls(replace(side, call=call), captured=1), notes=[SAME_RANDOM])
 
 
 class ObservedTransform(Transform):
@@ -95,7 +95,7 @@ class ObservedTransform(Transform):
     @contextmanager
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
-    ) -> Iterator[Transformed]:
+    ) -> Iterator[TransformedSide]:
         """Apply the transform with its own seam first and the caller's seam behind it."""
         both = chain_seams(self.seam, seam)
         with self.inner.apply(side, draws_random=draws_random, lifted=lifted, seam=both) as transformed:
@@ -120,7 +120,7 @@ class ObservedAfterAot(ObservedTransform):
     @contextmanager
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
-    ) -> Iterator[Transformed]:
+    ) -> Iterator[TransformedSide]:
         """Apply the compiler with its own seam behind AOTAutograd; the caller's seam gets dynamo's graphs."""
         intercepting = aot.intercepting(self.seam, decompose=self.decompose, compile_graphs=self.compile_graphs)
         with (

@@ -20,7 +20,7 @@ from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule
 
-from torchdelta._torch.compile.seams import Boxed, HandedGraph, Seam, as_boxed
+from torchdelta._torch.compile.seams import BoxedCall, HandedGraph, Seam, as_boxed
 
 
 class SaveEverything(CustomPartitionerFn):
@@ -96,7 +96,7 @@ def _at_seam(compiler: Any, level: str, seam: Seam) -> Callable[..., Any]:
         def make(graph: GraphModule, inputs: Any) -> Callable[..., Any]:
             compiled = compiler(graph, inputs, **kwargs)
             _drop_strides_beyond(outputs)
-            return Boxed(compiled) if getattr(compiled, "_boxed_call", False) else compiled
+            return BoxedCall(compiled) if getattr(compiled, "_boxed_call", False) else compiled
 
         handed = HandedGraph(graph=graph_module, example_inputs=example_inputs, make=make, level=level)
         return boxed(seam(handed))

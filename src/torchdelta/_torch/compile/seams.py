@@ -37,7 +37,7 @@ class HandedGraph:
         return self.make(self.graph, self.example_inputs)
 
 
-class Boxed:
+class BoxedCall:
     """Calls a function that takes its arguments in a list, which it may empty to free them, with separate arguments."""
 
     def __init__(self, run: Callable[[list[Any]], Any]) -> None:
@@ -48,8 +48,8 @@ class Boxed:
 
 
 def as_boxed(run: Callable[..., Any]) -> Callable[[list[Any]], Any]:
-    """Return a function that takes the arguments of a callable in a list; of a `Boxed` the one inside."""
-    return run.boxed if isinstance(run, Boxed) else lambda args: run(*args)
+    """Return a function that takes the arguments of a callable in a list; of a `BoxedCall` the one inside."""
+    return run.boxed if isinstance(run, BoxedCall) else lambda args: run(*args)
 
 
 Seam = Callable[[HandedGraph], Callable[..., Any]]

@@ -21,7 +21,7 @@ from torchdelta.audit.faults.base import Fault, NotPlantable, PlaceLost, eligibl
 from torchdelta.errors import UsageError
 from torchdelta.program.sides import Side
 from torchdelta.records.audit import Place
-from torchdelta.transforms.base import Traits, Transform, Transformed
+from torchdelta.transforms.base import Traits, Transform, TransformedSide
 from torchdelta.transforms.export import Exports
 from torchdelta.transforms.replacement import OtherModule, Replacement
 
@@ -56,7 +56,7 @@ class Planted(Transform):
     @contextmanager
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
-    ) -> Iterator[Transformed]:
+    ) -> Iterator[TransformedSide]:
         """Export the side, plant the fault, and yield the result; if lifted, at the node of the native program."""
         exports = self.exports or Exports()
         module, faulty = exports.of(side, lifted=lifted)
@@ -77,7 +77,7 @@ class Planted(Transform):
         note = f"a fault was planted on purpose: {self.place}"
         if self.then is None:
             call = seam(HandedGraph(graph=module, example_inputs=side.args, make=make, level="export"))
-            transformed = Transformed.counting_calls(replace(faulty, call=call), captured=1)
+            transformed = TransformedSide.counting_calls(replace(faulty, call=call), captured=1)
             yield replace(transformed, notes=[note])
             return
         make(module, side.args)
