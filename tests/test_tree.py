@@ -173,6 +173,13 @@ class TestTheRulesThemselves:
         assert {"__init__.py", "records/codec.py", "cli/check.py"} <= set(map(name_of, MODULES))
 
 
+def is_defined(name, tree):
+    """Tell whether a function, class or method of that dotted name is defined at the top of a module."""
+    first, _, rest = name.partition(".")
+    found = [node for node in tree.body if getattr(node, "name", None) == first]
+    return bool(found) and (not rest or any(is_defined(rest, node) for node in found))
+
+
 def offenders(rule, *, outside=(), excused=()):
     """Return what a rule finds, by module; `outside` names folders, `excused` modules, in which it does not apply."""
     found = {}
@@ -223,6 +230,36 @@ class TestEveryClass:
         named = {name: name_of(path) for name, path in CLASSES if participle.fullmatch(name.lstrip("_"))}
 
         assert {name: where for name, where in named.items() if name not in excused} == {}
+
+
+class TestTheArchitecturePage:
+    PAGE = (ROOT.parent.parent / "docs" / "architecture.md").read_text()
+
+    def test_names_only_files_and_definitions_that_exist(self):
+        missing = []
+        for path, definition in re.findall(r"`([\w/]+\.py)(?::([\w.]+))?`", self.PAGE):
+            source = SOURCES.get(ROOT / path)
+            if source is None and not list(ROOT.rglob(path)):
+                missing.append(path)
+            elif source is not None and definition and not is_defined(definition, ast.parse(source)):
+                missing.append(f"{path}:{definition}")
+
+        assert missing == []
+
+    @pytest.mark.parametrize(
+        ("heading", "most"),
+        [("One check, from the command line to the report", 15), ("One diagnosis", 25), ("One guarded call", 20)],
+    )
+    def test_has_walks_that_open_few_files(self, heading, most):
+        walk = self.PAGE.partition(f"## {heading}\n")[2].partition("\n## ")[0].partition("\n\nSpecial rules")[0]
+        files = set(re.findall(r"`([\w/]+\.py)[:`]", walk))
+
+        assert 5 < len(files) <= most
+
+    def test_lists_every_folder(self):
+        folders = {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()}
+
+        assert {name for name in folders if f"| `{name}/`" not in self.PAGE} == set()
 
 
 class TestThePublicFace:
