@@ -69,6 +69,10 @@ class Check(JudgingSteps[Observation]):
             return self._report()
 
     def _report(self) -> Report:
+        """Run the candidate, judge it, and return the report.
+
+        `run` preserves the state of the process around it; a layerwise check calls it again for another transform.
+        """
         baseline = self.baseline
         reference = baseline.reference  # before the candidate runs, which must not be able to change it
         self.unmatched = []
