@@ -12,7 +12,7 @@ from torchdelta.audit.audit import audit
 from torchdelta.audit.faults import FAULTS
 from torchdelta.errors import ProgramError, UsageError
 from torchdelta.records.audit import Audit, FaultTrial, Place, TrialOutcome
-from torchdelta.records.case import Case
+from torchdelta.records.case import Case, CheckOptions
 from torchdelta.records.verdict import Verdict
 from torchdelta.report.terminal.audit import print_audit
 
@@ -58,13 +58,20 @@ def programs(tmp_path):
     return file
 
 
+def run_audit(program, *, kinds=(), per_kind=1, **words):
+    """Return the audit under the options of these words."""
+    return audit(program, options=CheckOptions.read(**words), kinds=kinds, per_kind=per_kind)
+
+
 def outcomes(found):
     return {trial.place.kind: trial.outcome for trial in found.trials}
 
 
 class TestAudit:
     def test_counts_what_is_caught_and_what_does_not_apply(self, programs):
-        found = audit(f"{programs}:net", transform="export", kinds=["residual_dropped", "relu_leaky", "top_k_smallest"])
+        found = run_audit(
+            f"{programs}:net", transform="export", kinds=["residual_dropped", "relu_leaky", "top_k_smallest"]
+        )
 
         assert found.control is Verdict.EQUIVALENT
         assert outcomes(found) == {"residual_dropped": TrialOutcome.CAUGHT, "relu_leaky": TrialOutcome.CAUGHT}
@@ -72,19 +79,19 @@ class TestAudit:
         assert found.catch_rate == 1.0
 
     def test_plants_a_kind_at_several_places_and_no_more_than_there_are(self, programs):
-        found = audit(f"{programs}:net", transform="export", kinds=["bias_dropped"], per_kind=5)
+        found = run_audit(f"{programs}:net", transform="export", kinds=["bias_dropped"], per_kind=5)
 
         assert {trial.place.module_path for trial in found.trials} == {"first", "second"}
         assert len(found.trials) == 2
 
     def test_a_lenient_policy_misses(self, programs):
-        found = audit(f"{programs}:net", transform="export", kinds=["scale_by_1_00001"], policy="rtol=0.1,atol=0.1")
+        found = run_audit(f"{programs}:net", transform="export", kinds=["scale_by_1_00001"], policy="rtol=0.1,atol=0.1")
 
         assert outcomes(found) == {"scale_by_1_00001": TrialOutcome.MISSED}
         assert found.catch_rate == 0.0
 
     def test_a_fault_without_effect_is_not_missed(self, programs):
-        found = audit(f"{programs}:positive", transform="export", kinds=["relu_leaky"])
+        found = run_audit(f"{programs}:positive", transform="export", kinds=["relu_leaky"])
 
         assert outcomes(found) == {"relu_leaky": TrialOutcome.NO_EFFECT}
         assert found.catch_rate is None
@@ -92,15 +99,15 @@ class TestAudit:
     def test_without_gradients_a_fault_in_them_has_no_effect(self, programs):
         kinds = ["parameter_stale"]
 
-        assert outcomes(audit(f"{programs}:net", transform="export", kinds=kinds, stages=["forward"])) == {
+        assert outcomes(run_audit(f"{programs}:net", transform="export", kinds=kinds, stages=["forward"])) == {
             "parameter_stale": TrialOutcome.NO_EFFECT
         }
-        assert outcomes(audit(f"{programs}:net", transform="export", kinds=kinds)) == {
+        assert outcomes(run_audit(f"{programs}:net", transform="export", kinds=kinds)) == {
             "parameter_stale": TrialOutcome.CAUGHT
         }
 
     def test_the_transform_is_applied_to_the_faulty_program(self, programs):
-        found = audit(
+        found = run_audit(
             f"{programs}:net", transform=f"{programs}:unscaled", options={"graph": "export"}, kinds=["relu_leaky"]
         )
 
@@ -109,14 +116,14 @@ class TestAudit:
         assert "this pass knows no leaky relu" in found.trials[0].reason
 
     def test_a_control_that_diverges_is_told(self, programs):
-        found = audit(f"{programs}:net", transform=f"{programs}:scaled", kinds=["relu_leaky"])
+        found = run_audit(f"{programs}:net", transform=f"{programs}:scaled", kinds=["relu_leaky"])
 
         assert found.control is Verdict.DIVERGED
         assert "outputs" in found.control_reason
 
     def test_a_program_that_cannot_be_exported_has_no_place_for_a_fault(self, programs):
         with pytest.raises(ProgramError, match="branches cannot be exported, so no fault can be planted in it"):
-            audit(f"{programs}:branches", transform="eager")
+            run_audit(f"{programs}:branches", transform="eager")
 
     @pytest.mark.parametrize(
         ("wrong", "message"),
@@ -129,11 +136,11 @@ class TestAudit:
     )
     def test_a_mistake_of_the_user_is_told(self, programs, wrong, message):
         with pytest.raises(UsageError, match=message):
-            audit(f"{programs}:net", **{"transform": "export", **wrong})
+            run_audit(f"{programs}:net", **{"transform": "export", **wrong})
 
     @pytest.mark.slow
     def test_every_kind_is_tried_where_none_is_named(self, programs):
-        found = audit(f"{programs}:net", transform="aot_eager")
+        found = run_audit(f"{programs}:net", transform="aot_eager")
 
         assert {*found.kinds, *found.inapplicable} == set(FAULTS)
         assert found.catch_rate > 0.8

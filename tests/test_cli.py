@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from typing import get_args
 
 import pytest
 
@@ -16,7 +17,7 @@ from programs import reports
 from torchdelta.cli import check, show
 from torchdelta.cli.options import read_option
 from torchdelta.errors import UsageError
-from torchdelta.records.codec import read_report, write_report
+from torchdelta.records.codec import Saved, read_report, write_report
 from torchdelta.records.verdict import Verdict
 
 PROGRAMS = """
@@ -198,6 +199,9 @@ class TestExitCodes:
         write_report(reports.report(stage), tmp_path / "report.json")
 
         assert command_line("show", "report.json").code == 4
+
+    def test_every_record_that_can_be_read_has_a_printer(self):
+        assert set(show.PRINTERS) == set(get_args(Saved))
 
     def test_of_a_crash_shows_what_was_raised(self, command_line):
         ran = command_line("check", "programs.py:build", "-t", "programs.py:give_up")

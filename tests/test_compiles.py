@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import get_compiler_fn
 
 from torchdelta._torch.compile.backends import guarding_every
+from torchdelta._torch.compile.dynamo import origin_of
 
 
 def double(x):
@@ -179,3 +182,32 @@ class TestWhatDynamoReads:
             found = torch._dynamo.eval_frame.get_compiler_fn("aot_eager")
 
         assert type(found) is type(get_compiler_fn("aot_eager"))
+
+
+@dataclass
+class ConfiguredBackend:
+    """A user's backend, with a `config` of its own; a dataclass cannot be hashed."""
+
+    config: Any
+
+    def __call__(self, graph_module, example_inputs):
+        return graph_module
+
+
+class TestTheOriginOfABackend:
+    def test_has_the_settings_that_were_passed_to_inductor(self):
+        origin = origin_of(torch._TorchCompileInductorWrapper(None, {"max_autotune": True}, None))
+
+        assert origin.is_inductor
+        assert origin.config["max_autotune"] is True
+
+    @pytest.mark.parametrize(
+        ("config", "settings"), [({"max_autotune": True}, {"max_autotune": True}), (object(), {}), (7, {}), (None, {})]
+    )
+    def test_has_the_settings_of_a_users_backend_if_they_are_a_mapping(self, config, settings):
+        backend = ConfiguredBackend(config)
+
+        origin = origin_of(backend)
+
+        assert origin.backend is backend
+        assert (origin.name, origin.config) == ("ConfiguredBackend", settings)

@@ -87,7 +87,7 @@ def location(*rows, **changes):
 def rendered(found, *, width=120, show_all=False):
     """The lines a terminal of that width shows, without the blanks at their ends."""
     console = Console(width=width, file=io.StringIO(), force_terminal=False, _environ={})
-    print_location(found, console, show_all=show_all)
+    print_location(found, console, verbose=show_all)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
 

@@ -4,7 +4,7 @@ Each fault is tried twice. First it runs without the transform, to see whether i
 without an effect cannot be caught. Then the program with the fault is checked under the transform. The control is the
 same check without a fault: unless it is equivalent, the catches mean nothing.
 
-    result = audit("model.py:build", transform="inductor", kinds=["residual_dropped"])
+    result = audit("model.py:build", options=CheckOptions(transform="inductor"), kinds=["residual_dropped"])
     result.catch_rate                       # 1.0
 
 Start with `audit`; `_Auditor._trials` tries the faults of one kind.
@@ -12,32 +12,25 @@ Start with `audit`; `_Auditor._trials` tries the faults of one kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from torchdelta import transforms
 from torchdelta._torch.process import runtime
 from torchdelta.audit.faults import FAULTS, NotPlantable, plant
-from torchdelta.check.baseline import Baseline
 from torchdelta.check.candidate import CandidateRun
 from torchdelta.check.check import Check
+from torchdelta.check.prepare import prepare
 from torchdelta.compare.judge import Judge
 from torchdelta.compare.policy import Bitwise
-from torchdelta.compare.policy_parser import parse
 from torchdelta.errors import ProgramError, UsageError
-from torchdelta.program.loading import load_program
-from torchdelta.program.programs import Program
-from torchdelta.program.stages import OPTIMIZERS, Observation, Plan
+from torchdelta.program.stages import Observation
 from torchdelta.records.audit import Audit, FaultTrial, TrialOutcome
-from torchdelta.records.case import Case
-from torchdelta.records.comparison import Scalar
+from torchdelta.records.case import CheckOptions
 from torchdelta.records.report import Report
 from torchdelta.records.verdict import Verdict
 from torchdelta.transforms.base import Transform
 from torchdelta.transforms.export import Export, Exports
-
-DEFAULT_STAGES = ("forward", "gradients")
 
 _OUTCOMES = {
     Verdict.DIVERGED: TrialOutcome.CAUGHT,
@@ -51,16 +44,12 @@ _OUTCOMES = {
 def audit(
     program: str,
     *,
-    transform: str,
-    options: Mapping[str, Scalar] | None = None,
-    stages: Sequence[str] | None = None,
-    policy: str = "noise",
+    options: CheckOptions,
     kinds: Sequence[str] = (),
     per_kind: int = 1,
-    seed: int = 0,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Audit:
-    """Plant faults in a program, check each under the transform, and return all outcomes.
+    """Plant faults in a program, check each under these options, and return all outcomes.
 
     Without `kinds`, faults of all kinds are planted; `per_kind` is the number of places that are tried for each.
     `progress` is called with a few words before each kind.
@@ -68,41 +57,27 @@ def audit(
     chosen_kinds = [FAULTS.get(kind).name for kind in dict.fromkeys(kinds)] or list(FAULTS)
     if per_kind < 1:
         raise UsageError(f"per_kind is the number of faults of each kind: at least 1, not {per_kind}")
-    case = Case(
-        program=program,
-        transform=transform,
-        options=dict(options or {}),
-        stages=tuple(stages) if stages is not None else DEFAULT_STAGES,
-        policy=policy,
-        seed=seed,
-    )
-    built_transform = transforms.build(transform, case.options)
-    parse(policy)  # a malformed policy must be an error before anything runs
+    control = prepare(program, options=options)
     with runtime.preserved():
-        runtime.seed_everything(seed)
-        loaded = load_program(program)
-        auditor = _Auditor(case=case, program=loaded, transform=built_transform, stages_by_default=stages is None)
-        return auditor.run(chosen_kinds, per_kind, progress)
+        return _Auditor(control=control).run(chosen_kinds, per_kind, progress)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Auditor:
     """Runs the control and all trials against one baseline."""
 
-    case: Case
-    program: Program
-    transform: Transform
-    stages_by_default: bool
+    control: Check
+    """The check of the program without a fault."""
 
     def run(self, kinds: Sequence[str], per_kind: int, progress: Callable[[str], None]) -> Audit:
         """Return the control's verdict, the trials of all kinds, and the kinds that have no place in the program."""
         progress("without a fault")
         if failure := self._clean.failure:
             raise ProgramError(
-                f"{self.program.name} cannot be exported, so no fault can be planted in it: "
+                f"{self.control.baseline.program.name} cannot be exported, so no fault can be planted in it: "
                 f"{failure.type}: {failure.message}"
             )
-        control = self._check(self.transform)
+        control = self.control.run()
         trials: list[FaultTrial] = []
         inapplicable = []
         for kind in kinds:
@@ -112,7 +87,7 @@ class _Auditor:
             if not kind_trials:
                 inapplicable.append(kind)
         return Audit(
-            case=self.case,
+            case=self.control.case,
             control=control.verdict,
             control_reason=_reason_for(control),
             trials=tuple(trials),
@@ -121,9 +96,10 @@ class _Auditor:
 
     def _trials(self, kind: str, limit: int) -> Iterator[FaultTrial]:
         """Yield the outcome of a fault of this kind at one place after the other, at `limit` places at most."""
+        seed, transform = self.control.case.seed, self.control.transform
         used_nodes: list[str] = []
         while len(used_nodes) < limit:
-            fault_only = plant(kind, self.case.seed, excluding=used_nodes, exports=self._exports)
+            fault_only = plant(kind, seed, excluding=used_nodes, exports=self._exports)
             try:
                 faulty = self._run(fault_only)
             except NotPlantable:
@@ -136,36 +112,14 @@ class _Auditor:
                 yield FaultTrial(place=fault_only.place, outcome=TrialOutcome.NO_EFFECT)
             else:
                 # the same seed chooses the same place
-                both = plant(kind, self.case.seed, self.transform, excluding=used_nodes, exports=self._exports)
-                report = self._check(both)
+                both = plant(kind, seed, transform, excluding=used_nodes, exports=self._exports)
+                report = replace(self.control, transform=both, notes=[], candidate=CandidateRun()).run()
                 yield FaultTrial(place=fault_only.place, outcome=_OUTCOMES[report.verdict], reason=_reason_for(report))
             used_nodes.append(fault_only.place.node)
 
-    def _check(self, transform: Transform) -> Report:
-        """Return the report of a check of the program under this transform."""
-        return Check(
-            case=self.case,
-            baseline=self._baseline,
-            transform=transform,
-            policy=parse(self.case.policy),
-            stages_by_default=self.stages_by_default,
-        ).run()
-
     def _run(self, transform: Transform) -> CandidateRun:
         """Return the run of the program under a transform that compiles nothing; it is not judged."""
-        return self._baseline.run(transform, is_eager=True)
-
-    @cached_property
-    def _baseline(self) -> Baseline:
-        """The reference runs of the program, which all checks share."""
-        plan = Plan(
-            stages=self.case.stages,
-            seed=self.case.seed,
-            iterations=self.case.iterations,
-            steps=self.case.steps,
-            optimizer=OPTIMIZERS.get(self.case.optimizer),
-        )
-        return Baseline(program=self.program, plan=plan)
+        return self.control.baseline.run(transform, is_eager=True)
 
     @cached_property
     def _exports(self) -> Exports:

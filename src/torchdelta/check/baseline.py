@@ -88,7 +88,8 @@ class Baseline:
         side, _, scope = self._prepare(modes, lifted=lifted, noise=noise)
         runtime.seed_everything(self.plan.seed)
         with scope():
-            return leaves_of(side.call(*side.args, **side.kwargs), "outputs")
+            returned = side.call(*side.args, **side.kwargs)
+        return leaves_of(returned, "outputs")
 
     def run(
         self,

@@ -69,6 +69,10 @@ class Check(JudgingSteps[Observation]):
             return self._report()
 
     def _report(self) -> Report:
+        """Run the candidate, judge it, and return the report.
+
+        `run` preserves the state of the process around it; a layerwise check calls it again for another transform.
+        """
         baseline = self.baseline
         reference = baseline.reference  # before the candidate runs, which must not be able to change it
         self.unmatched = []
@@ -235,10 +239,10 @@ class Check(JudgingSteps[Observation]):
         is_coarse = any(steadiness.is_coarse(comparison) for stage in stages for comparison in stage.comparisons)
         if not is_coarse or not self.baseline.has_chosen or self.transform.traits.lowered_to is not None:
             return stages
-        runs = decisions.replay_reference(self.baseline)
-        if runs is None:
+        replay = decisions.replay_reference(self.baseline, yardstick)
+        if replay is None:
             return stages
-        replayed = replace(yardstick, truth=runs.truth, noisy=[runs.noisy])
+        replayed, choices = replay
         sharper: list[Stage] = []
         count = 0
         for stage in stages:
@@ -250,7 +254,7 @@ class Check(JudgingSteps[Observation]):
             sharper.append(stage)
         if count:
             self.notes.append(
-                f"{runs.count} choices (topk, argmax, sort) are within rounding: in {count} leaves the candidate was "
+                f"{choices} choices (topk, argmax, sort) are within rounding: in {count} leaves the candidate was "
                 "held against a truth that chose as the reference did"
             )
         return sharper
@@ -275,9 +279,7 @@ class Check(JudgingSteps[Observation]):
         follower = decisions.DecisionFollower(
             baseline=self.baseline,
             candidate=self.candidate.observation,
-            compare=lambda stage, runs: self.compare(
-                stage, Yardstick(reference=runs.reference, truth=runs.truth, noisy=runs.noisy)
-            ),
+            compare=self.compare,
             semantic=self.answers,
         )
         stages = follower.explain(stages)

@@ -22,22 +22,20 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
-from torchdelta._torch.modes import lift
 from torchdelta._torch.modes.decisions import Choice, DecisionRecord, DecisionReplay, MarginWatch
 from torchdelta._torch.modes.noisy import Noisy
-from torchdelta._torch.process import runtime
 from torchdelta.compare.judge import is_inexact
-from torchdelta.compare.leaves import Leaves, leaves_of
+from torchdelta.compare.leaves import Leaves
 from torchdelta.compare.noise import unit_roundoff
+from torchdelta.compare.protocol import Yardstick
 from torchdelta.compare.spread import block_length, spread
-from torchdelta.program.sides import Side, varied_in
-from torchdelta.program.stages import BeforeStep, Observation, Plan, Scope, SideFailed, observe
+from torchdelta.program.stages import BeforeStep, Observation, SideFailed
 from torchdelta.records.comparison import Comparison
 from torchdelta.records.report import Stage
 from torchdelta.records.verdict import Verdict
@@ -71,93 +69,38 @@ SemanticComparisons = Mapping[str, Mapping[str, Comparison]]
 # Replay the reference's choices
 
 
-@dataclass(frozen=True)
-class ReplayedRuns:
-    """The truth and a noisy run that chose as the reference did."""
-
-    truth: Observation
-    noisy: Observation
-    count: int
-    """Indices that the truth would have chosen otherwise."""
-
-
-def replay_reference(baseline: Baseline) -> ReplayedRuns | None:
+def replay_reference(
+    baseline: Baseline, yardstick: Yardstick[Observation]
+) -> tuple[Yardstick[Observation], int] | None:
     """Run the truth and a noisy run with the reference's choices, where those are within rounding.
 
+    Return the yardstick with these two runs, and the number of indices that the truth would have chosen otherwise.
     Return None if the truth makes the same choices by itself, or if the program fails with them.
     """
     record = DecisionRecord()
     with baseline.timed("replay"):
         try:
-            _run(baseline, record)
+            baseline.observe(record)
             if not record.choices:
                 return None
             unit = unit_roundoff(baseline.drawn_in)
             in_truth = DecisionReplay(record.indices, unit=unit)
-            truth = _run(baseline, in_truth, lifted=True)
+            truth = baseline.observe(in_truth, lifted=True)
             if not in_truth.count:
                 return None
             in_noise = DecisionReplay(record.indices, unit=unit)
-            noisy = _run(baseline, in_noise, noise=Noisy(seed=baseline.plan.seed))
+            noisy = baseline.observe(in_noise, noise=Noisy(seed=baseline.plan.seed))
         except SideFailed as failed:
             baseline.notes.append(f"choices within rounding were not replayed: the program fails with them ({failed})")
             return None
-    return ReplayedRuns(truth, noisy, in_truth.count)
-
-
-def _run(
-    baseline: Baseline,
-    *modes: AbstractContextManager[object],
-    lifted: bool = False,
-    noise: Noisy | None = None,
-    plan: Plan | None = None,
-    before_step: BeforeStep = lambda *_: None,
-) -> Observation:
-    """Run the program once more, with the modes inside of float64 and noise where these are wanted; observe it."""
-    side, scope = _side_and_scope(baseline, *modes, lifted=lifted, noise=noise)
-    convert = lift.widened if lifted else _same
-    return observe(side, plan or baseline.plan, baseline.original, scope, convert, before_step=before_step)
-
-
-def _side_and_scope(
-    baseline: Baseline, *modes: AbstractContextManager[object], lifted: bool = False, noise: Noisy | None = None
-) -> tuple[Side, Scope]:
-    """Return a fresh copy of the program, and the scope to run it in."""
-    side = Side.copied_from(baseline.program, convert=lift.widened if lifted else _same)
-    outer = baseline.lifted_scope(baseline.drawn_in) if lifted else baseline.eager_scope
-    if noise is not None:
-        noise.start_from(varied_in(side))
-        modes = (noise, *modes)
-
-    @contextmanager
-    def scope() -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(outer())
-            for mode in modes:
-                stack.enter_context(mode)
-            yield
-
-    return side, scope
-
-
-def _same(dtype: torch.dtype) -> torch.dtype:
-    return dtype
+    return replace(yardstick, truth=truth, noisy=[noisy]), in_truth.count
 
 
 # Follow the candidate's decisions
 
 
-@dataclass(frozen=True, kw_only=True)
-class FollowedRuns:
-    """Correct runs that decided as the candidate did."""
-
-    reference: Observation
-    truth: Observation
-    noisy: list[Observation]
-
-
-Compare = Callable[[str, FollowedRuns], Sequence[Comparison]]
-"""Compares the candidate's leaves of a stage with these runs."""
+Compare = Callable[[str, Yardstick[Observation]], Sequence[Comparison]]
+"""Compares the candidate's leaves of a stage with those of correct runs."""
 
 
 @dataclass(frozen=True)
@@ -222,12 +165,12 @@ class DecisionFollower:
             truth=self.baseline.truth or Observation(),
             runs=(self.baseline.reference, *self.baseline.noisy(1)),
         )
-        runs = self._run_followers(signs, has_steps)
+        yardstick = self._run_followers(signs, has_steps)
         count = 0
         results = []
         for stage in stages:
             if _has_suspects(stage):
-                followed = {comparison.path: comparison for comparison in self.compare(stage.name, runs)}
+                followed = {comparison.path: comparison for comparison in self.compare(stage.name, yardstick)}
                 semantic = self.semantic.get(stage.name, {})
                 comparisons = [
                     _explained(comparison, followed.get(comparison.path), semantic.get(comparison.path))
@@ -298,7 +241,7 @@ class DecisionFollower:
         """Run the forward without other stages; return its observation, and the choices that the program made."""
         record = DecisionRecord()
         plan = replace(self.baseline.plan, stages=("forward",))
-        return _run(self.baseline, *modes, record, lifted=lifted, noise=noise, plan=plan), record.choices
+        return self.baseline.observe(*modes, record, lifted=lifted, noise=noise, plan=plan), record.choices
 
     def _distance(self, truth: Observation) -> float:
         """Return how far the candidate's outputs are from this truth, each in units of the reference's distance."""
@@ -313,20 +256,20 @@ class DecisionFollower:
                 total += (spread(value, of_candidate).rms / unit) ** 2 if unit else 0.0
         return total if math.isfinite(total) else math.inf
 
-    def _run_followers(self, signs: FollowedSigns, has_steps: bool) -> FollowedRuns:
-        """Run truth, reference and noise with the candidate's decisions; leave the steps out if not needed."""
+    def _run_followers(self, signs: FollowedSigns, has_steps: bool) -> Yardstick[Observation]:
+        """Return truth, reference and noise, run with the candidate's decisions; without steps unless `has_steps`."""
         plan = self.baseline.plan
         if not has_steps:
             plan = replace(plan, stages=tuple(name for name in plan.stages if name != "steps"))
 
         def run(before_step: BeforeStep, *, lifted: bool = False, noise: Noisy | None = None) -> Observation:
             forced = [DecisionReplay(self._forced)] if self.exchanged else []
-            return _run(self.baseline, *forced, lifted=lifted, noise=noise, plan=plan, before_step=before_step)
+            return self.baseline.observe(*forced, lifted=lifted, noise=noise, plan=plan, before_step=before_step)
 
         truth = run(signs.lead, lifted=True)
         reference = run(signs.follow)
         noisy = [run(signs.follow, noise=Noisy(seed=plan.seed + index)) for index in range(RUNS)]
-        return FollowedRuns(reference=reference, truth=truth, noisy=noisy)
+        return Yardstick(reference=reference, truth=truth, noisy=noisy)
 
 
 def _noises(choices: Sequence[Choice], others: Sequence[Sequence[Choice]]) -> list[float]:
@@ -466,13 +409,13 @@ def _excuse_leaf(comparison: Comparison, leaves: list[Any], known: _LeafMargins 
 def _margins_of_outputs(baseline: Baseline) -> dict[str, _LeafMargins]:
     """Run the forward in float64, natively and with noise; return the margins of its integer outputs, by path.
 
-    By how much a margin moves between these runs is its noise.
+    By how much a margin moves between these runs is its noise. A watch knows the output tensors themselves, not copies.
     """
     in_truth, *in_others = MarginWatch(), MarginWatch(), MarginWatch()
-    truth = _outputs(baseline, in_truth, lifted=True)
+    truth = baseline.outputs(in_truth, lifted=True)
     others = [
-        _outputs(baseline, in_others[0]),
-        _outputs(baseline, in_others[1], noise=Noisy(seed=baseline.plan.seed)),
+        baseline.outputs(in_others[0]),
+        baseline.outputs(in_others[1], noise=Noisy(seed=baseline.plan.seed)),
     ]
     known = {}
     for path, value in truth.items():
@@ -488,15 +431,6 @@ def _margins_of_outputs(baseline: Baseline) -> dict[str, _LeafMargins]:
                 moves.append(float(torch.nan_to_num(other[0].double() - margins.double()).abs().max()))
         known[path] = _LeafMargins(margins, max(moves, default=0.0), operation)
     return known
-
-
-def _outputs(baseline: Baseline, watch: MarginWatch, *, lifted: bool = False, noise: Noisy | None = None) -> Leaves:
-    """Run the forward under the watch, and return its own output tensors, because the watch does not know copies."""
-    side, scope = _side_and_scope(baseline, watch, lifted=lifted, noise=noise)
-    runtime.seed_everything(baseline.plan.seed)
-    with scope():
-        outputs = side.call(*side.args, **side.kwargs)
-    return leaves_of(outputs, "outputs")
 
 
 # Settle gradients within noise of zero: an optimizer that divides a gradient by its size steps by the sign alone

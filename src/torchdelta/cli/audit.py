@@ -18,7 +18,7 @@ from torchdelta.cli.options import (
     read_options,
     running,
 )
-from torchdelta.records.case import Case, words_of
+from torchdelta.records.case import Case, CheckOptions, words_of
 from torchdelta.records.codec import write_report
 from torchdelta.report.terminal.audit import print_audit
 
@@ -37,20 +37,18 @@ def command(
     debug: Debug = False,  # noqa: ARG001 — read in main
 ) -> None:
     """How many of the faults planted in the program does a check catch? Ends with 0 whatever the answer."""
-    options = read_options(option)
+    options = CheckOptions.read(
+        transform=transform, options=read_options(option), stages=stages, policy=policy, seed=seed
+    )
     with running(transform, json_file, verbose=verbose) as progress:
         # torch takes seconds to import, and `--help` does without it
         with needing_torch("an audit"):
             from torchdelta.audit.audit import audit
         result = audit(
             program,
-            transform=transform,
             options=options,
-            stages=words_of(stages) if stages is not None else None,
-            policy=policy,
             kinds=words_of(kinds),
             per_kind=per_kind,
-            seed=seed,
             progress=progress,
         )
     print_audit(result, verbose=verbose)

@@ -72,7 +72,7 @@ def command(
         location = locate(
             program, options=options, mapping=pairs, memory_bytes=memory_bytes, cause=cause, progress=progress
         )
-    print_location(location, show_all=show_all or verbose)
+    print_location(location, verbose=show_all or verbose)
     if json_file is not None:
         write_report(location, json_file)
     raise typer.Exit(EXIT_OF[location.verdict])

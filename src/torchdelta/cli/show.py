@@ -1,24 +1,41 @@
-"""`torchdelta show`: print a report, an audit or a location that another command saved; needs no torch."""
+"""`torchdelta show`: print a report, an audit or another record that a command saved; needs no torch.
+
+`PRINTERS` says which function prints which record.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from torchdelta.cli.options import EXIT_OF, Debug
 from torchdelta.records.audit import Audit
-from torchdelta.records.codec import read_report
+from torchdelta.records.codec import Saved, read_report
 from torchdelta.records.location import Location
 from torchdelta.records.operators import OpReport, Sweep
 from torchdelta.records.passes import Pipeline
+from torchdelta.records.report import Report
 from torchdelta.records.sensitivity import Sensitivity
 from torchdelta.report.terminal.audit import print_audit
 from torchdelta.report.terminal.check import print_report
 from torchdelta.report.terminal.location import print_location
 from torchdelta.report.terminal.operators import print_operator, print_sweep
 from torchdelta.report.terminal.sensitivity import print_sensitivity
+
+PRINTERS: dict[type[Saved], Callable[..., Any]] = {
+    Report: print_report,
+    Audit: print_audit,
+    Location: print_location,
+    OpReport: print_operator,
+    Sweep: print_sweep,
+    # both are always printed whole
+    Pipeline: lambda pipeline, verbose: typer.echo(str(pipeline)),  # noqa: ARG005
+    Sensitivity: lambda sensitivity, verbose: print_sensitivity(sensitivity),  # noqa: ARG005
+}
+"""The function that prints a record of this class, called with the record and `verbose`."""
 
 
 def command(
@@ -28,20 +45,7 @@ def command(
 ) -> None:
     """Show the result that a command saved, and exit as that command did."""
     saved = read_report(report, None)
-    if isinstance(saved, Audit):
-        print_audit(saved, verbose=verbose)
-        return
-    if isinstance(saved, Sensitivity):
-        print_sensitivity(saved)
-        return
-    if isinstance(saved, Location):
-        print_location(saved, show_all=verbose)
-    elif isinstance(saved, OpReport):
-        print_operator(saved, verbose=verbose)
-    elif isinstance(saved, Sweep):
-        print_sweep(saved, verbose=verbose)
-    elif isinstance(saved, Pipeline):
-        typer.echo(str(saved))
-    else:
-        print_report(saved, verbose=verbose)
-    raise typer.Exit(EXIT_OF[saved.verdict])
+    PRINTERS[type(saved)](saved, verbose=verbose)
+    verdict = getattr(saved, "verdict", None)  # an audit and a sensitivity are measurements, and have none
+    if verdict is not None:
+        raise typer.Exit(EXIT_OF[verdict])

@@ -50,6 +50,7 @@ class Judge:
         return comparisons, unmatched
 
     def _compare_pair(self, pair: Pair, aliases: tuple[Aliases, Aliases]) -> Comparison:
+        """Return the comparison of two leaves: tensors by contract and policy, all others as objects."""
         reference, candidate = as_tensor(pair.reference), as_tensor(pair.candidate)
         if reference is None or candidate is None or not is_same_class(pair.reference, pair.candidate):
             return compare_objects(pair, self.terms)

@@ -100,6 +100,7 @@ class _Distances:
 
     @classmethod
     def of(cls, sample: Sample) -> _Distances:
+        """Measure the candidate and every correct run against the truth of the sample, and return all distances."""
         truth = sample.truth
         assert truth is not None
         mask = MASK if are_masks(truth) else math.inf
@@ -137,6 +138,7 @@ class _Distances:
         return relative(self.limit * self.rms_noise, self.scale)
 
     def judgements(self) -> list[Judgement]:
+        """Return judgements of the rms error and of the largest one, and of the worst block if there are noisy runs."""
         exaggeration = min(LARGEST, self.slack.exaggeration)
         peaks = (run.peak / exaggeration for run in self.noisy)
         max_noise = max(self.reference.peak, self.floor, self.largest_rounding, *peaks, 0.0)

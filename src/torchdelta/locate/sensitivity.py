@@ -62,6 +62,7 @@ class _OneByOne:
     notes: dict[str, None] = field(default_factory=dict)
 
     def run(self) -> Sensitivity:
+        """Quantize the whole program and then each module alone; return the effects, the largest loss first."""
         start = time.perf_counter()
         baseline = self.check.baseline
         _ = baseline.reference  # a program that fails eagerly is reported before the quantizer is blamed

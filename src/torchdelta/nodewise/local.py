@@ -201,6 +201,7 @@ class NodeJudging(JudgingSteps[Leaves]):
         return [Stage.of(stage.name, tuple(map(excuse, stage.comparisons))) for stage in stages]
 
     def _compare(self, yardstick: Yardstick[Leaves]) -> tuple[Comparison, ...]:
+        """Return the comparisons of the region's values by the settings' policy, or else by noise or in float64."""
         settings = self.settings
         policy = settings.policy or (Semantic() if settings.is_lifted else Noise())
         terms = Terms(ignore=frozenset({"requires_grad", "device"}), lowered_to=settings.lowered_to)

@@ -218,6 +218,7 @@ def _leaves(stage: str, result: ModuleResult, reference: ModuleResult) -> Leaves
 def _compare(
     judge: Judge, stage: str, candidate: ModuleResult, yardstick: Yardstick[ModuleResult]
 ) -> Sequence[Comparison]:
+    """Return the comparisons of the candidate's leaves of one stage with those of the yardstick."""
     reference, truth = yardstick.reference, yardstick.truth
     comparisons, _ = judge.compare(
         _leaves(stage, reference, reference),

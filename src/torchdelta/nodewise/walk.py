@@ -80,14 +80,14 @@ class NodeWalk:
             return self.between_graphs(transform, report)
         if not self.has_aot:
             return self._in_black_box(transform, report)
-        watched: list[ObservedAfterAot] = []
+        candidates: list[ObservedAfterAot] = []
 
         def after_aot(seam: Seam) -> Transform:
-            watched.append(ObservedAfterAot(transform, seam))
-            return watched[-1]
+            candidates.append(ObservedAfterAot(transform, seam))
+            return candidates[-1]
 
-        found = self._by_taps(after_aot, report)
-        return found if watched[-1].interception.programs else self._in_black_box(transform, report)
+        findings = self._by_taps(after_aot, report)
+        return findings if candidates[-1].interception.programs else self._in_black_box(transform, report)
 
     def between_graphs(self, transform: Transform, report: Report) -> NodeFindings:
         """Return the findings of running the graphs before and after the transform in lockstep."""
@@ -101,19 +101,22 @@ class NodeWalk:
 
     def _in_black_box(self, transform: Transform, report: Report) -> NodeFindings:
         """Return the findings of taps on the graph at the seam, and of gates if gradients alone are wrong."""
-        found = self._by_taps(lambda seam: ObservedTransform(transform, seam), report)
-        if found.culprits or not any(stage.name != "forward" and stage.comparisons for stage in report.stages):
-            return found
+        findings = self._by_taps(lambda seam: ObservedTransform(transform, seam), report)
+        if findings.culprits or not any(stage.name != "forward" and stage.comparisons for stage in report.stages):
+            return findings
         gates = Gates(judge=self.judge())
         self.run(ObservedTransform(transform, gates))
         self.compiles += transform.traits.is_compiler
-        judged = gates.judge_nodes()
-        slopes = findings_from_taps(judged, gates.total, (*gates.notes, *sorted(gates.judge.notes)))
-        return join_findings(found, slopes)
+        nodes = gates.judge_nodes()
+        slopes = findings_from_taps(nodes, gates.total, (*gates.notes, *sorted(gates.judge.notes)))
+        return join_findings(findings, slopes)
 
-    def _by_taps(self, watched: Callable[[Seam], Transform], report: Report) -> NodeFindings:
-        """Return the findings of taps with which the report's verdict is still the same; others name no culprit."""
-        found = NodeFindings()
+    def _by_taps(self, observe: Callable[[Seam], Transform], report: Report) -> NodeFindings:
+        """Return the findings of taps with which the report's verdict is still the same; others name no culprit.
+
+        `observe` returns the transform with the taps at its seam.
+        """
+        findings = NodeFindings()
         for every in THINNINGS:
             place = count()
 
@@ -121,18 +124,18 @@ class NodeWalk:
                 return next(place) % every == 0
 
             taps = Taps(judge=self.judge(), is_chosen=is_chosen, limit_bytes=self.limit_bytes)
-            transform = watched(taps)
+            transform = observe(taps)
             verdict, reason = self.ask(transform)
             self.compiles += transform.traits.is_compiler
-            found = findings_from_taps(taps.nodes, taps.total, (*taps.notes, *sorted(taps.judge.notes)))
+            findings = findings_from_taps(taps.nodes, taps.total, (*taps.notes, *sorted(taps.judge.notes)))
             if not taps.total or verdict is report.verdict:
-                return found
+                return findings
             self.is_disturbed = True
             self.notes.append(
                 f"with taps at {taps.tap_count} of {taps.total} nodes the verdict is {verdict.value} ({reason}): "
                 "the taps change the result"
             )
-        return replace(found, culprits=())
+        return replace(findings, culprits=())
 
     def _without_seam(self, transform: Transform) -> NodeFindings:
         """Return the findings of lockstep if both sides are graphs or can be exported, or else those of modules."""
@@ -152,11 +155,12 @@ class NodeWalk:
             return self._by_modules(ours, theirs)
 
     def _in_lockstep(self, ours: Side, theirs: Side) -> NodeFindings:
+        """Return the findings of running the graphs of both sides in lockstep, each on its own inputs."""
         assert isinstance(ours.owner, GraphModule)
         assert isinstance(theirs.owner, GraphModule)
         inputs = [graphs.flat_inputs(ours.owner, side.args, side.kwargs) for side in (ours, theirs)]
         judge = self.judge()
-        compared = compare_graphs(
+        comparison = compare_graphs(
             ours.owner,
             theirs.owner,
             inputs[0],
@@ -166,16 +170,17 @@ class NodeWalk:
             with_gradients="gradients" in self.case.stages and self.transform.traits.lowered_to is None,
             candidate_inputs=inputs[1],
         )
-        return findings_from_lockstep([compared], sorted(judge.notes))
+        return findings_from_lockstep([comparison], sorted(judge.notes))
 
     def _by_modules(self, ours: Side, theirs: Side) -> NodeFindings:
+        """Return the findings of comparing the modules of both sides, each fed the reference's inputs."""
         case = self.case
-        located = locate_modules(ours, theirs, seed=case.seed, gradients="gradients" in case.stages, policy=self.policy)
+        result = locate_modules(ours, theirs, seed=case.seed, gradients="gradients" in case.stages, policy=self.policy)
         return replace(
-            findings_from_modules(located.rows, located.culprits, located.coverage),
-            unmatched_reference=located.unmatched_reference,
-            unmatched_candidate=located.unmatched_candidate,
-            notes=located.notes,
+            findings_from_modules(result.rows, result.culprits, result.coverage),
+            unmatched_reference=result.unmatched_reference,
+            unmatched_candidate=result.unmatched_candidate,
+            notes=result.notes,
         )
 
     def judge(self) -> LocalJudge:

@@ -262,6 +262,7 @@ class _Sweeper:
         return notes
 
     def _submit(self, name: str, dtype: str) -> Query:
+        """Ask a worker to sweep one operator in one dtype, and return the query."""
         return self.pool.submit(
             f"{self.task}:sweep_operator",
             self.request.query(name, dtype),

@@ -49,6 +49,7 @@ class AotTrace:
         self.traces: list[_Trace] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the first trace that fits these arguments, or a new one; return the outputs of the callable."""
         names, state = _state_of(self.call)
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [*state, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]

@@ -173,20 +173,24 @@ class GraphOrigin:
 
 
 def origin_of(backend: str | Backend) -> GraphOrigin:
-    """Return the origin of a backend, given by name or as torch.compile wrapped it."""
+    """Return the origin of a backend, given by name or as torch.compile wrapped it.
+
+    A backend of the user may be any callable: its `config` counts only if it is a mapping, and it need not be hashable.
+    """
     if isinstance(backend, str):
         return GraphOrigin(backend=backend_named(backend), name=backend, config={})
     inner: Any = backend
     config: dict[str, Any] = {}
     while True:
-        config = {**config, **(getattr(inner, "config", None) or {})}
+        settings = getattr(inner, "config", None)
+        config |= settings if isinstance(settings, Mapping) else {}
         below = getattr(inner, "_torchdynamo_orig_backend", None) or getattr(inner, "compiler_fn", None)
         if below is None:
             break
         inner = below
-    names = {torch._dynamo.lookup_backend(name): name for name in ("inductor",)}
     own_name = getattr(inner, "__name__", type(inner).__name__)
-    name = getattr(inner, "compiler_name", None) or names.get(inner) or own_name
+    known_name = "inductor" if inner is torch._dynamo.lookup_backend("inductor") else own_name
+    name = getattr(inner, "compiler_name", None) or known_name
     return GraphOrigin(backend=inner, name=str(name), config=config)
 
 

@@ -37,6 +37,7 @@ def without_modes_or_hooks() -> Iterator[None]:
 
 @contextmanager
 def _without_function_modes() -> Iterator[None]:
+    """Run the body without torch function modes, and put them back in their order."""
     modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
     try:
         yield

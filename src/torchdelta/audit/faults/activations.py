@@ -8,8 +8,7 @@ import torch
 from torch.fx import Node
 
 from torchdelta._torch.graphs.nodes import arguments, set_argument
-from torchdelta.audit.faults.base import Fault
-from torchdelta.audit.faults.nodes import aten, call_fault, is_call
+from torchdelta.audit.faults.base import Fault, aten, call_fault, is_call
 
 GELU_CUBIC = 0.044715
 """The coefficient of the cubic term in the tanh approximation of gelu."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch.fx import Node
 
 from torchdelta._torch.graphs.nodes import arguments, set_argument
-from torchdelta.audit.faults.base import Fault
-from torchdelta.audit.faults.nodes import (
+from torchdelta.audit.faults.base import (
+    Fault,
     add_after,
     add_before,
     aten,

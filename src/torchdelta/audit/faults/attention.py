@@ -9,8 +9,7 @@ from torch.fx import Node
 from torch.nn import functional
 
 from torchdelta._torch.graphs.nodes import arguments, set_argument
-from torchdelta.audit.faults.base import Fault
-from torchdelta.audit.faults.nodes import add_before, aten, is_call, is_floating, tensor_of
+from torchdelta.audit.faults.base import Fault, add_before, aten, is_call, is_floating, tensor_of
 
 _SDPA = aten.scaled_dot_product_attention.default
 _SCALINGS = (aten.mul.Tensor, aten.div.Tensor)

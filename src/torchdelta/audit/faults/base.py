@@ -2,18 +2,38 @@
 
 The graph is that of `torch.export`, before any decomposition. A `Fault` tells which nodes are eligible and changes the
 graph at one of them. `transform.Planted` chooses the node and runs the result. Start with `Fault`.
+
+The rest is for the families of faults. `is_call` and `is_arithmetic` tell which nodes are eligible; `replace_call`,
+`add_after` and `add_before` plant the fault. `result_fault` and `call_fault` make the two most common kinds of fault
+as a whole:
+
+    result_fault("scale_by_1_001", "a result is too large by a thousandth", (aten.mul.Tensor, 1.001))
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeGuard
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from torchdelta._torch.graphs.nodes import module_path, op_name, source_line
 from torchdelta.errors import UsageError
 from torchdelta.records.audit import Place
+
+aten = torch.ops.aten
+
+# operators that only pass values on or make constants, so that a fault in arithmetic does not fit there
+_WITHOUT_ARITHMETIC = (
+    *(aten.alias, aten.clone, aten.contiguous, aten.copy_, aten.detach, aten.expand, aten.expand_as, aten.flatten),
+    *(aten.narrow, aten.permute, aten.reshape, aten.select, aten.slice, aten.squeeze, aten.t, aten.to, aten.transpose),
+    *(aten.unflatten, aten.unsqueeze, aten.view, aten.view_as, aten.where),
+    *(aten.arange, aten.empty, aten.empty_like, aten.full, aten.full_like, aten.ones, aten.ones_like, aten.zeros),
+    *(aten.zeros_like, aten.new_empty, aten.new_full, aten.new_ones, aten.new_zeros, aten.scalar_tensor),
+)
 
 
 class NotPlantable(UsageError):
@@ -83,3 +103,136 @@ def _path_in_program(path: str, names: Mapping[str, str]) -> str:
             renamed = original.removesuffix(own.removeprefix(f"{head}.")).rstrip(".")
             return ".".join(part for part in (renamed, rest) if part)
     return path
+
+
+# Tests on a node
+
+
+def is_call(value: object, *operators: Any) -> TypeGuard[Node]:
+    """Tell whether the value is a node that calls one of the operators."""
+    return isinstance(value, Node) and value.op == "call_function" and value.target in operators
+
+
+def tensor_of(value: object) -> torch.Tensor | None:
+    """Return the tensor of a node, real or fake; None if it is not a node or has no tensor."""
+    if not isinstance(value, Node):
+        return None
+    known = value.meta.get("val")
+    if known is None and value.op == "get_attr":
+        known = attribute_of(value)
+    return known if isinstance(known, torch.Tensor) else None
+
+
+def attribute_of(node: Node) -> Any:
+    """Return the attribute that a `get_attr` node reads."""
+    return functools.reduce(getattr, str(node.target).split("."), node.graph.owning_module)
+
+
+def is_floating(value: object) -> bool:
+    """Tell whether the value is a node with a floating-point tensor."""
+    tensor = tensor_of(value)
+    return tensor is not None and tensor.is_floating_point()
+
+
+def is_arithmetic(node: Node) -> bool:
+    """Tell whether the node computes a floating-point tensor of at least two elements."""
+    tensor = tensor_of(node)
+    packet = getattr(node.target, "overloadpacket", None)
+    is_computed = node.op == "call_function" and packet is not None and packet not in _WITHOUT_ARITHMETIC
+    return is_computed and tensor is not None and tensor.is_floating_point() and tensor.numel() > 1
+
+
+def is_sum_of_two(node: Node) -> bool:
+    """Tell whether the node adds two floating-point tensors of one shape, as a residual connection does."""
+    if not is_call(node, aten.add.Tensor, aten.add_.Tensor) or node.kwargs:
+        return False
+    first, second = map(tensor_of, node.args[:2])
+    return (
+        first is not None
+        and second is not None
+        and first.is_floating_point()
+        and (first.shape, first.dtype) == (second.shape, second.dtype)
+        and first.dim() >= 2
+        and node.args[0] is not node.args[1]
+    )
+
+
+# Changes of the graph
+
+
+def replace_call(functions: Mapping[Any, Callable[..., Any]]) -> Callable[[Node], None]:
+    """Return a `Fault.plant` that lets a node call another function; `functions` maps operators to replacements."""
+
+    def plant(node: Node) -> None:
+        node.target = functions[node.target]
+
+    return plant
+
+
+def add_after(node: Node, *calls: tuple[Any, ...]) -> None:
+    """Add calls after a node, so that its readers read the last of them.
+
+    Each call is an operator and its arguments; the first argument is left out, because it is the call before.
+    """
+    readers = list(node.users)
+    last = node
+    for operator, *arguments in calls:
+        with node.graph.inserting_after(last):
+            last = _new_call(node, operator, last, *arguments)
+    for reader in readers:
+        reader.replace_input_with(node, last)
+
+
+def add_before(node: Node, index: int, operator: Any, *arguments: Any) -> None:
+    """Add a call before a node: its argument at `index` goes through the operator, with these further arguments."""
+    with node.graph.inserting_before(node):
+        node.update_arg(index, _new_call(node, operator, node.args[index], *arguments))
+
+
+def _new_call(origin: Node, operator: Any, *arguments: Any) -> Node:
+    """Return a new call at the graph's insertion point, with the origin's source line and module."""
+    call = origin.graph.call_function(operator, arguments)
+    # the metadata of the source stays true; that of the value does not
+    call.meta = {key: value for key, value in origin.meta.items() if key not in ("val", "tensor_meta")}
+    return call
+
+
+# Common kinds of fault
+
+
+def result_fault(name: str, summary: str, *calls: tuple[Any, ...], without: torch.dtype | None = None) -> Fault:
+    """Return a fault that adds calls after any floating-point operation, except if its result has dtype `without`."""
+    return Fault(
+        name=name,
+        summary=summary,
+        needs=needs_result(without),
+        is_eligible=has_result(without),
+        plant=lambda node: add_after(node, *calls),
+    )
+
+
+def needs_result(without: torch.dtype | None = None) -> str:
+    """Return the `Fault.needs` of a fault in any floating-point result, except of the dtype `without`."""
+    exception = "" if without is None else f" in another dtype than {str(without).removeprefix('torch.')}"
+    return f"an operation with a floating-point result{exception}"
+
+
+def has_result(without: torch.dtype | None = None) -> Callable[[Node], bool]:
+    """Return the `Fault.is_eligible` of a fault in any floating-point result, except of the dtype `without`."""
+
+    def is_eligible(node: Node) -> bool:
+        tensor = tensor_of(node)
+        return is_arithmetic(node) and tensor is not None and tensor.dtype is not without
+
+    return is_eligible
+
+
+def call_fault(name: str, summary: str, needs: str, functions: Mapping[Any, Callable[..., Any]]) -> Fault:
+    """Return a fault that replaces any call of an operator in `functions` by its replacement."""
+    return Fault(
+        name=name,
+        summary=summary,
+        needs=needs,
+        is_eligible=lambda node: is_call(node, *functions),
+        plant=replace_call(functions),
+    )

@@ -6,8 +6,16 @@ import torch
 from torch.fx import Node
 
 from torchdelta._torch.graphs.nodes import arguments, set_argument
-from torchdelta.audit.faults.base import Fault
-from torchdelta.audit.faults.nodes import add_after, add_before, aten, is_call, is_floating, result_fault, tensor_of
+from torchdelta.audit.faults.base import (
+    Fault,
+    add_after,
+    add_before,
+    aten,
+    is_call,
+    is_floating,
+    result_fault,
+    tensor_of,
+)
 
 _ARANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 _REORDERS = (aten.transpose.int, aten.permute.default, aten.t.default)

@@ -9,8 +9,7 @@ import torch
 from torch.fx import Node
 
 from torchdelta._torch.graphs.nodes import arguments, set_argument
-from torchdelta.audit.faults.base import Fault
-from torchdelta.audit.faults.nodes import aten, is_call, is_floating
+from torchdelta.audit.faults.base import Fault, aten, is_call, is_floating
 
 _LARGEST_EPSILON = 1e-4
 """A larger constant in an addition is not taken for an epsilon."""

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch.fx import Node
 
-from torchdelta.audit.faults.base import Fault
-from torchdelta.audit.faults.nodes import (
+from torchdelta.audit.faults.base import (
+    Fault,
     add_after,
     aten,
     has_result,

@@ -6,8 +6,7 @@ import torch
 from torch.fx import Node
 
 from torchdelta._torch.graphs.nodes import arguments, set_argument
-from torchdelta.audit.faults.base import Fault
-from torchdelta.audit.faults.nodes import aten, attribute_of, is_call, is_sum_of_two, result_fault
+from torchdelta.audit.faults.base import Fault, aten, attribute_of, is_call, is_sum_of_two, result_fault
 
 
 def _is_trained(node: Node) -> bool:

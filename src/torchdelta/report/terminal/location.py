@@ -56,14 +56,14 @@ _WIDE_COLUMNS = 72
 """Columns that leave room for the operation beside the drawing."""
 
 
-def print_location(location: Location, console: Console | None = None, *, show_all: bool = False) -> None:
-    """Print the location; `show_all` shows every node, culprit, name and note."""
+def print_location(location: Location, console: Console | None = None, *, verbose: bool = False) -> None:
+    """Print the location; `verbose` shows every node, culprit, name and note."""
     console = console or console_for_stdout()
-    parts = [headline(location), Text(), remark_table(_finding_remarks(location, show_all=show_all))]
+    parts = [headline(location), Text(), remark_table(_finding_remarks(location, show_all=verbose))]
     if (drawing := draw_neighbourhood(location, width=console.width)) is not None:
         parts += [Text(), drawing]
-    parts += [*_worst_node_parts(location, width=console.width, show_all=show_all)]
-    if remarks := [*_closing_remarks(location, show_all=show_all)]:
+    parts += [*_worst_node_parts(location, width=console.width, show_all=verbose)]
+    if remarks := [*_closing_remarks(location, show_all=verbose)]:
         parts += [Text(), remark_table(remarks)]
     parts.append(Text(_cost_text(location), style="dim"))
     console.print(Group(*parts), highlight=False)
