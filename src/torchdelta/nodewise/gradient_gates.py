@@ -47,10 +47,10 @@ class Gates:
     notes: list[str] = field(default_factory=list)
 
     def __call__(self, handed: HandedGraph) -> Callable[..., Any]:
-        """Let the transform compile the graph with taps and gates, and return a callable like the original graph.
+        """Let the transform compile the graph with taps and gates.
 
-        Its first call is recorded in `runs`, with hooks on the leaves that keep their gradients. The number of nodes
-        and leaves that can be judged is added to `total`.
+        Return a callable with the graph's original inputs and outputs. Its first call is recorded in `runs`, with hooks
+        on the leaves that keep their gradients. The number of nodes and leaves that can be judged is added to `total`.
         """
         original = graphs.copy_graph(handed.graph)
         redirect_reads(original)
@@ -138,10 +138,10 @@ class Gates:
     ) -> TappedNode:
         """Return the judgement of one node: the gradients that it sent to its sources, against those of eager.
 
-        `sources` are its inputs that have a gate. `cotangents` are the gradients that its outputs got, or None, and
-        `values` those of all nodes in the candidate's forward. `edge_gradients` are the gradients that the candidate
-        sent over each edge. A gradient that is missing on a side counts as zeros. A node that draws random numbers has
-        no comparisons.
+        `sources` are its inputs that have a gate. `cotangents` has the gradient that each of its outputs got, or None.
+        `values` has the values of all nodes in the candidate's forward, and `edge_gradients` the gradient that the
+        candidate sent over each edge. A gradient that is missing on a side counts as zeros. A node that draws random
+        numbers has no comparisons.
         """
         inputs = {source: values[source] for source in node.all_input_nodes}
         inputs |= {out: cotangent for out, cotangent in cotangents.items() if cotangent is not None and out is not node}

@@ -105,8 +105,8 @@ class LocalJudge:
     ) -> tuple[Comparison, ...]:
         """Return the comparison of each leaf of a region's values; nothing if both sides are the same to the bit.
 
-        `RegionValues` explains the arguments. Unless a policy without truth decides, `again` is run in float64 and with
-        noise. If one of these runs fails, the reason is added to `notes`.
+        `RegionValues` explains the arguments. If the policy needs a truth, `again` is run in float64 and with noise. If
+        one of these runs fails, the reason is added to `notes`.
         """
         values = RegionValues(
             path=path,

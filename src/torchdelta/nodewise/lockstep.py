@@ -155,8 +155,8 @@ class Lockstep:
 
         The reference runs up to the partner first. The node runs on the candidate's own values, and on the reference's
         too if its inputs differ from those. `identical` has the candidate's nodes so far that have the reference's
-        value in their own run; this node is added if it has, too. Inputs of the graph are never judged. Values that the
-        judgement needed are released.
+        value in their own run; this node is added to it if it has, or, without a partner, if all of its inputs have.
+        Inputs of the graph are never judged. Values that the judgement needed are released.
         """
         partner = self.partners.get(node)
         # a node inside a region draws the random numbers that the node at the end of the region draws
@@ -267,9 +267,9 @@ class Lockstep:
 
         `local` is the candidate's value, and `after` its inputs after its writes, both on the reference's values.
         Gradients are judged only if value and writes are right: a constant in the place of a trained parameter
-        diverges, and otherwise they are compared if the two calls differ and their regions read the same inputs. If the
-        value or the gradients are wrong, `Trial.blame` names the culprit; otherwise it is the reference's node of the
-        pair, or None if nothing is wrong.
+        diverges; otherwise they are compared if an input is trained, the two calls differ, and their regions read the
+        same inputs. The culprit of a wrong value or of wrong gradients is what `Trial.blame` returns. For a wrong write
+        or such a constant it is the reference's node of the pair, and None if nothing is wrong.
         """
         name = pair.reference.result.name
         values = {node: ours.computed[node] for node in pair.needs if node in ours.computed}
@@ -393,7 +393,8 @@ class FinalWrites:
     def keep_inputs(self, writer: Node, ours: GraphRun) -> None:
         """Keep copies of the inputs of a node of the reference from before its write, if it wrote to the graph's state.
 
-        It is kept only if it was so far the last to write to an input or attribute of the graph.
+        The state is the graph's inputs and attributes. A node that is not the last writer so far of any of them is
+        ignored.
         """
         if writer in ours.last_writer.values():
             self._writer_inputs[writer] = copy_tensors(ours.before_write[writer])
@@ -424,8 +425,8 @@ class FinalWrites:
         `start` is its node in the reference, and `candidate_start` that in the candidate. If the candidate does not
         have it or does not write to it, the reference's value from before its writes stands in for the candidate's. The
         culprit is the reference's writer; if the reference does not write, the partner of the candidate's writer, or
-        `start` without one. It is named only if the value is wrong on the reference's values too. If that value is not
-        known, a note is added and nothing is yielded.
+        `start` without one. It is None if the difference is only inherited: on the reference's values the candidate's
+        writer is right. If its value there is not known, a note is added and nothing is yielded.
         """
         writer = ours.last_writer.get(start)
         other = theirs.last_writer.get(candidate_start) if candidate_start is not None else None
@@ -509,8 +510,9 @@ class GraphRun:
     def advance_to(self, node: Node, drawing_from: runtime.GeneratorStates | None = None) -> Any:
         """Run the graph up to and including the node, unless it has run already, and return the node's value.
 
-        A node that has run already has the value for outside readers, or None if it was dropped. `drawing_from` is the
-        state of the random generators that the node itself starts from, and that is undone after it.
+        Of a node that has run already, return the value that outside readers get, or None if it was dropped.
+        `drawing_from` is the state of the random generators that the node itself starts from; after it they are put
+        back.
         """
         while node not in self.executed:
             upcoming = next(self.pending)
@@ -683,7 +685,7 @@ def is_same_output(ours: Node, theirs: Node, partners: Mapping[Node, Node]) -> b
 def inserted_nodes(partners: Mapping[Node, Node]) -> dict[Node, Node]:
     """Return the unmatched nodes of the candidate that stand between a matched node and its reader.
 
-    The value of each is the reference's node whose value it must have. A reader shows it: it is the same call as its
+    The result maps each to the reference's node whose value it must have. A reader shows it: it is the same call as its
     partner in the reference, except that it reads the inserted node where its partner reads that node directly. A node
     that shares a handle with the reader is a part of it, and is left out.
     """

@@ -128,7 +128,10 @@ def region_reading(sources: Set[Node], node: Node, module: GraphModule, known: C
 
 
 def is_discontinuous(region: Region) -> bool:
-    """Tell whether a region is a single discontinuous operation, which adds no rounding of its own."""
+    """Tell whether a region is a single discontinuous operation, which adds no rounding of its own.
+
+    Such operations are comparisons, `argmax`, `sort`, `round` and the like, and divisions with a rounding mode.
+    """
     if len(region.nodes) != 1:
         return False
     node = region.result
@@ -178,7 +181,8 @@ def has_writers(module: GraphModule) -> bool:
 def copy_with_redirected_reads(module: GraphModule) -> GraphModule:
     """Return a copy of the graph after `redirect_reads`, or the graph itself if no writer returns its input.
 
-    In the copy a write that a candidate leaves out shows as an edge to another node, like any other missing operation.
+    The copy has the same parameters, and buffers of its own. In it a write that a candidate leaves out shows as an edge
+    to another node, like any other missing operation.
     """
     if not any(returns_what_it_writes(node) for node in module.graph.nodes):
         return module

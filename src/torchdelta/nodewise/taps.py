@@ -247,7 +247,7 @@ def fill_values(
 
 
 def _widened_nodes(graph_module: GraphModule) -> set[Node]:
-    """Return the nodes computed in a wider dtype from a narrower value, and those that depend on them in that dtype.
+    """Return the nodes that convert floats to a wider dtype, and those computed from them in at least 32 bits.
 
     Their tapped value does not count as known. A tap shows the narrower value after its rounding, but a compiler may
     have fused the nodes and read it before. So the region of a later node starts before the widening.
