@@ -52,12 +52,16 @@ def capture(
     limit_bytes: int = LIMIT_BYTES,
     seed: int = 0,
 ) -> Capture:
-    """Run a graph module or exported program over batches, and return the values of every node.
+    """Run a graph module or exported program over batches, and return a capture with the values of every node.
 
-    A batch is a tuple of arguments, or a pair of such a tuple and a dict of keyword arguments. With `out`, values are
-    written to that directory. The generators are rewound before each batch. The graph's state goes on from batch to
-    batch; afterwards state and inputs are as before. A batch in which a node raises is logged up to that node, and
-    ends the capture.
+    A batch is a tuple of arguments, or a pair of such a tuple and a dict of keyword arguments. The generators are
+    seeded with `seed` plus the batch's number before each batch. Buffers go on from batch to batch and are restored at
+    the end; arguments are copied. With `out`, tensors are written to that directory, which must be empty. With
+    `keep="statistics"`, and from the first tensor that would exceed `limit_bytes` on, only statistics of tensors are
+    kept.
+
+    A batch in which a node raises is logged up to that node and ends the capture; a note names the exception. Raise
+    UsageError if `graph` is not a graph, if there is no batch, or if a batch or `keep` is not one of those above.
     """
     if keep not in ("values", "statistics"):
         raise UsageError(f"keep is 'values' or 'statistics', not {keep!r}")
@@ -136,7 +140,7 @@ class Recorder:
     """The places where state was logged for the first time in this batch, by the keys of `state_leaves`."""
 
     def begin(self, graph_module: torch.nn.Module) -> None:
-        """Begin a batch."""
+        """Begin a new, empty batch, and record the storages of the graph's parameters, buffers and attributes."""
         self.batch = Batch()
         state = state_of(graph_module)
         tensors_by_name: Mapping[str, Any] = {**state.parameters, **state.buffers, **state.attributes}
@@ -149,7 +153,7 @@ class Recorder:
         self.batch = replace(self.batch, failure=failure)
 
     def log(self, name: str, value: Any) -> None:
-        """Log the value of a node."""
+        """Log the leaves of a node's value; a second value of the node in this batch is logged at `calls[1].value`."""
         leaves = self.batch.values.setdefault(name, {})
         # a graph that is called from two places runs each of its nodes twice
         calls = 1 + sum(path == "value" or path.endswith("].value") for path in leaves)
@@ -166,7 +170,12 @@ class Recorder:
                 self._replace_by_copy(logged)
 
     def end(self) -> Batch:
-        """Return the batch; afterwards it holds no memory of the graph's state."""
+        """Finish the batch and return it; it shares no memory with the graph's state, which later batches may write to.
+
+        With a writer, the tensors that wait are written to the directory first. A tensor that was overwritten without a
+        call of `before_write` becomes `Unreadable`, with a note. State that was logged for the first time is remembered
+        in `state_leaves`, so that later batches log the same leaf while the state does not change.
+        """
         if self.writer:
             self._flush()
         for entries in self.uncopied.values():
@@ -181,14 +190,21 @@ class Recorder:
         return self.batch
 
     def _log_leaves(self, log: Leaves, leaves: Leaves) -> None:
-        """Add the leaves of a value to a log, and write tensors to the directory if enough of them wait."""
+        """Add the leaves of a value to `log`, each as `_keep_leaf` returns it, and flush the writer if it is due."""
         for path, leaf in leaves.items():
             log[path] = self._keep_leaf(log, path, leaf)
         if self.writer and self.writer.is_due:
             self._flush()
 
     def _keep_leaf(self, log: Leaves, path: str, leaf: Any) -> Any:
-        """Return a leaf as it is logged: itself, its statistics, or a record that stands for it."""
+        """Return a leaf as it is logged: itself, its statistics, or a record that stands for it.
+
+        A tensor is returned detached and without a copy, and is added to `uncopied` and to the writer; `log` and `path`
+        say where the caller puts it. Return its statistics instead if only those are kept or the limit is reached.
+        State that was logged before and did not change since is returned as the leaf of that time. Numbers, texts and
+        containers are returned as they are. Dtypes and the like become a `LeafDescription`; other objects and tensors
+        without values, `Unreadable`.
+        """
         if isinstance(leaf, _PLAIN):
             return leaf
         if isinstance(leaf, _DESCRIBED):
@@ -216,7 +232,10 @@ class Recorder:
         return tensor
 
     def _fits(self, size: int) -> bool:
-        """Tell whether a tensor of so many bytes is within the limit, and note the first that is not."""
+        """Return whether a tensor of `size` bytes is within the limit; after the first that is not, no tensor is.
+
+        The first one that does not fit adds a note. The bytes are not counted here.
+        """
         # once one tensor did not fit none does, because small values kept at random could not be understood
         if not self.is_full and self.kept_bytes + size > self.limit_bytes:
             self.is_full = True
@@ -231,7 +250,10 @@ class Recorder:
             logged.leaves[logged.path] = logged.tensor.clone()
 
     def _drop_overwritten(self, logged: _LoggedTensor) -> bool:
-        """Return whether a logged tensor was overwritten unannounced; then the log says so in its place."""
+        """Return whether a logged tensor was overwritten unannounced; then `Unreadable` takes its place, with a note.
+
+        Return False if the log does not have this tensor any more, because a copy or a record took its place.
+        """
         if tensors.version(logged.tensor) == logged.version or logged.leaves.get(logged.path) is not logged.tensor:
             return False
         logged.leaves[logged.path] = Unreadable("tensor", "it was overwritten by an operation that does not say so")
@@ -239,7 +261,10 @@ class Recorder:
         return True
 
     def _flush(self) -> None:
-        """Write the tensors that wait; none of them is in memory afterwards."""
+        """Write the tensors that wait to the directory; the log then has a `StoredTensor` in the place of each.
+
+        Tensors that were overwritten unannounced become `Unreadable` instead. `uncopied` is emptied.
+        """
         assert self.writer is not None
         for entries in self.uncopied.values():
             for logged in entries:
@@ -249,7 +274,10 @@ class Recorder:
 
 
 def _split_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword arguments of a batch; raise UsageError if it is not a tuple."""
+    """Return the positional and keyword arguments of a batch; raise UsageError if it is not a tuple.
+
+    A pair of a tuple and a dict has both; any other tuple has the positional arguments alone.
+    """
     if not isinstance(batch, tuple):
         raise UsageError(
             f"a batch is a tuple of arguments or (arguments, keyword arguments), and this is a {type(batch).__name__}: "
@@ -263,7 +291,11 @@ def _split_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _add_kinds(
     nodes: Sequence[NodeRecord], batches: Sequence[Batch], files: Sequence[TensorTable]
 ) -> tuple[NodeRecord, ...]:
-    """Return the nodes, with the kinds of the tensors that were logged for those whose graph does not say them."""
+    """Return the nodes; those whose graph does not say their kinds get the kinds of the tensors that were logged.
+
+    The first batch that has a value of the node counts. A node without a logged value is returned as it is. `files` are
+    the tables of the tensors that are in files.
+    """
 
     def kinds(node: NodeRecord) -> tuple[str, ...]:
         leaves: Leaves = next((batch.values[node.name] for batch in batches if node.name in batch.values), {})
@@ -273,7 +305,10 @@ def _add_kinds(
 
 
 def _kind(leaf: Any, files: Sequence[TensorTable]) -> str | None:
-    """Return dtype and shape of a logged tensor, as in `float32[2, 3]`; None if the leaf is not a tensor."""
+    """Return dtype and shape of a logged tensor, as in `float32[2, 3]`; None if the leaf is not a tensor.
+
+    The statistics of a tensor, and a tensor in one of the `files`, count as tensors.
+    """
     row = files[leaf.file].tensors[leaf.row] if isinstance(leaf, StoredTensor) else leaf
     if isinstance(row, torch.Tensor):
         return f"{tensors.dtype_name(row.dtype)}{list(row.shape)}"

@@ -48,10 +48,15 @@ def compare_captures(
     policy: str | None = None,
     ignore: Iterable[str] = (),
 ) -> Location:
-    """Match the nodes of two captures, compare their values, and return one row for each match.
+    """Match the nodes of two captures, compare their values, and return a location with one row for each match.
 
-    A row has each leaf in the batch where it is worst. `given` maps names of the reference's nodes to the candidate's.
-    Without a `policy` torch.testing's tolerances hold, and the notes say so. The last row is that of the outputs.
+    A row has each leaf in the batch where it is worst; the last row is that of the outputs. `given` maps names of the
+    reference's nodes to the candidate's. `ignore` has the clauses of the contract that do not count. Without a `policy`
+    torch.testing's tolerances hold, and the notes say so.
+
+    The verdict is that of the worst row. It is CRASHED if only the candidate's capture has a failure, INCONCLUSIVE if
+    no nodes match, and never EQUIVALENT if the reference failed or one side has more batches. There are no culprits; a
+    note names the first node that diverged.
     """
     chosen = policy if policy is not None else "close"
     ignored = tuple(ignore)
@@ -99,7 +104,10 @@ class _CapturePair:
     """Whether any value so far was known by its statistics only."""
 
     def compare_nodes(self, node: NodeRecord, other: NodeRecord, how: str) -> Row:
-        """Return the row of a reference's node and the candidate's that was matched with it."""
+        """Return the row of two matched nodes, with their comparisons as `inherited`.
+
+        If neither side logged a value there are none, and the row has a reason. `how` says how the nodes were matched.
+        """
         inherited = self._compare_batches(
             lambda batch: self.reference.leaves(batch, node.name),
             lambda batch: self.candidate.leaves(batch, other.name),
@@ -108,7 +116,7 @@ class _CapturePair:
         return Row(reference=node, candidate=other, how=how, inherited=inherited, reason=reason)
 
     def compare_outputs(self) -> Row:
-        """Return the row of the outputs."""
+        """Return the row of the outputs, with their comparisons as `inherited`, or with a reason if there are none."""
         inherited = self._compare_batches(self.reference.outputs, self.candidate.outputs)
         node = NodeRecord(name="output", op="output")
         reason = "" if inherited else "neither side has outputs"
@@ -117,7 +125,10 @@ class _CapturePair:
     def _compare_batches(
         self, reference_leaves: Callable[[int], Leaves], candidate_leaves: Callable[[int], Leaves]
     ) -> tuple[Comparison, ...]:
-        """Return the comparison of each path in the batch where it is worst; its details name the batch."""
+        """Return the comparison of each path in the batch where it is worst; its details name the batch.
+
+        Both functions take the number of a batch and return its leaves. Batches that only one side has are left out.
+        """
         worst: dict[str, Comparison] = {}
         # a batch that only one side has is in the notes, and the verdict cannot be equivalent then
         for batch in range(min(len(self.reference.batches), len(self.candidate.batches))):
@@ -128,7 +139,10 @@ class _CapturePair:
         return tuple(worst.values())
 
     def _compare_leaves(self, reference: Leaves, candidate: Leaves) -> list[Comparison]:
-        """Return the comparison of each leaf; by statistics if one side has no more of a tensor."""
+        """Return the comparison of each leaf; by statistics if one side has nothing else of a tensor.
+
+        Set `had_statistics` if a leaf is compared in that way. A leaf that only one side has is a divergence.
+        """
         statistics_paths = [
             path
             for path in reference
@@ -149,7 +163,10 @@ class _CapturePair:
 
 
 def _drop_unlogged(coverage: Coverage, rows: Sequence[Row]) -> Coverage:
-    """Return the coverage without matches that have no value on either side, such as a branch that was not taken."""
+    """Return the coverage without the matched nodes that have no value in any row; its total stays the same.
+
+    Nodes in a branch that was not taken are of that kind.
+    """
     how = Counter(coverage.how)
     for side in (attrgetter("reference.name"), attrgetter("candidate.name")):
         logged = {side(row) for row in rows if row.inherited}
@@ -158,7 +175,10 @@ def _drop_unlogged(coverage: Coverage, rows: Sequence[Row]) -> Coverage:
 
 
 def _match_nodes(reference: Capture, candidate: Capture, given: Mapping[str, str] | None) -> Alignment:
-    """Return the matches of two captures' nodes: by handle and name first, and by value for those that remain."""
+    """Return the alignment of two captures' nodes: by mapping, handle, name and order first, and by value for the rest.
+
+    `given` is the user's mapping. Values are compared only if both sides have nodes without a match.
+    """
     first = align(reference.nodes, candidate.nodes, mapping=given)
     if not (first.unmatched_reference and first.unmatched_candidate):
         return first
@@ -171,7 +191,10 @@ def _match_nodes(reference: Capture, candidate: Capture, given: Mapping[str, str
 
 
 def _fingerprints(capture: Capture, nodes: Sequence[NodeRecord]) -> dict[str, Hashable]:
-    """Return the checksums of each node's tensors in all batches, by node; nodes without tensors are left out."""
+    """Return the checksums of each node's tensors in all batches, by the node's name.
+
+    A fingerprint is a tuple of (batch, path, checksum) triples. Nodes without tensors are left out.
+    """
     fingerprints: dict[str, Hashable] = {}
     for node in nodes:
         batches = [capture.leaves(batch, node.name) for batch in range(len(capture.batches))]
@@ -199,7 +222,7 @@ def _verdict(row: Row) -> Verdict:
 
 
 def _notes(reference: Capture, candidate: Capture) -> Iterator[str]:
-    """Yield the notes of both captures, and differences between them that are not values."""
+    """Yield the notes of both captures, each with its side, and notes on different batch counts and environments."""
     if len(reference.batches) != len(candidate.batches):
         yield (
             f"{len(reference.batches)} batches in the reference and {len(candidate.batches)} in the candidate: those "
@@ -212,7 +235,11 @@ def _notes(reference: Capture, candidate: Capture) -> Iterator[str]:
 
 
 def _decide(table: Sequence[Row], alignment: Alignment, reference: Capture, candidate: Capture) -> Verdict:
-    """Return the verdict of the whole comparison: the worst of all rows, and never a pass if something is missing."""
+    """Return the worst verdict of all rows with values, or a verdict for captures that cannot be compared as a whole.
+
+    CRASHED if the candidate has a failure and the reference has none; otherwise INCONCLUSIVE if no nodes match. If the
+    reference has a failure, or the numbers of batches differ, the verdict is at least INCONCLUSIVE.
+    """
     if candidate.failure and not reference.failure:
         return Verdict.CRASHED
     if not alignment.matches:

@@ -34,7 +34,13 @@ class NodeFindings:
 
 
 def findings_from_lockstep(comparisons: Sequence[GraphComparison], notes: Iterable[str] = ()) -> NodeFindings:
-    """Return the rows, culprits, coverage and notes of graphs that ran in lockstep."""
+    """Return the rows, culprits, coverage, unmatched nodes and notes of graphs that ran in lockstep, as one.
+
+    Each judgement has a row. A node is a culprit once, with the evidence of its first judgement; the culprits of a
+    graph are in the order of the reference, and a graph without any match has none. The stage of a culprit is `forward`
+    if its value is wrong outside of a backward graph, and otherwise `gradients`. `notes` come after those of the
+    graphs.
+    """
     rows: list[Row] = []
     culprits: dict[Node, Culprit] = {}
     how: Counter[str] = Counter()
@@ -77,7 +83,9 @@ def findings_from_lockstep(comparisons: Sequence[GraphComparison], notes: Iterab
 def findings_from_taps(nodes: Sequence[TappedNode], total: int, notes: Iterable[str]) -> NodeFindings:
     """Return the rows, culprits and coverage of tapped nodes; `total` is the number of nodes that could have a tap.
 
-    Taps look into one graph, so a node is its own partner.
+    Taps look into one graph, so a node is its own partner. A node that was not judged has no row. A wrong node is a
+    culprit unless its region contains an earlier culprit; its reason names the other nodes of its region, which had no
+    tap.
     """
     rows, culprits = [], []
     blamed_nodes: set[Node] = set()
@@ -105,7 +113,10 @@ def findings_from_taps(nodes: Sequence[TappedNode], total: int, notes: Iterable[
 
 
 def join_findings(values: NodeFindings, gradients: NodeFindings) -> NodeFindings:
-    """Return the findings about the values of nodes and those about their gradients as one."""
+    """Return the findings about the values of nodes and those about their gradients as one, those about values first.
+
+    The numbers of both coverages are added, and a note that both have is kept once. Unmatched nodes are left out.
+    """
     coverages = [coverage for coverage in (values.coverage, gradients.coverage) if coverage is not None]
     how = Counter[str]()
     for coverage in coverages:
@@ -123,7 +134,11 @@ def join_findings(values: NodeFindings, gradients: NodeFindings) -> NodeFindings
 
 
 def findings_from_modules(rows: tuple[Row, ...], culprits: tuple[Row, ...], coverage: Coverage) -> NodeFindings:
-    """Return the findings about modules; `culprits` are the rows of those that are wrong by themselves."""
+    """Return the findings about modules; `culprits` are the rows of those that are wrong by themselves.
+
+    A culprit's evidence is its values if one of them diverged (stage `forward`), and otherwise its gradients (stage
+    `gradients`). The result has neither unmatched nodes nor notes.
+    """
     module_culprits = []
     for row in culprits:
         is_forward = is_wrong(row.local)
@@ -133,7 +148,7 @@ def findings_from_modules(rows: tuple[Row, ...], culprits: tuple[Row, ...], cove
 
 
 def record_of(node: Node) -> NodeRecord:
-    """Return the name, operation, module, source line and inputs of a node as a record."""
+    """Return the name, operation, module, source line and inputs of a node as a record, without kinds and handles."""
     return NodeRecord(
         name=node.name,
         op=op_name(node),
@@ -144,7 +159,10 @@ def record_of(node: Node) -> NodeRecord:
 
 
 def culprit_at(record: NodeRecord, evidence: Sequence[Comparison], stage: str) -> Culprit:
-    """Return a node as a culprit, with the numbers of the worst comparison."""
+    """Return a node as a culprit of a stage, with error, noise and reason of the worst comparison in `evidence`.
+
+    An error that was not measured counts as infinite, and such a noise as 0. `evidence` must not be empty.
+    """
     worst = max(evidence, key=lambda each: each.rank)
     return Culprit(
         op=record.op,

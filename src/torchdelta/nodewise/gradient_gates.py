@@ -49,7 +49,8 @@ class Gates:
     def __call__(self, handed: HandedGraph) -> Callable[..., Any]:
         """Let the transform compile the graph with taps and gates.
 
-        Return a callable with the graph's original inputs and outputs, whose first call is recorded in `runs`.
+        Return a callable with the graph's original inputs and outputs. Its first call is recorded in `runs`, with hooks
+        on the leaves that keep their gradients. The number of nodes and leaves that can be judged is added to `total`.
         """
         original = graphs.copy_graph(handed.graph)
         redirect_reads(original)
@@ -86,14 +87,21 @@ class Gates:
         return call
 
     def judge_nodes(self) -> list[TappedNode]:
-        """Return the judgements of all nodes and leaves by their gradients; call it once, after the backward."""
+        """Return the judgements of all nodes and leaves by their gradients; call it once, after the backward.
+
+        The hooks on the leaves are removed. The random generators are left as they were.
+        """
         for run in self.runs:
             run.gradients.remove_hooks()
         with runtime.drawing_from():
             return [node for run in self.runs for node in self._judge_run(run)]
 
     def _judge_run(self, run: _GatedRun) -> Iterator[TappedNode]:
-        """Yield a judgement for each node and leaf of one graph that got a gradient."""
+        """Yield a judgement for each leaf of one graph, and for each node with gated inputs that got a gradient.
+
+        The last node of the graph comes first. Nodes that are overwritten, or that read a memory layout, are left out
+        with a note; those in `unsteady_nodes` are left out without one.
+        """
         with torch.no_grad():
             values = values_between(run.graph, run.inputs, run.tapped)
         edge_gradients = {edge: zero.grad for edge, zero in run.zeros.items() if zero.grad is not None}
@@ -130,7 +138,10 @@ class Gates:
     ) -> TappedNode:
         """Return the judgement of one node: the gradients that it sent to its sources, against those of eager.
 
-        `cotangents` are the gradients that its outputs got, `values` those of all nodes in the candidate's forward.
+        `sources` are its inputs that have a gate. `cotangents` has the gradient that each of its outputs got, or None.
+        `values` has the values of all nodes in the candidate's forward, and `edge_gradients` the gradient that the
+        candidate sent over each edge. A gradient that is missing on a side counts as zeros. A node that draws random
+        numbers has no comparisons.
         """
         inputs = {source: values[source] for source in node.all_input_nodes}
         inputs |= {out: cotangent for out, cotangent in cotangents.items() if cotangent is not None and out is not node}
@@ -172,7 +183,11 @@ class Gates:
         return TappedNode(node=node, level="backward", local=local, region=(node,))
 
     def _judge_leaf(self, node: Node, run: _GatedRun, edge_gradients: Mapping[Edge, torch.Tensor]) -> TappedNode:
-        """Return the judgement of a leaf: its gradient against the sum of the gradients that its readers sent."""
+        """Return the judgement of a leaf: its gradient against the sum of the gradients that its readers sent.
+
+        If several nodes of the graph have the same tensor, the readers of all count. A missing gradient counts as
+        zeros.
+        """
         names = [name for name, leaf in run.leaves.items() if leaf is run.leaves[node.name]]
         parts = {edge: slope for edge, slope in edge_gradients.items() if edge[0] in names}
         gradient = run.gradients.get(node.name)
@@ -215,6 +230,8 @@ class _LeafGradients(dict[str, torch.Tensor]):
             hook.remove()
 
     def _hook(self, name: str, leaf: torch.Tensor) -> Any:
+        """Put a hook on a leaf that keeps a copy of its first gradient under `name`, and return the hook's handle."""
+
         def keep(tensor: torch.Tensor) -> None:
             if tensor.grad is not None:
                 self.setdefault(name, tensor.grad.detach().clone())
@@ -223,7 +240,10 @@ class _LeafGradients(dict[str, torch.Tensor]):
 
 
 def _add_gates(graph_module: GraphModule, edges: Sequence[Edge]) -> None:
-    """Change the graph: every edge gets a placeholder, whose value is added to the node that is read."""
+    """Change the graph in place: each edge gets a placeholder, and its reader reads the node plus that placeholder.
+
+    The new placeholders come after the graph's own, in the order of the edges.
+    """
     nodes = {node.name: node for node in graph_module.graph.nodes}
     last = [node for node in graph_module.graph.nodes if node.op == "placeholder"][-1:]
     graph = graph_module.graph
@@ -249,7 +269,10 @@ def _add_gates(graph_module: GraphModule, edges: Sequence[Edge]) -> None:
 
 
 def _gated_edges(graph_module: GraphModule, trained: set[Node]) -> list[Edge]:
-    """Return the edges that can have a gate: those from a trained node that has a float tensor of fixed size."""
+    """Return the edges that can have a gate: those from a trained node that has a float tensor of fixed size.
+
+    The reader is the graph's output, or calls a function or method that does not write to its first argument.
+    """
     return [
         (source.name, node.name if node.op != "output" else OUTPUT)
         for node in graph_module.graph.nodes
@@ -262,7 +285,10 @@ def _gated_edges(graph_module: GraphModule, trained: set[Node]) -> list[Edge]:
 
 
 def _zeros(graph_module: GraphModule, edges: Sequence[Edge]) -> dict[Edge, torch.Tensor]:
-    """Return a tensor of zeros that requires grad for each edge, with the shape and dtype of the node that is read."""
+    """Return a new tensor of zeros that requires grad for each edge, by edge, to be added to the node that is read.
+
+    It has the shape, dtype and device of that node's value.
+    """
     nodes = {node.name: node for node in graph_module.graph.nodes}
     zeros = {}
     for edge in edges:
@@ -289,7 +315,11 @@ def _cotangent_of(node: Node, edge_gradients: Mapping[Edge, torch.Tensor]) -> to
 
 
 def trained_nodes(graph_module: GraphModule, inputs: Sequence[Any]) -> set[Node]:
-    """Return the nodes that need a gradient: they depend on a parameter or input that requires grad."""
+    """Return the nodes that need a gradient: parameters and inputs that require grad, and nodes that depend on them.
+
+    `inputs` are the values of the placeholders. A node that detaches, that has neither floats nor complex numbers, or
+    that runs while gradients are switched off, does not need one, and passes none on.
+    """
     trained = {node for node, value in graph_starts(graph_module, inputs) if _is_trained(value)}
     is_recording = True
     for node in graph_module.graph.nodes:
@@ -307,7 +337,10 @@ def trained_leaves(graph_module: GraphModule, inputs: Sequence[Any]) -> dict[str
 
 
 def graph_starts(graph_module: GraphModule, inputs: Sequence[Any]) -> Iterator[tuple[Node, Any]]:
-    """Yield the placeholder and attribute nodes of a graph, each with its value."""
+    """Yield the placeholder and attribute nodes of a graph in order, each with its value.
+
+    `inputs` are the values of the placeholders; a placeholder beyond their number has None.
+    """
     feed = iter(inputs)
     for node in graph_module.graph.nodes:
         if node.op == "placeholder":
@@ -317,7 +350,10 @@ def graph_starts(graph_module: GraphModule, inputs: Sequence[Any]) -> Iterator[t
 
 
 def _stops_gradient(node: Node, graph_module: GraphModule) -> bool:
-    """Tell whether no gradient goes through a node, because it detaches or its value is not a float."""
+    """Return whether no gradient goes through a node: it detaches, or has a tensor of integers or booleans.
+
+    A value that the graph does not know counts as differentiable.
+    """
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
     value = graphs.known_value(node, graph_module)
     is_exact = isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex())

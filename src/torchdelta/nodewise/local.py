@@ -56,7 +56,7 @@ class NodeJudgement:
 
 
 def inherited_from(name: str, reference: Any, own: Any) -> tuple[Comparison, ...]:
-    """Return the comparisons of a node's values if each side reads its own values."""
+    """Return the comparisons of a node's values, by fixed tolerances, if each side reads its own values."""
     return tuple(Judge(policy=Tolerance()).compare(leaves_of(reference, name), leaves_of(own, name))[0])
 
 
@@ -103,9 +103,10 @@ class LocalJudge:
         floor: float = 0.0,
         within: object = None,
     ) -> tuple[Comparison, ...]:
-        """Compare the values of a region on both sides; return nothing if they are the same to the bit.
+        """Return the comparison of each leaf of a region's values; nothing if both sides are the same to the bit.
 
-        `RegionValues` explains the arguments.
+        `RegionValues` explains the arguments. If the policy needs a truth, `again` is run in float64 and with noise. If
+        one of these runs fails, the reason is added to `notes`.
         """
         values = RegionValues(
             path=path,
@@ -124,7 +125,11 @@ class LocalJudge:
         return NodeJudging(settings=self, values=values)
 
     def noisy_mode(self, index: int) -> Noisy:
-        """Return the mode of a noisy run, which all regions share."""
+        """Return the mode of the noisy run number `index`; it is made once, and all regions share it.
+
+        All modes read from one supply of random steps. If the candidate lowers the dtype, a step has the size of that
+        dtype's.
+        """
         if index not in self._modes:
             unit = None if self.lowered_to is None else float(torch.finfo(self.lowered_to).eps)
             mode = self._modes[index] = Noisy(seed=self.seed + index, unit=unit)
@@ -154,7 +159,10 @@ class NodeJudging(JudgingSteps[Leaves]):
         return leaves_of(self.values.reference, self.values.path)
 
     def judge_by_bits(self) -> list[Stage] | None:
-        """Return no stage if both values are the same to the bit, or None if truth and noise are needed."""
+        """Return no stage if both values are the same to the bit, or None if truth and noise are needed.
+
+        If the user's policy needs no truth, return the stage with the comparisons by that policy.
+        """
         if is_identical(self.values.reference, self.values.candidate):
             return []
         policy = self.settings.policy
@@ -163,7 +171,10 @@ class NodeJudging(JudgingSteps[Leaves]):
         return [Stage.of("forward", self._compare(Yardstick(reference=self.reference)))]
 
     def truth(self) -> Leaves | None:
-        """Return the region run in float64, or None if an operation of it has no float64."""
+        """Return the leaves of the region run in float64, or None if that raises; then a note is added.
+
+        If both sides run in float64 already, return the reference's own leaves.
+        """
         if self.settings.is_lifted:
             return self.reference
         values = self.values
@@ -189,7 +200,11 @@ class NodeJudging(JudgingSteps[Leaves]):
         return comparison.verdict is Verdict.DIVERGED and comparison.ratio <= FAR
 
     def excuse_integers(self, stages: list[Stage], yardstick: Yardstick[Leaves]) -> list[Stage]:
-        """Return the stage with the integers that differ among correct runs of the region inconclusive."""
+        """Return the stages with diverged integers inconclusive if correct runs of the region differ in them too.
+
+        The correct runs are the noisy ones and the truth. The candidate may differ in up to `FLIPS` times as many
+        elements as they do. Other comparisons, and those in which the contract is broken, stay as they are.
+        """
         runs = (*yardstick.noisy, yardstick.truth or {})
 
         def excuse(comparison: Comparison) -> Comparison:
@@ -201,7 +216,10 @@ class NodeJudging(JudgingSteps[Leaves]):
         return [Stage.of(stage.name, tuple(map(excuse, stage.comparisons))) for stage in stages]
 
     def _compare(self, yardstick: Yardstick[Leaves]) -> tuple[Comparison, ...]:
-        """Return the comparisons of the region's values by the settings' policy, or else by noise or in float64."""
+        """Return the comparison of each leaf with the yardstick, by the user's policy or else by noise.
+
+        In float64 the policy in place of noise is `Semantic`. Other devices and `requires_grad` are not differences.
+        """
         settings = self.settings
         policy = settings.policy or (Semantic() if settings.is_lifted else Noise())
         terms = Terms(ignore=frozenset({"requires_grad", "device"}), lowered_to=settings.lowered_to)
@@ -215,7 +233,11 @@ class NodeJudging(JudgingSteps[Leaves]):
         return leaves_of(self.values.candidate, self.values.path)
 
     def _run_noisy(self, index: int) -> Leaves | None:
-        """Return one noisy run of the region, or None if it fails."""
+        """Return the leaves of the noisy run number `index` of the region, or None if it raises; then a note is added.
+
+        It runs on copies of the inputs, in float64 if the candidate lowers the dtype. The inputs are rounded anew too,
+        unless they are exact. The random generators are left as they were.
+        """
         settings, values = self.settings, self.values
         mode = settings.noisy_mode(index)
         mode.dependent.clear()
@@ -240,9 +262,10 @@ class NodeJudging(JudgingSteps[Leaves]):
         self.settings.notes.add(f"{finding}: {type(error).__name__}: {message}")
 
     def _pass_few_ulps(self, comparison: Comparison) -> Comparison:
-        """Return a divergence by a few units in the last place as equivalent.
+        """Return a divergence by a few units in the last place of float32 as equivalent, and all others unchanged.
 
-        An error function or an exponential that is off by so little is another correct one.
+        An error function or an exponential that is off by so little is another correct one. An error up to the `floor`
+        of the values passes too. A comparison in which the contract is broken is returned unchanged.
         """
         leaf, measurement = self.reference.get(comparison.path), comparison.measurement
         if comparison.verdict is not Verdict.DIVERGED or measurement is None or comparison.contract:
@@ -256,7 +279,10 @@ class NodeJudging(JudgingSteps[Leaves]):
 
 
 def cotangents_for(value: Any, path: str, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return every tensor of a value that requires grad, with its random cotangent."""
+    """Return every tensor of a value that requires grad, each with its random cotangent.
+
+    `path` is the name of the value. The numbers follow from the tensor's path in the value and the seed.
+    """
     return [
         (leaf, cotangent_for(leaf, place, seed))
         for place, leaf in leaves_of(value, path).items()
@@ -267,7 +293,12 @@ def cotangents_for(value: Any, path: str, seed: int) -> list[tuple[torch.Tensor,
 def gradients(
     run: RunRegion, inputs: Mapping[Any, Any], wanted: Iterable[Any], path: str, seed: int
 ) -> dict[str, torch.Tensor]:
-    """Return the gradients of the wanted inputs of a region, under the random cotangent of that path."""
+    """Return the gradients of the float and complex tensors in the wanted inputs of a region, under random cotangents.
+
+    `inputs` are the values that `run` takes, by key, and `wanted` are some of their keys. The result has the key, the
+    tensor's number in that input and `.grad` as name: `x[0].grad`. The cotangents follow from `path` and `seed`. A
+    tensor that the result does not depend on has a gradient of zeros. The inputs are not changed.
+    """
     leaves: dict[Any, Any] = dict(inputs)
     trained: dict[str, torch.Tensor] = {}
     for key in wanted:
@@ -298,7 +329,10 @@ def gradients(
 
 
 def _converted(inputs: Mapping[Any, Any], convert: Callable[[torch.dtype], torch.dtype]) -> dict[Any, Any]:
-    """Return copies of the inputs in other dtypes; a tensor that comes twice is copied once."""
+    """Return the inputs with detached copies of their tensors; a tensor that comes twice is copied once.
+
+    `convert` returns the dtype of a copy for that of the original. Values that are not tensors stay the same.
+    """
     copies: dict[int, torch.Tensor] = {}
 
     def copied(leaf: Any) -> Any:

@@ -70,7 +70,10 @@ class Lockstep:
 
     @cached_property
     def partners(self) -> dict[Node, Node]:
-        """The reference's node for each matched node of the candidate."""
+        """The reference's node for each matched node of the candidate: of inputs, the alignment and inserted nodes.
+
+        Two `getitem` nodes that take different outputs are left out.
+        """
         ours = {node.name: node for node in self.reference.graph.nodes}
         theirs = {node.name: node for node in self.candidate.graph.nodes}
         partners = pair_inputs(self.reference, self.candidate) | {
@@ -83,7 +86,10 @@ class Lockstep:
 
     @cached_property
     def pairs(self) -> dict[Node, RegionPair]:
-        """The pairs to judge, by the candidate's node."""
+        """The pairs of regions to judge, by the candidate's node: one for each matched node that is not an input.
+
+        A region ends in the matched node, and reads the nearest matched nodes before it.
+        """
         how = {match.candidate: match.how for match in self.alignment.matches}
         # a region reads constants as inputs, so that its truth has them in float64
         constants = {node for node in self.reference.graph.nodes if node.op == "get_attr"}
@@ -108,7 +114,9 @@ class Lockstep:
     def run(self, inputs: Sequence[Any], candidate_inputs: Sequence[Any] | None = None) -> Iterator[NodeJudgement]:
         """Run both graphs and yield a judgement for each pair, in the candidate's order.
 
-        Both sides run on copies of the inputs; `candidate_inputs` are those of the candidate if they differ.
+        Both sides run on copies of the inputs; `candidate_inputs` are those of the candidate if they differ. After the
+        last node come judgements of outputs that are not partners, and of inputs and attributes that were written to.
+        If a node raises, the run ends there without raising; `failure` and `failed_at` are set.
         """
         needed = Counter(node for pair in self.pairs.values() for node in pair.needs)
         read_as_partner = Counter(
@@ -145,8 +153,10 @@ class Lockstep:
     def _step(self, node: Node, ours: GraphRun, theirs: GraphRun, identical: set[Node]) -> Iterator[NodeJudgement]:
         """Run one node of the candidate, and yield its judgement if it has a partner and a tensor to judge.
 
-        `identical` has the candidate's nodes so far that have the reference's value in their own run; a node with the
-        reference's value is added to it.
+        The reference runs up to the partner first. The node runs on the candidate's own values, and on the reference's
+        too if its inputs differ from those. `identical` has the candidate's nodes so far that have the reference's
+        value in their own run; this node is added to it if it has, or, without a partner, if all of its inputs have.
+        Inputs of the graph are never judged. Values that the judgement needed are released.
         """
         partner = self.partners.get(node)
         # a node inside a region draws the random numbers that the node at the end of the region draws
@@ -204,10 +214,11 @@ class Lockstep:
         return source not in theirs.first_writer and (partner is None or ours.first_writer.get(partner) in writers)
 
     def _reference_value(self, source: Node, ours: GraphRun, theirs: GraphRun, reader: Node | None = None) -> Any:
-        """Return the reference's value for a node of the candidate, or the candidate's own if it has no partner.
+        """Return the reference's value for a node of the candidate, or the candidate's value if it has no partner.
 
-        `reader` is the node of the reference that reads it. The value is cast if the candidate has a lower dtype on
-        purpose.
+        A value without a partner was computed from the reference's values as well. `reader` is the node of the
+        reference that reads the value; if it writes, the value is that from before its write. The value is cast if the
+        candidate has a lower dtype on purpose.
         """
         partner = self.partners.get(source)
         if partner is None:
@@ -219,7 +230,10 @@ class Lockstep:
         return value.to(self._lowered[source]) if source in self._lowered else value
 
     def _record_dtype(self, node: Node, reference: Any, own: Any) -> None:
-        """Record that the candidate has another float dtype on purpose; the reference's values are cast to it."""
+        """Record in `_lowered` the candidate's float dtype at a node, if it differs and the transform lowers dtypes.
+
+        The reference's values are cast to that dtype later. Values that are not float tensors are not recorded.
+        """
         if (
             self.judge.lowered_to is None
             or not isinstance(own, torch.Tensor)
@@ -232,7 +246,11 @@ class Lockstep:
     def _run_on(
         self, inputs: Mapping[Node, Any], node: Node, theirs: GraphRun, draws: runtime.GeneratorStates | None
     ) -> tuple[Any, dict[Node, Any]]:
-        """Return the value of a node of the candidate for these inputs, and the inputs after its writes."""
+        """Return the value of a node of the candidate for these inputs, and the inputs after its writes.
+
+        The second is empty if the node does not write. The inputs themselves are not changed. The random generators
+        start from `draws`, or from their present state, and are left as they were.
+        """
         with runtime.drawing_from(draws):
             return run_with_writes(theirs.interpreter, node, inputs)
 
@@ -248,6 +266,10 @@ class Lockstep:
         """Return the judgement of a pair: its value, the inputs that it wrote to, its gradients, and the culprit.
 
         `local` is the candidate's value, and `after` its inputs after its writes, both on the reference's values.
+        Gradients are judged only if value and writes are right: a constant in the place of a trained parameter
+        diverges; otherwise they are compared if an input is trained, the two calls differ, and their regions read the
+        same inputs. The culprit of a wrong value or of wrong gradients is what `Trial.blame` returns. For a wrong write
+        or such a constant it is the reference's node of the pair, and None if nothing is wrong.
         """
         name = pair.reference.result.name
         values = {node: ours.computed[node] for node in pair.needs if node in ours.computed}
@@ -282,7 +304,12 @@ class Lockstep:
         )
 
     def _judge_outputs(self, output: Node, ours: GraphRun, theirs: GraphRun) -> Iterator[NodeJudgement]:
-        """Yield a judgement of each output for which the two graphs return nodes that are not partners."""
+        """Yield a judgement of each output for which the graphs return nodes that are not partners and that differ.
+
+        `output` is the candidate's output node. The nodes differ if their values in the two sides' own runs do. The
+        reference's node is the culprit if the candidate's node is wrong on the reference's values too. If the graphs
+        return different numbers of values, a note is added, and the surplus is not judged.
+        """
         reference_output = self.reference.graph.output_node()
         expected_values, returned_values = _returned_values(reference_output), _returned_values(output)
         if len(expected_values) != len(returned_values):
@@ -321,7 +348,7 @@ def _untrained_comparison(name: str) -> Comparison:
 
 
 def _returned_values(output: Node) -> list[Any]:
-    """Return the leaves of a graph's outputs: nodes and constants, in order."""
+    """Return the nodes and constants that a graph returns, in order; lists, tuples and dicts are taken apart."""
     flat: list[Any] = []
 
     def take(value: Any) -> None:
@@ -352,9 +379,10 @@ class FinalWrites:
     """The inputs of a writer of the reference whose partner does not write itself."""
 
     def record_writer(self, writer: Node, after: Mapping[Node, Any], theirs: GraphRun) -> None:
-        """Record the inputs and attributes that a node of the candidate was the last to write to.
+        """Record the values of the inputs and attributes that a node of the candidate was the last to write to.
 
-        `after` has the node's inputs after its write, when it ran on the reference's values.
+        `after` has the node's inputs after its write, when it ran on the reference's values. A value that an earlier
+        writer left is forgotten, even if `after` has no value in its place.
         """
         for start in (start for start, last in theirs.last_writer.items() if last is writer):
             self._candidate_state.pop(start, None)
@@ -363,12 +391,20 @@ class FinalWrites:
                     self._candidate_state[start] = value
 
     def keep_inputs(self, writer: Node, ours: GraphRun) -> None:
-        """Keep copies of the inputs of a writer of the reference until the candidate has written too."""
+        """Keep copies of the inputs of a node of the reference from before its write, if it wrote to the graph's state.
+
+        The state is the graph's inputs and attributes. A node that is not the last writer so far of any of them is
+        ignored.
+        """
         if writer in ours.last_writer.values():
             self._writer_inputs[writer] = copy_tensors(ours.before_write[writer])
 
     def judge_all(self, ours: GraphRun, theirs: GraphRun, culprits: Collection[Node]) -> Iterator[NodeJudgement]:
-        """Yield a judgement of each input and attribute that one side wrote to and whose writer is not a culprit."""
+        """Yield a judgement of each input and attribute that a side wrote to and that ends with different values.
+
+        It is left out if its last writers are partners, which were judged when they ran, or if the last writer of the
+        reference or the partner of the candidate's is in `culprits`.
+        """
         candidate_starts = {self.partners[node]: node for node in (theirs.state or {}) if node in self.partners}
         starts = dict.fromkeys(
             (*ours.last_writer, *(start for start, node in candidate_starts.items() if node in theirs.initial_state))
@@ -384,7 +420,14 @@ class FinalWrites:
     def _judge_state(
         self, start: Node, candidate_start: Node | None, ours: GraphRun, theirs: GraphRun
     ) -> Iterator[NodeJudgement]:
-        """Yield the judgement of one input or attribute, if both sides leave it with different values."""
+        """Yield the judgement of one input or attribute, or nothing if both sides leave it with the same value.
+
+        `start` is its node in the reference, and `candidate_start` that in the candidate. If the candidate does not
+        have it or does not write to it, the reference's value from before its writes stands in for the candidate's. The
+        culprit is the reference's writer; if the reference does not write, the partner of the candidate's writer, or
+        `start` without one. It is None if the difference is only inherited: on the reference's values the candidate's
+        writer is right. If its value there is not known, a note is added and nothing is yielded.
+        """
         writer = ours.last_writer.get(start)
         other = theirs.last_writer.get(candidate_start) if candidate_start is not None else None
         if candidate_start is not None and other is not None:
@@ -419,7 +462,10 @@ class FinalWrites:
 
 
 def _memory_owner(node: Node) -> Node:
-    """Return the node that computed the memory which a chain of writers wrote to and passed on."""
+    """Return the node that computed the memory which a chain of writers wrote to and passed on.
+
+    A node that does not return what it writes to is returned itself.
+    """
     while returns_what_it_writes(node):
         assert isinstance(node.args[0], Node)
         node = node.args[0]
@@ -430,7 +476,10 @@ class GraphRun:
     """One side of a lockstep: runs a graph node by node, and keeps values only as long as they are needed."""
 
     def __init__(self, module: GraphModule, inputs: Sequence[Any], readers: Counter[Node]) -> None:
-        """Prepare a run on these inputs; `readers` counts the readers of each value, outside readers included."""
+        """Prepare a run on these inputs; `readers` counts the readers of each value, outside readers included.
+
+        Nothing runs yet. The run may write to the inputs, and counts `readers` down.
+        """
         self.interpreter = Interpreter(module, garbage_collect_values=False)
         self.pending = iter(module.graph.nodes)
         self.inputs = iter(inputs)
@@ -461,7 +510,9 @@ class GraphRun:
     def advance_to(self, node: Node, drawing_from: runtime.GeneratorStates | None = None) -> Any:
         """Run the graph up to and including the node, unless it has run already, and return the node's value.
 
-        `drawing_from` is the state of the random generators that the node itself starts from.
+        Of a node that has run already, return the value that outside readers get, or None if it was dropped.
+        `drawing_from` is the state of the random generators that the node itself starts from; after it they are put
+        back.
         """
         while node not in self.executed:
             upcoming = next(self.pending)
@@ -472,7 +523,11 @@ class GraphRun:
         return self.computed.get(node)
 
     def _run(self, node: Node, drawing_from: runtime.GeneratorStates | None) -> Any:
-        """Run one node, record its value, draws and writes, release its inputs, and return its value."""
+        """Run one node, record its value, draws and writes, release its inputs, and return its value.
+
+        A placeholder takes the next input, or None if there is none left. The output node does nothing, and returns
+        None. `drawing_from` is the state of the random generators for this node, or None for the present one.
+        """
         if node.op == "output":
             return None
         if node.op == "placeholder":
@@ -501,7 +556,11 @@ class GraphRun:
         return value
 
     def finish_judging(self, node: Node) -> None:
-        """Count one judgement less; after the last one, outside readers get the value with its later writes."""
+        """Count one judgement of the node's value less; after the last one, release what was kept for it.
+
+        The copies of its inputs around its write are dropped, and outside readers get the value with its later writes,
+        unless another node writes to it directly and returns it.
+        """
         self.judgements_due[node] -= 1
         if self.judgements_due[node] > 0:
             return
@@ -526,7 +585,12 @@ class GraphRun:
             self.computed.pop(node, None)
 
     def _copy_before_write(self, node: Node) -> None:
-        """Copy the values that the node is about to write to and that are still needed as they are."""
+        """Copy the values that the node is about to write to and that are still needed as they are.
+
+        These are its own inputs (`before_write`), inputs that were kept for other writers, values in `computed` that
+        are still to be judged or get their first direct write, and inputs and attributes that were not written to so
+        far (`initial_state`).
+        """
         inputs = {source: self.current[source] for source in node.all_input_nodes}
         storages = storages_of([inputs[source] for source in may_write(node)])
         for copies in self.before_write.values():
@@ -544,7 +608,11 @@ class GraphRun:
                 self.initial_state[start] = before[start] if start in before else copy_tensors(value)
 
     def _record_write(self, node: Node) -> None:
-        """Record what the node changed, after it ran: its inputs, values that share their memory, and state."""
+        """Record what the node changed, after it ran: its inputs, values that share their memory, and state.
+
+        The changed inputs are copied to `after_write`. The node becomes the `first_writer` of values that have none,
+        and the `last_writer` of inputs and attributes. An initial state that was copied in vain is dropped.
+        """
         before = self.before_write[node]
         changes = changed_values(before, {source: self.current[source] for source in before})
         storages = storages_of(tuple(changes.values()))
@@ -570,7 +638,10 @@ def placeholders(module: GraphModule) -> list[Node]:
 
 
 def pair_inputs(reference: GraphModule, candidate: GraphModule) -> dict[Node, Node]:
-    """Return the reference's input for each of the candidate's: by position, or by name if one side has more inputs."""
+    """Return the reference's input for each of the candidate's: by position, or by name if one side has more inputs.
+
+    An input of the candidate whose name the reference does not have is left out.
+    """
     ours, theirs = placeholders(reference), placeholders(candidate)
     if len(ours) == len(theirs):
         return dict(zip(theirs, ours, strict=True))
@@ -586,7 +657,10 @@ def is_same_call(ours: Node, theirs: Node, partners: Mapping[Node, Node]) -> boo
 
 
 def _with_partners(value: Any, partners: Mapping[Node, Node]) -> Any:
-    """Return arguments in a form that can be compared: partners in place of nodes, and the repr of other leaves."""
+    """Return arguments in a form that can be compared: partners in place of nodes, and the repr of other leaves.
+
+    A node without a partner stays itself. Tuples become lists.
+    """
     if isinstance(value, Node):
         return partners.get(value, value)
     if isinstance(value, (list, tuple)):
@@ -597,9 +671,10 @@ def _with_partners(value: Any, partners: Mapping[Node, Node]) -> Any:
 
 
 def is_same_output(ours: Node, theirs: Node, partners: Mapping[Node, Node]) -> bool:
-    """Tell whether two matched nodes can be the same output; two `getitem` must take the same index of partners.
+    """Return whether two matched nodes can be the same output: two `getitem` must take the same index of partners.
 
-    Handles do not tell the outputs of one operator apart, so that a match by handles may pair two different outputs.
+    If only the reference's node is a `getitem`, return False; if it is not, return True. Handles do not tell the
+    outputs of one operator apart, so that a match by handles may pair two different outputs.
     """
     if ours.target is not operator.getitem:
         return True
@@ -610,8 +685,9 @@ def is_same_output(ours: Node, theirs: Node, partners: Mapping[Node, Node]) -> b
 def inserted_nodes(partners: Mapping[Node, Node]) -> dict[Node, Node]:
     """Return the unmatched nodes of the candidate that stand between a matched node and its reader.
 
-    Each comes with the reference's node whose value it must have. A reader shows it: it is the same call as its partner
-    in the reference, except that it reads the inserted node where its partner reads that node directly.
+    The result maps each to the reference's node whose value it must have. A reader shows it: it is the same call as its
+    partner in the reference, except that it reads the inserted node where its partner reads that node directly. A node
+    that shares a handle with the reader is a part of it, and is left out.
     """
     inserted: dict[Node, Node] = {}
     for theirs, ours in partners.items():

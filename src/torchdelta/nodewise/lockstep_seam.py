@@ -62,9 +62,11 @@ class LockstepSeam:
     """The number of graphs of which the transform made something that is not a graph."""
 
     def __call__(self, handed: HandedGraph) -> Callable[..., Any]:
-        """Let the transform make its version of the graph and return that; its first call compares both graphs.
+        """Let the transform make its version of the graph, and return a callable that runs it.
 
-        A result that is not a graph is returned as it is, and counted in `black_boxes`.
+        The first call also compares both graphs in lockstep on its arguments, and appends the result to `comparisons`.
+        A version that is not a graph is returned as it is, and counted in `black_boxes`. Nodes of the handed graph that
+        have no handles get them.
         """
         assign_handles(handed.graph)
         original = graphs.copy_graph(handed.graph)
@@ -97,7 +99,10 @@ class LockstepSeam:
         return call
 
     def require_used(self) -> None:
-        """Raise a UsageError if the mapping names a node that no graph has, or two nodes of different graphs."""
+        """Raise a UsageError if the mapping names a node that no graph has, or two nodes of different graphs.
+
+        A node of the candidate that is named twice raises too. If no graphs were compared, nothing else is checked.
+        """
         mapping = self.mapping or {}
         for name, times in Counter(mapping.values()).items():
             if times > 1:
@@ -131,8 +136,11 @@ def compare_graphs(
 ) -> GraphComparison:
     """Match two graphs, run them in lockstep on the inputs, and return the judgement of each pair of nodes, with notes.
 
-    Dead code of the candidate is left out. If the graph is one of several, names of the mapping that it does not have
-    are ignored, because they may be those of the other graphs.
+    `mapping` has the user's matches, from names of the reference's nodes to names of the candidate's. If the graph is
+    one of several, names that it does not have are ignored, because they may be those of the other graphs. Without
+    `candidate_inputs` the candidate gets the values of the paired inputs, and None for an input without a pair.
+    Gradients are not compared at the levels in `AFTER_AOT`. Dead code of the candidate is left out, and so are the
+    insides of nested graphs. A node that raises ends the run, with a note.
     """
     candidate = graphs.copy_sharing_parameters(candidate)
     candidate.graph.eliminate_dead_code(lambda node: node.is_impure() or writes_to(node))
@@ -178,7 +186,10 @@ def compare_graphs(
 
 
 def _unpaired_inputs(reference: GraphModule, candidate: GraphModule, pairs: Mapping[Node, Node]) -> Iterator[str]:
-    """Yield a note for each side that has inputs which the other side does not have."""
+    """Yield a note for each side that has inputs which the other side does not have.
+
+    `pairs` has the reference's input for each of the candidate's that has one.
+    """
     paired = set(pairs.values())
     for side, other, names in (
         ("reference", "candidate", [node.name for node in placeholders(reference) if node not in paired]),

@@ -63,7 +63,11 @@ _LARGEST_TABLE = 1_000_000
 
 
 def assign_handles(program: GraphModule | torch.export.ExportedProgram) -> None:
-    """Give an id to every node that has none, except placeholders and outputs; nested graphs are included."""
+    """Give an id to every node that has none, except placeholders and outputs; nested graphs are included.
+
+    The metadata of the nodes is changed in place. Raise UsageError for anything but a graph module or an exported
+    program.
+    """
     if not isinstance(program, (GraphModule, torch.export.ExportedProgram)):
         raise UsageError(
             f"handles are for the nodes of a graph module or an exported program, and {type(program).__name__} has "
@@ -105,8 +109,8 @@ def align(
 ) -> Alignment:
     """Match the nodes of two graphs and return all matches, and the nodes without one.
 
-    `mapping` has the user's matches, from names of the reference to names of the candidate. Without `values`, nodes are
-    not matched by equal values.
+    `mapping` has the user's matches, from names of the reference to names of the candidate; raise UsageError if it
+    names an unknown node, or a node twice. Without `values`, nodes are not matched by equal values.
     """
     aligner = _Aligner(reference, candidate)
     aligner.match_mapping(mapping or {})
@@ -123,7 +127,11 @@ def align(
 def align_outermost(
     reference: Sequence[NodeRecord], candidate: Sequence[NodeRecord], mapping: Mapping[str, str] | None = None
 ) -> Alignment:
-    """Match the nodes of two graphs without looking into nested graphs, whose nodes count as unmatched."""
+    """Match the nodes of two graphs without looking into nested graphs, whose nodes count as unmatched.
+
+    They are a part of the coverage's total. Raise UsageError if the mapping names an unknown or nested node, or one
+    twice.
+    """
     sides = (reference, candidate)
     outermost = align(*([node for node in nodes if not is_nested(node)] for nodes in sides), mapping=mapping)
     inside, others = ([node for node in nodes if is_nested(node)] for nodes in sides)
@@ -150,13 +158,17 @@ class _Aligner:
         self.groups: list[NodeGroup] = []
 
     def match_mapping(self, mapping: Mapping[str, str]) -> None:
+        """Match nodes as the user's mapping says; raise UsageError if it names an unknown node, or a node twice."""
         self.reference.require_names(mapping.keys())
         self.candidate.require_names(mapping.values())
         for name, other in mapping.items():
             self._add(name, other, "given")
 
     def match_handles(self) -> None:
-        """Match nodes within each group of shared handles, and count the other nodes of the group as covered."""
+        """Match nodes within each group of shared handles, and count the other nodes of the group as covered.
+
+        A group without any match is left as it is. A group with a match and more than two nodes is added to `groups`.
+        """
         for ours, theirs in group_by_handles(self.reference.unmatched, self.candidate.unmatched):
             pairs = [*identical_pairs(ours, theirs), *end_pairs(ours, theirs)]
             for one, other in pairs:
@@ -169,7 +181,7 @@ class _Aligner:
                 self.groups.append(NodeGroup(reference=next(names), candidate=next(names)))
 
     def match_names(self, key: Callable[[NodeRecord], Hashable]) -> None:
-        """Match nodes with the same key, which contains the name.
+        """Match unmatched nodes that have the same key, which contains the name.
 
         Tracing numbers equal names (add, add_1, …). If one side has more nodes of a name, the numbers mean different
         nodes there, and the name is not used.
@@ -184,7 +196,10 @@ class _Aligner:
                 self._add(node.name, other.name, "name")
 
     def match_order(self, key: Callable[[NodeRecord], Hashable]) -> None:
-        """Match nodes with the same key that lie between the same two matches."""
+        """Match unmatched nodes that have the same key and come in the same order on both sides.
+
+        The order is that of a long common subsequence, in which the two nodes of an earlier match are the same item.
+        """
         numbers: dict[str, dict[str, int]] = {"reference": {}, "candidate": {}}
         for number, match in enumerate(self.matches.values()):
             numbers["reference"][match.reference] = numbers["candidate"][match.candidate] = number
@@ -204,14 +219,20 @@ class _Aligner:
                 self._add(names[place], other_names[other_place], "name")
 
     def match_values(self, reference: Mapping[str, Hashable], candidate: Mapping[str, Hashable]) -> None:
-        """Match two nodes with the same value, if no other node of their side has it."""
+        """Match two unmatched nodes with the same kinds and value, if no other unmatched node of their side has both.
+
+        The arguments have a key for the value of each node, by the node's name. A node without one is left out.
+        """
         by_value = _nodes_by_unique_value(self.reference.unmatched, reference)
         for key, other in _nodes_by_unique_value(self.candidate.unmatched, candidate).items():
             if node := by_value.get(key):
                 self._add(node.name, other.name, "value")
 
     def alignment(self) -> Alignment:
-        """Return the matches so far, in the order of the reference, and the unmatched nodes."""
+        """Return the matches so far, in the order of the reference, with unmatched and covered nodes and the coverage.
+
+        The coverage counts the nodes of both sides. Covered nodes count as matched, by handle.
+        """
         how = Counter([*self.reference.how.values(), *self.candidate.how.values()])
         places = (self.reference.place, self.candidate.place)
         return Alignment(
@@ -278,7 +299,7 @@ def _nodes_by_unique_value(nodes: NodeRecords, values: Mapping[str, Hashable]) -
 def group_by_handles(reference: NodeRecords, candidate: NodeRecords) -> list[tuple[NodeRecords, NodeRecords]]:
     """Return groups of nodes that share handles, directly or through others: the reference's and the candidate's.
 
-    A group that has nodes on one side only is left out.
+    Nodes without handles, and groups that have nodes on one side only, are left out.
     """
     parents: dict[int, int] = {}
 
@@ -302,8 +323,8 @@ def group_by_handles(reference: NodeRecords, candidate: NodeRecords) -> list[tup
 def identical_pairs(reference: NodeRecords, candidate: NodeRecords) -> Iterator[tuple[NodeRecord, NodeRecord]]:
     """Yield the pairs of a group that are the same node on both sides.
 
-    Both nodes have the same operator, kinds and handles. Either no other node has these handles, or both have the same
-    name. A `getitem` may have lost its own handle, so its handles need not be equal.
+    Both nodes have the same operator, kinds and handles. Either no other node of their side has these handles, or both
+    have the same name. A `getitem` may have lost its own handle, so with the same name its handles need not be equal.
     """
     counts, others = (Counter(node.handles for node in nodes) for nodes in (reference, candidate))
     by_name = {node.name: node for node in candidate}
@@ -318,9 +339,11 @@ def identical_pairs(reference: NodeRecords, candidate: NodeRecords) -> Iterator[
 
 
 def end_pairs(reference: NodeRecords, candidate: NodeRecords) -> Iterator[tuple[NodeRecord, NodeRecord]]:
-    """Yield the last node of each side of a group as a pair, if the two can have the same value.
+    """Yield the last node of each side of a group as a pair, if the two can have the same value; at most one pair.
 
-    A last node may be one output of several (`getitem`). Then yield the only output that fits, if there is just one.
+    Last nodes of the same operation, or without other nodes in the group, are a pair even if their kinds differ. If one
+    of them is one output of several (`getitem`), the only output of its side that has the right kinds takes its place.
+    If no output or more than one has them, nothing is yielded.
     """
     last, other = reference[-1], candidate[-1]
     is_same_operation = last.op == other.op or len(reference) == len(candidate) == 1
@@ -348,10 +371,10 @@ def _can_be_equal(reference: NodeRecord, candidate: NodeRecord) -> bool:
 
 
 def common_subsequence(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[Positions]:
-    """Return the positions of a long common subsequence, in rising order.
+    """Return the positions of a long common subsequence in both sequences, in rising order.
 
-    Items that occur once on both sides split the sequences, which makes it fast. A table of dynamic programming, which
-    finds a longest subsequence, covers the rest.
+    Items that occur once on both sides split the sequences, which makes it fast, but the result need not be a longest
+    one. Parts without such items are matched by a table of dynamic programming, which finds a longest subsequence.
     """
     numbers: dict[Hashable, int] = {}
     ours = [numbers.setdefault(item, len(numbers)) for item in first]
@@ -387,7 +410,7 @@ def _trim_span(ours: list[int], theirs: list[int], span: Span) -> tuple[list[Pos
 
 
 def _find_anchors(ours: list[int], theirs: list[int], span: Span) -> list[Positions]:
-    """Return the positions of items that occur once on each side, as many as are in the same order on both."""
+    """Return the positions of items that occur once on each side of the span, as many as are in order on both sides."""
     start, end, their_start, their_end = span
     counts, their_counts = Counter(ours[start:end]), Counter(theirs[their_start:their_end])
     single = {item for item, count in counts.items() if count == 1 and their_counts.get(item) == 1}
@@ -438,7 +461,8 @@ def _match_by_table(ours: _IntArray, theirs: _IntArray) -> list[Positions]:
 def _table_rows(ours: _IntArray, theirs: _IntArray, *, keeps_all: bool = False) -> list[_IntArray]:
     """Return rows with the lengths of the longest common subsequences of a prefix of `ours` with prefixes of `theirs`.
 
-    There is one row, for all of `ours`, or with `keeps_all` a row for each prefix of `ours`.
+    There is one row, for all of `ours`, or with `keeps_all` a row for each prefix of `ours`, the empty one first. A row
+    has an entry for each prefix of `theirs`, the empty one first.
     """
     row = np.zeros(len(theirs) + 1, dtype=np.int32)
     rows = [row]

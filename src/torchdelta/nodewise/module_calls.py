@@ -83,7 +83,10 @@ class ModuleCall:
 
     @property
     def record(self) -> NodeRecord:
-        """The call as a plain record."""
+        """The call as a plain record, named by its path, or by its class if the path is empty.
+
+        From the second call of a module on, the name has the number of the call: `norm (call 2)`.
+        """
         name = self.path or self.kind
         return NodeRecord(
             name=f"{name} (call {self.index + 1})" if self.index else name,
@@ -94,7 +97,7 @@ class ModuleCall:
         )
 
     def is_within(self, other: ModuleCall) -> bool:
-        """Tell whether this call happened inside of the other one."""
+        """Tell whether this call happened inside of the other one, directly or not; no call is within itself."""
         above = self.parent
         while above is not None and above is not other:
             above = above.parent
@@ -102,7 +105,10 @@ class ModuleCall:
 
 
 def _source_line(module: torch.nn.Module) -> str:
-    """Return file, line and text of a module's `forward`, or nothing for torch's own and generated code."""
+    """Return file, line and text of a module's `forward`, or an empty text for torch's own and generated code.
+
+    The text is also empty if Python cannot find the source.
+    """
     forward = type(module).forward
     if (forward.__module__ or "torch").split(".")[0] == "torch":  # generated code has no module
         return ""
@@ -123,7 +129,9 @@ def survey(
 ) -> tuple[list[ModuleCall], Any, Exception | None]:
     """Run a side and return its module calls, its outputs, and the exception that it raised, if any.
 
-    `needs_values` tells for which paths the calls get fingerprints of their inputs and outputs.
+    `needs_values` tells for which paths the calls get fingerprints of their inputs and outputs. After an exception the
+    outputs are None, and the calls are those that were begun. The side runs on copies of its inputs, its state is
+    restored, and the generators are seeded with `seed`.
     """
     outputs: Any = None
     failure: Exception | None = None
@@ -160,7 +168,11 @@ class ModuleSurvey:
     counts: Counter[str] = field(default_factory=Counter)
 
     def run(self, seed: int) -> Any:
-        """Call the side on copies of its inputs and return its outputs; its state and hooks are restored."""
+        """Call the side on copies of its inputs and return its outputs; its state and hooks are restored.
+
+        Each module call is added to `calls`. The generators are seeded with `seed`, and put back afterwards. An
+        exception of the side is raised.
+        """
         with runtime.preserved(), restored(holder for _, holder in state_holders(self.side.call)):
             args, kwargs = copy_together((self.side.args, self.side.kwargs), name="the inputs")
             self._hook()
@@ -180,6 +192,7 @@ class ModuleSurvey:
             self._hook()
 
     def _hook(self) -> None:
+        """Put the hooks on every module of the side, before and after the user's own; their handles go to `handles`."""
         for path, module in modules_of(self.side).items():
             # outside of the user's own hooks, because their changes are a part of the module's work
             pre_hook, post_hook = self._pre_hook(path), self._post_hook()
@@ -192,7 +205,10 @@ class ModuleSurvey:
         self.handles.clear()
 
     def _pre_hook(self, path: str) -> Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        """Return a hook for the module at this path that records each call before it runs."""
+        """Return a hook for the module at this path that adds each call to `calls` before it runs.
+
+        The innermost call that runs at that time becomes its parent. Then `on_enter` is called.
+        """
 
         def pre_hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             call = ModuleCall(
@@ -210,7 +226,10 @@ class ModuleSurvey:
         return pre_hook
 
     def _post_hook(self) -> Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
-        """Return a hook that completes the record of a call with its output shapes after it ran."""
+        """Return a hook that completes the record of a call with its output shapes after it ran.
+
+        The call is taken from `running`, with calls inside of it that raised. Then `on_return` is called.
+        """
 
         def post_hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             call = self.running.pop()
@@ -226,7 +245,7 @@ class ModuleSurvey:
 
 
 def modules_of(side: Side) -> dict[str, torch.nn.Module]:
-    """Return every module that the side's callable reaches, by its path."""
+    """Return every module that the side's callable reaches, by its path; of two at the same path, the first."""
     modules: dict[str, torch.nn.Module] = {}
     for name, holder in state_holders(side.call):
         if isinstance(holder, torch.nn.Module):
@@ -265,7 +284,12 @@ class ModuleMatcher:
     """The candidate's class that takes the place of a class of the reference, by name."""
 
     def run(self) -> list[ModuleMatch]:
-        """Match the calls of both sides, and return the matches in the order of the reference's calls."""
+        """Match the calls of both sides, and return the matches in the order of the reference's calls.
+
+        Calls are matched by path if the classes agree, then by path if the output shapes agree, then by class and
+        output shapes, then by values alone. Then classes that were matched count as the same, and the step by class is
+        repeated. A call that is matched is not considered again.
+        """
         self._match_by_path(lambda one, other: one.kind == other.kind)
         # the outputs of a call that raised are not known, so they cannot disagree
         self._match_by_path(lambda one, other: other.signature in (one.signature, None))
@@ -276,6 +300,7 @@ class ModuleMatcher:
         return sorted(self.matches, key=lambda match: match.reference.order)
 
     def _match_by_path(self, agrees: Callable[[ModuleCall, ModuleCall], bool]) -> None:
+        """Match unmatched calls that have the same path and index, if `agrees` holds for the two."""
         others = {call.key: call for call in self._unmatched(self.candidate)}
         for call in self._unmatched(self.reference):
             other = others.get(call.key)
@@ -289,7 +314,11 @@ class ModuleMatcher:
         self._match_groups(lambda _: True)
 
     def _match_groups(self, trait: Callable[[ModuleCall], Hashable]) -> None:
-        """Match calls with the same class, output shapes and trait, in order, if both sides have equally many."""
+        """Match calls with the same class, output shapes and trait, in order, if both sides have equally many.
+
+        A call whose trait is None, or that did not return, is left out. A class of the reference stands for the one in
+        `same_class`.
+        """
         groups: dict[Hashable, tuple[list[ModuleCall], list[ModuleCall]]] = defaultdict(lambda: ([], []))
         for side, calls in enumerate((self.reference, self.candidate)):
             for call in self._unmatched(calls):
@@ -308,7 +337,7 @@ class ModuleMatcher:
     def _close_pairs(self, agrees: Callable[[ModuleCall, ModuleCall], bool]) -> list[tuple[ModuleCall, ModuleCall]]:
         """Return the unmatched pairs for which `agrees` holds and whose inputs and outputs have close fingerprints.
 
-        A call that fits more than one partner is left out.
+        A call that fits more than one partner is left out, on either side. A call without fingerprints fits none.
         """
         ours, theirs = self._unmatched(self.reference), self._unmatched(self.candidate)
         partners = {
@@ -322,7 +351,7 @@ class ModuleMatcher:
         ]
 
     def _learn_classes(self) -> None:
-        """Record which class of the candidate takes the place of each class of the reference, if it is only one."""
+        """Record in `same_class` the candidate's class for each class of the reference that has only one partner."""
         partner_kinds: dict[str, set[str]] = defaultdict(set)
         for match in self.matches:
             partner_kinds[match.reference.kind].add(match.candidate.kind)
@@ -344,7 +373,10 @@ def _is_same_function(one: ModuleCall, other: ModuleCall) -> bool:
 
 
 def state_fingerprints(modules: dict[str, torch.nn.Module]) -> dict[int, tuple[str, ...]]:
-    """Return the shapes and checksums of each module's parameters and buffers, sorted, by the module's id."""
+    """Return the shapes and checksums of each module's parameters and buffers, sorted, by the module's id.
+
+    Those of the modules inside of it are included. A tensor without plain memory has a shape and no checksum.
+    """
     sums: dict[int, str] = {}
 
     def checksum(tensor: torch.Tensor) -> str:
@@ -359,7 +391,10 @@ def state_fingerprints(modules: dict[str, torch.nn.Module]) -> dict[int, tuple[s
 
 
 def fingerprint(leaves: Leaves) -> Fingerprint:
-    """Return the fingerprint of the tensors among leaves. Different values have the same one only by chance."""
+    """Return the fingerprint of the tensors among leaves. Different values have the same one only by chance.
+
+    Other leaves, and tensors without plain memory such as fake or sparse ones, are left out.
+    """
     return tuple(
         _tensor_fingerprint(leaf)
         for leaf in leaves.values()
@@ -368,7 +403,10 @@ def fingerprint(leaves: Leaves) -> Fingerprint:
 
 
 def is_close_fingerprint(first: Fingerprint, second: Fingerprint) -> bool:
-    """Tell whether two fingerprints can be those of the same values, up to rounding."""
+    """Tell whether two fingerprints can be those of the same values, up to rounding.
+
+    Shapes and numbers of tensors must be equal. Return False if there are no tensors, or if a number is NaN.
+    """
     if not first or len(first) != len(second):
         return False
     for one, other in zip(first, second, strict=True):
@@ -384,7 +422,11 @@ def is_close_fingerprint(first: Fingerprint, second: Fingerprint) -> bool:
 
 
 def _tensor_fingerprint(tensor: torch.Tensor) -> TensorFingerprint:
-    """Return the shape, root mean square and two random projections of a tensor, computed in float64."""
+    """Return the shape, root mean square and two random projections of a tensor, computed in float64.
+
+    The random numbers are the same in every call. The exactness is the root of the dtype's epsilon, or 1e-6 for
+    integers and complex numbers.
+    """
     whole = tensor.detach().resolve_conj().resolve_neg()
     flat = (torch.view_as_real(whole) if whole.is_complex() else whole).reshape(-1).to("cpu", torch.float64)
     exactness = math.sqrt(torch.finfo(tensor.dtype).eps) if tensor.dtype.is_floating_point else 1e-6

@@ -65,7 +65,10 @@ class ModuleJudge:
     ) -> ModuleJudgement:
         """Run the candidate's module on the reference's inputs, and compare it with the reference's `recorded` result.
 
-        A brief judgement takes one noisy run and does not ask in float64. It is enough for a module around a culprit.
+        Return the comparisons of outputs, changed inputs and gradients. If the candidate's module raises, return a
+        reason instead. For gradients the reference's module runs again; if its outputs are not the same then, return a
+        reason too. A brief judgement takes one noisy run and does not ask in float64. It is enough for a module around
+        a culprit.
         """
         try:
             result = self.runner.run(candidate, inputs)
@@ -88,7 +91,11 @@ class ModuleJudge:
         return ModuleJudgement(local=stages[_FORWARD], gradients=stages[_GRADIENTS])
 
     def common(self, reference: ModuleResult, candidate: ModuleResult) -> tuple[ModuleResult, ModuleResult]:
-        """Return both sides without the gradients of parameters that only one side has a name for."""
+        """Return both results without the gradients of parameters that only one side has a name for.
+
+        If there are such parameters, a note is added. Both results get the inputs that either side changed as
+        `changed`.
+        """
         names = [{path for path in side.gradients if path.startswith("parameters")} for side in (reference, candidate)]
         unshared = names[0] ^ names[1]
         if unshared:
@@ -107,7 +114,10 @@ class ModuleJudge:
     def run_copy(
         self, module: torch.nn.Module, inputs: ModuleInputs, mode: Mode, note: str, *, widened: bool = False
     ) -> ModuleResult | None:
-        """Return the result of a copy of the module within a mode, or None if it raises; then add the note, if any."""
+        """Return the result of a copy of the module within a mode, or None if it raises; then add the note, if any.
+
+        With `widened` the copies of the module and its inputs are in float64. The exception is added to the note.
+        """
         try:
             return self.runner.run_copy(module, inputs, mode, widened=widened)
         except Exception as error:
@@ -154,7 +164,11 @@ class ModuleJudging(JudgingSteps[ModuleResult]):
         return _compare(Judge(policy=self.settings.policy), stage, self.sides[1], yardstick)
 
     def excuse_integers(self, stages: list[Stage], yardstick: Yardstick[ModuleResult]) -> list[Stage]:
-        """Return the stages with integer outputs inconclusive that differ among correct runs at all."""
+        """Return the stages with diverged integer outputs inconclusive if they differ among correct runs at all.
+
+        The correct runs are the noisy ones and the truth; another shape in one of them counts as a difference.
+        Gradients, and outputs that break the contract without an excuse, stay as they are.
+        """
         leaves = _leaves(_FORWARD, self.reference, self.reference)
         runs = [run for run in (*yardstick.noisy, yardstick.truth) if run is not None]
         others = [_leaves(_FORWARD, run, self.reference) for run in runs]
@@ -170,7 +184,12 @@ class ModuleJudging(JudgingSteps[ModuleResult]):
         return [Stage.of(_FORWARD, tuple(map(excuse, forward.comparisons))), gradients]
 
     def ask_in_float64(self, stages: list[Stage], yardstick: Yardstick[ModuleResult]) -> list[Stage]:
-        """Return the stages with the leaves diverged that are another function in float64."""
+        """Return the stages with the leaves diverged that are another function in float64.
+
+        Both modules are compared in float64, by the noise of native runs scaled down, and in doubt by a noisy run in
+        float64. Without a truth, or if the candidate's module raises in float64, return the stages unchanged. A leaf
+        that has diverged already keeps its comparison.
+        """
         if yardstick.truth is None:
             return stages
         candidate = self._run(lifted(self._module), "", module=self.modules[1], widened=True)
@@ -218,7 +237,7 @@ def _leaves(stage: str, result: ModuleResult, reference: ModuleResult) -> Leaves
 def _compare(
     judge: Judge, stage: str, candidate: ModuleResult, yardstick: Yardstick[ModuleResult]
 ) -> Sequence[Comparison]:
-    """Return the comparisons of the candidate's leaves of one stage with those of the yardstick."""
+    """Return the comparisons of the candidate's leaves with those of the yardstick, in one stage."""
     reference, truth = yardstick.reference, yardstick.truth
     comparisons, _ = judge.compare(
         _leaves(stage, reference, reference),
@@ -230,7 +249,10 @@ def _compare(
 
 
 def _with_answers(stage: Stage, answers: Answers) -> Stage:
-    """Return the stage with the leaves diverged that diverge in float64."""
+    """Return the stage with the leaves diverged that diverge in float64; they get verdict and numbers of the answer.
+
+    A leaf stays as it is if it has diverged already, if it was not asked about, or if nothing could be measured.
+    """
 
     def answered(comparison: Comparison) -> Comparison:
         answer = answers[stage.name].get(comparison.path)

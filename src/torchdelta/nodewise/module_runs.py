@@ -61,7 +61,11 @@ def take_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], roots: frozenset[
 
 
 def left_by(outputs: Any, arguments: Any, versions: dict[str, int], gradients: Leaves | None = None) -> ModuleResult:
-    """Return the result of a call that has run; `versions` are those of its inputs before the call."""
+    """Return the result of a call that has run; `versions` are those of its inputs before the call.
+
+    `arguments` are the positional and keyword arguments after the call. An input counts as changed if its version is
+    another one, unless its memory is returned. Tensors are not copied.
+    """
     leaves = leaves_of(outputs, "outputs")
     returned = {tensors.storage_key(leaf) for leaf in leaves.values() if isinstance(leaf, torch.Tensor)} - {None}
     inputs = input_tensors(*arguments)
@@ -97,7 +101,10 @@ def lifted(module: torch.nn.Module) -> Mode:
 
 
 def noisy(seed: int) -> Mode:
-    """Return a mode that moves every rounding."""
+    """Return a mode for a noisy run: parameters, inputs and all values computed from them are rounded anew.
+
+    Entering it changes parameters and inputs of the side in place, so the side must be a copy.
+    """
 
     def mode(side: Side) -> AbstractContextManager[Any]:
         moved = Noisy(seed=seed)
@@ -108,7 +115,7 @@ def noisy(seed: int) -> Mode:
 
 
 def both(*modes: Mode) -> Mode:
-    """Return a mode of several modes, the first one outermost."""
+    """Return a mode of several modes, the first one outermost; without modes it changes nothing."""
 
     @contextmanager
     def combined(side: Side) -> Iterator[None]:
@@ -137,7 +144,10 @@ class Runner:
     def run_copy(
         self, module: torch.nn.Module, inputs: ModuleInputs, mode: Mode, *, widened: bool = False
     ) -> ModuleResult:
-        """Call a copy of the module within a mode, in float64 if `widened`, and return the result."""
+        """Call a copy of the module on copies of the inputs within a mode, and return the result.
+
+        With `widened` the floating-point tensors of the copies are in float64. An exception of the module is raised.
+        """
         convert = lift.widened if widened else lambda dtype: dtype
         copied, args, kwargs = copy_together(
             (module, inputs.args, inputs.kwargs), name=type(module).__name__, convert=convert
@@ -145,7 +155,11 @@ class Runner:
         return self._call(Side.of(copied, args, kwargs), inputs, mode)
 
     def _call(self, side: Side, inputs: ModuleInputs, mode: Mode) -> ModuleResult:
-        """Run a side within a mode, with the generators as they were, and return the result."""
+        """Run a side within a mode, with the generators as they were at the recorded call, and return the result.
+
+        The generators are not put back. With gradients, those of the outputs in `inputs.roots` are taken within the
+        mode.
+        """
         sources = {path: leaf for path, leaf in input_tensors(side.args, side.kwargs).items() if leaf.requires_grad}
         with mode(side):
             args, kwargs = _with_results(side, sources)
@@ -156,7 +170,12 @@ class Runner:
         return left_by(outputs, (args, kwargs), versions, gradients)
 
     def _gradients(self, side: Side, sources: Leaves, outputs: Any, among: frozenset[str]) -> Leaves:
-        """Return the gradients of inputs and parameters under random cotangents for the outputs in `among`."""
+        """Return the gradients of inputs and parameters under random cotangents for the outputs in `among`, by path.
+
+        `sources` are the inputs that require grad, by path. A tensor that has two paths comes once, at the first. A
+        tensor that no output depends on has None. Return an empty dict if no output in `among` can be differentiated,
+        or no tensor is trained.
+        """
         roots = {
             path: leaf
             for path, leaf in leaves_of(outputs, "outputs").items()
@@ -181,7 +200,11 @@ class Runner:
 
 
 def _with_results(side: Side, sources: Leaves) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the inputs with a clone in place of each leaf that requires grad, so that a module may write to it."""
+    """Return the side's arguments with a clone of each tensor in `sources`, so that a module may write to it.
+
+    The sources are the inputs that require grad; as leaves they could not be written to, and gradients still reach
+    them. All other tensors are the same objects.
+    """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in input_tensors(side.args, side.kwargs).values()}
     memo.update({id(tensor): tensor.clone() for tensor in sources.values()})
     arguments: tuple[tuple[Any, ...], dict[str, Any]] = copy.deepcopy((side.args, side.kwargs), memo)

@@ -77,8 +77,9 @@ def locate_modules(
 ) -> ModuleLocation:
     """Judge every module of the candidate on the reference's inputs, and return all judgements and the culprits.
 
-    The state, inputs and hooks of both sides are restored afterwards. `limit_bytes` is the memory for outputs of the
-    candidate's own run.
+    With `gradients` the gradients of each module are judged too. `limit_bytes` is the memory for outputs of the
+    candidate's own run. The state, inputs and hooks of both sides are restored afterwards. Raise ProgramError if the
+    reference itself fails; a candidate that fails is judged as far as it came.
     """
     judging = parse(policy) if isinstance(policy, str) else policy
     with runtime.preserved():
@@ -104,7 +105,10 @@ class _ModuleSearch:
     judged_calls: list[tuple[ModuleMatch, Row]] = field(default_factory=list)
 
     def run(self) -> ModuleLocation:
-        """Survey both sides, match their calls, judge each pair, and return the rows and culprits."""
+        """Survey both sides, match their calls, judge each pair, and return the rows and culprits.
+
+        The result also has the calls without a match, the notes, and the coverage, which counts calls of both sides.
+        """
         ours, theirs, failure = self._survey()
         modules = {**_modules_by_id(self.reference), **_modules_by_id(self.candidate)}
         matches = ModuleMatcher(reference=ours, candidate=theirs, state=state_fingerprints(modules)).run()
@@ -126,7 +130,11 @@ class _ModuleSearch:
         )
 
     def _survey(self) -> tuple[list[ModuleCall], list[ModuleCall], Exception | None]:
-        """Run both sides and return their module calls, and the exception that the candidate raised, if any."""
+        """Run both sides and return their module calls, and the exception that the candidate raised, if any.
+
+        Raise ProgramError if the reference raises. Notes are added if the candidate raises, if a side calls no module,
+        and if hooks change the reference's outputs.
+        """
         of_reference, of_candidate = modules_of(self.reference), modules_of(self.candidate)
         # a module with the same path and class on both sides is matched by these, so its values are not needed
         matched_paths = {
@@ -155,7 +163,10 @@ class _ModuleSearch:
         return ours, theirs, candidate_failure
 
     def _note_effect_of_hooks(self, hooked: Any) -> None:
-        """Add a note if the reference has other outputs with hooks than without; torch has fast paths of that kind."""
+        """Run the reference without hooks, and add a note if its outputs differ from those in `hooked`, with hooks.
+
+        Torch has fast paths that hooks switch off.
+        """
         with restored(holder for _, holder in state_holders(self.reference.call)):
             args, kwargs = copy_together((self.reference.args, self.reference.kwargs), name="the inputs")
             runtime.seed_everything(self.seed)
@@ -168,7 +179,11 @@ class _ModuleSearch:
             )
 
     def _record_own_outputs(self, matches: Sequence[ModuleMatch]) -> dict[int, Leaves]:
-        """Run the candidate on its own values and return the outputs of its matched calls, by their order."""
+        """Run the candidate on its own values and return copies of the outputs of its matched calls, by their order.
+
+        Outputs that do not fit into `limit_bytes` with those before are left out, and a note counts them. If the
+        candidate raises, a note is added, and the outputs so far are returned.
+        """
         matched_orders = {match.candidate.order for match in matches}
         own_outputs: dict[int, Leaves] = {}
         total_bytes = 0
@@ -196,7 +211,12 @@ class _ModuleSearch:
         return own_outputs
 
     def _judge(self, matches: Sequence[ModuleMatch], own_outputs: dict[int, Leaves], failure: Exception | None) -> None:
-        """Run the reference, and judge the candidate's module at each matched call; the rows go to `judged_calls`."""
+        """Run the reference, and judge the candidate's module at each matched call; the rows go to `judged_calls`.
+
+        A pair is not judged, and its row has a reason, if the inputs cannot be copied or the candidate calls its module
+        with other tensors. `own_outputs` is emptied on the way. `failure` is the exception that the candidate raised in
+        its own run.
+        """
         partners = {match.reference.order: match for match in matches}
         inputs_by_call: dict[int, tuple[ModuleInputs, dict[str, int]] | str] = {}
 
@@ -232,7 +252,7 @@ class _ModuleSearch:
         module_survey.run(self.seed)
 
     def _has_culprit_in(self, call: ModuleCall) -> bool:
-        """Tell whether two nested modules inside of a call diverged, so that the call need not be judged closely."""
+        """Tell whether two modules inside of a call failed, one within the other, so that a brief judgement will do."""
         failures = [
             match.reference
             for match, row in self.judged_calls
@@ -241,7 +261,10 @@ class _ModuleSearch:
         return any(inner.is_within(outer) for inner in failures for outer in failures)
 
     def _culprits(self) -> list[Row]:
-        """Return the rows of the innermost modules that failed, without those inside of an equivalent module."""
+        """Return the rows of the innermost modules that failed, without those inside of an equivalent module.
+
+        Failed modules diverged or crashed by themselves. For each one inside of an equivalent module a note is added.
+        """
         failures = [(match, row) for match, row in self.judged_calls if _own_verdict(row) in _FAILURES]
         innermost = [
             (match, row)
@@ -261,7 +284,7 @@ class _ModuleSearch:
         return culprits
 
     def _equivalent_around(self, call: ModuleCall) -> Row | None:
-        """Return the row of the innermost equivalent module around a call, or None."""
+        """Return the row of the innermost module around a call that was judged and is equivalent by itself, or None."""
         around = [
             (match.reference.order, row)
             for match, row in self.judged_calls
@@ -273,7 +296,11 @@ class _ModuleSearch:
 def _table_row(
     match: ModuleMatch, judgement: ModuleJudgement, inherited: tuple[Comparison, ...], failure: Exception | None
 ) -> Row:
-    """Return the row of one matched pair; a module that raises as the candidate itself did has crashed."""
+    """Return the row of one matched pair; a module that raises as the candidate itself did has crashed.
+
+    `failure` is the exception of the candidate's own run, or None. A module that raises something else has a reason in
+    its row, and no local comparisons.
+    """
     local = judgement.local
     # a module that raises although the candidate as a whole does not is only called in another way than usual
     if failure is not None and judgement.reason == raised(failure):
@@ -290,7 +317,7 @@ def _table_row(
 
 
 def _own_verdict(row: Row) -> Verdict:
-    """Return the worst verdict of a module by itself: its values and gradients.
+    """Return the worst verdict of a module by itself: its values and gradients; INCONCLUSIVE if it was not judged.
 
     A module that returns more or fewer outputs than its partner, such as attention weights, is judged by the outputs
     that both return. If another module needs a missing output, the module around them diverges.
@@ -300,7 +327,10 @@ def _own_verdict(row: Row) -> Verdict:
 
 
 def _inherited_comparisons(policy: Policy, reference: Leaves, candidate: Leaves | None) -> tuple[Comparison, ...]:
-    """Return the comparisons of a call's outputs in both sides' own runs; none if the candidate's were not kept."""
+    """Return the comparisons of a call's outputs in both sides' own runs; none if the candidate's were not kept.
+
+    A policy that needs a truth is replaced by fixed tolerances.
+    """
     if candidate is None:
         return ()
     # there is no truth of a whole run here; fixed tolerances are enough, because inherited errors are never blamed

@@ -29,9 +29,10 @@ class PlacedNode:
 
 
 def placed_nodes(graph_module: GraphModule) -> dict[str, PlacedNode]:
-    """Return the nodes by the names that their records have, in the order of the graph.
+    """Return the nodes of a graph and of the graphs nested in it by the names that their records have, in order.
 
-    Placeholders and outputs are left out because they compute nothing, and so are guards and names of nested graphs.
+    Placeholders and outputs are left out because they compute nothing, and so are calls of export's guards and
+    attribute nodes that hold a module or a nested graph.
     """
     return dict(_walk(graph_module, ""))
 
@@ -42,7 +43,10 @@ def node_records(graph_module: GraphModule) -> tuple[NodeRecord, ...]:
 
 
 def _walk(owner: GraphModule, path: str) -> Iterator[tuple[str, PlacedNode]]:
-    """Yield the nodes of a graph and of those nested in it, by name; `path` is in front of each name."""
+    """Yield the nodes of a graph and of those nested in it, by name; `path` is in front of each name.
+
+    The nodes of a nested graph come where a node names that graph. `placed_nodes` says which nodes are left out.
+    """
     for node in owner.graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
@@ -57,7 +61,7 @@ def _walk(owner: GraphModule, path: str) -> Iterator[tuple[str, PlacedNode]]:
 
 
 def _find_attribute(node: Node, owner: GraphModule) -> Any:
-    """Return the attribute that a node reads or the module that it calls; None if it does neither."""
+    """Return the attribute that a node reads or the module that it calls; None if it does neither or there is none."""
     attribute: Any = None
     if node.op in ("get_attr", "call_module"):
         attribute = owner
@@ -67,7 +71,10 @@ def _find_attribute(node: Node, owner: GraphModule) -> Any:
 
 
 def _describe(name: str, placed: PlacedNode) -> NodeRecord:
-    """Return the record of a node under a name."""
+    """Return the record of a node under a name; its inputs get the same prefix of nested graphs as the name has.
+
+    A `getitem` has the handles of its source too.
+    """
     node = placed.node
     handles = handles_of(node)
     if node.target is operator.getitem and isinstance(node.args[0], Node):
@@ -85,7 +92,10 @@ def _describe(name: str, placed: PlacedNode) -> NodeRecord:
 
 
 def kinds_of(value: Any) -> tuple[str, ...]:
-    """Return the kind of each tensor in a value, as in `float32[2, 3]`, or `(float32[2, 3],)` for a sequence of one."""
+    """Return the kind of each tensor in a value, as in `float32[2, 3]`, or `(float32[2, 3],)` for a sequence of one.
+
+    A size that is not a fixed number is `?`. Any other value has the name of its type as kind, and None has no kind.
+    """
     if isinstance(value, (list, tuple)) and not _has_shape(value):
         inner = tuple(kind for item in value for kind in kinds_of(item))
         return (f"({inner[0]},)",) if len(inner) == 1 else inner
@@ -116,7 +126,10 @@ def _find_example(node: Node, owner: GraphModule) -> Any:
 
 
 def _find_observed_example(node: Node, owner: GraphModule) -> Any:
-    """Return an example of the value that is observed, in the dtype that a dequantize node returns; or None."""
+    """Return shape and dtype of the value that an observer or dequantize node observes, or None if that is not known.
+
+    They are attributes of one object. The dtype of a dequantize node is its `out_dtype`, float32 if it has none.
+    """
     source: Node | None = node
     value: Any = None
     while source is not None and value is None:

@@ -33,7 +33,10 @@ class QuantizedJudge(LocalJudge):
     """Judges quantized regions by their steps, and all others by the noise of their roundings."""
 
     def judging(self, values: RegionValues) -> JudgingSteps[Leaves]:
-        """Return the steps in which these values are judged."""
+        """Return the steps in which these values are judged: by levels if the candidate's region has a dequantize node.
+
+        Regions without one, and all regions if the user named a policy, are judged as `LocalJudge` does.
+        """
         trial = values.within
         if self.policy is None and isinstance(trial, Trial) and _dequantizers(trial.pair.candidate):
             return LevelJudging(settings=self, values=values, trial=trial)
@@ -53,7 +56,10 @@ class LevelJudging(NodeJudging):
         return self.reference
 
     def noisy(self, count: int) -> list[Leaves]:  # noqa: ARG002 — the runs divide one step between them
-        """Return the reference's value as it is after other roundings, or nothing if the levels are not known."""
+        """Return the reference's value as it is after other roundings, or nothing if the levels are not known.
+
+        There are always `RUNS` runs, whatever the count. A note names each dequantize node whose levels are not known.
+        """
         path, region = self.values.path, self.trial.pair.candidate
         reads = {node: self.trial.values[self.trial.partners[node]] for node in region.reads}
         levels: dict[Node, Levels] = {}
@@ -72,7 +78,7 @@ class LevelJudging(NodeJudging):
         return [_moved(self.reference, exact, leaves_of(run, path)) for run in runs]
 
     def compare(self, stage: str, yardstick: Yardstick[Leaves]) -> tuple[Comparison, ...]:  # noqa: ARG002 — there is one
-        """Compare the region's values by the noise of its steps."""
+        """Compare the region's values by the noise of its steps; the reason names the readers of a dequantize node."""
         judge = Judge(policy=StepNoise(), terms=Terms(ignore=frozenset({"requires_grad", "device", "aliasing"})))
         comparisons, _ = judge.compare(yardstick.reference, self._candidate, yardstick.truth, noisy=yardstick.noisy)
         readers = _readers_of(self.trial.pair.candidate)
@@ -85,7 +91,11 @@ class LevelJudging(NodeJudging):
     def _round_again(
         self, run: int, levels: Mapping[Node, Levels], before: Mapping[Node, tuple[torch.Tensor, bool]]
     ) -> dict[Node, torch.Tensor]:
-        """Return the values of the dequantize nodes as another quantizer might have rounded them."""
+        """Return the values of the dequantize nodes as another quantizer might have rounded them, by node.
+
+        `run` is the number of the run, which shifts the levels. `before` has the values before rounding, and whether
+        they are a constant; each element of a constant is rounded by itself.
+        """
         # one seed for all runs: they differ by their number, and share all other random numbers
         generator = torch.Generator().manual_seed(self.settings.seed)
         return {
@@ -94,7 +104,11 @@ class LevelJudging(NodeJudging):
         }
 
     def _before_rounding(self, node: Node, reads: Mapping[Node, Any]) -> tuple[torch.Tensor, bool]:
-        """Return the values of a dequantize node before they were rounded, and whether they are a constant."""
+        """Return the values of a dequantize node before they were rounded, and whether they are a constant.
+
+        The last node of the region has the reference's value, and any other the value in `reads` that is quantized for
+        it. If there is none, as for a folded weight, return the node's own rounded values, as a constant.
+        """
         region, reference = self.trial.pair.candidate, self.values.reference
         source: Node | None = node
         while source is not None and source not in reads and (inner := observed_by(source)) is not None:
@@ -129,7 +143,10 @@ def _run_with(region: Region, reads: Mapping[Node, Any], replaced: Mapping[Node,
 
 
 def _moved(reference: Leaves, exact: Leaves, noisy: Leaves) -> Leaves:
-    """Return the reference's floating-point leaves in float64, moved by the difference of the other two runs."""
+    """Return the reference's floating-point leaves in float64, moved by the difference of the other two runs.
+
+    A leaf that one of the two runs does not have as a tensor is left out.
+    """
     moved: Leaves = {}
     for path, leaf in reference.items():
         before, after = exact.get(path), noisy.get(path)

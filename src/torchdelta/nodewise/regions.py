@@ -60,11 +60,14 @@ class Region:
     module: GraphModule
     nodes: tuple[Node, ...]
     reads: tuple[Node, ...]
-    """The nodes outside of the region that it reads, in the order of the graph."""
+    """The nodes outside of the region that it reads."""
 
     @classmethod
     def before(cls, node: Node, module: GraphModule, known: Collection[Node]) -> Region:
-        """Return the region that ends in this node and reads nothing but known nodes and placeholders."""
+        """Return the region that ends in this node and reads nothing but known nodes and placeholders.
+
+        All other nodes that it depends on are in the region, attribute nodes included. The node itself is always in it.
+        """
         inner: set[Node] = {node}
         reads: dict[Node, None] = {}
         waiting = list(node.all_input_nodes)
@@ -95,7 +98,11 @@ class Region:
         return self.run_with_writes(inputs, overrides)[0]
 
     def run_with_writes(self, inputs: Values, overrides: EdgeValues | None = None) -> tuple[Any, dict[Node, Any]]:
-        """Return the value of the last node, and its inputs as they are after it ran (empty if it does not write)."""
+        """Return the value of the last node, and its inputs as they are after it ran (empty if it does not write).
+
+        The inputs are not written to. A region without nodes returns the value that it reads. `run` explains
+        `overrides`.
+        """
         interpreter = Interpreter(self.module, garbage_collect_values=False)
         values = dict(inputs)
         after: dict[Node, Any] = {}
@@ -107,7 +114,8 @@ class Region:
 def region_reading(sources: Set[Node], node: Node, module: GraphModule, known: Collection[Node]) -> Region:
     """Return the region that ends in the node and reads the sources, which the candidate's region reads too.
 
-    Without a small region of that kind, return the one that reads the nearest known nodes.
+    If the node is a source itself, the region reads it and has no nodes. If no region of at most `LARGEST_REGION` nodes
+    reads just sources, placeholders and attributes, return the one that reads the nearest known nodes.
     """
     if node in sources:
         return Region(module, (), (node,))
@@ -120,7 +128,10 @@ def region_reading(sources: Set[Node], node: Node, module: GraphModule, known: C
 
 
 def is_discontinuous(region: Region) -> bool:
-    """Tell whether a region is a single discontinuous operation, which adds no rounding of its own."""
+    """Tell whether a region is a single discontinuous operation, which adds no rounding of its own.
+
+    Such operations are comparisons, `argmax`, `sort`, `round` and the like, and divisions with a rounding mode.
+    """
     if len(region.nodes) != 1:
         return False
     node = region.result
@@ -136,7 +147,7 @@ def run_node(interpreter: Interpreter, node: Node, values: Values) -> Any:
 def run_with_writes(
     interpreter: Interpreter, node: Node, values: Values, overrides: EdgeValues | None = None
 ) -> tuple[Any, dict[Node, Any]]:
-    """Run one node on copies of the inputs that it writes to.
+    """Run one node on copies of the inputs that it writes to; `overrides` has other values for some of its inputs.
 
     Return its value, and its inputs as they are afterwards (empty if it does not write).
     """
@@ -151,7 +162,10 @@ def run_with_writes(
 
 
 def call_node(interpreter: Interpreter, node: Node, args: Any, kwargs: Any) -> Any:
-    """Return the value of one node for these arguments, which are not copied."""
+    """Return the value of one node for these arguments, which are not copied.
+
+    A `cond` runs the branch that its predicate chooses, as a plain call.
+    """
     if node.target is torch.ops.higher_order.cond:
         # the operator itself does not run under the dispatch modes that compute truth and noise
         predicate, if_true, if_false, operands = (*args, ())[:4]
@@ -167,7 +181,8 @@ def has_writers(module: GraphModule) -> bool:
 def copy_with_redirected_reads(module: GraphModule) -> GraphModule:
     """Return a copy of the graph after `redirect_reads`, or the graph itself if no writer returns its input.
 
-    In the copy a write that a candidate leaves out shows as an edge to another node, like any other missing operation.
+    The copy has the same parameters, and buffers of its own. In it a write that a candidate leaves out shows as an edge
+    to another node, like any other missing operation.
     """
     if not any(returns_what_it_writes(node) for node in module.graph.nodes):
         return module
@@ -177,7 +192,10 @@ def copy_with_redirected_reads(module: GraphModule) -> GraphModule:
 
 
 def redirect_reads(module: GraphModule) -> None:
-    """Change the graph so that a node that reads a value after a write reads the writer, which returns that value."""
+    """Change the graph so that a node that reads a value after a write reads the writer, which returns that value.
+
+    Writers that do not return the tensor that they write to are left as they are.
+    """
     order = {node: place for place, node in enumerate(module.graph.nodes)}
     for writer in list(module.graph.nodes):
         if returns_what_it_writes(writer):
@@ -196,7 +214,10 @@ def directly_written_nodes(module: GraphModule) -> frozenset[Node]:
 
 
 def stale_edges(module: GraphModule) -> set[tuple[Node, Node]]:
-    """Return the (producer, reader) edges whose value was overwritten in between through another node."""
+    """Return the (producer, reader) edges whose value a node may have overwritten in between.
+
+    The writer writes to the producer or to a node that may share its memory. Norms and called modules do not count.
+    """
     order = {node: place for place, node in enumerate(module.graph.nodes)}
     stale: set[tuple[Node, Node]] = set()
     shares: dict[Node, set[Node]] = {}
@@ -212,7 +233,10 @@ def stale_edges(module: GraphModule) -> set[tuple[Node, Node]]:
 
 
 def copy_written_inputs(writer: Node, inputs: Values, *, is_detached: bool = True) -> dict[Node, Any]:
-    """Return the inputs of a node, with copies of those whose memory it may write to."""
+    """Return the inputs of a node, with copies of those whose memory it may write to; the others are not copied.
+
+    With `is_detached` the copies are detached; otherwise gradients go through them.
+    """
     written = may_write(writer)
     storages = storages_of([inputs[source] for source in written])
     exposed = {
@@ -235,7 +259,10 @@ def storages_of(value: Any) -> set[int]:
 
 
 def copy_tensors(value: Any, *, is_detached: bool = True) -> Any:
-    """Return the value with a copy of every tensor; a tensor that occurs twice is copied once."""
+    """Return the value with a copy of every tensor; a tensor that occurs twice is copied once.
+
+    With `is_detached` the copies are detached; otherwise gradients go through them. Other leaves are not copied.
+    """
     copies: dict[int, torch.Tensor] = {}
 
     def copy_leaf(leaf: Any) -> Any:
@@ -247,7 +274,10 @@ def copy_tensors(value: Any, *, is_detached: bool = True) -> Any:
 
 
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return the value with `change` applied to every leaf in its tuples, lists, dicts and slices."""
+    """Return the value with `change` applied to every leaf in its tuples, lists, dicts and slices.
+
+    The containers are new objects of the same kind; the keys of dicts stay.
+    """
     if isinstance(value, tuple):
         items = [map_leaves(item, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -266,7 +296,11 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def is_identical(reference: Any, candidate: Any) -> bool:
-    """Tell whether two values are bitwise equal; a tensor whose values cannot be read is not equal to another."""
+    """Return whether two values are equal: tensors in dtype, shape, device and elements, others in type and by `==`.
+
+    Sequences are compared item by item, and a list may equal a tuple. NaN equals nothing, and 0.0 equals -0.0. A tensor
+    that is fake, quantized or not strided equals only itself, and a dict equals nothing.
+    """
     if isinstance(reference, torch.Tensor) and isinstance(candidate, torch.Tensor):
         return reference is candidate or (
             reference.dtype == candidate.dtype

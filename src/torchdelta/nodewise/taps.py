@@ -68,7 +68,8 @@ class Taps:
     def __call__(self, handed: HandedGraph) -> Callable[..., Any]:
         """Let the transform compile the graph with taps, and return a callable with the graph's original outputs.
 
-        Its first call judges the tapped nodes and adds them to `nodes`.
+        Its first call judges the tapped nodes and adds them to `nodes`. The numbers of nodes that can have a tap and of
+        those that got one are added to `total` and `tap_count`.
         """
         original = graphs.copy_graph(handed.graph)
         redirect_reads(original)
@@ -97,7 +98,10 @@ class Taps:
         return call
 
     def _fit_into_limit(self, nodes: list[Node]) -> list[Node]:
-        """Return the nodes whose values fit into `limit_bytes` together, and add a note about the others."""
+        """Return the nodes whose values fit into `limit_bytes` together, and add a note about the others.
+
+        A node that does not fit is passed over, and smaller ones after it may still fit. Without a limit, return all.
+        """
         if self.limit_bytes is None:
             return nodes
         chosen, used = [], 0
@@ -117,7 +121,11 @@ class Taps:
     def _judge_graph(
         self, graph: GraphModule, inputs: Sequence[Any], tapped: Mapping[str, Any], level: str
     ) -> Iterator[TappedNode]:
-        """Yield a judgement for each tapped node whose inputs are known; `tapped` has the values by name."""
+        """Yield a judgement for each tapped node whose region has no unsteady node; `tapped` has the values by name.
+
+        A region starts at inputs, attributes and tapped nodes, without those that `_widened_nodes` returns. A note
+        names the unsteady nodes.
+        """
         widened, unsteady = _widened_nodes(graph), unsteady_nodes(graph)
         skipped = [node.name for node in unsteady if node.op != "output"]
         if skipped:
@@ -134,7 +142,11 @@ class Taps:
             known |= {node} if node.name in tapped and node not in widened else set()
 
     def _judge_node(self, region: Region, values: Mapping[Node, Any], level: str) -> TappedNode:
-        """Run a region eagerly on the candidate's values, and return the judgement of its last node."""
+        """Run a region eagerly on the candidate's values, and return the judgement of its last node.
+
+        If the region draws random numbers, or reads memory that is not laid out as it was traced, a note is added and
+        the judgement has no comparisons and `is_judged=False`.
+        """
         inputs = {node: values[node] for node in region.reads}
         node = region.result
         before = runtime.generator_states()
@@ -159,7 +171,11 @@ class Taps:
 
 
 def tap(graph_module: GraphModule, names: Collection[str]) -> tuple[GraphModule, int]:
-    """Return a copy of the graph that returns these nodes' values too, and the number of its original outputs."""
+    """Return a copy of the graph that returns these nodes' values too, and the number of its original outputs.
+
+    The copy takes and returns flat values. A tapped value is a detached clone; they come after the outputs, in the
+    order of the graph.
+    """
     # the copy shares the parameters, so that gradients reach those of the original
     tapped = graphs.flatten_signature(GraphModule(graph_module, copy.deepcopy(graph_module.graph)))
     output = tapped.graph.output_node()
@@ -189,7 +205,10 @@ def is_tappable(node: Node) -> bool:
 
 
 def _named_outputs(graph_module: GraphModule, returned: Sequence[Any]) -> dict[str, Any]:
-    """Return copies of the graph's own outputs by name, which serve as taps; overwritten outputs are left out."""
+    """Return detached copies of the graph's own outputs by name, which serve as taps.
+
+    Overwritten outputs are left out, and so are inputs and values that are not tensors.
+    """
     output = graph_module.graph.output_node()
     nodes = output.args[0] if isinstance(output.args[0], (list, tuple)) else (output.args[0],)
     stale = stale_edges(graph_module)
@@ -213,7 +232,7 @@ def fill_values(
 ) -> Iterator[Node]:
     """Add the value of each node to `values`, in the order of the graph, and yield each node after its value is there.
 
-    A tapped value is the candidate's own; other values are computed eagerly.
+    A tapped value is the candidate's own; other values are computed eagerly. The output node is left out.
     """
     interpreter = Interpreter(graph, garbage_collect_values=False)
     feed = iter(inputs)
@@ -228,7 +247,7 @@ def fill_values(
 
 
 def _widened_nodes(graph_module: GraphModule) -> set[Node]:
-    """Return the nodes computed in a wider dtype from a narrower value, and those that depend on them in that dtype.
+    """Return the nodes that convert floats to a wider dtype, and those computed from them in at least 32 bits.
 
     Their tapped value does not count as known. A tap shows the narrower value after its rounding, but a compiler may
     have fused the nodes and read it before. So the region of a later node starts before the widening.
@@ -241,9 +260,10 @@ def _widened_nodes(graph_module: GraphModule) -> set[Node]:
 
 
 def unsteady_nodes(graph_module: GraphModule) -> dict[Node, None]:
-    """Return the nodes that read memory which another node wrote to meanwhile, or which was never set.
+    """Return the nodes that read memory which another node wrote to meanwhile, or that have or read memory never set.
 
-    A write through one node changes every node that shares its memory, and a tap shows only its own node.
+    They are the keys, in the order of the graph; the output may be among them. A write through one node changes every
+    node that shares its memory, and a tap shows only its own node.
     """
     readers = {reader for _, reader in stale_edges(graph_module)}
     unset: set[Node] = set()
@@ -261,7 +281,10 @@ def _sources_read_as_memory(region: Region) -> list[Node]:
 
 
 def _has_traced_layout(node: Node, values: Mapping[Node, Any]) -> bool:
-    """Tell whether a value has the strides, offset and storage size that the graph was traced with."""
+    """Tell whether a value has the strides, offset and storage size that the graph was traced with.
+
+    Return False if the graph has no traced tensor for the node, or `values` has no tensor for it.
+    """
     traced, value = node.meta.get("val", node.meta.get("example_value")), values.get(node)
     if not isinstance(traced, torch.Tensor) or not isinstance(value, torch.Tensor):
         return False

@@ -84,7 +84,10 @@ class Trial:
             return self.pair.reference.run(values)
 
     def judge_values(self, reference: Any, replacements: Replacements) -> tuple[Comparison, ...]:
-        """Return the comparisons of the candidate's region, run with these replacements, with the reference's value."""
+        """Return the comparisons of the candidate's region, run with these replacements, with the reference's value.
+
+        If it raises, return one comparison that diverged, because a replacement may have the wrong shape.
+        """
         try:
             value = self._run_candidate(self.values, replacements)
         except Exception as error:  # a replacement may have a shape that the candidate's node does not take
@@ -94,7 +97,11 @@ class Trial:
         )
 
     def judge_written(self, reference: Mapping[Node, Any], candidate: Mapping[Node, Any]) -> tuple[Comparison, ...]:
-        """Return the comparisons of the inputs that both sides' last nodes wrote to, as they are afterwards."""
+        """Return the comparisons of the inputs that the reference's last node changed with those of the candidate's.
+
+        Both arguments have the inputs after the writes, by the node of their side. An input of the candidate whose
+        partner is not in `reference` is left out.
+        """
         comparisons: list[Comparison] = []
         for theirs, value in candidate.items():
             ours = self.partners.get(theirs)
@@ -110,7 +117,10 @@ class Trial:
         return tuple(comparisons)
 
     def judge_gradients(self, replacements: Replacements) -> tuple[Comparison, ...]:
-        """Return the comparisons of the trained inputs' gradients, under the same random cotangent on both sides."""
+        """Return the comparisons of the trained inputs' gradients, under the same random cotangent on both sides.
+
+        The candidate's region is run with these replacements. If a side raises, return one comparison that diverged.
+        """
         name = self.pair.reference.result.name
 
         def gradients_of(run: Callable[[Mapping[Any, Any]], Any], values: Mapping[Any, Any]) -> Any:
@@ -133,7 +143,11 @@ class Trial:
         return blame(self.pair.reference, self.pair.candidate, self.values, self.partners, is_mended)
 
     def _run_candidate(self, values: Mapping[Node, Any], replacements: Replacements) -> Any:
-        """Return the value of the candidate's region, run on the reference's values with these replacements."""
+        """Return the value of the candidate's region, run on the reference's values with these replacements.
+
+        `values` are by nodes of the reference. They are cast where the candidate has a lower dtype on purpose. The
+        random generators start as in the reference's region.
+        """
         inputs = {
             node: values[self.partners[node]].to(self.lowered[node])
             if node in self.lowered
@@ -159,6 +173,8 @@ def blame(
     """Return the culprit: the node of the reference whose work the candidate's region does not do.
 
     `values` has the values of the reference's nodes. `is_mended` tells whether the region is right with a replacement.
+    The culprit is the node of the first replacement that mends it, out of `MOST_TRIALS`. If none does, or if the reader
+    is to blame for what it reads (`_is_readers_work`), the culprit is the last node of the reference's region.
     """
     for edge, replacement in _candidate_replacements(reference, candidate, values, partners)[:MOST_TRIALS]:
         if is_mended({edge: replacement}):
@@ -170,7 +186,11 @@ def blame(
 def _candidate_replacements(
     reference: Region, candidate: Region, values: Mapping[Node, Any], partners: Mapping[Node, Node]
 ) -> list[tuple[tuple[Node, Node], Node]]:
-    """Return edges of the candidate's region, each with a node of the reference to read instead, likely ones first."""
+    """Return edges of the candidate's region, each with a node of the reference to read instead, likely ones first.
+
+    The nodes are those of the reference's region and those that it reads, without its last one and the partner of the
+    node that the edge reads already.
+    """
     available = [
         node
         for node in (*reference.nodes[:-1], *reference.reads)
@@ -189,8 +209,9 @@ def _is_readers_work(
 ) -> bool:
     """Tell whether the reader is to blame for reading the wrong node.
 
-    It is if the wrong node has the reader's handle, if the right node is an input, which does no work, or if the value
-    was read after it was overwritten and not before.
+    `wrong` is the candidate's node that is read, and `right` the reference's node that should be. The reader is to
+    blame if the wrong node has a handle of the reference's last node, if the right node is an input or attribute that
+    the candidate's region reads too, or if the wrong node is the right one after it was overwritten.
     """
     if returns_what_it_writes(wrong) and isinstance(wrong.args[0], Node) and partners.get(wrong.args[0]) is right:
         return True
