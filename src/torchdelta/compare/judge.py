@@ -55,13 +55,13 @@ class Judge:
         return comparisons, unmatched
 
     def _compare_pair(self, pair: Pair, aliases: tuple[Aliases, Aliases]) -> Comparison:
-        """Return the comparison of two leaves: of their contract and values, or as objects if they are not of numbers.
+        """Return the comparison of two leaves: of contract and values if both hold numbers, or else as objects.
 
-        Tensors, numbers and numeric arrays of one class have numbers. Their values are INCONCLUSIVE if the shapes
-        differ or a side is a meta or fake tensor. They are EQUIVALENT, without a measurement, if both leaves are the
-        same tensor object. Otherwise the policy judges floats, and integers have to be equal unless the policy judges
-        them too. A broken clause that the terms do not excuse makes the verdict DIVERGED; it is the reason unless the
-        values have diverged themselves.
+        Tensors, numbers and numeric arrays hold numbers; both have to be of one class. Their values are INCONCLUSIVE if
+        the shapes differ or a side is a meta or fake tensor. They are EQUIVALENT, without a measurement, if both leaves
+        are the same tensor object. Otherwise the policy judges floats, and integers have to be equal unless the policy
+        judges them too. A broken clause that the terms do not excuse makes the verdict DIVERGED; it is the reason
+        unless the values have diverged themselves.
         """
         reference, candidate = as_tensor(pair.reference), as_tensor(pair.candidate)
         if reference is None or candidate is None or not is_same_class(pair.reference, pair.candidate):

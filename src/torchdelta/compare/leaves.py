@@ -233,7 +233,7 @@ def _items(value: Any) -> list[Child] | None:
 def _entries(mapping: Any) -> Iterator[Child]:
     """Yield the values of a mapping as (`[key]`, value) in its order.
 
-    A key that is not a number, text or the like, or a tuple of these, may share its `repr` with another key. It is
+    A key other than a number, a text or the like, or a tuple of these, may share its `repr` with another key. It is
     yielded as a child of its own, at `.keys()[index]`, before its value at `.values()[index]`.
     """
     for index, (key, item) in enumerate(mapping.items()):

@@ -187,10 +187,10 @@ def has_diverged(answers: Answers) -> bool:
 
 
 def select_answers(comparisons: Iterable[Comparison]) -> dict[str, Comparison]:
-    """Return those of some comparisons in float64 that say something about the function, by path.
+    """Return, by path, the comparisons in float64 that say whether both sides are the same function.
 
-    They are the float64 and complex128 leaves, because integers are exact in the native run already, and the leaves
-    that have diverged without a measurement, such as one that only one side has.
+    They are those of float64 and complex128 leaves, because integers are exact in the native run already, and those
+    that have diverged without a measurement, such as that of a leaf that only one side has.
     """
     return {
         comparison.path: comparison

@@ -62,11 +62,12 @@ def block_length(shape: torch.Size) -> int:
 
 
 def spread(truth: torch.Tensor, run: torch.Tensor, mask: float = MASK) -> Spread:
-    """Return the distances of a run from the truth, without the elements at which |truth| is beyond `mask`.
+    """Return the distances of a run from the truth: mean squares by block, the largest one, and two counts.
 
-    These, and elements that are NaN or infinite on at least one side, count as zero in the squares. Of complex tensors
-    the components are elements. A tensor without elements has one block, of zero. Large tensors are scanned by threads.
-    ValueError if the shapes differ or only one of both is complex.
+    The counts are those of elements that are NaN or infinite on at least one side, and of other elements at which
+    |truth| is beyond `mask`; all of these have a distance of zero. Of complex tensors the components are elements. A
+    tensor without elements has one block, of zero. Large tensors are scanned by threads. ValueError if the shapes
+    differ or only one of both is complex.
     """
     if truth.shape != run.shape or truth.is_complex() != run.is_complex():
         raise ValueError(

@@ -47,7 +47,7 @@ def statistics_of(tensor: torch.Tensor) -> Statistics:
     """Return dtype, shape, counts of NaN and Inf, extremes, mean, rms and checksum of an ordinary tensor.
 
     Extremes, mean and rms are those of the finite elements, and NaN if there are none. Of a complex tensor they, and
-    the counts of NaN and Inf, are those of its components. The checksum is the same for any NaN.
+    the counts of NaN and Inf, are those of its components. The checksum does not tell one NaN from another.
     """
     values = tensor.detach().resolve_conj().resolve_neg()
     flat = (torch.view_as_real(values) if values.is_complex() else values).contiguous().reshape(-1).cpu()

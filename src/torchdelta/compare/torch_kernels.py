@@ -42,8 +42,8 @@ def has_ulps(reference: torch.Tensor, candidate: torch.Tensor) -> bool:
 def join(first: Measurement, second: Measurement) -> Measurement:
     """Return the measurement of two neighbouring pieces together; `first` comes before `second` in flat order.
 
-    The worst element is the first misplaced one, or without any that of the largest difference. `max_ulp` is None if it
-    is None in a piece.
+    The worst element is the first misplaced one, or that of the largest difference if none is misplaced. `max_ulp` is
+    None if either piece has none.
     """
     if first.misplaced or (not second.misplaced and first.max_abs >= second.max_abs):
         worst = first.worst

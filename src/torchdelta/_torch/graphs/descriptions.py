@@ -142,8 +142,8 @@ class ValueBuilder:
     def _size(self, data: Any) -> Any:
         """Return a described size: a number, a float from its text, None, or the symbol of a dict.
 
-        The symbol is made at its first use and remembered by its text: a symbol with that value, or an unbacked one
-        without a hint. Raise ValueError if a dict does not describe a symbol.
+        The symbol is made at its first use and remembered by its text. Its value is the hint, and without a hint it is
+        unbacked. Raise ValueError if a dict does not describe a symbol.
         """
         if not isinstance(data, dict):
             return float(data) if isinstance(data, str) else data

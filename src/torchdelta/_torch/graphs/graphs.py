@@ -184,9 +184,9 @@ def has_fixed_float(node: Node, graph_module: GraphModule) -> bool:
 
 
 def copy_sharing_parameters(graph_module: GraphModule) -> GraphModule:
-    """Return a copy with the same parameters, which a run does not change, and with buffers and nodes of its own.
+    """Return a copy with nodes of its own, the same parameters, which a run does not change, and clones of the buffers.
 
-    A module that the graph calls is the same object in both, so both use the new buffers of that module.
+    A module that the graph calls is the same object in both graphs, so there the original uses the clones too.
     """
     duplicate = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     for module in duplicate.modules():
