@@ -34,7 +34,11 @@ class Terms:
         return Breach(clause=clause, reference=str(reference), candidate=str(candidate), excused=self.excuses(clause))
 
     def breach_of_dtype(self, reference: torch.dtype, candidate: torch.dtype) -> Breach:
-        """Return the breach of the dtype, excused if the transform lowers precision to it on purpose."""
+        """Return the breach of the clause `dtype`, for a candidate whose dtype differs from the reference's.
+
+        It is excused if the terms excuse every difference of dtypes, or if the reference is floating-point and the
+        candidate has the dtype `lowered_to`.
+        """
         return Breach(
             clause="dtype",
             reference=tensors.dtype_name(reference),
@@ -44,7 +48,11 @@ class Terms:
 
 
 def breaches(reference: torch.Tensor, candidate: torch.Tensor, terms: Terms) -> tuple[Breach, ...]:
-    """Return every clause that the candidate breaks, excused ones included."""
+    """Return a breach for each of dtype, shape, stride, device and requires_grad that differs, excused ones included.
+
+    Strides are compared only if the shapes agree, and only in dimensions of two or more elements, because other strides
+    have no effect. The tuple is empty if nothing differs.
+    """
     broken = []
     if reference.dtype != candidate.dtype:
         broken.append(terms.breach_of_dtype(reference.dtype, candidate.dtype))

@@ -20,7 +20,11 @@ MOVED = 64.0
 
 
 def distance(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Return the largest difference as a share of the largest element, or infinity if shapes, dtypes or NaNs differ."""
+    """Return the largest difference as a share of the largest finite |element| of `first`; 0 if no element differs.
+
+    Two NaNs are equal, and so are two infinities of one sign. Return infinity if shapes or dtypes differ, if a NaN or
+    an infinity is on one side only, or if elements differ although all finite elements of `first` are zero.
+    """
     if first.shape != second.shape or first.dtype != second.dtype:
         return math.inf
     one, other = _wide(first), _wide(second)
@@ -34,11 +38,15 @@ def distance(first: torch.Tensor, second: torch.Tensor) -> float:
 def first_difference(
     plain: Leaves, other: Leaves, moved: Sequence[Leaves], choose: Callable[[Iterable[float]], float] = min
 ) -> str:
-    """Return the first leaf that differs, and by how much; empty if rounding explains all differences.
+    """Return path and difference, as text, of the first leaf that rounding does not explain; empty if it explains all.
 
-    `moved` are the results for inputs with other last bits: a value that is zero but for rounding is as far from
-    itself there. `choose` takes the noise from them: `min` if one of them may have crossed an edge, `max` if the
-    computation is linear.
+    A leaf on one side only is a difference. Numbers are compared as tensors. Other objects differ if their types do, or
+    if they are unequal strings. The `distance` of two tensors is explained up to `MOVED` times the noise, and for
+    floats up to the root of the dtype's eps.
+
+    `moved` are the leaves for inputs with other last bits. Their finite distances from `plain` are the noise, because a
+    value that is zero but for rounding is as far from itself there; without any, the noise is 0. `choose` takes one of
+    these distances: `min` if one of the runs may have crossed an edge, `max` if the computation is linear.
     """
     for path in dict.fromkeys((*plain, *other)):
         if (path in plain) is not (path in other):
@@ -59,7 +67,11 @@ def first_difference(
 
 
 def with_other_last_bits(tensor: torch.Tensor, sign: int) -> torch.Tensor:
-    """Return the tensor with about half of its numbers moved by one last place, away from zero or towards it."""
+    """Return a dense detached copy with about half of the numbers moved by one last place, or an integer tensor itself.
+
+    A `sign` of 1 moves them away from zero, −1 towards zero. The random choice of elements is the same in every call
+    with the same shape.
+    """
     if not is_inexact(tensor.dtype):
         return tensor
     generator = torch.Generator().manual_seed(0)
@@ -90,7 +102,11 @@ def _as_tensor(value: Any) -> Any:
 
 
 def _describe_gap(first: torch.Tensor, second: torch.Tensor, gap: float) -> str:
-    """Return in words how two tensors differ: by how much, in kind, or in the first element."""
+    """Return in words how two tensors differ whose `distance` is `gap`.
+
+    That is the gap if it is finite, or else both dtypes and shapes if these differ, or else the first two elements that
+    differ.
+    """
     if math.isfinite(gap):
         return f"{gap:.3g} of its largest element apart"
     if first.shape != second.shape or first.dtype != second.dtype:

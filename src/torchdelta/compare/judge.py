@@ -43,14 +43,26 @@ class Judge:
         aliases: tuple[Aliases, Aliases] = ({}, {}),
         noisy: Sequence[Leaves] = (),
     ) -> tuple[list[Comparison], list[UnmatchedLeaf]]:
-        """Return a comparison of every leaf, and the leaves without a partner, whose comparisons have diverged."""
+        """Return a comparison of each path, and the leaves that only one side has, whose comparisons are DIVERGED.
+
+        Two containers of one kind have no comparison. `truth` and `noisy` have the leaves of the float64 run and of the
+        noisy runs, which may lack some. `aliases` says, for the reference and for the candidate, with which other
+        values the leaf at a path shares memory; a difference is a breach of the clause `aliasing`.
+        """
         pairs, unmatched = align(reference, candidate, truth, noisy)
         comparisons = [self._compare_pair(pair, aliases) for pair in pairs]
         comparisons += [compare_alone(leaf) for leaf in unmatched]
         return comparisons, unmatched
 
     def _compare_pair(self, pair: Pair, aliases: tuple[Aliases, Aliases]) -> Comparison:
-        """Return the comparison of two leaves: tensors by contract and policy, all others as objects."""
+        """Return the comparison of two leaves: of contract and values if both hold numbers, or else as objects.
+
+        Tensors, numbers and numeric arrays hold numbers; both have to be of one class. Their values are INCONCLUSIVE if
+        the shapes differ or a side is a meta or fake tensor. They are EQUIVALENT, without a measurement, if both leaves
+        are the same tensor object. Otherwise the policy judges floats, and integers have to be equal unless the policy
+        judges them too. A broken clause that the terms do not excuse makes the verdict DIVERGED; it is the reason
+        unless the values have diverged themselves.
+        """
         reference, candidate = as_tensor(pair.reference), as_tensor(pair.candidate)
         if reference is None or candidate is None or not is_same_class(pair.reference, pair.candidate):
             return compare_objects(pair, self.terms)
@@ -89,7 +101,12 @@ class Judge:
     def _sample(
         self, reference: torch.Tensor, candidate: torch.Tensor, truth: torch.Tensor | None, noisy: tuple[Any, ...]
     ) -> Sample:
-        """Return both tensors with their truth, their noisy runs and their measurement."""
+        """Return both tensors with their measurement, its worst element, their truth and their noisy runs.
+
+        A truth of another shape or without values becomes None, and noisy runs that are not tensors with values of the
+        reference's shape are left out. The tolerances of the measurement are the policy's, or torch.testing's for these
+        dtypes if the policy has none.
+        """
         reference, candidate = tensors.resolve(reference), tensors.resolve(candidate)
         truth = tensors.resolve(truth) if truth is not None and _is_like(truth, reference) else None
         rtol, atol = self.policy.rtol, self.policy.atol
@@ -118,7 +135,11 @@ class Judge:
         return self._judge_exact(sample.measurement)
 
     def _judge_exact(self, pair: Measurement) -> Judgement:
-        """Return the judgement of integers or booleans: diverged if one differs, unless the terms excuse that."""
+        """Return the judgement of integers or booleans: DIVERGED if an element differs, otherwise EQUIVALENT.
+
+        If the terms excuse the clause `integers`, a difference is EQUIVALENT too, and the judgement has the excused
+        breach.
+        """
         verdict, reason = Verdict.EQUIVALENT, "identical"
         broken: tuple[Breach, ...] = ()
         if pair.mismatches:
@@ -160,7 +181,10 @@ def _partners(paths: frozenset[str]) -> str:
 def _worst(
     measurement: Measurement, reference: torch.Tensor, candidate: torch.Tensor, truth: torch.Tensor | None
 ) -> Worst | None:
-    """Return the worst element of a measurement with its three values, or None if no element differs."""
+    """Return index and values of the worst element in reference, candidate and truth, or None if the tensors are empty.
+
+    If no element differs, it is the first element. Without a truth its value there is None. Complex values are strings.
+    """
     if measurement.worst < 0:
         return None
     index = _unravel(measurement.worst, reference.shape)
@@ -173,7 +197,7 @@ def _worst(
 
 
 def _unravel(flat: int, shape: torch.Size) -> tuple[int, ...]:
-    """Return a flat index as one index for each dimension."""
+    """Return a flat index as one index for each dimension, outermost first."""
     index: tuple[int, ...] = ()
     for size in reversed(shape):
         flat, step = divmod(flat, size)

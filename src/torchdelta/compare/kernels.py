@@ -32,7 +32,11 @@ class _Small:
 
 
 def compiled(name: str, elements: int) -> ModuleType | None:
-    """Return a module of compiled loops for so many elements, or None if torch is as fast or numba is missing."""
+    """Import and return a module of compiled loops, or None if numba is missing or torch is fast enough for `elements`.
+
+    `name` is that of a module of this package. Until the module is loaded, each call for at most `CPU_PIECE` elements
+    is counted and returns None, up to `_MANY` calls in the process; after these it is loaded for small tensors too.
+    """
     module = f"{__package__}.{name}"
     if module not in sys.modules and elements <= CPU_PIECE:
         _Small.measured += 1
@@ -79,7 +83,9 @@ _MEASURABLE = frozenset(
 def measure(reference: torch.Tensor, candidate: torch.Tensor, *, rtol: float = 0.0, atol: float = 0.0) -> Measurement:
     """Return the measurement of two dense tensors of the same shape, element by element; nothing is broadcast.
 
-    ValueError if the shapes differ, TypeError if a tensor is quantized or not dense.
+    `rtol` and `atol` only decide which elements count as `beyond`. Of complex tensors the components are measured as
+    elements, but `worst` is the index of a whole element. ValueError if the shapes differ, TypeError if a tensor is
+    quantized, sparse or of a dtype without arithmetic.
     """
     if reference.shape != candidate.shape:
         raise ValueError(
@@ -101,7 +107,10 @@ def measure(reference: torch.Tensor, candidate: torch.Tensor, *, rtol: float = 0
 
 
 def _measure_spans(reference: torch.Tensor, candidate: torch.Tensor, rtol: float, atol: float) -> Measurement:
-    """Return the measurement of two tensors, joined from those of their spans."""
+    """Return the measurement of two tensors with elements; those of large CPU tensors are measured in spans by threads.
+
+    `worst` of complex tensors is the flat index of a component.
+    """
     on_cpu = reference.is_cpu and candidate.is_cpu
     measure_span = _cpu_measure(reference.numel()) if on_cpu else torch_kernels.measure_span
     if reference.numel() <= _SPAN or not on_cpu:
@@ -123,7 +132,10 @@ def _cpu_measure(elements: int) -> SpanMeasure:
 
 
 def _empty_measurement(reference: torch.Tensor, candidate: torch.Tensor) -> Measurement:
-    """Return the measurement of two tensors without elements."""
+    """Return the measurement of two tensors without elements: zeros, and −1 as `worst`.
+
+    `max_ulp` is 0 if both have the same floating-point dtype, and otherwise None.
+    """
     return Measurement(
         numel=0,
         finite=0,

@@ -93,7 +93,12 @@ class Unreadable:
 
 
 def leaves_of(value: Any, path: str = "value") -> Leaves:
-    """Return every leaf of a value by its path, which starts with `path`."""
+    """Return every leaf of a value by its path, which starts with `path`; each container on the way is a `Container`.
+
+    A value that raises when it is taken apart becomes an `Unreadable`. A container inside of itself becomes a
+    `Container` that names the path of the outer one, and is not entered again. The attributes of a tensor subclass are
+    leaves beside the tensor. A path that is taken already gets a prime (′) at its end.
+    """
     leaves: Leaves = {}
     waiting: list[tuple[str, Any, dict[int, Child]]] = [(path, value, {})]
     while waiting:
@@ -126,7 +131,9 @@ def align(
 ) -> tuple[list[Pair], list[UnmatchedLeaf]]:
     """Return the pairs of leaves of the same path, with truth and noisy runs, and the leaves without a partner.
 
-    Containers of the same kind are not among the pairs, because they are structure and not evidence.
+    Containers of the same kind are not among the pairs, because they are structure and not evidence. A pair's truth is
+    None if the truth does not have the path, and noisy runs without the path are left out of it. The leaves that only
+    the reference has come before those of the candidate.
     """
     truth = truth or {}
     pairs = [
@@ -140,7 +147,11 @@ def align(
 
 
 def describe(value: Any) -> str:
-    """Return in a few words what a leaf is."""
+    """Return in a few words what a leaf is: dtype, class and shape of a tensor or array, `repr` of any other object.
+
+    Of the `repr` the first line is returned, cut to 60 characters. An object whose `repr` raises is described by its
+    class.
+    """
     if isinstance(value, torch.Tensor):
         return f"{tensors.dtype_name(value.dtype)} {tensors.describe(value)}"
     if isinstance(value, np.ndarray):
@@ -168,7 +179,7 @@ def _unmatched(side: str, leaves: Leaves, others: Leaves) -> list[UnmatchedLeaf]
 
 
 def _kind(value: Any) -> str:
-    """Return the kind of a container, in words."""
+    """Return the kind of a container in words: its class, and for a tensor or array also its shape."""
     if isinstance(value, torch.Tensor):
         return tensors.describe(value)
     if isinstance(value, np.ndarray):
@@ -177,7 +188,12 @@ def _kind(value: Any) -> str:
 
 
 def _children(value: Any) -> list[Child] | None:
-    """Return the children of a container, each with its step in the path, or None for a leaf."""
+    """Return the children of a container, each as its step in the path and its value, or None for a leaf.
+
+    A tensor has its components, an array those of `_array_items`, a collection its items, and any other object its
+    attributes. A subclass of a built-in collection has items and attributes. Plain tensors, atoms such as numbers,
+    strings and functions, and objects that may keep state outside of attributes are leaves.
+    """
     if isinstance(value, torch.Tensor):
         return tensors.components(value)
     if isinstance(value, _ATOMS):
@@ -194,7 +210,11 @@ def _children(value: Any) -> list[Child] | None:
 
 
 def _items(value: Any) -> list[Child] | None:
-    """Return the items of a mapping, tuple, set, sequence, partial or method, or None for any other object."""
+    """Return the items of a mapping, set, sequence, partial or method by their steps, or None for any other object.
+
+    The step is `[key]` in a mapping, `.field` in a named tuple, `[index]` in a sequence, and `{index}` in a set, which
+    is sorted: numbers by size first, and then other items by their `repr`.
+    """
     if isinstance(value, (torch.nn.ParameterDict, Mapping)):
         return list(_entries(value))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -211,7 +231,11 @@ def _items(value: Any) -> list[Child] | None:
 
 
 def _entries(mapping: Any) -> Iterator[Child]:
-    """Yield the values of a mapping by key; a key without a text of its own is a child too."""
+    """Yield the values of a mapping as (`[key]`, value) in its order.
+
+    A key other than a number, a text or the like, or a tuple of these, may share its `repr` with another key. It is
+    yielded as a child of its own, at `.keys()[index]`, before its value at `.values()[index]`.
+    """
     for index, (key, item) in enumerate(mapping.items()):
         if all(isinstance(part, _NAMED) for part in (key if isinstance(key, tuple) else (key,))):
             yield f"[{key!r}]", item
@@ -226,7 +250,11 @@ def _order(item: Any) -> tuple[int, Any]:
 
 
 def _array_items(array: np.ndarray[Any, Any]) -> list[Child] | None:
-    """Return the children of a masked array or an array of objects, or None for any other array."""
+    """Return the children of a masked array or of an array of objects, or None for any other array.
+
+    Those of a masked array are its data, with zeros where it is masked, and its mask. Those of an array of objects are
+    its elements.
+    """
     if isinstance(array, np.ma.MaskedArray):
         return [
             (".data", np.where(array.mask, np.zeros((), array.dtype), array.data)),
@@ -245,7 +273,11 @@ def _attributes_beside(value: Any) -> list[Child]:
 
 
 def _state(value: Any) -> dict[str, Any] | None:
-    """Return the attributes of an object, or None if it may keep state elsewhere."""
+    """Return the attributes of an object, those in slots included, by name, or None if its state may be elsewhere.
+
+    That is so if an extension constructs its class, or if it has neither `__dict__` nor slots. The value of a cached
+    property is left out, unless another attribute has the same object.
+    """
     kind = type(value)
     if not isinstance(kind.__new__, FunctionType) and kind.__new__ not in _TRANSPARENT:
         return None
@@ -261,7 +293,11 @@ def _state(value: Any) -> dict[str, Any] | None:
 
 
 def _slots(value: Any) -> Iterator[Child]:
-    """Yield the attributes that an object keeps in slots, by name."""
+    """Yield name and value of the attributes that an object keeps in slots, its base classes' included.
+
+    Slots without a value are left out, and so are `__dict__` and `__weakref__`. The name of a private slot is the
+    mangled one.
+    """
     for kind in type(value).__mro__:
         names = kind.__dict__.get("__slots__", ())
         for name in (names,) if isinstance(names, str) else names:

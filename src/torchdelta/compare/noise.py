@@ -57,7 +57,14 @@ class Noise(Policy):
     needs_truth = True
 
     def judge(self, sample: Sample) -> Judgement:
-        """Return diverged if the candidate is further from the truth than rounding explains."""
+        """Return DIVERGED if the candidate is further from the truth than rounding explains, and otherwise EQUIVALENT.
+
+        The worst of three statistics decides: the rms error, the largest error, and the error of the worst block.
+        Identical tensors are EQUIVALENT in any case. A NaN or Inf out of place is DIVERGED, unless the reference has as
+        many out of place against the truth. INCONCLUSIVE if values differ without a truth, if the dtype is so coarse
+        that its rounding alone would excuse most errors, if the noise overflows float64, or if truth and reference
+        disagree about NaN and Inf.
+        """
         if sample.truth is None:
             return _judge_without_truth(sample.measurement)
         if not sample.measurement.mismatches:
@@ -100,7 +107,10 @@ class _Distances:
 
     @classmethod
     def of(cls, sample: Sample) -> _Distances:
-        """Measure the candidate and every correct run against the truth of the sample, and return all distances."""
+        """Measure how far candidate, reference and noisy runs of a sample are from its truth, which must not be None.
+
+        Values beyond `MASK` are left out as mask constants, unless more than half of the truth's nonzero values are.
+        """
         truth = sample.truth
         assert truth is not None
         mask = MASK if are_masks(truth) else math.inf
@@ -138,7 +148,11 @@ class _Distances:
         return relative(self.limit * self.rms_noise, self.scale)
 
     def judgements(self) -> list[Judgement]:
-        """Return judgements of the rms error and of the largest one, and of the worst block if there are noisy runs."""
+        """Return the judgements of the rms error, of the largest error, and, with noisy runs, of the worst block.
+
+        The noise is the largest of those of the reference, of half a unit of rounding, and of the noisy runs over their
+        exaggeration. There is no judgement of blocks if there is only one, or if their sum overflows.
+        """
         exaggeration = min(LARGEST, self.slack.exaggeration)
         peaks = (run.peak / exaggeration for run in self.noisy)
         max_noise = max(self.reference.peak, self.floor, self.largest_rounding, *peaks, 0.0)
@@ -151,9 +165,11 @@ class _Distances:
         return judgements
 
     def _judge_rows(self) -> Judgement:
-        """Return the judgement of the block that is worst in units of its own noise.
+        """Return the judgement of the block whose error is worst in units of its mean noise over the correct runs.
 
-        The noise of a block varies by chance: by as much as that of one correct run exceeds the mean of the others.
+        The noise of a block varies by chance: by as much as a block of one correct run exceeds the mean of the others,
+        at most. The noise of the judgement is multiplied by that factor, and its limit is `ROW` times that of other
+        statistics.
         """
         exaggeration = self.slack.exaggeration
         floor = (0.5 * self.unit) ** 2 * self.sizes + (self.unit * self.scale * 2.0**-10) ** 2
@@ -180,7 +196,11 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def _slack(sample: Sample) -> Slack:
-    """Return how far from the truth a correct program may be, by the kind of the sample."""
+    """Return the slack of a sample: ALONE without noisy runs, or else LOWERED, STEPS, NARROW or SINGLE.
+
+    LOWERED is that of a transform that lowers precision, STEPS that of values after optimizer steps, and NARROW that of
+    a reference dtype of fewer than four bytes; the first that applies is taken.
+    """
     if not sample.noisy:
         return ALONE
     if sample.lowered_to is not None:
@@ -195,7 +215,10 @@ def _coarsest_roundoff(sample: Sample) -> float:
 
 
 def _size_at(truth: torch.Tensor, flat: int) -> float:
-    """Return |truth| at a flat index, or 0 if it is not finite or the index is −1."""
+    """Return |truth| at a flat index, or 0 if it is not finite there or the index is −1.
+
+    The index of a complex truth is that of a component.
+    """
     if flat < 0:
         return 0.0
     whole = torch.view_as_real(truth) if truth.is_complex() else truth
@@ -204,7 +227,10 @@ def _size_at(truth: torch.Tensor, flat: int) -> float:
 
 
 def _judge(statistic: str, error: float, noise: float, limit: float) -> Judgement:
-    """Return the judgement of one statistic; inconclusive if its noise overflows float64."""
+    """Return DIVERGED if the error of one statistic is more than `limit` times `noise`, and otherwise EQUIVALENT.
+
+    It is INCONCLUSIVE if `limit` times `noise` is not finite. `statistic` is its name.
+    """
     judgement = Judgement.of_statistic(statistic, error, noise, limit, "the noise")
     if not math.isfinite(limit * noise):
         reason = f"{statistic} noise is beyond what float64 can hold"
@@ -215,7 +241,7 @@ def _judge(statistic: str, error: float, noise: float, limit: float) -> Judgemen
 
 
 def _judge_identical(sample: Sample) -> Judgement:
-    """Return the judgement of two identical tensors, among which one unit in the last place would have shown."""
+    """Return EQUIVALENT, without error, for two identical tensors; one unit in the last place would have shown."""
     roundoff = _coarsest_roundoff(sample)
     return Judgement(
         verdict=Verdict.EQUIVALENT,
@@ -229,7 +255,10 @@ def _judge_identical(sample: Sample) -> Judgement:
 
 
 def _judge_without_truth(pair: Measurement) -> Judgement:
-    """Return equivalent for identical tensors, and inconclusive for all others."""
+    """Return EQUIVALENT for identical tensors, and INCONCLUSIVE for all others, because there is no truth.
+
+    The error is the rms difference of the two, or infinity if NaN or Inf is out of place.
+    """
     if not pair.mismatches:
         return Judgement(verdict=Verdict.EQUIVALENT, reason=IDENTICAL, error=0.0, allowed=0.0, resolution=0.0)
     return Judgement(
@@ -242,9 +271,12 @@ def _judge_without_truth(pair: Measurement) -> Judgement:
 
 
 def _judge_non_finite(judgement: Judgement, sample: Sample, distances: _Distances) -> Judgement:
-    """Return the judgement of finite values corrected by mask constants, NaNs and infinities.
+    """Return the judgement of the finite values, corrected by lost mask constants and misplaced NaNs and infinities.
 
-    They have to be where reference and truth agree that they are.
+    DIVERGED, with an infinite error, if mask constants were lost, or if NaN or Inf of candidate and reference disagree
+    at more elements than those of reference and truth. A judgement that is DIVERGED already stays. INCONCLUSIVE if
+    candidate and reference disagree at fewer elements and the candidate and the truth disagree too, or if the truth is
+    NaN or Inf where the reference is finite. Otherwise the judgement is returned unchanged.
     """
     pair = sample.measurement
     assert sample.truth is not None

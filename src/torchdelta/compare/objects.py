@@ -23,7 +23,12 @@ _SINGLETONS = (Enum, type, torch.dtype, torch.layout, torch.memory_format)
 
 
 def as_tensor(value: Any) -> torch.Tensor | None:
-    """Return a tensor, number or numeric array as a plain tensor, or None for any other object."""
+    """Return a tensor, number or numeric array as a plain tensor, or None for any other object.
+
+    A tensor or array shares its memory with the result where torch allows that. A float becomes float64, and a complex
+    number complex128. None is returned for an integer beyond 64 bits and for an array of a dtype that torch does not
+    have.
+    """
     if isinstance(value, torch.Tensor):
         return tensors.without_class(value)
     if isinstance(value, (np.ndarray, np.generic)):
@@ -44,7 +49,12 @@ def is_same_class(reference: Any, candidate: Any) -> bool:
 
 
 def compare_objects(pair: Pair, terms: Terms) -> Comparison:
-    """Return the comparison of two leaves that are of different classes or not both tensors."""
+    """Return the comparison of two leaves that are of different classes or are not both tensors.
+
+    DIVERGED, as a difference of structure, if their classes or kinds of containers differ; DIVERGED too if they are
+    unequal and the terms do not excuse that; EQUIVALENT if they are equal or excused. INCONCLUSIVE if a side could not
+    be taken apart, if `==` raises, or if they are two objects of a class that does not define equality.
+    """
     reference, candidate = pair.reference, pair.candidate
     if unreadable := next((side for side in (reference, candidate) if isinstance(side, Unreadable)), None):
         return _object(pair, Verdict.INCONCLUSIVE, str(unreadable))
@@ -85,7 +95,10 @@ def _defines_equality(kind: Any) -> bool:
 
 
 def _difference(reference: Any, candidate: Any, terms: Terms) -> Breach | None:
-    """Return the breach by which two objects of one class differ, or None if they are equal."""
+    """Return the breach by which two objects of one class differ, or None if they are the same, equal or both NaN.
+
+    The clause is `dtype` for dtypes, `device` for devices, and otherwise `value`.
+    """
     if reference is candidate:
         return None
     if isinstance(reference, np.ndarray):
@@ -100,7 +113,11 @@ def _difference(reference: Any, candidate: Any, terms: Terms) -> Breach | None:
 
 
 def _difference_of_arrays(reference: np.ndarray[Any, Any], candidate: np.ndarray[Any, Any]) -> Breach | None:
-    """Return the breach by which two arrays without numbers differ, with the first element that does, or None."""
+    """Return the breach by which two arrays that torch cannot hold, such as text, differ, or None if they are equal.
+
+    It has both dtypes and shapes if these differ, or else the first elements that differ and the number of these. NaN
+    equals NaN.
+    """
     if (reference.dtype, reference.shape) != (candidate.dtype, candidate.shape):
         return Breach(clause="value", reference=describe(reference), candidate=describe(candidate))
     differs = np.asarray((reference != candidate) & ~((reference != reference) & (candidate != candidate)))
@@ -112,7 +129,10 @@ def _difference_of_arrays(reference: np.ndarray[Any, Any], candidate: np.ndarray
 
 
 def _array_as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
-    """Return a numeric array as a tensor, or None if torch does not have its dtype."""
+    """Return an array as a tensor that shares its memory, or None if torch does not have its dtype.
+
+    An array with negative strides or with another byte order is copied.
+    """
     with warnings.catch_warnings():
         # the tensor is only read, so a read-only array is fine
         warnings.filterwarnings("ignore", message=".*not writable", category=UserWarning)

@@ -79,9 +79,10 @@ class Judgement(NamedTuple):
     def of_statistic(
         cls, statistic: str, error: float, noise: float, limit: float, unit: str, *, names_limit: bool = True
     ) -> Judgement:
-        """Return the judgement of one statistic of the error: diverged if it is more than `limit` times its noise.
+        """Return DIVERGED if `error` is NaN or more than `limit` times `noise`, and otherwise EQUIVALENT.
 
-        `unit` is the noise in words; `names_limit` adds the limit to the reason of a divergence.
+        `statistic` names the error in the reason and in the details, and `unit` is the noise in words. With
+        `names_limit` the reason of a divergence ends with the limit.
         """
         is_within = error <= limit * noise  # False for an error that is NaN
         times = f"{error / noise:.3g} times" if noise else "infinitely many times"
@@ -122,7 +123,11 @@ class Bitwise(Policy):
     """Every bit has to be the same, except that any NaN equals any NaN."""
 
     def judge(self, sample: Sample) -> Judgement:
-        """Return diverged if a single bit differs."""
+        """Return DIVERGED if a single bit differs, and otherwise EQUIVALENT; any NaN equals any NaN.
+
+        Between two dtypes the values are compared. The error is the largest difference, or infinity if NaN or Inf is
+        misplaced.
+        """
         pair = sample.measurement
         return Judgement(
             verdict=Verdict.DIVERGED if pair.mismatches else Verdict.EQUIVALENT,
@@ -141,7 +146,11 @@ class ByFunction(Policy):
     judges_integers = True
 
     def judge(self, sample: Sample) -> Judgement:
-        """Return diverged if the function says so; UsageError if it raises anything but AssertionError."""
+        """Call the user's function with copies of both tensors; return DIVERGED if it complains, else EQUIVALENT.
+
+        It complains by raising AssertionError or by returning a false value other than None. UsageError if it raises
+        anything else.
+        """
         name, complaint = getattr(self.function, "__qualname__", type(self.function).__qualname__), ""
         try:
             answer: Any = self.function(sample.reference.clone(), sample.candidate.clone())
@@ -184,7 +193,11 @@ class Tolerance(Policy):
     atol: float | None = None
 
     def judge(self, sample: Sample) -> Judgement:
-        """Return diverged if a single element is beyond the tolerance."""
+        """Return DIVERGED if a single element is beyond the tolerance or a NaN or Inf misplaced, else EQUIVALENT.
+
+        The tolerance is the sample's. Complex elements count by their modulus. The error is the largest difference, or
+        infinity if a NaN or Inf is misplaced; `allowed` is the tolerance at the worst element.
+        """
         pair, rtol, atol = sample.measurement, sample.rtol, sample.atol
         is_complex = sample.reference.dtype.is_complex or sample.candidate.dtype.is_complex
         beyond = _count_beyond_by_modulus(sample) if is_complex else pair.beyond
@@ -208,9 +221,10 @@ def _format_tolerance(rtol: float, atol: float) -> str:
 
 
 def _count_beyond_by_modulus(sample: Sample) -> int:
-    """Return the number of complex elements beyond the tolerance by modulus, as torch counts them.
+    """Return the number of complex elements beyond the sample's tolerance, by modulus as in torch; NaN equals NaN.
 
-    The measurement counts their components.
+    The result is at least the number of misplaced components, because torch takes two complex numbers for equal if each
+    has a NaN in either component. The measurement's own `beyond` counts components.
     """
     beyond = 0
     for index in torch_kernels.pieces(sample.reference.shape, 2**14):
@@ -229,7 +243,11 @@ class Threshold(Policy):
     bound: float
 
     def judge(self, sample: Sample) -> Judgement:
-        """Return diverged if the metric misses the bound or is NaN, or if a non-finite value is out of place."""
+        """Return DIVERGED if the metric misses the bound or is NaN, or if a NaN or Inf is misplaced, else EQUIVALENT.
+
+        The error is the rms error, or infinity if a NaN or Inf is misplaced. `allowed` is None if the metric does not
+        bound the rms error.
+        """
         pair = sample.measurement
         value = METRICS.get(self.metric)(pair)
         holds = value >= self.bound if self.at_least else value <= self.bound

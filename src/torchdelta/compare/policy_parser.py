@@ -19,7 +19,10 @@ FORMS = (
 
 
 def parse(text: str) -> Policy:
-    """Return the policy that the text names; UsageError, with all forms, if it names none."""
+    """Return the policy that a text such as `noise`, `bitwise`, `close`, `rtol=1e-5,atol=1e-6` or `sqnr>=35` names.
+
+    UsageError if it is of none of these forms, names an unknown metric, or has a malformed number.
+    """
     words = text.strip()
     fixed: dict[str, Policy] = {"noise": Noise(), "bitwise": Bitwise(), "close": Tolerance()}
     if words in fixed:
@@ -33,7 +36,10 @@ def parse(text: str) -> Policy:
 
 
 def _tolerance(text: str) -> Tolerance:
-    """Return the tolerance of `rtol=…,atol=…`; UsageError if it is malformed."""
+    """Return the tolerance policy of `rtol=…,atol=…`; one that is not named is zero.
+
+    UsageError if another name is given, a name is given twice, or a number is malformed or negative.
+    """
     # a tolerance that is not named is zero, because a default could hide the difference
     tolerances = {"rtol": 0.0, "atol": 0.0}
     parts = [part.partition("=") for part in text.split(",")]
@@ -48,7 +54,7 @@ def _tolerance(text: str) -> Tolerance:
 
 
 def _number(text: str, policy: str) -> float:
-    """Return the finite number that the text is; UsageError, with the policy, if it is not one."""
+    """Return the finite number that `text` is; UsageError, which quotes the whole `policy`, if it is not one."""
     try:
         number = float(text)
     except ValueError:

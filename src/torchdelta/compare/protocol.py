@@ -63,7 +63,13 @@ class JudgingSteps(ABC, Generic[Run]):
     """Whether to stop after the first comparison with truth and noise."""
 
     def judge(self) -> list[Stage]:
-        """Run the steps in order, and return the stages with their comparisons."""
+        """Judge the candidate by bits, then by truth and noise; return the stages with their comparisons.
+
+        Stages that bits alone decide are returned at once, and with `is_brief` those after the first comparison with
+        truth and one noisy run. Otherwise, as long as a comparison is near the threshold, the stages are compared again
+        with each number of noisy runs in `rounds`. Then integers that rounding decides are excused, and the float64
+        question is asked.
+        """
         stages = self.judge_by_bits()
         if stages is not None:
             return stages
@@ -117,7 +123,11 @@ class JudgingSteps(ABC, Generic[Run]):
         return bool(comparison.details.get("noisy_runs")) and NEAR < comparison.ratio < FAR
 
     def _compare_again(self, stage: Stage, yardstick: Yardstick[Run]) -> Stage:
-        """Return the stage compared by more noisy runs, or its near comparisons alone if distant ones are kept."""
+        """Return the stage compared again with the yardstick, which has more noisy runs.
+
+        With `keeps_distant` only its comparisons near the threshold are replaced, and a stage without any is returned
+        unchanged.
+        """
         if self.keeps_distant and not any(map(self.is_near, stage.comparisons)):
             return stage
         closer = tuple(self.compare(stage.name, yardstick))
@@ -130,10 +140,13 @@ class JudgingSteps(ABC, Generic[Run]):
 def excuse_integer(
     comparison: Comparison, reference: Any, correct: Iterable[Any], *, times: float = FLIPS, other_shape: int = 0
 ) -> Comparison:
-    """Return a diverged comparison of integers or booleans as inconclusive if correct runs differ in them too.
+    """Return a diverged comparison of integers or booleans as INCONCLUSIVE if correct runs differ in them too.
 
-    `correct` has the same leaf of other correct runs. The candidate may differ in `times` as many elements as the most
-    different of them; a run whose leaf is missing or has another shape counts as `other_shape` elements.
+    `reference` is the reference's leaf, and `correct` has the same leaf of other correct runs. The candidate may differ
+    from the reference in `times` as many elements as the most different of them; a run whose leaf is missing or has
+    another shape counts as `other_shape` elements. The comparison is returned unchanged if the candidate differs in
+    more, if no correct run differs, if it has not diverged or was not measured, or if the reference is not a tensor of
+    integers.
     """
     is_integer = isinstance(reference, torch.Tensor) and not is_inexact(reference.dtype)
     if comparison.verdict is not Verdict.DIVERGED or comparison.measurement is None or not is_integer:
@@ -156,10 +169,11 @@ def excuse_integer(
 def answer_in_float64(
     compare: Callable[[Yardstick[Run]], Answers], native: Yardstick[Run], lifted: Callable[[], Yardstick[Run] | None]
 ) -> Answers:
-    """Return what `compare` says about both sides in float64.
+    """Return what `compare` says about both sides in float64, by stage and path.
 
-    It is asked with the noise of native runs first, scaled down to float64. If something diverges, `lifted` is called
-    for noisy runs in float64 itself, and a divergence counts only if they do not explain it either.
+    `compare` is called with the yardstick `native` first, whose noise it scales down to float64. If something diverges,
+    `lifted` is called for a yardstick of noisy runs in float64 itself; unless it returns None, `compare` is called with
+    that, and its second answers replace the first.
     """
     answers = compare(native)
     if has_diverged(answers) and (yardstick := lifted()) is not None:
@@ -173,9 +187,10 @@ def has_diverged(answers: Answers) -> bool:
 
 
 def select_answers(comparisons: Iterable[Comparison]) -> dict[str, Comparison]:
-    """Return the comparisons in float64 that say something, by path.
+    """Return, by path, the comparisons in float64 that say whether both sides are the same function.
 
-    Integers are exact in the native run already. A leaf that cannot be measured counts if one side does not have it.
+    They are those of float64 and complex128 leaves, because integers are exact in the native run already, and those
+    that have diverged without a measurement, such as that of a leaf that only one side has.
     """
     return {
         comparison.path: comparison
@@ -186,7 +201,10 @@ def select_answers(comparisons: Iterable[Comparison]) -> dict[str, Comparison]:
 
 
 def as_answered(comparison: Comparison, answer: Comparison, **details: Scalar) -> Comparison:
-    """Return a native comparison with verdict and numbers of its answer in float64, and these details."""
+    """Return a copy of a native comparison with verdict, reason, error, noise and allowed error of its float64 answer.
+
+    Its other fields stay. The entry `question: semantic` and the given ones are added to its details.
+    """
     return replace(
         comparison,
         verdict=answer.verdict,

@@ -30,10 +30,12 @@ COARSEST = 0.3
 
 
 def rounded(values: torch.Tensor, levels: Levels, run: int, generator: torch.Generator, *, apart: bool) -> torch.Tensor:
-    """Return the values as another correct quantizer might have rounded them; `run` shifts its levels.
+    """Return the values, in their own dtype, as another correct quantizer with these levels might have rounded them.
 
-    With `apart` every element is off by its own share of a step, because values that lie on the levels already do not
-    show how they were rounded. Otherwise equal values are off by the same share, as in a real quantizer.
+    Without `apart` the levels are shifted by a random share of the step plus `run` / `RUNS` of it. Equal values are
+    then off by the same share, as in a real quantizer, and values beyond the last level are clipped if that is worth
+    it. With `apart` every element is moved by a random share of its own of up to half a step, because values that lie
+    on the levels already do not show how they were rounded. Random numbers are drawn from `generator`.
     """
     wide = values.detach().double()
     step = step_for(wide, levels)
@@ -48,7 +50,12 @@ def rounded(values: torch.Tensor, levels: Levels, run: int, generator: torch.Gen
 
 
 def step_for(values: torch.Tensor, levels: Levels) -> torch.Tensor:
-    """Return the step between the levels of these values: the quantizer's own, as far as their range justifies it."""
+    """Return the step between levels for these values, in a shape that broadcasts over them.
+
+    It is the quantizer's own scale, but no finer than the range of the values needs, zero included, and no more than
+    `COARSER` times as coarse. Without a scale of its own it is the step that the range needs. Values that are not
+    finite count as zero.
+    """
     kept = levels.axes_in(values)
     others = [axis for axis in range(values.dim()) if axis not in kept]
     finite = values.nan_to_num(0.0, 0.0, 0.0)
@@ -71,7 +78,11 @@ def _is_centred(levels: Levels) -> bool:
 
 
 def _clip(values: torch.Tensor, levels: Levels, step: torch.Tensor) -> torch.Tensor:
-    """Return the values clipped to the first and last level if that is worth the finer step, or else unchanged."""
+    """Return the values clipped to the first and last level if that is worth the finer step, or else unchanged.
+
+    It is worth it if the clipping error is at most `WORTH` times the rounding error of `step`. Without a known scale or
+    zero point nothing is clipped.
+    """
     if levels.scale is None or levels.zero_point is None:
         return values
     scale, zero = levels.along(levels.scale, values), levels.along(levels.zero_point, values)
@@ -87,7 +98,12 @@ class StepNoise(Policy):
     needs_truth = True
 
     def judge(self, sample: Sample) -> Judgement:
-        """Return diverged if the layer is further off than its steps explain."""
+        """Return DIVERGED if a quantized layer is further from the float layer than its steps explain, else EQUIVALENT.
+
+        The reference is the float layer, and the noise is the largest error of the noisy runs, which round its inputs
+        to levels. A misplaced NaN or Inf is DIVERGED. Values that differ are INCONCLUSIVE without noisy runs; they are
+        INCONCLUSIVE instead of EQUIVALENT if the noise is so large beside the values that much else would pass.
+        """
         pair = sample.measurement
         if not pair.mismatches:
             return Judgement(verdict=Verdict.EQUIVALENT, reason=IDENTICAL, error=0.0, noise=0.0, allowed=0.0)

@@ -35,7 +35,12 @@ class Semantic(Policy):
     needs_truth = True
 
     def judge(self, sample: Sample) -> Judgement:
-        """Return diverged if the candidate differs by more than rounding in float64."""
+        """Return DIVERGED if both sides, run in float64, differ by more than rounding there, and otherwise EQUIVALENT.
+
+        The worst of three statistics decides: the rms error, the largest error, and the error of the worst block. A
+        misplaced NaN or Inf and a lost mask constant are DIVERGED, with an infinite error. Differences of up to `floor`
+        of the values are always rounding.
+        """
         pair = sample.measurement
         if not pair.mismatches:
             return Judgement(verdict=Verdict.EQUIVALENT, reason=f"{IDENTICAL} in float64", error=0.0, noise=0.0)
@@ -66,7 +71,11 @@ class Semantic(Policy):
 
 
 def _noise(sample: Sample, mask: float, error: Spread) -> tuple[Array, float]:
-    """Return the noise by block and its largest element, scaled from the unit of the noisy runs to that of float64."""
+    """Return the mean squares of the noise by block, and its largest element, in units of float64's rounding.
+
+    Both are the maximum over the noisy runs, whose distances from the truth are scaled by the ratio of float64's unit
+    of rounding to that of their dtype; zeros without noisy runs. `error` gives the number of blocks.
+    """
     squares, peak = np.zeros_like(error.squares), 0.0
     for run in sample.noisy:
         assert sample.truth is not None
@@ -84,7 +93,10 @@ def _diverged(reason: str) -> Judgement:
 
 
 def _judge(statistic: str, error: float, noise: float, limit: float) -> Judgement:
-    """Return the judgement of one statistic of the error in float64."""
+    """Return DIVERGED, for another function, if `error` is more than `limit` times `noise`, and otherwise EQUIVALENT.
+
+    `statistic` is the name of the error in the reason and in the details.
+    """
     judgement = Judgement.of_statistic(
         f"in float64 the {statistic}", error, noise, limit, "the rounding", names_limit=False
     )

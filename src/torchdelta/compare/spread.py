@@ -49,7 +49,10 @@ class Spread(NamedTuple):
 
 
 def block_length(shape: torch.Size) -> int:
-    """Return how many elements a block of a tensor of this shape has."""
+    """Return how many elements a block of a tensor of this shape has: trailing dimensions until there are `_ENOUGH`.
+
+    A tensor with fewer elements is one block.
+    """
     length = 1
     for size in reversed(shape):
         if length >= _ENOUGH:
@@ -59,7 +62,13 @@ def block_length(shape: torch.Size) -> int:
 
 
 def spread(truth: torch.Tensor, run: torch.Tensor, mask: float = MASK) -> Spread:
-    """Return the distances of a run from the truth, without the elements at which the truth is beyond `mask`."""
+    """Return the distances of a run from the truth: mean squares by block, the largest one, and two counts.
+
+    The counts are those of elements that are NaN or infinite on at least one side, and of other elements at which
+    |truth| is beyond `mask`; all of these have a distance of zero. Of complex tensors the components are elements. A
+    tensor without elements has one block, of zero. Large tensors are scanned by threads. ValueError if the shapes
+    differ or only one of both is complex.
+    """
     if truth.shape != run.shape or truth.is_complex() != run.is_complex():
         raise ValueError(
             f"a run of {run.dtype} {tuple(run.shape)} does not lie around a truth of {truth.dtype} {tuple(truth.shape)}"
@@ -96,7 +105,10 @@ def sizes(truth: torch.Tensor, mask: float = MASK) -> Spread:
 
 
 def are_masks(truth: torch.Tensor) -> bool:
-    """Tell whether at most half of the nonzero values are beyond `MASK`: if more are, they are data."""
+    """Tell whether at most half of the truth's nonzero values are beyond `MASK`: if more are, they are data.
+
+    This is True, too, if none is. Of a complex tensor the components are values.
+    """
     masks = values = 0
     for index in torch_kernels.pieces(truth.shape, _SPAN):
         piece = truth[index].detach()
@@ -107,9 +119,10 @@ def are_masks(truth: torch.Tensor) -> bool:
 
 
 def lost_masks(truth: torch.Tensor, reference: torch.Tensor, candidate: torch.Tensor) -> int:
-    """Return the number of mask constants that are not in the candidate as they are in the reference.
+    """Return the number of values beyond `MASK` in the truth that differ between reference and candidate.
 
-    A constant at the end of the dtype's range may be any number of the same sign there; others have to be equal.
+    Two values at the end of the dtype's range, beyond a quarter of its largest number, only need the same sign. Others
+    have to agree up to 64 eps of their size; NaN equals NaN. Of complex tensors the components are values.
     """
     is_mask = _wide(truth).abs() > MASK
     ours, theirs = _wide(reference)[is_mask], _wide(candidate)[is_mask]
@@ -146,7 +159,12 @@ def _scan(elements: int) -> Scan:
 def scan_with_torch(
     truth: torch.Tensor, run: torch.Tensor, length: int, mask: float, squares: Array
 ) -> tuple[float, int, int, int]:
-    """Fill in the mean squares of contiguous blocks; return the peak, its index, and both counts of `Spread`."""
+    """Write the mean square of run − truth in each block of `length` elements to `squares`; return four numbers.
+
+    They are the largest distance, its index, the number of elements that are NaN or infinite on at least one side, and
+    the number of other elements at which |truth| is beyond `mask`. The elements of both counts have a distance of zero.
+    Both tensors are flat, and their lengths are multiples of `length`.
+    """
     wide = run.double()
     is_finite = truth.isfinite() & wide.isfinite()
     is_mask = is_finite & (truth.abs() > mask)

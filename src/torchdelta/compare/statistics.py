@@ -44,7 +44,11 @@ class Statistics:
 
 
 def statistics_of(tensor: torch.Tensor) -> Statistics:
-    """Return the statistics of an ordinary tensor, computed piece by piece."""
+    """Return dtype, shape, counts of NaN and Inf, extremes, mean, rms and checksum of an ordinary tensor.
+
+    Extremes, mean and rms are those of the finite elements, and NaN if there are none. Of a complex tensor they, and
+    the counts of NaN and Inf, are those of its components. The checksum does not tell one NaN from another.
+    """
     values = tensor.detach().resolve_conj().resolve_neg()
     flat = (torch.view_as_real(values) if values.is_complex() else values).contiguous().reshape(-1).cpu()
     digest = hashlib.blake2b(digest_size=16)
@@ -84,7 +88,12 @@ def statistics_of(tensor: torch.Tensor) -> Statistics:
 def compare_statistics(
     path: str, reference: Statistics, candidate: Statistics, policy: Policy, terms: Terms
 ) -> Comparison:
-    """Return the comparison of two tensors by their statistics: equivalent, diverged, or inconclusive."""
+    """Return the comparison of two tensors at `path` by their statistics alone.
+
+    Same dtype, shape and checksum are EQUIVALENT. Another dtype or shape that the terms do not excuse is DIVERGED. All
+    else is DIVERGED if the statistics show an error beyond what the policy allows, and otherwise INCONCLUSIVE; the
+    error is a lower bound.
+    """
     breaches = []
     if reference.dtype != candidate.dtype:
         breaches.append(terms.breach_of_dtype(_dtype(reference), _dtype(candidate)))
@@ -118,7 +127,13 @@ def compare_statistics(
 
 
 def _judge_gap(reference: Statistics, candidate: Statistics, policy: Policy) -> tuple[Verdict, str, float, float]:
-    """Return verdict, reason, error and allowed error of two tensors whose checksums differ."""
+    """Return verdict, reason, a lower bound of the error, and the allowed error of two tensors whose checksums differ.
+
+    The verdict is only DIVERGED or INCONCLUSIVE. DIVERGED, with an infinite error, if the counts of NaN or Inf differ
+    or the reference is of integers; DIVERGED under `Bitwise`, and under a policy without truth if the lower bound
+    exceeds what it allows. A policy that needs a truth is always INCONCLUSIVE, and so is a `Threshold` of a metric
+    other than `sqnr`.
+    """
     if (reference.nan, reference.inf) != (candidate.nan, candidate.inf):
         counts = f"{reference.nan} NaN and {reference.inf} Inf in the reference, {candidate.nan} and {candidate.inf}"
         return Verdict.DIVERGED, f"{counts} in the candidate", math.inf, 0.0

@@ -40,7 +40,11 @@ def has_ulps(reference: torch.Tensor, candidate: torch.Tensor) -> bool:
 
 
 def join(first: Measurement, second: Measurement) -> Measurement:
-    """Return the measurement of two neighbouring pieces together."""
+    """Return the measurement of two neighbouring pieces together; `first` comes before `second` in flat order.
+
+    The worst element is the first misplaced one, or that of the largest difference if none is misplaced. `max_ulp` is
+    None if either piece has none.
+    """
     if first.misplaced or (not second.misplaced and first.max_abs >= second.max_abs):
         worst = first.worst
     else:
@@ -67,7 +71,11 @@ def join(first: Measurement, second: Measurement) -> Measurement:
 
 
 def paired_pieces(reference: torch.Tensor, candidate: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield contiguous real pieces of both tensors, in flat order, on the device where they are measured."""
+    """Yield (reference, candidate) pairs of contiguous real pieces, in flat order, on the device that measures them.
+
+    That is the reference's device, or the CPU in place of MPS. If one of both tensors is complex, both pieces have the
+    real and imaginary components along a new last dimension.
+    """
     # MPS has no float64, which all sums need
     device = torch.device("cpu") if reference.device.type == "mps" else reference.device
     as_complex = reference.is_complex() or candidate.is_complex()
@@ -78,7 +86,7 @@ def paired_pieces(reference: torch.Tensor, candidate: torch.Tensor) -> Iterator[
 
 
 def pieces(shape: torch.Size, limit: int) -> Iterator[Index]:
-    """Yield indices that cut a tensor into runs of at most `limit` elements, in flat order."""
+    """Yield indices that cut a tensor into runs of at most `limit` elements, in flat order; `()` alone if all fit."""
     axis, inner = len(shape), 1
     while axis and inner * shape[axis - 1] <= limit:
         axis -= 1
@@ -94,7 +102,11 @@ def pieces(shape: torch.Size, limit: int) -> Iterator[Index]:
 
 
 def _real(tensor: torch.Tensor, as_complex: bool) -> torch.Tensor:
-    """Return the tensor as contiguous real numbers; with `as_complex`, with both components of each element."""
+    """Return the tensor as contiguous real numbers; a complex one with its two components along a new last dimension.
+
+    With `as_complex` a real tensor gets that dimension too, with zeros as the second component, and floats become
+    float64. Otherwise a contiguous real tensor is returned itself.
+    """
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_complex():
@@ -109,7 +121,12 @@ def _real(tensor: torch.Tensor, as_complex: bool) -> torch.Tensor:
 def _measure_piece(
     reference: torch.Tensor, candidate: torch.Tensor, by_value: bool, rtol: float, atol: float
 ) -> Measurement:
-    """Return the measurement of one piece; without `by_value` the bits are compared too."""
+    """Return the measurement of two real tensors of one shape; without `by_value` their bits are compared too.
+
+    With `by_value` elements mismatch if their values differ, and `max_ulp` is None. Elements that are NaN or infinite
+    on at least one side are left out of sums and maxima; those that disagree count as misplaced and as beyond the
+    tolerance.
+    """
     r, r_rest = _as_float64(reference)
     c, c_rest = _as_float64(candidate)
     r_nan, c_nan, r_inf, c_inf = r.isnan(), c.isnan(), r.isinf(), c.isinf()
@@ -161,7 +178,10 @@ def _fetch(numbers: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def _as_float64(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """Return two float64 tensors whose exact sum is the tensor, because float64 alone would round 64-bit integers."""
+    """Return two float64 summands whose exact sum is the tensor, because float64 alone would round 64-bit integers.
+
+    The second is the number 0.0 for every dtype but int64 and uint64.
+    """
     if tensor.dtype == torch.int64:
         rest = tensor.fmod(2048)
         return (tensor - rest).double(), rest.double()

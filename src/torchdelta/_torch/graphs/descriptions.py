@@ -38,7 +38,11 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
 def describe_value(value: Any) -> Any:
-    """Return the description of a tensor, a size, or a sequence of them; raise ValueError of any other value."""
+    """Return the description, without elements, of a tensor, its metadata, a size, or nested lists and tuples of these.
+
+    It is a dict of one entry, whose key is `metadata`, `tensor`, `list`, `tuple` or `size`. A size is a number, None or
+    a symbol. Raise ValueError of any other value, and of a quantized, sparse or subclassed tensor.
+    """
     if isinstance(value, TensorMetadata):
         if value.is_quantized:
             raise ValueError("a quantized tensor is more than its shape")
@@ -53,7 +57,11 @@ def describe_value(value: Any) -> Any:
 
 
 def _describe_tensor(tensor: torch.Tensor) -> list[Any]:
-    """Return dtype, shape, strides, device and `requires_grad`; raise ValueError if the tensor has more than these."""
+    """Return dtype, shape, strides, device and `requires_grad` as a list, without the tensor's elements.
+
+    Raise ValueError if it is of a subclass other than a parameter or fake tensor, sparse, quantized, or without
+    strides, as inside of vmap.
+    """
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_quantized:
         raise ValueError(f"{type(tensor).__name__} is more than a strided tensor")
     try:
@@ -67,7 +75,10 @@ def _describe_tensor(tensor: torch.Tensor) -> list[Any]:
 
 
 def _describe_size(size: Any) -> Any:
-    """Return a number, None, or a symbol as its expression and hint; raise ValueError of any other value."""
+    """Return a number or None as JSON has it, and a symbolic integer as `{"symbol": [expression, hint]}`.
+
+    The hint is None if the symbol has no known value. Raise ValueError of any other value.
+    """
     if size is None or type(size) in (bool, int):
         return size
     if type(size) is float:
@@ -98,7 +109,11 @@ class ValueBuilder:
         self._symbols: dict[str, Any] = {}
 
     def build(self, data: Any) -> Any:
-        """Return a value as it was described; raise any of Python's own errors if `data` is not a description."""
+        """Return the value that `describe_value` described as `data`; a tensor becomes a fake tensor.
+
+        Sizes with the same symbol share one symbol in all values of this builder. Raise ValueError if the kind is
+        unknown, and any of Python's own errors if `data` is damaged otherwise.
+        """
         ((kind, content),) = data.items()
         if kind in ("list", "tuple"):
             items = [self.build(item) for item in content]
@@ -125,7 +140,11 @@ class ValueBuilder:
         return fake.requires_grad_() if requires_grad is True else fake
 
     def _size(self, data: Any) -> Any:
-        """Return a size: a number, or the symbol of that text; raise ValueError if it is neither."""
+        """Return a described size: a number, a float from its text, None, or the symbol of a dict.
+
+        The symbol is made at its first use and remembered by its text. Its value is the hint, and without a hint it is
+        unbacked. Raise ValueError if a dict does not describe a symbol.
+        """
         if not isinstance(data, dict):
             return float(data) if isinstance(data, str) else data
         ((kind, (text, hint)),) = data.items()
@@ -136,7 +155,7 @@ class ValueBuilder:
         return self._symbols[text]
 
     def _symbol(self, hint: int) -> Any:
-        """Return a new symbolic size whose value in the traced run was `hint`."""
+        """Return a new symbolic size whose value in the traced run was `hint`; the caller has to remember it."""
         source = _StoredPlace(f"size_{len(self._symbols)}")
         symbol = self._shapes.create_symbol(
             hint, source, DimDynamic.DYNAMIC, None, positive=None, do_not_specialize_zero_one=True
@@ -169,7 +188,11 @@ def is_tree_spec(value: Any) -> bool:
 
 
 def describe_tree(spec: Any, encode: Callable[[Any], Any]) -> Any:
-    """Return a `TreeSpec` as JSON's own types; a leaf is None. `encode` encodes the context of a node."""
+    """Return a `TreeSpec` as JSON's own types: None for a leaf, a dict of `type`, `context` and `children` for a node.
+
+    `type` is the short name of a standard container, or a name that `find_target` can find; raise ValueError if the
+    class has none. `encode` encodes the context of a node.
+    """
     if spec.is_leaf():
         return None
     standard = next((name for name, kind in _STANDARD.items() if kind is spec.type), None)
@@ -181,9 +204,10 @@ def describe_tree(spec: Any, encode: Callable[[Any], Any]) -> Any:
 
 
 def rebuild_tree(data: Any, decode: Callable[[Any], Any], find: Callable[[str], Any]) -> Any:
-    """Return the `TreeSpec` that `describe_tree` was given; raise LookupError or ValueError if there is none.
+    """Return the `TreeSpec` that `describe_tree` described as `data`; a `data` of None is a leaf.
 
-    `decode` decodes the context of a node, `find` returns the class of a name.
+    `decode` decodes the context of a node, and `find` returns the class of a name. Raise LookupError if torch does not
+    know the class as a structure or an entry is missing, and what `decode` and `find` raise.
     """
     if data is None:
         return pytree.treespec_leaf()
@@ -195,7 +219,12 @@ def rebuild_tree(data: Any, decode: Callable[[Any], Any], find: Callable[[str], 
 
 
 def describe_convention(graph: Graph, encode: Callable[[Any], Any]) -> Any:
-    """Return a graph's calling convention as JSON's own types; raise ValueError if its code generator is custom."""
+    """Return how a graph takes its inputs: `"values"` one by one, `"boxed"` in a list, or a dict if as pytrees.
+
+    The dict has the `names` of the arguments, and `taken` and `returned` as trees; `returned` is None if that is not
+    known. `encode` encodes the context of a tree's node. Raise ValueError if the code generator is of another class or
+    changes the code, or if a graph that takes pytrees has a default for an input.
+    """
     codegen = graph._codegen
     if codegen._body_transformer is not None:
         raise ValueError("its code is changed by a function when it is generated")
@@ -215,7 +244,11 @@ def describe_convention(graph: Graph, encode: Callable[[Any], Any]) -> Any:
 
 
 def set_convention(graph: Graph, data: Any, decode: Callable[[Any], Any], find: Callable[[str], Any]) -> None:
-    """Give a graph the calling convention that was described; raise LookupError or ValueError if it is damaged."""
+    """Give a graph the calling convention that `describe_convention` described as `data`; `"values"` changes nothing.
+
+    `decode` and `find` are those of `rebuild_tree`. Raise LookupError or ValueError if the description is damaged, and
+    ValueError if an input has a default or the name of an argument is not a plain name, because it becomes code.
+    """
     if data == "values":
         return
     _refuse_defaults(graph)

@@ -30,7 +30,12 @@ Pass = Callable[[GraphModule, Sequence[Any]], Any]
 
 
 def as_callable(result: Any, graph_module: GraphModule) -> Callable[..., Any]:
-    """Return the result of a pass as a callable. If the result is None, the pass changed `graph_module` in place."""
+    """Return the result of a pass as a callable that takes its arguments one by one.
+
+    If the result is None, the pass changed `graph_module` in place, and that is returned. A graph module gets its nodes
+    sorted and is recompiled, in place. A function that takes its arguments as one list is wrapped. Raise TypeError if
+    the result is not callable.
+    """
     function = graph_module if result is None else result
     if isinstance(function, GraphModule):
         sort_topologically(function)
@@ -55,9 +60,9 @@ def _unbox(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:
 
 
 def sort_topologically(graph_module: GraphModule) -> None:
-    """Reorder nodes so that each comes after its inputs, and change the order no more than needed.
+    """Reorder the nodes in place so that each comes after its inputs, and change the order no more than needed.
 
-    Raise ValueError if the graph has a cycle.
+    A sorted graph stays as it is. The module is not recompiled. Raise ValueError if the graph has a cycle.
     """
     nodes = list(graph_module.graph.nodes)
     order = {node: index for index, node in enumerate(nodes)}
@@ -85,7 +90,7 @@ def sort_topologically(graph_module: GraphModule) -> None:
 def after_aot(compiler: Callable[[GraphModule, Sequence[Any], str], Callable[..., Any]]) -> Callable[..., Any]:
     """Return a torch.compile backend that calls `compiler` with each functionalised graph, its inputs and its kind.
 
-    The kind is `forward`, `backward` or `inference`.
+    The kind is `forward`, `backward` or `inference`. `compiler` returns a function that takes the inputs one by one.
     """
 
     def compile_as(level: str) -> Callable[..., Any]:
@@ -99,10 +104,11 @@ def after_aot(compiler: Callable[[GraphModule, Sequence[Any], str], Callable[...
 
 
 def read_before_update(graph_module: GraphModule) -> None:
-    """Change a functionalised graph so that readers of a buffer or input that it updates at its end read a copy.
+    """Change a functionalised graph in place so that other nodes read a copy of each buffer or input that it updates.
 
-    Autograd saves the tensors that an operation reads, and refuses a backward if one was overwritten. Without the
-    copy, the graph could be run but not trained.
+    The copy is made at the start of the graph, and the update is a `copy_` to the buffer or input itself. Autograd
+    saves the tensors that an operation reads, and refuses a backward if one was overwritten. Without the copy, the
+    graph could be run but not trained.
     """
     graph = graph_module.graph
     for node in [node for node in graph.nodes if node.op in ("get_attr", "placeholder")]:
@@ -137,7 +143,11 @@ def flat_inputs(graph_module: GraphModule, args: Sequence[Any], kwargs: Mapping[
 
 
 def output_builder(graph_module: GraphModule) -> Callable[[Sequence[Any]], Any]:
-    """Return a function that turns a graph's flat output values into the structure that its caller gets."""
+    """Return a function that turns a graph's flat output values into the structure that its caller gets.
+
+    A graph that returns pytrees has its own structure. Otherwise the values become a tuple if the graph returns a list
+    or tuple, or else the first value alone is returned.
+    """
     codegen = graph_module.graph._codegen
     if isinstance(codegen, _PyTreeCodeGen) and codegen.pytree_info.out_spec is not None:
         spec = codegen.pytree_info.out_spec
@@ -174,7 +184,10 @@ def has_fixed_float(node: Node, graph_module: GraphModule) -> bool:
 
 
 def copy_sharing_parameters(graph_module: GraphModule) -> GraphModule:
-    """Return a copy with the same parameters, which a run does not change, and with buffers and nodes of its own."""
+    """Return a copy with nodes of its own, the same parameters, which a run does not change, and clones of the buffers.
+
+    A module that the graph calls is the same object in both graphs, so there the original uses the clones too.
+    """
     duplicate = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     for module in duplicate.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -183,9 +196,9 @@ def copy_sharing_parameters(graph_module: GraphModule) -> GraphModule:
 
 
 def copy_nodes(graph_module: GraphModule) -> GraphModule:
-    """Return a copy with nodes of its own, inner graphs included, and the same attributes.
+    """Return a copy with nodes of its own, inner graphs included, and the same parameters, buffers and other modules.
 
-    A compiler that rewrites the nodes of one copy does not change the other.
+    A compiler that rewrites the nodes of one copy does not change the other. The copy's code is generated at once.
     """
     with outside_modes():
         duplicate = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
@@ -199,9 +212,11 @@ def copy_nodes(graph_module: GraphModule) -> GraphModule:
 
 
 def return_inputs(graph_module: GraphModule, places: Sequence[int]) -> GraphModule:
-    """Return a copy of the graph that writes to copies of the inputs at `places`, and returns these copies as well.
+    """Return a copy of the graph that uses copies of the inputs at `places`, and returns these after its own outputs.
 
-    The inputs themselves may be leaves that require grad, to which autograd does not allow writes.
+    `places` are positions among the placeholders. What the graph writes to these inputs shows in the returned copies
+    only. The inputs themselves may be leaves that require grad, to which autograd does not allow writes. The new graph
+    always returns a tuple.
     """
     duplicate = copy_nodes(graph_module)
     placeholders = [node for node in duplicate.graph.nodes if node.op == "placeholder"]

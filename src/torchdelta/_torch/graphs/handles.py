@@ -51,7 +51,10 @@ def handled_nodes(program: Handled) -> Iterator[Node]:
 
 
 def assign_handles(program: Handled) -> None:
-    """Give every node without a handle a new one. Ids of two calls differ, also for different programs."""
+    """Give every node without a handle a new one, in nested graphs too, except for placeholders and outputs.
+
+    Ids of two calls differ, also for different programs and in other processes, because they start at a random number.
+    """
     bare = [node for node in handled_nodes(program) if not handles_of(node)]
     # random, not the highest id plus one, because two copies of a graph must not give new nodes the same ids
     first = secrets.randbits(_TAG_BITS) << _INDEX_BITS
@@ -60,7 +63,11 @@ def assign_handles(program: Handled) -> None:
 
 
 def handles_of(node: Node) -> frozenset[int]:
-    """Return the handles of a node, or of the node that it observes if it has none, or an empty set."""
+    """Return the handles of a node, or of the node that it observes if it has none of its own.
+
+    That node is followed through several observers, quantize and dequantize nodes. The set is empty if none has
+    handles, and for placeholders and outputs.
+    """
     source: Node | None = node
     while source is not None and source.op not in _OPS_WITHOUT_HANDLES:
         custom = source.meta.get(_CUSTOM) or {}
@@ -93,7 +100,10 @@ def observed_by(node: Node) -> Node | None:
 
 
 def is_observer(node: Node) -> bool:
-    """Return whether a node calls an observer or a fake quantizer."""
+    """Tell whether a node calls a module that is an observer or a fake quantizer: one with `calculate_qparams`.
+
+    False if the graph does not have the module yet.
+    """
     if node.op != "call_module" or node.graph.owning_module is None:
         return False
     try:
@@ -137,8 +147,10 @@ def restore_handles(converted: GraphModule, observed: Mapping[str, frozenset[int
 def share_handles_of_folded(before: GraphModule, after: GraphModule) -> None:
     """Give the handles of nodes that were folded away to the node that does their work, and to its constants.
 
-    Batch norm, for example, is folded into the convolution before it, which changes the weights. Only what both
-    compute together still matches, so the convolution and its weights get the handles of both.
+    `before` is the graph before the folding, and `after`, whose handles are changed, the one after it. Batch norm, for
+    example, is folded into the convolution before it, which changes the weights. Only what both compute together still
+    matches, so the convolution and its weights get the handles of both, and those of the constants that batch norm
+    read.
     """
     survivors = {handle: node for node in handled_nodes(after) if not is_observer(node) for handle in handles_of(node)}
     for node in handled_nodes(before):
@@ -153,9 +165,11 @@ def share_handles_of_folded(before: GraphModule, after: GraphModule) -> None:
 
 
 def _heir(node: Node, survivors: Mapping[int, Node]) -> Node | None:
-    """Return the node that is read in place of one that was folded away, or None if there is none.
+    """Return the node of the later graph that is read in place of one that was folded away, or None.
 
-    `survivors` has the nodes of the later graph by their handles.
+    It is the survivor of the nearest node before it, along first inputs. None if the node itself survived, if no node
+    before it did, or if none of its surviving readers reads the heir. `survivors` has the nodes of the later graph by
+    their handles.
     """
     if _survivor(node, survivors) is not None:
         return None
@@ -170,7 +184,11 @@ def _heir(node: Node, survivors: Mapping[int, Node]) -> Node | None:
 
 
 def _readers(node: Node, survivors: Mapping[int, Node], heir: Node) -> Iterator[Node]:
-    """Yield the surviving readers of a node; a reader that is gone is replaced by its own readers."""
+    """Yield the nodes of the later graph that stand for the readers of a node of the earlier one.
+
+    A reader that is gone is replaced by its own readers, and an output by the output of the graph of `heir`.
+    `survivors` has the nodes of the later graph by their handles.
+    """
     for user in node.users:
         if user.op == "output":
             yield heir.graph.output_node()

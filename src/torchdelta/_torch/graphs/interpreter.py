@@ -43,6 +43,12 @@ class ObservingInterpreter(Interpreter):
         unlogged: dict[str, str],
         prefix: str = "",
     ) -> None:
+        """Prepare to interpret the graph; nothing runs yet.
+
+        `before_write` gets the tensors that a node may write to, before it runs, and `after_node` each node's name and
+        value. Names start with `prefix`. Operators that run graphs inside, which are not observed, are added to
+        `unlogged`: the operator by the name of its node.
+        """
         super().__init__(graph_module, garbage_collect_values=True)
         self.before_write = before_write
         self.after_node = after_node
@@ -58,7 +64,12 @@ class ObservingInterpreter(Interpreter):
         return self.graph.process_outputs(self.run(*flat, enable_io_processing=False))
 
     def run_node(self, n: Node) -> Any:
-        """Run one node, with the callbacks before and after it, and return its value."""
+        """Run one node, with `before_write` before and `after_node` after it, and return its value.
+
+        Placeholders and outputs have neither callback, and a node whose value is a module only the first. A graph
+        module that the node calls, and the branch that a `cond` takes, are interpreted node by node too. Any other
+        operator that runs graphs inside is added to `unlogged`. `at` is set to the node's name.
+        """
         self.at = self.prefix + n.name
         if n.op in ("placeholder", "output"):
             return super().run_node(n)
@@ -80,14 +91,22 @@ class ObservingInterpreter(Interpreter):
     def _run_branch(
         self, node: Node, predicate: Any, if_true: GraphModule, if_false: GraphModule, operands: Any = ()
     ) -> Any:
-        """Interpret the branch that a `cond` takes, and return its value."""
+        """Interpret the branch that a `cond` takes, and return its value.
+
+        `node` is the node of the `cond`; the others are the values of its arguments. The name of the branch's graph is
+        the prefix of its nodes' names.
+        """
         place, branch = (1, if_true) if bool(predicate) else (2, if_false)
         source = node.args[place]
         assert isinstance(source, Node)
         return self._run_inner(branch, source.target, lambda inner: inner.run(*operands, enable_io_processing=False))
 
     def _run_inner(self, graph_module: GraphModule, target: Any, run: Callable[[ObservingInterpreter], Any]) -> Any:
-        """Run a graph inside of this one with an interpreter of its own, and return its value."""
+        """Run a graph inside of this one with an interpreter of its own, with the same callbacks, and return its value.
+
+        `target`, the name of the inner graph, is added to the prefix of names. `run` starts the new interpreter. If
+        that raises, `at` becomes the name of the inner node that raised.
+        """
         prefix = f"{self.prefix}{target}."
         inner = ObservingInterpreter(
             graph_module,
@@ -103,7 +122,13 @@ class ObservingInterpreter(Interpreter):
             raise
 
     def _may_write(self, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """Return the tensors that a node may write to: by its schema or name, or all inputs of unknown functions."""
+        """Return the tensors that a node may write to, by its schema or its name; of an unknown function all inputs.
+
+        An operator writes to what its schema says, and a norm with running statistics to all inputs but the first. A
+        module may write to its parameters and buffers, and unless it is one of torch.nn's without `inplace`, to its
+        inputs. A method, or a function of torch or Python, writes to all inputs if its name, `out` or `inplace` says
+        so, or else to none.
+        """
         if node.op == "get_attr":
             return []
         target: Any = node.target
@@ -127,7 +152,7 @@ class ObservingInterpreter(Interpreter):
 
 
 def as_graph_module(graph: Any) -> GraphModule:
-    """Return a graph module as it is, or that of an exported program. Raise UsageError for anything else."""
+    """Return a graph module as it is, or a new graph module of an exported program; UsageError for anything else."""
     if isinstance(graph, ExportedProgram):
         module = graph.module()
         assert isinstance(module, GraphModule)
@@ -141,7 +166,11 @@ def as_graph_module(graph: Any) -> GraphModule:
 
 
 def flat_inputs(graph_module: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the value of each placeholder, in order. Raise UsageError if the graph does not take the arguments."""
+    """Return the value of each placeholder, in order, for a call of the graph module with these arguments.
+
+    Arguments that are left out get their defaults, and the structures of an exported graph are flattened. Raise
+    UsageError if the graph does not take the arguments.
+    """
     try:
         bound = inspect.signature(graph_module.forward).bind(*args, **kwargs)
     except TypeError as error:

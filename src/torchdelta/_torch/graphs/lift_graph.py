@@ -28,7 +28,7 @@ _ON_NUMBERS = frozenset(
 
 
 def lift_graph(graph_module: GraphModule) -> GraphModule:
-    """Rewrite a graph, and those of its control flow, so that no node rounds below float64; return the same graph."""
+    """Rewrite a graph and the graphs inside of it, so that no node rounds below float64; return the same module."""
     for module in graph_module.modules():
         if isinstance(module, GraphModule):
             for node in list(module.graph.nodes):
@@ -39,7 +39,13 @@ def lift_graph(graph_module: GraphModule) -> GraphModule:
 
 
 def _lift_node(node: Node) -> None:
-    """Rewrite one node: its constants, the dtypes that it names, or the integers that it turns into floats."""
+    """Rewrite one node in place so that it does not round below float64; nodes may be inserted around it.
+
+    A node that enters autocast gets it disabled. If a node without tensor inputs makes a narrow tensor, one that
+    computes its elements, such as `linspace`, is told the wide dtype, and behind any other a cast is inserted. A node
+    with tensor inputs gets wide dtypes in place of the narrow ones that it names, also as methods such as `half`. If it
+    is elementwise and turns integers into narrow floats without naming a dtype, its inputs are cast first.
+    """
     if node.target is torch.amp.autocast_mode._enter_autocast:
         device, dtype, _, cache = node.args
         node.args = (device, dtype, False, cache)

@@ -25,7 +25,10 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def op_name(node: Node) -> str:
-    """Return the name of what a node calls, such as `aten.relu.default`, `relu` or `placeholder`."""
+    """Return the name of what a node calls, such as `aten.relu.default` or `relu`; that of a module is its path.
+
+    A `get_attr`, `placeholder` or `output` node has that word as its name.
+    """
     if node.op in ("get_attr", "placeholder", "output"):
         return node.op
     if node.op == "call_function" and not isinstance(node.target, OpOverload):
@@ -34,7 +37,11 @@ def op_name(node: Node) -> str:
 
 
 def module_path(node: Node) -> str:
-    """Return the path of the innermost module that the node was traced in, or an empty string."""
+    """Return the path of the innermost module that the node was traced in, or an empty string if none is known.
+
+    For a `get_attr` node that is the module that holds the attribute. A backward node has the module of its forward
+    node. Dynamo's names such as `L['self'].layers[0]` become paths such as `layers.0`.
+    """
     if node.op == "get_attr":
         return str(node.target).rpartition(".")[0]
     # a backward node carries the modules of its forward node
@@ -46,9 +53,9 @@ def module_path(node: Node) -> str:
 
 
 def source_line(node: Node) -> str:
-    """Return the innermost source line outside of torch, as `file:line: code`, or an empty string.
+    """Return the innermost source line outside of torch, as `file:line: code`, or an empty string if there is none.
 
-    A parameter has the line of its first reader.
+    If all frames are in torch, the innermost one counts. A `get_attr` node has the line of its first reader.
     """
     reader = next(iter(node.users)) if node.op == "get_attr" and node.users else node
     frames = list(_FRAME.finditer(reader.meta.get("stack_trace") or ""))
@@ -70,7 +77,10 @@ def set_argument(node: Node, name: str, value: Any) -> None:
 
 
 def _bound(node: Node) -> dict[str, tuple[Any, bool]]:
-    """Return each argument's value, and whether it is keyword-only, by the names of the schema."""
+    """Return (value, whether it is keyword-only) of each argument by its name in the schema, in the schema's order.
+
+    An argument that the node leaves out has its default, or None without one. The node has to call an `OpOverload`.
+    """
     assert isinstance(node.target, OpOverload)
     declared = node.target._schema.arguments
     # there may be fewer positional arguments than the schema declares
@@ -81,7 +91,10 @@ def _bound(node: Node) -> dict[str, tuple[Any, bool]]:
 
 
 def drop_metadata_assertions(graph_module: GraphModule) -> None:
-    """Remove export's assertions about dtypes and devices, because a changed graph may violate them."""
+    """Remove export's assertions about dtypes and devices, in inner graphs too, and recompile all of them.
+
+    A graph that was changed may violate the assertions.
+    """
     for module in graph_module.modules():
         if isinstance(module, GraphModule):
             for node in list(module.graph.nodes):
@@ -115,7 +128,11 @@ def updates_statistics(name: str) -> bool:
 
 
 def writes_to(node: Node) -> bool:
-    """Return whether a node may write to one of its inputs."""
+    """Tell whether a node may write to one of its inputs; a call of a module always may.
+
+    An operator is judged by its schema, and norms that update running statistics count too. Other functions and methods
+    are judged by their name, `out` or `inplace`. A placeholder, output or `get_attr` node does not write.
+    """
     if isinstance(node.target, OpOverload):
         return bool(node.target._schema.is_mutable) or updates_statistics(op_name(node))
     if node.op == "call_module":
@@ -128,7 +145,11 @@ def writes_to(node: Node) -> bool:
 
 
 def may_write(node: Node) -> frozenset[Node]:
-    """Return the input nodes whose values a node may write to."""
+    """Return the input nodes whose values a node may write to; empty if it does not write.
+
+    These are the arguments that an operator's schema declares as written to, or that are running statistics, and all
+    input nodes of any other function, method or module.
+    """
     if not writes_to(node):
         return frozenset()
     if not isinstance(node.target, OpOverload):
@@ -172,7 +193,10 @@ def every_node(graph_module: GraphModule) -> Iterator[Node]:
 
 
 def widens(node: Node) -> bool:
-    """Return whether a node converts floats to a wider float dtype."""
+    """Tell whether a node is a cast operator that converts floats to a wider float dtype, by the graph's metadata.
+
+    False if the metadata of the node or of its first argument is missing.
+    """
     if not isinstance(node.target, OpOverload):
         return False
     if node.target._schema.name.partition("::")[2] not in ("_to_copy", "to", "convert_element_type"):
@@ -194,7 +218,12 @@ def writes_to_first(node: Node) -> bool:
 
 
 def returns_what_it_writes(node: Node) -> bool:
-    """Return whether a node writes to its first argument and returns that same tensor."""
+    """Tell whether a node writes to its first argument, which is a node, and returns that same tensor.
+
+    An operator is judged by its schema. A writing method counts, and so do functions of torch that write, even if they
+    do so to `out`, and Python's operators such as `+=` if the first argument is a tensor. False for `x[index] = value`,
+    for modules, for norms in training, and for functions of the user's.
+    """
     if not (node.args and isinstance(node.args[0], Node) and writes_to_first(node)) or is_item_assignment(node):
         return False
     if isinstance(node.target, OpOverload):

@@ -27,7 +27,7 @@ class Levels:
     """The dimensions along which the scale varies, or None if those are all but the last."""
 
     def along(self, parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Return a scale or zero point in a shape that broadcasts over the values."""
+        """Return a scale or zero point in a shape that broadcasts over the values; a single number becomes 0-d."""
         if parameter.numel() == 1:
             return parameter.reshape(())
         shape = [1] * values.dim()
@@ -43,9 +43,9 @@ class Levels:
 
 
 def levels_of(node: Node) -> Levels | None:
-    """Return the levels of a dequantize node, or None if its operator is of an unknown kind.
+    """Return the levels of a dequantize node, or None if its operator is of an unknown kind or has no bounds.
 
-    If a quantize node comes before it, the levels are those of that node, because it did the rounding.
+    If a quantize node comes right before it, the levels are those of that node, because it did the rounding.
     """
     source = observed_by(node)
     is_rounded_here = source is not None and is_quantizing(source) and not is_dequantizing(source)
@@ -53,7 +53,11 @@ def levels_of(node: Node) -> Levels | None:
 
 
 def _levels_in(node: Node) -> Levels | None:
-    """Return the levels that the arguments of a quantize or dequantize node describe, or None."""
+    """Return the levels that the arguments of a quantize or dequantize node describe.
+
+    None if its operator is not one of `_KINDS`, or if its bounds are not two integers in order. Scale and zero point
+    are None in them if the graph computes them.
+    """
     operator = str(node.target).split(".")[1]
     kind = next((kind for kind in _KINDS if operator.endswith(kind)), None)
     values = arguments(node)
@@ -75,7 +79,10 @@ def _levels_in(node: Node) -> Levels | None:
 
 
 def _constant(value: Any, node: Node) -> torch.Tensor | None:
-    """Return an argument of a node as a float64 tensor, or None if the graph computes it."""
+    """Return an argument of a node as a float64 tensor, or None if the graph computes it.
+
+    The argument is a number, a tensor, or a node, which is constant if it is a `get_attr`. Any other value is None too.
+    """
     if isinstance(value, Node):
         module = node.graph.owning_module
         if value.op != "get_attr" or module is None:

@@ -41,7 +41,10 @@ _PROCESS_BOUND = ("triton_kernel_wrapper_mutation", "triton_kernel_wrapper_funct
 
 
 def name_target(target: Any) -> str:
-    """Return the name of a callable; raise ValueError if another process could not find it."""
+    """Return the name of an operator, packet, higher-order operator or function, with its kind as the first word.
+
+    `find_target` finds it again. Raise ValueError if another process could not find it.
+    """
     if isinstance(target, OpOverload):
         return f"operator {_registered_name(target)}"
     if isinstance(target, OpOverloadPacket):
@@ -55,9 +58,10 @@ def name_target(target: Any) -> str:
 
 
 def find_target(name: str, allow: Iterable[str] = ()) -> Callable[..., Any]:
-    """Return the callable of that name; raise LookupError if there is none or its module is not allowed.
+    """Return the callable that `name_target` named; raise LookupError if there is none or its module is not allowed.
 
-    `allow` names packages whose callables may be used besides torch's own.
+    The module of a function or higher-order operator is imported if necessary. `allow` names packages whose callables
+    may be used besides those of torch and Python.
     """
     kind, _, rest = name.partition(" ")
     if kind == "operator":
@@ -82,7 +86,11 @@ def _registered_name(target: OpOverload | HigherOrderOperator) -> str:
 
 
 def _name_function(target: Any) -> str:
-    """Return the `module:path` under which a callable can be found; raise ValueError if there is none."""
+    """Return the `module:path` under which a callable can be found in the modules that are loaded here.
+
+    Raise ValueError if it is not callable, has no name, is in `__main__` or inside of a function, or if another object
+    has its name.
+    """
     if not callable(target):
         raise ValueError(f"it is a {type(target).__name__}, which cannot be called")
     module = _module_of(target)
@@ -103,7 +111,11 @@ def _name_function(target: Any) -> str:
 
 
 def _guess_places(target: Any, module: str, path: str) -> Iterator[tuple[str, str]]:
-    """Yield (module, path) pairs where a callable may be, because many of torch's callables name a wrong module."""
+    """Yield (module, path) pairs where a callable may be; the first is where it says it is.
+
+    The others are its short name, and the names under which its module, `torch.Tensor` or some modules of torch have
+    that same object, because many of torch's callables name a wrong module.
+    """
     yield module, path
     short = getattr(target, "__name__", path)
     yield module, short
@@ -122,7 +134,11 @@ def _module_of(target: Any) -> str | None:
 
 
 def _find_function(module: str, path: str, allow: tuple[str, ...]) -> Callable[..., Any]:
-    """Return the callable at a path of a module; raise LookupError if there is none or it is not allowed."""
+    """Import a module and return the callable at a dotted path in it.
+
+    Raise LookupError if there is none, or if the module, or the module that defines the callable, is not allowed. Only
+    the builtins of `_BUILTINS` are.
+    """
     place = _import(module, allow)
     match = _walk(place, path)
     if match is None:
@@ -139,7 +155,11 @@ def _find_function(module: str, path: str, allow: tuple[str, ...]) -> Callable[.
 
 
 def _walk(start: Any, path: str) -> Any:
-    """Return the object at a path from a module, through classes and submodules only; None if there is none."""
+    """Return the object at a dotted path from a module, or None if there is none.
+
+    The path may lead through classes and real submodules, and not through instances or modules that were imported
+    there.
+    """
     place = start
     for step in path.split("."):
         is_class = isinstance(place, type)
@@ -153,7 +173,7 @@ def _walk(start: Any, path: str) -> Any:
 
 
 def _import(module: str, allow: Iterable[str]) -> ModuleType:
-    """Import and return a module; raise LookupError if it is not allowed or does not import."""
+    """Import and return a module; raise LookupError if its name is malformed or not allowed, or its import fails."""
     if not all(part.isidentifier() for part in module.split(".")):
         raise LookupError(f"{module!r} is not the name of a module")
     _refuse_unless_allowed(module, allow)
@@ -169,7 +189,11 @@ def is_torchs_own(module: str) -> bool:
 
 
 def _refuse_unless_allowed(module: str, allow: Iterable[str]) -> None:
-    """Raise LookupError if a graph may not use a module."""
+    """Raise LookupError if a graph may not use a module.
+
+    A module of a package in `allow` may be used. So may torch's and Python's own, except for those of torch that load
+    code from elsewhere.
+    """
     if any(_is_within(module, package) for package in allow):
         return
     if any(_is_within(module, loader) for loader in _LOADERS):
@@ -195,7 +219,10 @@ def _find_packet(name: str) -> OpOverloadPacket:
 
 
 def _find_operator(name: str) -> OpOverload:
-    """Return the overload `namespace::name.overload`; raise LookupError if none is registered."""
+    """Return the overload `namespace::name.overload`, or `default` if the name has no overload.
+
+    Raise LookupError if the operator or the overload is not registered.
+    """
     qualified, _, overload = name.partition(".")
     packet = _find_packet(qualified)
     operator = getattr(packet, overload or "default", None) if (overload or "default").isidentifier() else None
