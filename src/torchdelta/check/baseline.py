@@ -246,7 +246,7 @@ class Baseline:
             return None, f"the program does not run in float64 ({error})"
 
     def _run_noisy(self, index: int, lifted: bool, lowered_to: torch.dtype | None) -> Observation | None:
-        """Make one noisy run and return its observation, or None, with a note, if the program fails in it.
+        """Make one noisy run and return its observation, or add a note and return None if the program fails in it.
 
         `index` is added to the seed. The run is native, or in float64 if `lifted`, or in float64 with roundings of the
         dtype `lowered_to`. Before each optimizer step, gradients within noise of zero get random signs. Inputs,

@@ -291,7 +291,7 @@ class Check(JudgingSteps[Observation]):
         return sharper
 
     def _notice_casts(self, stages: list[Stage]) -> list[Stage]:
-        """Return the stages with a breach at each leaf where the candidate left a narrowing cast out, and add a note.
+        """Return the stages with a breach at each leaf where the candidate left a narrowing cast out, and note that.
 
         The stages are returned unchanged if the transform lowers precision, if the candidate left nothing behind, or if
         no noisy run showed a narrowing cast and the clause `casts` is not strict.

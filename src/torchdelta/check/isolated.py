@@ -48,8 +48,9 @@ def check_isolated(
     """Check a named program in a worker, under complete, named options; return its report and the worker's output.
 
     `settings` are compiler settings that the worker has during the check. Without a `pool`, one is made for this check;
-    `timeout_s` and `memory_bytes` limit each query. A worker that the candidate ended gives a report that is `crashed`
-    or `timed_out`. If that happens in the float64 question, the check runs once more without it, and a note says so.
+    `timeout_s` and `memory_bytes` limit each query. If the candidate ends the worker, the report is `crashed`; if a
+    deadline passes, in any part, it is `timed_out`. If either happens in the float64 question, the check runs once more
+    without it, and a note says so.
 
     Raises what `Outcome.read` raises: the task's own error, or ProgramError if the worker died where no candidate runs.
     """

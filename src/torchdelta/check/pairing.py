@@ -51,7 +51,8 @@ def has_differences(reference: Observation, candidate: Observation) -> bool:
 def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Tell whether two tensors are equal in shape, dtype, device and values.
 
-    Return False for tensors that are not compared: those without a plain buffer, and dtypes of one byte.
+    Return False for tensors that are not compared: those without a plain buffer (sparse, nested, fake), and dtypes of
+    one byte.
     """
     if first.shape != second.shape or first.dtype != second.dtype or first.device != second.device:
         return False

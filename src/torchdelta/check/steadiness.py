@@ -65,9 +65,9 @@ def doubt_coarse(stage: Stage) -> Stage:
 
 
 def vouched_for(stages: Sequence[Stage]) -> list[str]:
-    """Return one note that names the leaves which are too noisy to be judged natively, and passed in float64 alone.
+    """Return a list of one note on the leaves that are too noisy to be judged natively, and passed in float64 alone.
 
-    The note names up to three leaves and counts the others. The list is empty if there are none.
+    The note names up to three of them and counts the others. The list is empty if there are no such leaves.
     """
     coarse = [
         f"{stage.name} {comparison.path}"

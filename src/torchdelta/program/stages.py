@@ -255,7 +255,7 @@ class _Observer:
         """Run a backward from the loss, or from every differentiable output with a random cotangent.
 
         Gradients of earlier backwards are cleared first. `is_differentiable` of the observation is set; if it is False,
-        nothing runs. The gradients stay in `grad` of the tensors. `prefix` and path choose the cotangent, and
+        no backward runs. The gradients stay in `grad` of the tensors. `prefix` and path choose the cotangent, and
         SideFailed names the `stage`.
         """
         for tensor in self._trained().values():
