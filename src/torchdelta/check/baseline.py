@@ -129,9 +129,9 @@ class Baseline:
     ) -> tuple[Side, Convert, Scope]:
         """Return a fresh copy of the program, the conversion of its dtypes, and the scope to run it in.
 
-        The scope has the case's flags outermost, or float64 if `lifted`, then the noise, then the modes. With `noise`,
-        the parameters and inputs of the copy are moved already. `draws` is the dtype of random numbers in float64; None
-        is `drawn_in`.
+        The scope has the case's flags outermost, then float64 if `lifted`, then the noise, then the modes. With
+        `noise`, the parameters and inputs of the copy are moved already. `draws` is the dtype of random numbers in
+        float64; None is `drawn_in`.
         """
         convert = lift.widened if lifted else _unchanged
         outer = self.lifted_scope(draws or self.drawn_in) if lifted else self.eager_scope
