@@ -74,11 +74,12 @@ class Baseline:
         keeps: Keeps = lambda *_: True,
         before_step: BeforeStep = lambda *_: None,
     ) -> Observation:
-        """Run a copy of the program eagerly within these modes, and return what it left behind.
+        """Run a copy of the program eagerly within these modes, and return the observation of its stages.
 
-        With `lifted` it runs in float64, and draws random numbers in the dtype `draws`. With `noise` its roundings
-        are moved; the modes are inside of the noise. `keeps` and `before_step` are those of `stages.observe`.
-        Raises SideFailed if the program raises.
+        With `lifted` it runs in float64, and draws random numbers in the dtype `draws`, or in `drawn_in` if that is
+        None. With `noise` its parameters, inputs and roundings are moved; the modes are inside of the noise. `plan` is
+        used in place of the baseline's own. `keeps` and `before_step` are those of `stages.observe`. Raise SideFailed
+        if the program raises.
         """
         side, convert, scope = self._prepare(modes, lifted=lifted, noise=noise, draws=draws)
         return observe(side, plan or self.plan, self.original, scope, convert, keeps=keeps, before_step=before_step)
@@ -102,8 +103,9 @@ class Baseline:
     ) -> CandidateRun:
         """Apply a transform to a copy of the program, in float64 if `lifted`, and return how its run went.
 
-        `draws_random` is the reference's own answer unless it is given, so that a caller can do without a reference.
-        With `is_eager` a program that compiles parts of itself does not do so.
+        If the candidate raises, the returned run has the failure. `draws_random` says whether the candidate has to draw
+        the reference's random numbers; None asks the reference, which then has to run. `plan` is used in place of the
+        baseline's own. With `is_eager`, a program that compiles parts of itself runs these parts eagerly.
         """
         if draws_random is None:
             draws_random = self.reference.draws_random
@@ -126,7 +128,12 @@ class Baseline:
         noise: Noisy | None,
         draws: torch.dtype | None = None,
     ) -> tuple[Side, Convert, Scope]:
-        """Return a copy of the program, how its dtypes were converted, and the scope to run it in."""
+        """Return a fresh copy of the program, the conversion of its dtypes, and the scope to run it in.
+
+        The scope has the case's flags outermost, then float64 if `lifted`, then the noise, then the modes. With
+        `noise`, the parameters and inputs of the copy are moved already. `draws` is the dtype of random numbers in
+        float64; None is `drawn_in`.
+        """
         convert = lift.widened if lifted else _unchanged
         outer = self.lifted_scope(draws or self.drawn_in) if lifted else self.eager_scope
         side = Side.copied_from(self.program, convert=convert)
@@ -163,7 +170,11 @@ class Baseline:
 
     @cached_property
     def truth(self) -> Observation | None:
-        """The program run in float64, or None if it does not run there; `no_truth` then has the reason."""
+        """The program run in float64, or None if it does not run there; `no_truth` then has the reason.
+
+        Float dtypes among the program's own tensors that have no float64 are added to `unlifted`. If anything is in
+        `unlifted`, a note says that the truth is not all in float64.
+        """
         with self.timed("truth"):
             run, self.no_truth = self._run_lifted(self.drawn_in)
             dtypes = {tensor.dtype for tensor in started_from(self.original) if tensor.is_floating_point()}
@@ -185,7 +196,8 @@ class Baseline:
     def noisy(self, count: int, *, lifted: bool = False, lowered_to: torch.dtype | None = None) -> list[Observation]:
         """Return the first `count` noisy runs, without those that failed.
 
-        They are native, or in float64 if `lifted`, or in float64 and rounded to the lower dtype `lowered_to`.
+        They are native, or in float64 if `lifted`, or in float64 with roundings as large as those of the dtype
+        `lowered_to`. Each run is made once and kept in `noisy_runs`.
         """
         for index in range(count):
             if (index, lifted, lowered_to) not in self.noisy_runs:
@@ -206,9 +218,11 @@ class Baseline:
         return torch.float64 if self.reference.draws_random else self.drawn_in
 
     def _run_reference(self) -> Observation:
-        """Run the reference; EagerFails if it raises.
+        """Run the reference and return its observation; raise EagerFails if it raises in its first iteration.
 
-        Random inputs that the program rejects are not its fault: they end the iterations.
+        If a later iteration raises, the program rejects random inputs: `plan` is cut to the iterations before it,
+        `shortfall` says so, and the reference runs again. Raise ProgramError if the run changes a tensor that all
+        copies share.
         """
         try:
             with shared_state_unchanged(self.program.call, name=self.program.name):
@@ -233,7 +247,13 @@ class Baseline:
             return None, f"the program does not run in float64 ({error})"
 
     def _run_noisy(self, index: int, lifted: bool, lowered_to: torch.dtype | None) -> Observation | None:
-        """Return a noisy run without the leaves that the reference left unchanged, or None if it fails."""
+        """Make one noisy run and return its observation, or add a note and return None if the program fails in it.
+
+        `index` is added to the seed. The run is native, or in float64 if `lifted`, or in float64 with roundings of the
+        dtype `lowered_to`. Before each optimizer step, gradients within noise of zero get random signs. Inputs,
+        parameters and buffers that the reference left unchanged are not recorded. The run also updates `has_chosen`,
+        and if native `narrowed_to`.
+        """
         in_float64 = lifted or lowered_to is not None
         unit = None if lowered_to is None else float(torch.finfo(lowered_to).eps)
         noise = Noisy(seed=self.plan.seed + index, unit=unit)
@@ -258,7 +278,10 @@ class Baseline:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Hold the flags that the case asks for."""
+        """Run the block with the flags that the case asks for, and restore torch's flags afterwards.
+
+        These are `deterministic` algorithms and `anomaly` detection of autograd.
+        """
         with runtime.preserved_flags():
             if self.deterministic:
                 runtime.use_deterministic()
@@ -273,7 +296,10 @@ class Baseline:
             yield
 
     def lifted_scope(self, draws: torch.dtype) -> Scope:
-        """Return a scope in which nothing rounds below float64, and random numbers are drawn in this dtype."""
+        """Return a scope in which nothing rounds below float64, and random numbers are drawn in the dtype `draws`.
+
+        It includes `eager_scope`. An operation that has no float64 runs natively, and its name is added to `unlifted`.
+        """
 
         @contextmanager
         def lifted() -> Iterator[None]:
@@ -284,7 +310,11 @@ class Baseline:
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
-        """Add the time of a part of the work to `seconds`; a part within a part counts once."""
+        """Report the part to `progress`, run the block, and add its seconds to `seconds` under the name of the part.
+
+        The time of a part within this one counts for the inner part alone. Afterwards, even if the block raises,
+        garbage is collected and cached accelerator memory is released.
+        """
         self.progress(part)
         started = time.perf_counter()
         inner = sum(self.seconds.values())

@@ -46,7 +46,10 @@ class CandidateRun:
         return self.failure is not None and STAGES.index(stage) >= self.failed_in
 
     def untransformed(self) -> str:
-        """Return why some or all calls did not run the transformed program; empty if all did."""
+        """Return why some or all calls ran untransformed, or an empty text if none did.
+
+        A compiler that reached its recompile limit counts as a reason too.
+        """
         if self.graphs.transformed_calls == 0:
             return "the transform did not happen: no transformed code ran at all"
         if self.graphs.untransformed_calls:
@@ -67,10 +70,12 @@ def run_candidate(
     draws_random: bool,
     lifted: Scope | None = None,
 ) -> CandidateRun:
-    """Transform a fresh side, run it, and return the run, with the failure if the candidate raised.
+    """Transform a fresh side, run it, and return the run, with the failure if the transform or the candidate raised.
 
-    `lifted` is the scope of a side in float64, in which a candidate that is not compiled runs. Mistakes of the user and
-    lacks of the machine are raised.
+    `lifted` is None for a native side. For a side in float64 it is the scope in which the candidate runs; of a
+    compiler, only the loss runs in it. `draws_random` says whether the candidate has to draw the reference's random
+    numbers; `original` is that of `stages.observe`. Without a backward only the stage `forward` runs. After a failure,
+    the run has the observation up to it. Errors of the user and of the machine (TorchDeltaError) are raised.
     """
     run = CandidateRun()
     plan = plan if transform.traits.has_backward else replace(plan, stages=("forward",))
@@ -104,7 +109,12 @@ def _unchanged(dtype: torch.dtype) -> torch.dtype:
 
 
 def _count_calls(transformed: TransformedSide, run: CandidateRun, watch: Callable[[Side], Observation]) -> None:
-    """Run the side through `watch`, and fill in the run: its observation, and the calls that ran transformed."""
+    """Run the side through `watch`, which returns its observation, and write the results to the run.
+
+    These are the observation, the numbers of captured graphs and of calls that ran transformed or not, whether the
+    recompile limit was reached, and notes on parts that ran eagerly. If `watch` raises, observation and notes are not
+    written.
+    """
     witness = transformed.witness
     untransformed = 0
 
@@ -129,7 +139,11 @@ def _count_calls(transformed: TransformedSide, run: CandidateRun, watch: Callabl
 
 
 def failure_of(error: BaseException, stage: str) -> Failure:
-    """Return the failure that an exception of the candidate is; EnvironmentUnfit if the machine lacks something."""
+    """Return the record of an exception that the candidate raised in `stage`, with its traceback.
+
+    Raise EnvironmentUnfit if the cause is a tool that this machine lacks, such as a C++ compiler. If this process has a
+    memory limit and the exception is out of memory, the record is that of refused memory.
+    """
     if reason := dynamo.unfit_reason(error):
         raise EnvironmentUnfit(reason) from error
     text = "".join(traceback.format_exception(error))

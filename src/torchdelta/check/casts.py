@@ -27,7 +27,12 @@ _NAMED = 3
 
 
 def notice(stages: list[Stage], baseline: Baseline, candidate: Observation, terms: Terms) -> tuple[list[Stage], str]:
-    """Return the stages with every elided cast as a breach of the clause `casts`, and a note that names the casts."""
+    """Return the stages with a breach of the clause `casts` at each leaf that elided casts explain, and a note on them.
+
+    The reference runs again with its narrowing casts elided; the note names these casts. If the run elides no cast, or
+    no leaf is explained, the stages are returned unchanged, with an empty note. If the run fails, the note says so, and
+    if `casts` is strict in the terms, each stage is at best inconclusive for that reason.
+    """
     mode = Elide()
     try:
         with baseline.timed("casts"):
@@ -51,7 +56,11 @@ def notice(stages: list[Stage], baseline: Baseline, candidate: Observation, term
 def _add_breaches(
     stage: Stage, reference: Observation, candidate: Observation, elided: Observation, mode: Elide, terms: Terms
 ) -> Stage:
-    """Return the stage with a breach of the clause `casts` at every leaf that elided casts explain."""
+    """Return the stage with a breach of the clause `casts` at every leaf that elided casts explain.
+
+    A breach that the terms do not excuse makes the leaf diverged. `elided` is the run without narrowing casts, and
+    `mode` has their places. A stage without comparisons is returned unchanged.
+    """
     if not stage.comparisons:
         return stage
     comparisons = []
@@ -67,7 +76,11 @@ def _add_breaches(
 
 
 def _is_explained(reference: object, candidate: object, elided: object) -> bool:
-    """Tell whether the candidate's leaf is much nearer to the run without casts than to the reference."""
+    """Tell whether the candidate's leaf is much nearer to the run without casts, `elided`, than to the reference.
+
+    That is: it differs from the reference, and its distance to `elided` is less than `NEARER` times that to the
+    reference. Return False unless all three are tensors of one shape and layout, and the reference's is of floats.
+    """
     sides = [side for side in (reference, candidate, elided) if isinstance(side, torch.Tensor)]
     if len(sides) < 3 or len({(side.shape, side.layout) for side in sides}) > 1 or not sides[0].is_floating_point():
         return False

@@ -58,7 +58,11 @@ class Check(JudgingSteps[Observation]):
     keeps_distant = True
 
     def run(self) -> Report:
-        """Return the report. Mistakes of the user and lacks of the machine raise; failures of the candidate do not."""
+        """Run the check and return its report; a failure of the candidate is in the report.
+
+        Mistakes of the user and lacks of the machine are raised, as TorchDeltaError. Global state of the process is
+        restored afterwards. With deterministic algorithms, a note says that this is not the native run.
+        """
         versions.require_supported()
         if self.case.deterministic:
             self.notes.append(
@@ -69,9 +73,11 @@ class Check(JudgingSteps[Observation]):
             return self._report()
 
     def _report(self) -> Report:
-        """Run the candidate, judge it, and return the report.
+        """Run reference, candidate and truth, and the candidate in float64; judge every stage, and return the report.
 
-        `run` preserves the state of the process around it; a layerwise check calls it again for another transform.
+        After the steps of `judge`, decisions are followed, and leaves become inconclusive whose reference is unsteady
+        or whose noise is as large as their values. The verdict is the worst of the stages. Without a truth, the float64
+        question is not asked. Sets `unmatched`, `layers`, `candidate`, `lifted` and `needs_noise`, and adds to `notes`.
         """
         baseline = self.baseline
         reference = baseline.reference  # before the candidate runs, which must not be able to change it
@@ -125,7 +131,11 @@ class Check(JudgingSteps[Observation]):
         return self.baseline.no_truth or "the candidate failed before anything could be compared"
 
     def _run_lifted(self) -> semantic.LiftedRun:
-        """Run the candidate in float64, unless the user left the question out or the candidate failed natively."""
+        """Run the candidate in float64 and return the run, or an empty one whose `asked` says why it was not run.
+
+        It is not run if the user left the question out, if the candidate failed natively, or if `run_lifted` finds a
+        reason.
+        """
         if not self.case.semantic:
             return semantic.LiftedRun(asked="not asked: it was left out on request")
         if self.candidate.failure is not None:
@@ -152,7 +162,13 @@ class Check(JudgingSteps[Observation]):
         return self.baseline.noisy(count, lowered_to=self.transform.traits.lowered_to) if self.needs_noise else []
 
     def compare_stages(self, yardstick: Yardstick[Observation]) -> list[Stage]:
-        """Return every stage of the case up to the one in which the candidate failed, compared for the first time."""
+        """Return every stage of the case up to the one in which the candidate failed, compared for the first time.
+
+        That last stage is `crashed`, without comparisons. A stage that has no gradients becomes what
+        `_without_gradients` returns. A stage is at best inconclusive if nothing with elements was compared, if calls
+        ran untransformed, or if fewer iterations ran than planned. After the first stage, a default stage in which
+        nothing was compared because names differ is left out, with a note. Adds to `unmatched` and `notes`.
+        """
         candidate, baseline, keeps_names = self.candidate, self.baseline, self.transform.traits.keeps_names
         stages: list[Stage] = []
         if self._judging_policy.needs_truth and baseline.no_truth:
@@ -183,7 +199,11 @@ class Check(JudgingSteps[Observation]):
         return stages
 
     def _without_gradients(self, name: str) -> list[Stage]:
-        """Return a stage without comparisons that says why, or no stage if the user did not name it."""
+        """Return one inconclusive stage that says why it cannot be compared, or no stage and add a note instead.
+
+        The note is for a stage that the user did not name. If the user gave a loss and the candidate has a backward,
+        there is always a stage.
+        """
         has_loss = self.transform.traits.has_backward and self.baseline.plan.loss is not None
         why = "the loss does not require grad" if has_loss else "no output of the reference requires grad"
         why = why if self.transform.traits.has_backward else f"the result of {self.case.transform} has no backward"
@@ -199,7 +219,12 @@ class Check(JudgingSteps[Observation]):
     def _compare_and_match(
         self, stage: str, yardstick: Yardstick[Observation]
     ) -> tuple[list[Comparison], list[UnmatchedLeaf], list[UnmatchedLeaf]]:
-        """Return the comparisons of a stage, the leaves without a partner, and the state that is named otherwise."""
+        """Return the comparisons of a stage, the leaves without a partner, and the state whose name one side lacks.
+
+        A leaf without a partner has a comparison, which diverged; state with another name has none. In `steps`, with a
+        truth and noisy runs, elements whose gradient is within noise of zero are replaced by the truth's on all sides,
+        and the comparison says how many.
+        """
         judge = Judge(policy=self._judging_policy, terms=self._terms, is_stepped=stage == "steps")
         reference, truth, candidate = yardstick.reference, yardstick.truth, self.candidate.observation
         leaves, others, renamed = pair_stage(stage, reference, candidate, keeps_names=self.transform.traits.keeps_names)
@@ -223,10 +248,10 @@ class Check(JudgingSteps[Observation]):
         return decisions.excuse_integers(stages, self.baseline, self.candidate.observation, list(yardstick.noisy[:1]))
 
     def ask_in_float64(self, stages: list[Stage], yardstick: Yardstick[Observation]) -> list[Stage]:
-        """Return the stages with the answers to the float64 question.
+        """Return the stages with the answers to the float64 question; set `semantic_question` and `answers`.
 
-        Before it, coarse leaves are sharpened by replayed choices, and narrowing casts that were left out are noticed,
-        because an answer in float64 replaces neither.
+        Before it, leaves whose noise is nearly as large as their values are judged with replayed choices, and narrowing
+        casts that were left out are noticed, because an answer in float64 replaces neither.
         """
         stages = self._notice_casts(self._replay_choices(stages, yardstick))
         self.semantic_question, self.answers = semantic.judge_lifted(
@@ -235,7 +260,13 @@ class Check(JudgingSteps[Observation]):
         return [semantic.add_answers(stage, self.answers.get(stage.name, {}), self.baseline) for stage in stages]
 
     def _replay_choices(self, stages: list[Stage], yardstick: Yardstick[Observation]) -> list[Stage]:
-        """Judge leaves that are coarse because of choices within rounding by a truth that chose as the reference."""
+        """Return the stages with coarse leaves judged again by a truth and a noisy run that chose as the reference did.
+
+        A coarse leaf differs, and its noise is nearly as large as its values. The new comparison counts only if it is
+        equivalent with a finer resolution; a note says how many do. The stages are returned unchanged if no leaf is
+        coarse, if the program does not choose among floats, if the transform lowers precision, or if the choices cannot
+        be replayed.
+        """
         is_coarse = any(steadiness.is_coarse(comparison) for stage in stages for comparison in stage.comparisons)
         if not is_coarse or not self.baseline.has_chosen or self.transform.traits.lowered_to is not None:
             return stages
@@ -260,7 +291,11 @@ class Check(JudgingSteps[Observation]):
         return sharper
 
     def _notice_casts(self, stages: list[Stage]) -> list[Stage]:
-        """Return the stages with the narrowing casts that the candidate left out, if the program has any."""
+        """Return the stages with a breach at each leaf where the candidate left a narrowing cast out, and note that.
+
+        The stages are returned unchanged if the transform lowers precision, if the candidate left nothing behind, or if
+        no noisy run showed a narrowing cast and the clause `casts` is not strict.
+        """
         if self.transform.traits.lowered_to is not None or not self.candidate.observation.stages:
             return stages
         has_casts = bool(self.noisy(1)) and self.baseline.narrowed_to is not None
@@ -273,7 +308,12 @@ class Check(JudgingSteps[Observation]):
     # after the steps
 
     def _follow_decisions(self, stages: list[Stage]) -> list[Stage]:
-        """Judge leaves that diverged natively alone by runs that decided as the candidate did within rounding."""
+        """Return the stages with leaves that diverged natively alone judged by runs that decide as the candidate did.
+
+        Leaves that these runs explain become equivalent, and leaves that untried decisions may explain become
+        inconclusive. Notes say what was followed. The stages are returned unchanged if there is no noisy run, or if the
+        transform lowers precision.
+        """
         if not self.noisy(1) or self.transform.traits.lowered_to is not None:
             return stages
         follower = decisions.DecisionFollower(
@@ -287,7 +327,11 @@ class Check(JudgingSteps[Observation]):
         return stages
 
     def _doubt_unsteady(self, stages: list[Stage]) -> list[Stage]:
-        """Return the stages with the leaves inconclusive in which two runs of the reference differ."""
+        """Return the stages with the leaves inconclusive in which two runs of the reference differ.
+
+        The reference runs a second time only if a verdict rests on its steadiness; else the stages are returned
+        unchanged. A note names up to four of the leaves. `steadiness.excuse` says which of them keep their verdict.
+        """
         rests = any(steadiness.rests_on_steadiness(comparison) for stage in stages for comparison in stage.comparisons)
         if not rests:
             return stages

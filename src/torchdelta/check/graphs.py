@@ -58,7 +58,11 @@ class GraphRecorder:
     captured: list[CapturedGraph] = field(default_factory=list)
 
     def __call__(self, handed: HandedGraph) -> Callable[..., Any]:
-        """Return a callable that records its arguments and runs the graph."""
+        """Return a callable that runs the graph itself; each of its first calls is appended to `captured`.
+
+        Recorded are a copy of the graph, copies of the arguments, and the level. At most `CALLS` calls of each graph
+        are recorded, and none while `is_paused`. Without `with_gradients` the recorded tensors are detached.
+        """
         graph = graphs.copy_graph(handed.graph)
         calls = 0
 
@@ -86,7 +90,12 @@ class RecordedTransform(ObservedTransform):
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[TransformedSide]:
-        """Apply the transform; the recorder is at its seam during the first calls of the program."""
+        """Apply the transform with the recorder at its seam, and give the transformed side.
+
+        The recorder records during the side's first `recorder.calls` calls, or all if that is None. It is paused at any
+        other time, such as in a backward. The caller's `seam` gets no graph, because the recorder runs each graph
+        itself.
+        """
         recorder, calls = self.recorder, 0
         recorder.is_paused = True
         with super().apply(side, draws_random=draws_random, lifted=lifted, seam=seam) as transformed:
@@ -113,7 +122,11 @@ def capture_graphs(check: Check, level: str = DYNAMO) -> list[CapturedGraph]:
 
 
 def _record(check: Check, level: str) -> list[CapturedGraph]:
-    """Return the graphs that dynamo or AOTAutograd hands over in a run of the program."""
+    """Run the program with a recorder at the compiler's seam; return each graph with the inputs of one of its calls.
+
+    At the level of dynamo, only the stage `forward` runs; at the level `aot`, all stages except `steps` do, and inputs
+    are detached. Raise ProgramError, with the failure if there is one, if nothing was recorded.
+    """
     baseline = check.baseline
     is_dynamo = level == DYNAMO
     # at the level aot, each gradient is computed by a graph of its own
@@ -142,7 +155,7 @@ def _capturing_like(transform: Transform) -> Compiler:
 
 
 def _export(check: Check) -> CapturedGraph:
-    """Return the exported program; ProgramError if torch cannot export it."""
+    """Return the exported program as one graph, with flat inputs; ProgramError if torch cannot export it."""
     side = Side.copied_from(check.baseline.program)
     try:
         module, lowered = export_side(side, strict=False)
@@ -157,7 +170,11 @@ def _export(check: Check) -> CapturedGraph:
 
 
 def write_graphs(captured: Sequence[CapturedGraph], directory: Path) -> None:
-    """Write graphs and inputs into a directory; UsageError if one of them cannot be written."""
+    """Write graphs and inputs into an existing directory; UsageError if one of them cannot be written.
+
+    The index is written last. It has the level of each graph, and the modules of its functions, which a reader has to
+    allow.
+    """
     rows = []
     for number, each in enumerate(captured):
         write_graph(each.graph, directory / f"graph-{number}.json")
@@ -167,7 +184,11 @@ def write_graphs(captured: Sequence[CapturedGraph], directory: Path) -> None:
 
 
 def read_graphs(directory: Path) -> list[CapturedGraph]:
-    """Return the graphs that `write_graphs` wrote, or none if it did not finish; ReportUnreadable if a file is bad."""
+    """Return the graphs that `write_graphs` wrote; ReportUnreadable if the file of a graph or its inputs is damaged.
+
+    The list is empty if there is no index, which `write_graphs` writes last. Functions of the modules in the index are
+    allowed.
+    """
     path = directory / _INDEX
     rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     return [

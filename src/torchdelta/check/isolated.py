@@ -45,9 +45,14 @@ def check_isolated(
     pool: Pool | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> IsolatedCheck:
-    """Check a named program under complete, named options; return its report and the worker's output.
+    """Check a named program in a worker, under complete, named options; return its report and the worker's output.
 
-    `settings` are those of the compiler that the worker has to make first. Raises what `Outcome.read` raises.
+    `settings` are compiler settings that the worker has during the check. Without a `pool`, one is made for this check;
+    `timeout_s` and `memory_bytes` limit each query. If the candidate ends the worker, the report is `crashed`; if a
+    deadline passes, in any part, it is `timed_out`. If either happens in the float64 question, the check runs once more
+    without it, and a note says so.
+
+    Raises what `Outcome.read` raises: the task's own error, or ProgramError if the worker died where no candidate runs.
     """
     case = case_of(program, options)
     notes: tuple[str, ...] = ()
@@ -73,7 +78,11 @@ def check_isolated(
 
 
 def report_of_death(failure: Failure, case: Case, part: str = "") -> Report:
-    """Return the report of a check whose worker ended by this failure, in the part that it reported last."""
+    """Return the report of a check whose worker ended by this failure: `timed_out` after a timeout, or else `crashed`.
+
+    `part` is the part of the check that the worker reported last. The report has the case's first stage alone, without
+    comparisons; its reason is the failure's message, with the part if no candidate runs in it.
+    """
     verdict = Verdict.TIMED_OUT if failure.kind == "timeout" else Verdict.CRASHED
     where = f" (in {part})" if part and part not in CANDIDATE_PARTS else ""
     return Report(

@@ -24,14 +24,22 @@ _STATE = re.compile(
 def pair_stage(
     stage: str, reference: Observation, candidate: Observation, *, keeps_names: bool
 ) -> tuple[Leaves, Leaves, list[UnmatchedLeaf]]:
-    """Return the leaves of a stage to compare, of both sides, and the state whose name only one side knows."""
+    """Return the leaves of a stage to compare, of reference and candidate, and the state whose name one side lacks.
+
+    With `keeps_names` these are all leaves, and there is no such state. Without it, such state is left out of the
+    leaves.
+    """
     if keeps_names:
         return reference.stages.get(stage, {}), candidate.stages.get(stage, {}), []
     return common_state(stage, reference, candidate)
 
 
 def has_differences(reference: Observation, candidate: Observation) -> bool:
-    """Tell whether any two tensors of the same path differ in a bit: without a difference no noise is needed."""
+    """Tell whether any two tensors of the same stage and path differ: without a difference no noise is needed.
+
+    Leaves that are not tensors or have no partner do not count. Tensors that `_is_equal` cannot compare count as
+    different.
+    """
     return any(
         isinstance(leaf, torch.Tensor) and isinstance(other, torch.Tensor) and not _is_equal(leaf, other)
         for stage, leaves in reference.stages.items()
@@ -41,7 +49,11 @@ def has_differences(reference: Observation, candidate: Observation) -> bool:
 
 
 def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Tell whether two tensors are equal; tensors that `torch.equal` cannot compare count as different."""
+    """Tell whether two tensors are equal in shape, dtype, device and values.
+
+    Return False for tensors that are not compared: those without a plain buffer (sparse, nested, fake), and dtypes of
+    one byte.
+    """
     if first.shape != second.shape or first.dtype != second.dtype or first.device != second.device:
         return False
     if not (tensors.has_own_buffer(first) and tensors.has_own_buffer(second)) or first.dtype.itemsize == 1:
@@ -54,7 +66,11 @@ def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
 def common_state(
     stage: str, reference: Observation, candidate: Observation
 ) -> tuple[Leaves, Leaves, list[UnmatchedLeaf]]:
-    """Return the leaves of both sides without the state whose name only one side knows, and that state."""
+    """Return the leaves of reference and candidate without the state whose name only one side knows, and that state.
+
+    State means parameters, buffers, attributes and optimizer state. A name is known to a side if it is in its
+    `state_names`.
+    """
     common: list[Leaves] = []
     renamed: list[UnmatchedLeaf] = []
     for side, own, other in (("reference", reference, candidate), ("candidate", candidate, reference)):
@@ -68,7 +84,11 @@ def common_state(
 
 
 def _name_of(path: str) -> str | None:
-    """Return the name of the parameter, buffer or attribute at a path, or None for a leaf of another kind."""
+    """Return the name of the parameter, buffer or attribute at a path, or None for a leaf of another kind.
+
+    It is the start of the path without the iteration or step, such as `buffers['mean']`. Optimizer state has the name
+    of its parameter.
+    """
     match = _STATE.match(path)
     if match is None:
         return None

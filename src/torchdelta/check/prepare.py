@@ -33,7 +33,9 @@ def prepare(
 ) -> Check:
     """Return the check of a program under these options; UsageError or ProgramError if there can be none.
 
-    `progress` gets the name of each part of the check as it begins.
+    Nothing of the check runs yet. Options that are left open come from the program's recording, if it is one. A named
+    program is imported and built with the seed of the case; settings that its module makes on import stay, but the
+    caller's random generators are restored. `progress` gets the name of each part of the check as it begins.
     """
     options = complete(program, options)
     case = case_of(program, options)
@@ -68,7 +70,10 @@ def prepare(
 
 
 def _load(program: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Program:
-    """Return the program with its arguments, which a named program brings along."""
+    """Return the program that a name stands for, or one of the callable with these arguments.
+
+    A named program brings its own arguments: UsageError if any are given.
+    """
     if isinstance(program, str):
         if args or kwargs:
             raise UsageError(f"{program} brings its own arguments: pass none, or pass the callable itself")
@@ -77,7 +82,10 @@ def _load(program: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: Mapp
 
 
 def _optimizer(optimizer: str | OptimizerFactory) -> OptimizerFactory:
-    """Return the factory itself, or the one that `file.py:factory` or a registered name stands for."""
+    """Return the factory itself, or the one that `file.py:factory` or a registered name stands for.
+
+    UsageError if the name is unknown; UsageError or ProgramError if the factory cannot be loaded.
+    """
     if not isinstance(optimizer, str):
         return optimizer
     if ":" in optimizer:

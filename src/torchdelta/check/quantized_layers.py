@@ -34,7 +34,10 @@ class LayerwisePolicy(Policy):
     reason: str
 
     def judge(self, sample: Sample) -> Judgement:
-        """Return the verdict of the layers; identical values are right, and a NaN or Inf out of place is wrong."""
+        """Return the verdict of the layers; identical values are right, and a NaN or Inf out of place is wrong.
+
+        Equivalent layers leave a leaf inconclusive if its error is beyond `COARSEST` of the reference's values.
+        """
         pair = sample.measurement
         share = relative(pair.rms_error, pair.rms_reference) or 0.0
         verdict, reason = self.verdict, f"{self.reason}; its SQNR is {pair.sqnr_db:.1f} dB"
@@ -77,7 +80,12 @@ class LayerwiseCheck:
 
     @cached_property
     def policy(self) -> LayerwisePolicy | None:
-        """The verdict of the layers once the candidate has run, or None if they are not observed."""
+        """The policy with the verdict of the layers once the candidate has run, or None if they are not observed.
+
+        Unless a layer diverged or no graph was observed, `ask` also checks the graph before it is quantized. If that
+        check is inconclusive, so is the policy; if it diverged, crashed or timed out, the policy is diverged, with the
+        check's reason.
+        """
         if self.seam is None:
             return None
         policy = policy_of_layers(self.seam.comparisons, sorted(self.seam.judge.notes))
@@ -105,7 +113,11 @@ class NoQuantizedLayer(ObservedTransform):
 
 
 def policy_of_layers(comparisons: Sequence[GraphComparison], notes: Sequence[str] = ()) -> LayerwisePolicy:
-    """Return the policy that gives the program the verdict of its layers."""
+    """Return the policy that gives the program the verdict of its layers, from the comparisons of its graphs.
+
+    It is DIVERGED if a node is wrong by itself. It is INCONCLUSIVE if no node was judged, if a graph has notes because
+    not every node could be, or if a node is undecided; the first of `notes` then explains why. Else it is EQUIVALENT.
+    """
     judged = [each for graphs in comparisons for each in graphs.judgements]
     if not judged:
         return LayerwisePolicy(Verdict.INCONCLUSIVE, "no layer could be judged by itself")

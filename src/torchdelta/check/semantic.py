@@ -62,7 +62,11 @@ class LiftedRun:
 
 
 def run_lifted(baseline: Baseline, transform: Transform) -> LiftedRun:
-    """Apply the transform to the program in float64, and run both; return the runs, or why there are none."""
+    """Apply the transform to the program in float64, and run both; return the runs, or why there are none.
+
+    Without runs, `asked` has the reason: the transform lowers precision, the program or an operation has no float64,
+    the transform raises or fails there, or calls ran untransformed.
+    """
     if transform.traits.lowered_to is not None:
         return LiftedRun(asked="not asked: the transform lowers precision on purpose")
     reference = baseline.lifted_reference
@@ -85,7 +89,12 @@ def run_lifted(baseline: Baseline, transform: Transform) -> LiftedRun:
 
 
 def judge_lifted(lifted: LiftedRun, baseline: Baseline, *, keeps_names: bool) -> tuple[str, Answers]:
-    """Return whether the question could be asked, and the answers of float64 by stage and path."""
+    """Return `asked`, or why the answers do not count, and the answers of float64 by stage and path.
+
+    There are no answers if `lifted` has no runs. Noisy runs in float64 are made only if the noise of a native run does
+    not explain a difference. If a divergence remains, and parts of the candidate ran between graphs, no answer counts.
+    Without `keeps_names`, differences as small as those of a constant in float32 pass.
+    """
     # a leaf that a run did not change is kept as the program's own tensor
     unchanged = frozenset(map(id, started_from(baseline.original)))
     # natively compared are the contract and integers; another implementation may have constants in float32
@@ -118,7 +127,13 @@ def _compare_stage(
     unchanged: frozenset[int],
     keeps_names: bool,
 ) -> dict[str, Comparison]:
-    """Return the answers of float64 for one stage, by path."""
+    """Return the answers of float64 for one stage, by path.
+
+    `lifted` is the candidate in float64, and `unchanged` has the ids of the program's own tensors. A leaf that the
+    candidate alone left unchanged is not compared. Only float64 and complex128 leaves have answers, and leaves that
+    diverged without being measured, such as those of one side only. In `steps`, elements whose gradient is within noise
+    of zero are taken from the reference on both sides.
+    """
     reference, candidate, _ = pair_stage(stage, yardstick.reference, lifted, keeps_names=keeps_names)
     # torch 2.13 drops some writes of single numbers in float64 alone; writes that are dropped natively show there
     dropped = {path for path, leaf in candidate.items() if id(leaf) in unchanged and leaf is not reference.get(path)}
@@ -138,7 +153,10 @@ def _compare_stage(
 
 
 def add_answers(stage: Stage, answers: Mapping[str, Comparison], baseline: Baseline) -> Stage:
-    """Return the stage with the answers of float64 for each of its leaves."""
+    """Return the stage with the float64 answer added to each of its leaves, as `_add_answer` does.
+
+    `answers` are by path. A stage without comparisons is returned unchanged, and so is any stage without answers.
+    """
     if not answers or not stage.comparisons:
         return stage
 
@@ -153,7 +171,16 @@ def add_answers(stage: Stage, answers: Mapping[str, Comparison], baseline: Basel
 
 
 def _add_answer(native: Comparison, answer: Comparison | None, is_foreign: Callable[[str], bool]) -> Comparison:
-    """Return a native comparison with its answer; one that diverged natively stays as it is."""
+    """Return a native comparison with its answer in float64; one that diverged natively stays as it is.
+
+    - A diverged answer replaces verdict, reason and numbers; the result is inconclusive if `is_foreign` says of the
+      path that the program is another function in float64.
+    - An answer that could not be measured makes the comparison inconclusive.
+    - Any other answer adds its error and noise to the details. An equivalent leaf far from its truth becomes
+      inconclusive if the path is foreign.
+    - Without an answer or an error in it, and if the native leaf was not measured, the comparison is returned
+      unchanged.
+    """
     if answer is None or native.verdict is Verdict.DIVERGED or native.measurement is None:
         return native
     if answer.measurement is None:
@@ -181,8 +208,8 @@ def _add_answer(native: Comparison, answer: Comparison | None, is_foreign: Calla
 def _is_of_another_program(baseline: Baseline, stage: str, path: str) -> bool:
     """Tell whether the truth is further from the reference than noise is, because the program branches on its dtype.
 
-    Such a program is another function before the first step already. After a step the distance says nothing: a
-    gradient within rounding of zero takes the steps of two correct programs apart.
+    In `steps` the path is ignored: the answer is that of any leaf before the first step, its gradients included. After
+    a step the distance says nothing: a gradient within rounding of zero takes the steps of two correct programs apart.
     """
     if stage != "steps":
         return _is_further_than_noise(baseline, stage, path)
@@ -195,7 +222,11 @@ def _is_of_another_program(baseline: Baseline, stage: str, path: str) -> bool:
 
 
 def _is_further_than_noise(baseline: Baseline, stage: str, path: str) -> bool:
-    """Tell whether one leaf of the truth is `FOREIGN` times further from the reference than a noisy run is."""
+    """Tell whether one leaf of the truth is `FOREIGN` times further from the reference than a noisy run is.
+
+    A distance below the rounding of the values counts as that rounding. Return False without a truth or a noisy run,
+    for integers and non-tensors, and if the truth has another shape.
+    """
     reference = baseline.reference.stages[stage][path]
     truth = baseline.truth.stages[stage].get(path) if baseline.truth else None
     if not isinstance(truth, torch.Tensor) or not isinstance(reference, torch.Tensor):

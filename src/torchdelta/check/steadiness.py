@@ -30,8 +30,9 @@ SUSPECT = 100.0
 def rests_on_steadiness(comparison: Comparison) -> bool:
     """Tell whether a verdict is right only if the reference is the same each time it runs.
 
-    That holds for a divergence, and for noise far above rounding: a reference that draws other numbers each time is
-    far from the truth too, and would let any candidate pass.
+    That holds for a divergence. It also holds if the values differ and their noise is more than `SUSPECT` times
+    rounding: a reference that draws other numbers each time is far from the truth too, and would let any candidate
+    pass.
     """
     floor = float(comparison.details.get("floor", 0.0))
     is_suspect = comparison.noise is not None and comparison.noise > SUSPECT * floor
@@ -41,7 +42,9 @@ def rests_on_steadiness(comparison: Comparison) -> bool:
 def doubt_coarse(stage: Stage) -> Stage:
     """Return the stage with the leaves inconclusive that passed only because their noise is as large as their values.
 
-    A gradient that is zero in exact arithmetic is all noise too, but tiny beside the others, and may pass.
+    Only equivalent leaves whose values differ are looked at. A leaf that passed in float64 too stays equivalent. So
+    does a gradient that is zero in exact arithmetic: it is all noise too, but tiny beside the largest values of the
+    stage.
     """
     details = [comparison.details for comparison in stage.comparisons]
     scales = [float(each["rms_of_truth"]) for each in details if "rms_of_truth" in each]
@@ -62,7 +65,10 @@ def doubt_coarse(stage: Stage) -> Stage:
 
 
 def vouched_for(stages: Sequence[Stage]) -> list[str]:
-    """Return a note that names the leaves which are too noisy to be judged natively, and passed in float64 alone."""
+    """Return a list of one note on the leaves that are too noisy to be judged natively, and passed in float64 alone.
+
+    The note names up to three of them and counts the others. The list is empty if there are no such leaves.
+    """
     coarse = [
         f"{stage.name} {comparison.path}"
         for stage in stages
@@ -85,7 +91,11 @@ def _differs(comparison: Comparison) -> bool:
 
 
 def differing_runs(first: Observation, second: Observation) -> dict[tuple[str, str], Comparison]:
-    """Return the comparisons of the leaves in which two runs of the same side differ, by stage and path."""
+    """Return the comparisons of the leaves in which two runs of the same side differ, by stage and path.
+
+    Leaves differ if a bit or a clause of the contract does, or if only one run has the leaf. Stages are those of
+    `first`.
+    """
     judge = Judge(policy=Bitwise())
     return {
         (stage, comparison.path): comparison
@@ -96,7 +106,11 @@ def differing_runs(first: Observation, second: Observation) -> dict[tuple[str, s
 
 
 def excuse(stage: Stage, unsteady: dict[tuple[str, str], Comparison]) -> Stage:
-    """Return the stage with every unsteady leaf inconclusive; a broken contract stays broken."""
+    """Return the stage with every unsteady leaf inconclusive; a broken contract stays broken.
+
+    `unsteady` has the comparisons of two runs of the reference, by stage and path. A leaf also keeps its verdict if the
+    difference of these runs is negligible.
+    """
 
     def excuse_leaf(comparison: Comparison) -> Comparison:
         between_runs = unsteady.get((stage.name, comparison.path))
@@ -111,9 +125,11 @@ def excuse(stage: Stage, unsteady: dict[tuple[str, str], Comparison]) -> Stage:
 
 
 def _is_negligible(comparison: Comparison, between_runs: Comparison) -> bool:
-    """Tell whether two runs of the reference differ by rounding only, and by less than the candidate's error.
+    """Tell whether two runs of the reference differ too little to doubt the verdict of a leaf.
 
-    Sums that threads take in any order differ so. Other random numbers make a difference as large as the values.
+    A divergence stands if the runs differ by less than `OWN_SHARE` of the candidate's error. Any other verdict stands
+    if they differ by at most the square root of the rounding unit, relative to the values, as sums do that threads take
+    in any order. Return False if a number is missing, or if a NaN or Inf is out of place between the runs.
     """
     difference = between_runs.measurement
     if comparison.noise is None or comparison.error is None or difference is None or difference.misplaced:

@@ -37,7 +37,11 @@ def node_walk(
     limit_bytes: int | None = None,
     notes: list[str] | None = None,
 ) -> NodeWalk:
-    """Return a walk over the nodes of a check's two sides, natively or in float64; its notes go to `notes`."""
+    """Return a walk over the nodes of a check's two sides, natively or in float64; it does not start yet.
+
+    `mapping` has the user's matches, from names of the reference's nodes to the candidate's. `limit_bytes` is the
+    memory that taps may hold. The walk appends its notes to the list `notes`, one of them if a native candidate fails.
+    """
     notes = notes if notes is not None else []
 
     def run(transform: Transform) -> None:
@@ -60,7 +64,11 @@ def node_walk(
 
 
 def _ask(check: Check, transform: Transform, *, is_lifted: bool) -> tuple[Verdict, str]:
-    """Return verdict and reason of another transform of the same program, natively or in float64 alone."""
+    """Return verdict and reason of another transform of the same program, natively or in float64 alone.
+
+    Natively, the whole check runs without the float64 question. In float64, verdict and reason are those of the worst
+    answer; without answers it is INCONCLUSIVE, with the reason why the question was not asked.
+    """
     baseline = check.baseline
     if is_lifted:
         lifted = semantic.run_lifted(baseline, transform)
@@ -76,7 +84,10 @@ def _ask(check: Check, transform: Transform, *, is_lifted: bool) -> tuple[Verdic
 
 
 def _run_candidate(check: Check, transform: Transform, *, is_lifted: bool) -> str:
-    """Run a candidate so that the observer at its seam sees it; return a note if it failed, or else an empty text."""
+    """Run a candidate so that the observer at its seam sees it; return a note if it failed, or else an empty text.
+
+    In float64 the text is always empty.
+    """
     baseline = check.baseline
     if is_lifted:
         semantic.run_lifted(baseline, transform)
@@ -89,7 +100,12 @@ def _run_candidate(check: Check, transform: Transform, *, is_lifted: bool) -> st
 
 
 def ask_locally(check: Check, report: Report) -> Report:
-    """Return the report with the comparisons of single nodes; a node that is wrong by itself makes it diverge."""
+    """Return the report with the comparisons of single nodes; a node that is wrong by itself makes it diverge.
+
+    They are one more stage, `local`. Culprits, coverage and notes are added. If the candidate failed, or no nodes could
+    be matched, the report only gets the reason why the local question was not asked. If the walk found no culprit,
+    nodes that diverged are left out, because the walk has excused them.
+    """
     if report.failure is not None:
         return replace(report, questions=replace(report.questions, local="not asked: the candidate failed"))
     with runtime.preserved():

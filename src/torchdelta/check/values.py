@@ -24,7 +24,11 @@ def compare_values(
     ignore: str | Sequence[str] = (),
     strict: str | Sequence[str] = (),
 ) -> Report:
-    """Return the report on two values of any structure; `torchdelta.compare` explains the parameters."""
+    """Return the report on two values of any structure; `torchdelta.compare` explains the parameters.
+
+    Without a policy it is `noise` if there is a truth, or else `close`, with a note. Two empty containers are
+    inconclusive. UsageError if the policy or a clause is unknown.
+    """
     has_truth = truth is not None
     policy_name = policy if policy is not None else "noise" if has_truth else "close"
     case = Case(

@@ -31,7 +31,7 @@ def check_program(request: Mapping[str, Any], place: QueryDirectory) -> dict[str
 
 @contextmanager
 def collected_warnings() -> Iterator[list[str]]:
-    """Keep warnings from the terminal; the list has their texts once the block has ended."""
+    """Keep the block's warnings from the terminal; the list that is given has their texts once the block has ended."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")

@@ -42,10 +42,11 @@ Convert = Callable[[torch.dtype], torch.dtype]
 
 
 def copy_together(values: Any, *, name: str, convert: Convert = lambda dtype: dtype) -> Any:
-    """Return a copy of a value of any kind; `convert` may change the dtypes of its tensors.
+    """Return an independent copy of a value of any kind; `convert` may change the dtypes of its tensors.
 
-    Parts that share memory or objects in the original share them in the copy. `name` is for error messages. Raise
-    ProgramError if the value cannot be copied, or if copies would share trained parameters.
+    Parts that share memory or objects in the original share them in the copy. Python modules, classes, and functions
+    that reach no state are not copied. Generators, and hooks and gradients of leaf tensors are. `name` is for error
+    messages. Raise ProgramError if the value cannot be copied, or if copies would share tensors that require grad.
     """
     objects = everything_in(values)
     _refuse_shared(objects, name)
@@ -67,7 +68,10 @@ def copy_together(values: Any, *, name: str, convert: Convert = lambda dtype: dt
 
 
 def _refuse_shared(objects: list[Any], name: str) -> None:
-    """Raise ProgramError if a class or module holds a parameter, because both sides would train it."""
+    """Raise ProgramError if a class or a Python module holds a tensor that requires grad and that copies would share.
+
+    Both sides would train it. `objects` is everything that the program reaches, and `name` is for the message.
+    """
     trained = [path for path, tensor in shared_state(objects).items() if tensor.requires_grad]
     if trained:
         raise ProgramError(
@@ -78,7 +82,10 @@ def _refuse_shared(objects: list[Any], name: str) -> None:
 
 @contextlib.contextmanager
 def shared_state_unchanged(value: Any, *, name: str) -> Iterator[None]:
-    """Run the block, and raise ProgramError if it changed a tensor that every copy of the value shares."""
+    """Run the block, and raise ProgramError if it wrote to a tensor that every copy of the value shares.
+
+    Such tensors belong to a class or a Python module, which are not copied. Nothing is looked at if the block raises.
+    """
     shared = shared_state(everything_in(value))
     before = {path: (tensor, tensors.version(tensor)) for path, tensor in shared.items()}
     yield
@@ -91,7 +98,12 @@ def shared_state_unchanged(value: Any, *, name: str) -> Iterator[None]:
 
 
 def _copy_tensors(originals: list[torch.Tensor], memo: dict[int, Any], convert: Convert) -> None:
-    """Add a copy of each tensor to the memo, with strides, aliasing, views, gradients and attributes as they were."""
+    """Add a copy of each tensor to the memo, by the id of the original; strides, aliasing and views are as they were.
+
+    The copy has the converted dtype, is a leaf with the same `requires_grad`, and has copies of gradient and
+    attributes. Tensors of one storage and dtype share one copied storage; subclasses, lazy conjugates and tensors
+    without a plain buffer are cloned, each by itself.
+    """
     storages: dict[tuple[int, torch.dtype], torch.Tensor] = {}
     for tensor in sorted(originals, key=_is_plain_view):  # a base comes before its views
         ordinary = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensors.has_own_buffer(tensor)
@@ -145,9 +157,10 @@ def _copy_special(tensor: torch.Tensor, convert: Convert) -> torch.Tensor:
 
 
 def _function_shells(objects: list[Any], memo: dict[int, Any]) -> list[tuple[FunctionType, FunctionType]]:
-    """Return each function that reaches state, with a copy of it whose closure and defaults are still empty.
+    """Return each function that reaches state, with a shell: a copy of it whose closure and defaults are still empty.
 
-    The copies of one module's functions share one copy of its globals. They are added to the memo.
+    The shells are added to the memo by the function's id. If a function uses globals with state, its shell gets a copy
+    of its module's globals, which all shells of that module share; else it has the original globals.
     """
     namespaces: dict[int, dict[str, Any]] = {}
     shells = []
@@ -171,7 +184,10 @@ def _reaches_state(function: FunctionType) -> bool:
 
 
 def _fill_shell(function: FunctionType, shell: FunctionType, memo: dict[int, Any]) -> None:
-    """Give a function's copy its own closure, defaults, attributes and used globals."""
+    """Give a function's copy, the shell, its own closure, defaults, attributes and used globals, in place.
+
+    Values without state stay shared. Globals are replaced only if the shell has a copy of them.
+    """
     for original, cell in zip(function.__closure__ or (), shell.__closure__ or (), strict=True):
         if is_filled(original):
             cell.cell_contents = _copy_captured(original.cell_contents, memo)
@@ -187,7 +203,11 @@ def _fill_shell(function: FunctionType, shell: FunctionType, memo: dict[int, Any
 
 
 def _copy_captured(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a copy of a captured value, or the value itself if it has no state, such as a logger or a lock."""
+    """Return a copy of a captured value, or the value itself if it has no state, such as a logger or a lock.
+
+    Of a function, return its shell in the memo, or the function itself if it has none. A value that cannot be copied is
+    returned itself, unless it reaches tensors: then the exception is raised.
+    """
     if isinstance(value, FunctionType):
         return memo.get(id(value), value)
     if not has_state(value):
@@ -201,9 +221,10 @@ def _copy_captured(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _rebind_methods(duplicate: Any, memo: dict[int, Any]) -> Any:
-    """Give bound methods within the duplicate their copied functions, and return it.
+    """Give bound methods within the duplicate their copied functions, in place, and return it.
 
-    `deepcopy` copies the object to which a method is bound, but not its function.
+    `deepcopy` copies the object to which a method is bound, but not its function. Only methods that are kept as
+    attributes of an object are rebound.
     """
     for holder in everything_in(duplicate):
         for name, value in list(getattr(holder, "__dict__", {}).items()):
@@ -213,7 +234,10 @@ def _rebind_methods(duplicate: Any, memo: dict[int, Any]) -> Any:
 
 
 def everything_in(value: Any) -> list[Any]:
-    """Return the value and every object that it reaches, each once, without plain values such as numbers and text."""
+    """Return the value and every object that it reaches, each once, without plain values such as numbers and text.
+
+    Tensors, classes and Python modules are in the list, but what they hold is not.
+    """
     objects: dict[int, Any] = {}
     waiting = [value]
     while waiting:
@@ -225,7 +249,11 @@ def everything_in(value: Any) -> list[Any]:
 
 
 def children(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the objects that a value holds directly, each with its name: attributes, items, captured values."""
+    """Yield the objects that a value holds directly, each as (name, object): attributes, slots, items, captured values.
+
+    Plain values, tensors, classes and Python modules yield nothing. A function yields what it captures, a bound method
+    its object and its function.
+    """
     if isinstance(value, (*_ATOMS, torch.Tensor, type, ModuleType)):
         return
     if isinstance(value, FunctionType):
@@ -264,7 +292,10 @@ def has_state(value: Any) -> bool:
 
 
 def captured_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the values that a function uses besides its arguments: closure, defaults, attributes, used globals."""
+    """Yield the values that a function uses besides its arguments: closure, defaults, attributes, used globals.
+
+    Each comes as (name, value); a positional default is called `default[0]`. Cells without a value are left out.
+    """
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if is_filled(cell):
             yield name, cell.cell_contents
@@ -296,10 +327,11 @@ def is_installed(function: FunctionType) -> bool:
 
 
 def shared_state(values: list[Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors, by name, that every copy of the values would share.
+    """Return the tensors, by name, that every copy of the values would share; `values` is everything a program reaches.
 
-    Classes and modules are never copied, so copies share the tensors in class attributes and those that methods read
-    from module level.
+    Classes and modules are never copied, so copies share the tensors in class attributes, those that methods except
+    `__init__` read from module level, and those that functions read as `other.tensor` from another module. Of an
+    `nn.Module` among them, only the parameters count. Installed packages do not count.
     """
     shared: dict[str, torch.Tensor] = {}
     for kind in {kind for value in values for kind in type(value).__mro__ if not _is_installed_class(kind)}:
@@ -318,7 +350,11 @@ def shared_state(values: list[Any]) -> dict[str, torch.Tensor]:
 
 
 def _state_of_other_modules(function: FunctionType) -> dict[str, torch.Tensor]:
-    """Return the tensors that a function reads from another module of the user's, as in `other.model`, by name."""
+    """Return the tensors that a function reads from another module of the user's, as in `other.model`, by that name.
+
+    Counted are attributes of modules among the function's globals whose names its code mentions. Of an `nn.Module`,
+    these are the parameters. Installed modules do not count.
+    """
     state: dict[str, torch.Tensor] = {}
     attributes = set(function.__code__.co_names)
     for name, module in used_globals(function).items():
@@ -348,7 +384,7 @@ def is_installed_module(module: ModuleType) -> bool:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Yield the global names that a function's code reads, including its inner functions."""
+    """Yield the global names that a function's code reads, including its inner functions, one for each use."""
     for instruction in dis.get_instructions(code):
         # not LOAD_ATTR: an attribute may have the name of an unrelated global
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):

@@ -32,7 +32,11 @@ MOST_ELEMENTS = 2**20
 
 
 def redraw(program: Program, *, seed: int) -> Iterator[Program]:
-    """Yield the program with other values of the same kind, or nothing if no input has values to change."""
+    """Yield up to `ATTEMPTS` programs with other input values of the same kind, each nearer to the given values.
+
+    A draw that equals the given values is skipped, so there is nothing if no input has values to change. The inputs are
+    copies.
+    """
     inputs = _inputs(program)
     for attempt in range(ATTEMPTS):
         drawn = _draw(program, inputs, seed + attempt, nearness=attempt)
@@ -43,10 +47,10 @@ def redraw(program: Program, *, seed: int) -> Iterator[Program]:
 def resize(program: Program, *, seed: int) -> Iterator[Iterator[Program]]:
     """Yield two kinds of resized programs, each as an iterator of tries of which one is enough.
 
-    In the first kind, equal sizes stay equal. In the second kind, sizes grow threefold, and equal sizes become
-    different; this shows code that holds only for equal or nearby sizes. If an input has integers, equal sizes stay
-    equal there too, because few kernels check how many indices they get. Sizes 0 and 1 stay. Nothing is yielded if
-    inputs share memory, which has one size.
+    In the first kind, equal sizes stay equal. In the second kind, sizes grow threefold. Its first tries make equal
+    sizes different, which shows code that holds only for equal or nearby sizes; its last tries keep them equal. If an
+    input has integers, those first tries are left out, because few kernels check how many indices they get. Sizes 0 and
+    1 stay. Nothing is yielded if inputs share memory, which has one size.
     """
     inputs = _inputs(program)
     if not are_shared(program):
@@ -56,7 +60,11 @@ def resize(program: Program, *, seed: int) -> Iterator[Iterator[Program]]:
 
 
 def relayout(program: Program) -> Iterator[tuple[str, Program]]:
-    """Yield each layout's name with the program, its input values unchanged; nothing if inputs share memory."""
+    """Yield the name of each layout with the program in that layout; its input values are unchanged.
+
+    A layout that changes no strides is left out. Nothing is yielded if inputs share memory. Subclasses, and tensors
+    with attributes or without a plain buffer, stay as they are.
+    """
     inputs = _inputs(program)
     if are_shared(program):
         return
@@ -83,7 +91,11 @@ Change = Callable[[int, int], int]
 
 
 def _equal_changes(sizes: list[int]) -> Iterator[Change]:
-    """Yield changes under which equal sizes stay equal: of all sizes, then of one size at a time."""
+    """Yield changes under which equal sizes stay equal; `sizes` are the different sizes of the inputs.
+
+    The first two add one to all sizes, and double them. If there are several sizes, the others do both to one size at a
+    time.
+    """
     yield lambda size, _: size + 1
     yield lambda size, _: 2 * size
     for chosen in sizes if len(sizes) > 1 else ():
@@ -100,7 +112,11 @@ def _grow_apart(size: int, place: int) -> int:
 
 
 def _tries(program: Program, changes: Iterable[Change], seed: int) -> Iterator[Program]:
-    """Yield the program with its sizes changed in each way: first with new values, then with repeated old ones."""
+    """Yield the program with its sizes changed in each way: first with new values, then with repeated old ones.
+
+    A change is skipped if a tensor would grow too large (`MOST_ELEMENTS`). A tensor that is passed twice stays one
+    tensor.
+    """
     inputs = _inputs(program)
     for change in changes:
         grown: dict[int, torch.Tensor] = {}
@@ -133,7 +149,12 @@ def are_shared(program: Program) -> bool:
 
 
 def _grown(tensor: torch.Tensor, change: Change, places: Iterator[int]) -> torch.Tensor:
-    """Return a larger tensor that repeats the values, so that indices stay in range; the order of strides stays."""
+    """Return a larger tensor that repeats the values, so that indices stay in range; the order of strides stays.
+
+    Each size above 1 becomes `change(size, next(places))`; `places` counts the axes of all inputs. Sorted integers are
+    sorted again. The result is a new leaf with the same `requires_grad`. A tensor without a plain buffer is returned as
+    it is.
+    """
     if not tensors.has_own_buffer(tensor):
         return tensor
     grown = tensor.detach()
@@ -180,7 +201,11 @@ def _is_sorted(tensor: torch.Tensor) -> bool:
 
 
 def _draw(program: Program, inputs: Any, seed: int, *, nearness: int) -> Any:
-    """Return new values for the inputs: random for nearness 0, halfway back for 1, and unchanged for `ATTEMPTS`."""
+    """Return a copy of the inputs with new values: random for nearness 0, and unchanged for `ATTEMPTS`.
+
+    In between, each step of `nearness` halves the distance of floats to the given ones, and integers and booleans are
+    unchanged. Sorted integers are drawn sorted, and constants are varied a little. `program` gives the name for errors.
+    """
     drawn = copy_together(inputs, name=program.name)
     if nearness < ATTEMPTS:
         randomise(drawn, seed=seed)
@@ -201,7 +226,11 @@ def _draw(program: Program, inputs: Any, seed: int, *, nearness: int) -> Any:
 
 
 def _vary_constants(inputs: Any, drawn: Any, seed: int) -> None:
-    """Change the drawn tensors that equal their inputs a little: a constant has no range to draw from."""
+    """Change the drawn tensors that equal their inputs a little, in place: a constant has no range to draw from.
+
+    Booleans are negated, positive integers decreased by one and others increased, and floats get noise of a tenth of
+    their largest value. A single float, complex values and tensors without a plain buffer stay.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for old, new in zip(tree_leaves(inputs), tree_leaves(drawn), strict=True):
@@ -227,7 +256,10 @@ def _sort_where_sorted(inputs: Any, drawn: Any) -> None:
 
 
 def _is_same(inputs: Any, drawn: Any) -> bool:
-    """Return whether all tensors have the same values in both."""
+    """Tell whether all tensors have the same values in both inputs.
+
+    Tensors without a plain buffer and non-tensors are not compared.
+    """
     pairs = zip(tree_leaves(inputs), tree_leaves(drawn), strict=True)
     return all(
         not isinstance(old, torch.Tensor) or not tensors.has_own_buffer(old) or _has_same_values(old, new)
@@ -250,7 +282,8 @@ def _with(program: Program, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> P
 def randomise(inputs: Any, *, seed: int) -> None:
     """Overwrite the tensors among the inputs with random values of the same range, in place.
 
-    Integers and booleans that are all equal stay.
+    The whole storage of a tensor is overwritten, each storage once. Values that are all equal stay, and so do NaN and
+    infinities; a single float is multiplied by 0.5 to 1.5. Tensors without a plain buffer stay.
     """
     generator = torch.Generator().manual_seed(seed)
     done: set[int] = set()
@@ -265,7 +298,12 @@ def randomise(inputs: Any, *, seed: int) -> None:
 
 
 def _draw_like(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return random values with the range of the given ones, and for floats also with their mean and deviation."""
+    """Return random values with the range of the given ones, and for floats also with their mean and deviation.
+
+    They are on the CPU: int64 for integers, float64 for floats, complex128 for complex values. Booleans keep their
+    share of True. NaN and infinities stay, and so do values that are all equal; a single float is multiplied by 0.5 to
+    1.5.
+    """
     if values.is_complex():
         return torch.view_as_complex(_draw_like(torch.view_as_real(values), generator).contiguous())
     flat = values.detach().cpu()
@@ -307,7 +345,10 @@ def transposed_by_turns(tensor: torch.Tensor, place: int) -> torch.Tensor:
 
 
 def with_gaps(tensor: torch.Tensor, _: int) -> torch.Tensor:
-    """Return a copy with an unused element between every two: NaN for floats, 0 or 1 for integers."""
+    """Return a row-major copy with an unused element before each value, so that every stride is doubled.
+
+    The unused element is NaN for floats and complex values. For integers and booleans it is 1 before a 0, and else 0.
+    """
     if tensor.is_floating_point() or tensor.is_complex():
         gap = torch.full_like(tensor, torch.nan)
     else:

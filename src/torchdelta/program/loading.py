@@ -10,7 +10,12 @@ from torchdelta.records.recording import recording_of
 
 
 def load_program(spec: str) -> Program:
-    """Return the program that a factory builds or a recording holds. Raise ProgramError if that fails."""
+    """Return the program that a factory builds or a recording holds; `spec` names a factory or a recorded directory.
+
+    A factory is called without arguments. Raise ProgramError if it cannot be loaded, raises, or does not return
+    (callable, args) or (callable, args, kwargs); UsageError if `spec` is not a name of that form. A recorded directory
+    is read by `recordings.read`, whose imports and compiler settings last.
+    """
     if recording_of(spec) is not None:
         return recordings.read(spec)[0]
     factory = load_callable(spec, what="program factory")
@@ -29,7 +34,10 @@ def load_program(spec: str) -> Program:
 
 
 def import_program(spec: str) -> None:
-    """Import the modules of a named program. Settings that they make hold from then on, as in the user's own run."""
+    """Import the modules of a named program, but do not build it; of a recording, apply its compiler settings too.
+
+    Settings that the modules make on import hold from then on, as in the user's own run. Raises as `load_program` does.
+    """
     recording = recording_of(spec)
     if recording is None:
         load_callable(spec, what="program factory")
@@ -38,7 +46,10 @@ def import_program(spec: str) -> None:
 
 
 def import_place(place: str) -> None:
-    """Import a module by file or by name, or the modules that a recording needs."""
+    """Import a module by file or by name, or the modules that a recording needs if `place` is a recorded directory.
+
+    The compiler settings of a recording are applied too. Raise ProgramError if a module does not import.
+    """
     recording = recording_of(place)
     if recording is None:
         load_module(place, what="operators")

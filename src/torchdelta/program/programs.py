@@ -35,6 +35,11 @@ class Program:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Replace a callable that torch.compile wrapped by its original; raise ProgramError if the parts do not fit.
+
+        They do not if `call` is not callable, `args` is not a tuple, `kwargs` is not a mapping with names as keys, or
+        the arguments do not fit the signature.
+        """
         # reference and transform both start from the program as it was written, not from a compiled one
         object.__setattr__(self, "call", dynamo.uncompiled(self.call))
         if not callable(self.call):
@@ -48,7 +53,10 @@ class Program:
         self._require_fit()
 
     def _require_fit(self) -> None:
-        """Raise ProgramError if the callable's signature does not take the arguments."""
+        """Raise ProgramError if the callable's signature, or that of a module's `forward`, does not take the arguments.
+
+        A builtin without a signature is not checked.
+        """
         target = getattr(self.call, "forward", self.call)
         try:
             signature = inspect.signature(target)
@@ -71,7 +79,8 @@ def own_path() -> tuple[str, ...]:
 def load_callable(spec: str, *, what: str) -> Callable[..., Any]:
     """Return the function or class that `path/file.py:name` or `package.module:name` names.
 
-    `what` says in error messages what it is for. Raise UsageError or ProgramError if there is none.
+    `what` says in error messages what it is for. Raise UsageError if `spec` has another form or names something that
+    cannot be called, and ProgramError if the module does not import or has no such name.
     """
     value = load_object(spec, what=what)
     if not callable(value):
@@ -80,7 +89,11 @@ def load_callable(spec: str, *, what: str) -> Callable[..., Any]:
 
 
 def load_object(spec: str, *, what: str) -> Any:
-    """Return the object that `path/file.py:name` or `package.module:name` names."""
+    """Return the object that `path/file.py:name` or `package.module:name` names; the name may have dots.
+
+    `what` says in error messages what it is for. Raise UsageError if `spec` has another form, and ProgramError if the
+    module does not import or has no such name.
+    """
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
         raise UsageError(f"{spec!r} does not name a {what}: write path/file.py:name or package.module:name")
@@ -96,7 +109,11 @@ def load_object(spec: str, *, what: str) -> Any:
 
 
 def load_module(place: str, *, what: str) -> ModuleType:
-    """Import a module by file or by name and return it; a file can import from its own folder while it loads."""
+    """Import a module by file or by name and return it; a file can import from its own folder while it loads.
+
+    A file is loaded once as long as its content is the same, and is in `sys.modules` under a name of its own. `what`
+    says in error messages what the module is for. Raise ProgramError if it does not exist or does not import.
+    """
     if not place.endswith(".py"):
         try:
             return importlib.import_module(place)

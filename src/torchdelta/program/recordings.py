@@ -51,7 +51,11 @@ class ModuleOrigin:
 
 
 def origin_of(module: str) -> ModuleOrigin:
-    """Return how another process imports a module of this one; raise LookupError if it cannot."""
+    """Return how another process imports a module of this one; raise LookupError for `__main__`, which none can.
+
+    Installed, built-in and unknown modules have a name alone. A module whose file has another name goes by its file.
+    Any other has its name and the folder that contains its outermost package.
+    """
     if module == "__main__":
         raise LookupError("__main__ is another file in another process: move the definition to a module")
     loaded = sys.modules.get(module)
@@ -66,7 +70,10 @@ def origin_of(module: str) -> ModuleOrigin:
 
 
 def owners_of(graph_module: GraphModule) -> tuple[list[str], list[str]]:
-    """Return the modules that define the functions of a graph that are not torch's, and problems in finding them."""
+    """Return the modules that define the functions and classes of a graph that are not torch's, and problems as texts.
+
+    Modules are sorted. A problem is an operator of which it is unknown which module registered it.
+    """
     owners = {name for name in modules_named(graph_module) if not targets.is_torchs_own(name)}
     problems: dict[str, None] = {}
     for target in _find_functions(graph_module):
@@ -94,11 +101,15 @@ READABLE = "graph.txt"
 def write(
     directory: str | os.PathLike[str], graph_module: GraphModule, inputs: Sequence[Any], recording: Recording
 ) -> Recording:
-    """Write a graph with its inputs and its record, and return the record with needed imports and lacks added.
+    """Write a graph with its inputs and its record; return the record, completed with nodes, imports, path and lacks.
 
-    Nothing is run or changed. Gradients and hooks of tensors are not kept, and a tensor that was computed under
-    autograd is a leaf when it is read. Inputs of a graph behind AOTAutograd do not require gradients. Raise UsageError
-    if the directory cannot be written to.
+    Files of an earlier recording in the directory are replaced. The graph is not run or changed. A graph that cannot be
+    written is written as text, and an input that no file can hold is left out; `lacks` then says so. Gradients and
+    hooks of tensors are not kept, and a tensor that was computed under autograd is a leaf when it is read. Inputs of a
+    graph behind AOTAutograd do not require gradients. `transform` is made absolute, or None if no other process can
+    import it.
+
+    Raise UsageError if the directory cannot be written to, or if there is not one input for each placeholder.
     """
     place = Path(directory)
     # a backend may be called in a mode that makes every tensor fake, and a graph in one that refuses `detach`
@@ -124,9 +135,11 @@ def write(
 
 
 def read(directory: str | os.PathLike[str]) -> tuple[Program, Recording]:
-    """Return a recorded graph as a program, and its record; `make_ready` applies the settings of that time.
+    """Return a recorded graph as a program, and its record.
 
-    Raise ProgramError if the recording lacks something, ReportUnreadable if its files are damaged.
+    The program runs under the autocast that was recorded, and without gradients if they were off. `make_ready` is
+    called for it, so imports and compiler settings of the recording last for the rest of the process. Raise
+    ProgramError if the recording lacks its graph or an input, ReportUnreadable if its files are damaged.
     """
     place = Path(directory)
     recording = read_recording(place)
@@ -152,7 +165,8 @@ def read(directory: str | os.PathLike[str]) -> tuple[Program, Recording]:
 def make_ready(recording: Recording) -> tuple[str, ...]:
     """Import the modules that a recorded graph needs, apply its compiler settings, and return the modules' names.
 
-    Both last for the rest of the process. Raise ProgramError if a module does not import or a setting cannot be set.
+    The folders of its modules are put first in `sys.path`. All of it lasts for the rest of the process. Raise
+    ProgramError if a module does not import or a setting cannot be set.
     """
     sys.path[:0] = [folder for folder in recording.path if folder not in sys.path]
     names = tuple(load_module(place, what="recorded graph").__name__ for place in recording.imports)
@@ -172,7 +186,10 @@ class _Needs:
     lacks: list[str] = field(default_factory=list)
 
     def add_module(self, module: str, content: str) -> None:
-        """Add how another process imports a module; if it cannot, add that `content` is lacking."""
+        """Add how another process imports a module to `imports` and `path`; if it cannot, add a sentence to `lacks`.
+
+        `content` begins that sentence: it says what is lacking without the module.
+        """
         try:
             origin = origin_of(module)
         except LookupError as error:
@@ -213,7 +230,7 @@ class _WithoutGradients(torch.nn.Module):
 
 
 def _clear_directory(place: Path) -> None:
-    """Create the directory if needed, and remove the files of an earlier recording."""
+    """Create the directory and its parents if needed; remove the files of an earlier recording, and no others."""
     place.mkdir(parents=True, exist_ok=True)
     # the record goes first, because a directory without it is not a recording
     for name in (RECORDING, GRAPH, INPUTS, READABLE):
@@ -223,7 +240,7 @@ def _clear_directory(place: Path) -> None:
 
 
 def _write_graph(graph_module: GraphModule, place: Path, needs: _Needs) -> None:
-    """Write the graph as JSON; if that is impossible, write its text and note the reason."""
+    """Write the graph as JSON; if that is impossible, write it as text and add the reason to `needs.lacks`."""
     try:
         write_graph(graph_module, place / GRAPH)
     except UsageError as error:
@@ -235,7 +252,11 @@ def _write_graph(graph_module: GraphModule, place: Path, needs: _Needs) -> None:
 def _write_inputs(
     graph_module: GraphModule, inputs: Sequence[Any], place: Path, needs: _Needs, *, keeps_grad: bool
 ) -> None:
-    """Write the inputs by the names of their placeholders; note those that no file can hold."""
+    """Write the inputs by the names of their placeholders, without those that no file can hold.
+
+    Each of those adds a sentence to `needs.lacks`. Tensors are written as leaves, which keep `requires_grad` only with
+    `keeps_grad`. UsageError if there is not one input for each placeholder.
+    """
     nodes = _placeholders(graph_module)
     if len(nodes) != len(inputs):
         raise UsageError(f"the graph takes {len(nodes)} inputs and was given {len(inputs)}: give one for each")
@@ -254,7 +275,11 @@ def _write_inputs(
 
 
 def _as_leaf(value: Any, *, keeps_grad: bool) -> Any:
-    """Return a tensor without autograd history that shares memory with this one; other values unchanged."""
+    """Return a tensor without autograd history that shares memory with this one; other values unchanged.
+
+    Its `requires_grad` is that of the tensor, or False without `keeps_grad`. A leaf that has it already is returned
+    itself, and a lazily negated tensor as a copy. Subclasses are among the other values.
+    """
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         return value
     requires_grad = value.requires_grad and keeps_grad
@@ -264,7 +289,11 @@ def _as_leaf(value: Any, *, keeps_grad: bool) -> Any:
 
 
 def _add_owners(graph_module: GraphModule, recording: Recording, needs: _Needs) -> None:
-    """Add the modules that define the graph's functions and the backend that it was recorded for."""
+    """Add to `needs` the modules that define the graph's functions, and that of the backend it was recorded for.
+
+    The backend counts if the transform is `backend:NAME` and not torch's own. A module that another process cannot
+    import, and a function whose module is unknown, add a sentence to `needs.lacks`.
+    """
     owners, problems = owners_of(graph_module)
     for module in owners:
         needs.add_module(module, f"functions of {module} that the graph calls")
@@ -277,7 +306,11 @@ def _add_owners(graph_module: GraphModule, recording: Recording, needs: _Needs) 
 
 
 def _make_absolute(spec: str | None, needs: _Needs) -> str | None:
-    """Return a transform's name so that a process in any directory finds it; None if no other process can."""
+    """Return a transform's name so that a process in any directory finds it; None if no other process can.
+
+    A file gets its absolute path, and a module that is loaded its name or file, with its folder added to `needs.path`.
+    Any other name, and None, is returned as it is. If no other process can import it, `needs.lacks` says so.
+    """
     place, _, name = (spec or "").rpartition(":")
     if place.endswith(".py"):
         return f"{Path(place).resolve()}:{name}"

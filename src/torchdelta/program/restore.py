@@ -32,7 +32,7 @@ class GeneratorDraws:
 
     @classmethod
     def now(cls) -> GeneratorDraws:
-        """Return the state of the generators as it is now."""
+        """Return the present states of torch's generators on the CPU and every device, and of Python's and NumPy's."""
         return cls(
             cpu=torch.get_rng_state(),
             devices=tuple(_device_module().get_rng_state(index) for index in _devices()),
@@ -41,7 +41,7 @@ class GeneratorDraws:
         )
 
     def rewind(self) -> None:
-        """Put the generators back to this moment."""
+        """Set torch's generators on the CPU and every device, and Python's and NumPy's, to these states."""
         torch.set_rng_state(self.cpu)
         for index, state in enumerate(self.devices):
             _device_module().set_rng_state(state, index)
@@ -53,8 +53,9 @@ class GeneratorDraws:
 def restored(holders: Iterable[torch.nn.Module | torch.Tensor]) -> Iterator[None]:
     """Run the block, then undo its changes to modules and tensors: buffers, attributes, contents of lists and dicts.
 
-    A parameter that was replaced is put back. A parameter that was written to is not, because a copy of every
-    parameter would take as much memory as the model.
+    It is undone even if the block raises, in place, in all submodules and in containers within containers. A parameter
+    of a module that was replaced is put back. One that was written to is not, because a copy of every parameter would
+    take as much memory as the model. A tensor among `holders` is put back in any case.
     """
     contents_before: dict[int, tuple[Any, Any]] = {}
     copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -76,7 +77,11 @@ def restored(holders: Iterable[torch.nn.Module | torch.Tensor]) -> Iterator[None
 
 
 def _remember(container: Any, contents: dict[int, tuple[Any, Any]], copies: dict[int, Any]) -> None:
-    """Add the contents of a container, and of those within it, to `contents`, and copies of their tensors."""
+    """Add the contents of a container, and of those within it, to `contents`, and copies of their tensors to `copies`.
+
+    `contents` has, by id, the container and a shallow copy of it. Parameters are not copied. A container that is in
+    `contents` already is skipped.
+    """
     if id(container) in contents:
         return
     contents[id(container)] = (container, container.copy())
@@ -88,7 +93,10 @@ def _remember(container: Any, contents: dict[int, tuple[Any, Any]], copies: dict
 
 
 def _copy(tensor: torch.Tensor, copies: dict[int, Any]) -> None:
-    """Add a copy of the memory behind a tensor to `copies`, once for each piece of memory."""
+    """Add the memory behind a tensor, with a copy of it, to `copies`, once for each piece of memory.
+
+    A tensor without a plain buffer adds nothing.
+    """
     key = tensors.storage_key(tensor)
     if key and key not in copies:
         # all of the memory, because elements of an expanded tensor cannot be written to

@@ -47,7 +47,7 @@ class Side:
     ) -> Side:
         """Return a copy of the program; `convert` may change the dtypes of its tensors.
 
-        Without `with_callable` only the inputs are copied, and the side's call must not be run.
+        Without `with_callable` only the inputs are copied: the side's call is the program's own, and must not be run.
         """
         if not with_callable:
             args, kwargs = copy_together((program.args, dict(program.kwargs)), name=program.name, convert=convert)
@@ -64,7 +64,11 @@ class Side:
 
     @property
     def state(self) -> State:
-        """The state as it is now, because a call may have replaced a tensor by another."""
+        """The owner's state as it is now, because a call may have replaced a tensor by another.
+
+        With `names`, parameters and buffers go by their names in this side; those without one, and all attributes, are
+        left out.
+        """
         state = state_of(self.owner)
         if self.names is None:
             return state
@@ -89,7 +93,8 @@ def varied_in(side: Side) -> list[torch.Tensor]:
 def state_of(call: Callable[..., Any]) -> State:
     """Return the state that a callable reaches: of its modules, and of tensors in its closure and globals.
 
-    A tensor outside of a module counts as a parameter if it requires grad, and else as a buffer.
+    A tensor outside of a module counts as a parameter if it requires grad, and else as a buffer. A tensor with several
+    names has the first one only. The tensors are the callable's own, not copies.
     """
     state = State(parameters={}, buffers={}, attributes={})
     known: set[int] = set()
@@ -121,7 +126,11 @@ def state_holders(call: Callable[..., Any]) -> Iterator[tuple[str, torch.nn.Modu
 
 
 def _holders(value: Any, name: str, visited: set[int]) -> Iterator[tuple[str, torch.nn.Module | torch.Tensor]]:
-    """Yield the outermost modules and tensors within a value called `name`, except for those in `visited`."""
+    """Yield (name, holder) for the outermost modules and tensors within a value called `name`, except for `visited`.
+
+    `visited` has ids, and every object that is looked at is added to it. Classes are skipped. A value that a function
+    captures has its own name; any other is called `name.inner`.
+    """
     if id(value) in visited or isinstance(value, type):
         return
     visited.add(id(value))

@@ -99,8 +99,10 @@ def observe(
 ) -> Observation:
     """Run the side through the stages of the plan and return the observation. Raise SideFailed if the side raises.
 
-    Every part runs within `scope`, and the loss within `loss_scope`. `original` is a side of the program that was not
-    run; its tensors represent those that the run did not change. `convert` maps the original's dtypes to this side's.
+    Every part runs within `scope`, and the loss within `loss_scope` too. `original` is a side of the program that was
+    not run; its tensors represent those that the run did not change. `convert` maps the original's dtypes to this
+    side's. `keeps` tells by stage and path whether to record an input, parameter or buffer of the forward.
+    `before_step` may change the gradients of an optimizer step in place.
     """
     return _Observer(side, plan, original, scope, convert, keeps, before_step, loss_scope).run()
 
@@ -119,6 +121,7 @@ class _Observer:
         before_step: BeforeStep,
         loss_scope: Scope,
     ) -> None:
+        """Keep the arguments of `observe`, copy the loss, and look up the original's inputs and state; run nothing."""
         self.side = side
         self.plan = plan
         self.original = original
@@ -135,7 +138,12 @@ class _Observer:
         self.iteration = 0
 
     def run(self) -> Observation:
-        """Run all iterations of forward and gradients, then the optimizer steps, and return the observation."""
+        """Run all iterations of forward and gradients, then the optimizer steps, and return the observation.
+
+        The first iteration has the given inputs; later ones have random inputs, and paths that begin with
+        `iterations[N].`. Gradients and steps are left out if no output or loss requires grad, or if the plan does not
+        have them.
+        """
         for iteration in range(self.plan.iterations):
             # the first iteration has the user's own inputs, and its paths have no prefix
             prefix = f"iterations[{iteration}]." if iteration else ""
@@ -158,7 +166,10 @@ class _Observer:
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
-        """Run user code within the scope, wait for the device, and raise SideFailed if the code raises."""
+        """Run the block within the scope, and wait for the device; raise SideFailed if user code in it raises.
+
+        SideFailed has the stage `name`, the iteration and the observation so far.
+        """
         try:
             with self.scope():
                 yield
@@ -167,7 +178,11 @@ class _Observer:
             raise SideFailed(name, self.iteration, self.observation, error) from error
 
     def _call(self, stage: str, seed: int) -> Any:
-        """Call the side with all generators seeded, note whether it drew random numbers, and return the outputs."""
+        """Call the side with all generators seeded and return its outputs.
+
+        `draws_random` of the observation is set if the call drew random numbers. If it raises, SideFailed names the
+        `stage`.
+        """
         runtime.seed_everything(seed)
         before = runtime.random_state()
         with self._stage(stage):
@@ -176,7 +191,10 @@ class _Observer:
         return outputs
 
     def _draw_inputs(self, iteration: int) -> None:
-        """Give the side new input values, drawn in the original's dtypes so that every side gets the same ones."""
+        """Overwrite the side's input tensors in place with random values, drawn in the original's dtypes.
+
+        So every side gets the same ones. An input whose shape an earlier call has changed stays as it is.
+        """
         drawn = copy_together(_inputs(self.original), name="the inputs")
         randomise(drawn, seed=self.plan.seed + iteration)
         fresh = _tensors_in(drawn)
@@ -186,7 +204,13 @@ class _Observer:
                     tensor.copy_(fresh[path])
 
     def _record_forward(self, outputs: Any, prefix: str) -> None:
-        """Record the outputs, the inputs and state after the call, and which outputs share memory with them."""
+        """Record the outputs, the inputs and state after the call, and which outputs share memory with them.
+
+        Inputs, parameters and buffers that did not change are represented by the original's tensor, or left out if
+        `keeps` says so. Plain inputs and unregistered attributes are recorded only if they changed, and `grad` of leaf
+        tensors only in the first iteration, if they have one. Paths begin with `prefix`. Also fills `aliases` and
+        `state_names`.
+        """
         leaves = self._leaves("forward")
         for path, value in leaves_of(outputs, "outputs").items():
             leaves[prefix + path] = _snapshot(value)
@@ -210,7 +234,11 @@ class _Observer:
         self.observation.aliases.update({prefix + path: others for path, others in _aliases(outputs, around).items()})
 
     def _is_unchanged(self, tensor: torch.Tensor, original: torch.Tensor | None) -> bool:
-        """Return whether a tensor equals the original's in values, dtype, shape, strides, device and requires_grad."""
+        """Tell whether a tensor equals the original's in values, dtype, shape, strides, device and requires_grad.
+
+        The dtype to equal is the original's after `convert`. Return False without an original, and for tensors without
+        a plain buffer.
+        """
         return (
             original is not None
             and tensor.shape == original.shape
@@ -224,7 +252,12 @@ class _Observer:
         )
 
     def _backward(self, stage: str, outputs: Any, prefix: str = "") -> None:
-        """Run a backward from the loss, or from every differentiable output with a random cotangent."""
+        """Run a backward from the loss, or from every differentiable output with a random cotangent.
+
+        Gradients of earlier backwards are cleared first. `is_differentiable` of the observation is set; if it is False,
+        no backward runs. The gradients stay in `grad` of the tensors. `prefix` and path choose the cotangent, and
+        SideFailed names the `stage`.
+        """
         for tensor in self._trained().values():
             tensor.grad = None
         if self.loss is not None:
@@ -252,7 +285,12 @@ class _Observer:
         return {path: tensor for path, tensor in tensors_now.items() if tensor.requires_grad and tensor.is_leaf}
 
     def _take_steps(self) -> None:
-        """Take the optimizer's steps, and record state and gradients after each."""
+        """Take the optimizer's steps; record gradients before each, and parameters, buffers and optimizer state after.
+
+        The first step uses the gradients of the last iteration, which are recorded here only if the stage `gradients`
+        is not planned. `before_step` is called in between, and may change the gradients. Nothing happens if no
+        parameter requires grad.
+        """
         trained = {name: tensor for name, tensor in self.side.state.parameters.items() if tensor.requires_grad}
         if not trained:
             return
@@ -277,7 +315,10 @@ class _Observer:
 
 
 def cotangent_for(output: torch.Tensor, path: str, seed: int) -> torch.Tensor:
-    """Return a random cotangent for an output: the same numbers for the same path and seed, in any dtype."""
+    """Return a random cotangent for an output: the same numbers for the same path and seed, in any dtype.
+
+    It has the output's shape, dtype and device; its values are exact in bfloat16.
+    """
     generator = torch.Generator().manual_seed(seed ^ zlib.crc32(path.encode()))
     shape = (*output.shape, 2) if output.is_complex() else tuple(output.shape)
     # rounded to bfloat16, whose values are exact in every dtype that a side may have
@@ -301,7 +342,7 @@ def _inputs_and_state(side: Side) -> dict[str, Any]:
 
 
 def _tensors_in(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors within named values, by path."""
+    """Return the tensors within named values, by path; each path begins with the name of the value."""
     return {
         path: leaf
         for name, value in values.items()
@@ -311,7 +352,10 @@ def _tensors_in(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _plain_leaves(values: Mapping[str, Any]) -> Leaves:
-    """Return the containers and plain values among the inputs, by path; a call may append to a list, for example."""
+    """Return the containers, plain values and NumPy arrays within named values, by path, without the tensors.
+
+    Of inputs, these may change too: a call may append to a list, for example.
+    """
     plain = (Container, bool, int, float, complex, str, type(None), np.ndarray)
     return {
         path: leaf
@@ -328,7 +372,10 @@ def _is_equal(value: Any, original: Any) -> bool:
 
 
 def _aliases(outputs: Any, around: Mapping[str, torch.Tensor]) -> dict[str, frozenset[str]]:
-    """Return, for each output, the other outputs, inputs, parameters and buffers that share its memory."""
+    """Return, for the path of each output tensor, the paths of all other tensors that share its memory.
+
+    These are other outputs, and the inputs, parameters and buffers in `around`. The set is empty if there are none.
+    """
     returned = _tensors_in({"outputs": outputs})
     by_storage: dict[int, list[str]] = {}
     for path, tensor in (*returned.items(), *around.items()):
@@ -343,7 +390,11 @@ def _snapshots(value: Any, path: str) -> Leaves:
 
 
 def _snapshot(value: Any) -> Any:
-    """Return a copy of a leaf that later runs cannot change, with its strides and requires_grad."""
+    """Return a copy of a leaf that later runs cannot change, with its strides and requires_grad.
+
+    A tensor loses its autograd history. NumPy arrays are copied; other non-tensors are returned as they are. Strides
+    are kept only of a plain tensor whose elements do not overlap; expanded dimensions stay expanded.
+    """
     if isinstance(value, np.ndarray):
         return value.copy()
     if not isinstance(value, torch.Tensor):
