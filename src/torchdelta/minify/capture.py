@@ -19,9 +19,9 @@ from torchdelta.transforms.fx_pass import FxPass
 def subjects_of(check: Check, level: str = DYNAMO) -> list[Subject]:
     """Capture the graphs that the transform would be given, without applying it, and return them as subjects.
 
-    `level` is `dynamo`, or `aot` for the graphs that AOTAutograd makes. UsageError if the transform is given no graph
-    of this level or is another implementation; ProgramError if torch makes no graph of the program, or none that
-    computes.
+    `level` is `dynamo`, or `aot` for the graphs that AOTAutograd makes. Raise UsageError if the transform is given no
+    graph of this level or is another implementation; raise ProgramError if torch makes no graph of the program, or none
+    that computes.
     """
     transform = check.transform
     is_behind_aot = isinstance(transform, Compiler) or (isinstance(transform, FxPass) and transform.graph == "aten")

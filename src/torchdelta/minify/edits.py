@@ -98,7 +98,10 @@ class Edit:
         return result if result.nodes else None
 
     def _change_input(self, name: str, value: Any, draw: Draw | None) -> Any:
-        """Return the new value of one input: replaced by `inputs`, then narrowed by `sizes`, then drawn by `draw` if any."""
+        """Return the new value of an input: replaced by `inputs`, then narrowed by `sizes`, then drawn by `draw`.
+
+        A non-tensor is not narrowed; without a `draw`, nothing is drawn.
+        """
         resized = _narrow(self.inputs.get(name, value), self.sizes)
         return draw.like(resized) if draw is not None else resized
 

@@ -78,9 +78,9 @@ class Minifier:
     def run(self) -> MinifiedGraph:
         """Return the smallest graph that fails like the program; NothingToMinify if none of its graphs fails by itself.
 
-        With `is_resumed`, the reduction continues from the best subject in `out`; NothingToMinify if that does not fail
-        any more. If the failure turns out to be flaky, the reduction begins again, and asks several times about each
-        subject. With `out`, the best subject is kept there; `notes` are added to.
+        With `is_resumed`, the reduction continues from the best subject in `out`; raise NothingToMinify if that does
+        not fail any more. If the failure turns out to be flaky, the reduction begins again, and asks several times
+        about each subject. With `out`, the best subject is kept there; `notes` are added to.
         """
         self.started = time.monotonic()
         entry: Entry | None = None
@@ -122,8 +122,8 @@ class Minifier:
     def _resumed(self, subjects: Sequence[Subject]) -> tuple[Subject, Entry]:
         """Return the best subject of an earlier reduction of these subjects, and its entry in the journal.
 
-        UsageError if there is no directory `out`, or its graph is of another level; ReportUnreadable if it cannot be
-        read.
+        Raise UsageError if there is no directory `out`, or its graph is of another level; raise ReportUnreadable if it
+        cannot be read.
         """
         best, entry = self._journal.read(allow=[name for subject in subjects for name in subject.modules])
         level = self.limits.level
@@ -142,8 +142,8 @@ class Minifier:
     def _guess(self, subject: Subject) -> Predictor:
         """Return a predictor of the queries that the reduction will most likely need, before the failure is known.
 
-        It assumes a divergence of values in forward, until the first predicted query is answered; from then on the
-        failure in that answer. It returns None if that answer shows no failure, or one that needs gradients.
+        The predictor assumes a divergence of values in forward, until the first predicted query is answered; from then
+        on the failure in that answer. It returns None if that answer shows no failure, or one that needs gradients.
         """
         assert isinstance(self.ask, WorkerOracle)
         find = partial(self.ask.find, case=replace(self.ask.case, stages=FORWARD))
@@ -215,8 +215,8 @@ class Minifier:
         """Return the smallest graph that the reducer finds below the chosen one; `entry` is that of a resumed run.
 
         `ask` answers the queries. With `out`, each new best subject and at last a twin are written there. Adds notes
-        about the twin and about a result that may not be the smallest. FlakyFailure if the failure does not come again;
-        then, as after any error, a script whose run has begun is dropped.
+        about the twin and about a result that may not be the smallest. Raise FlakyFailure if the failure does not come
+        again; then, as after any error, a script whose run has begun is dropped.
         """
         subject = chosen.subject
         budget = Budget(queries=self.limits.queries, seconds=self.limits.seconds)

@@ -133,8 +133,8 @@ class Preflight:
     def _chosen(self, number: int, subjects: Sequence[Subject], failing: FailingGraph) -> FailingGraph:
         """Return the failing graph itself; from now on only the stages that its failure needs are asked.
 
-        Adds a note about which graph it is if there are several, and gives the answer about the culprit to the workers'
-        oracle.
+        `number` is its place among the `subjects`, from 1: a note tells it if there are several. The oracle of workers
+        gets the answer about the culprit alone, if there is one, for the reduction's first question.
         """
         if len(subjects) > 1:
             which = f" ({failing.subject.origin})" if failing.subject.origin else ""
@@ -147,9 +147,10 @@ class Preflight:
     def patient(self, subject: Subject, wanted: Signature) -> Oracle:
         """Return an oracle for a flaky failure, which this subject showed once and once not: it asks several times.
 
-        It returns the first answer that shows the failure, or else the last one. To choose how often it asks, the
-        subject is asked about `TRIALS - 2` more times; `rate` and a note have the result. NothingToMinify if the rate
-        is below `RARE`.
+        The oracle returns the first answer that shows the failure, or the last one if none of them does; it asks so
+        often that it misses the failure with a chance of at most `SURE`. To estimate the rate, this subject is asked
+        about `TRIALS - 2` more times; `rate` is set, and a note tells it. Raise NothingToMinify if the rate is below
+        `RARE`.
         """
         ask = self.ask
         shown = 1 + sum(ask(subject).shows(wanted) for _ in range(TRIALS - 2))

@@ -254,7 +254,10 @@ class InProcessOracle:
     begun: int = 0
 
     def __call__(self, subject: Subject) -> Answer:
-        """Check a subject in this process and return the answer, which is empty if the subject does not run eagerly."""
+        """Check a subject in this process, count it in `begun`, and return the answer.
+
+        The answer is empty if the check raises ProgramError, because the subject does not run eagerly.
+        """
         self.begun += 1
         try:
             return answer_from(prepare_subject(subject, self.case, self.transform).run())
@@ -270,8 +273,9 @@ def prepare_subject(
 ) -> Check:
     """Return the check of a subject under a case, not yet run; `transform` is passed along because it may have no name.
 
-    A subject has flat outputs and no parameters, so nothing is trained and a user's loss is left out. `progress` gets
-    the name of each part of the check as it begins.
+    A subject has flat outputs and no parameters, so nothing is trained and a user's loss is left out. The case's
+    options are left out for a `Transform` object, which has its own. `progress` gets the name of each part of the check
+    as it begins.
     """
     options = CheckOptions(
         transform=transform,
@@ -305,7 +309,10 @@ def answer_of(outcome: Outcome, case: Case) -> Answer:
 
 
 def answer_from(report: Report) -> Answer:
-    """Return the answer that a report gives about a subject: its failures, its leaves that diverged, and the report."""
+    """Return the answer that a report gives about a subject: its failures, its leaves that diverged, and the report.
+
+    It has passed only if the verdict is EQUIVALENT. Its message is empty without a failure.
+    """
     return Answer(
         signatures=signatures_of(report),
         failing_leaves=diverged_leaves(report),

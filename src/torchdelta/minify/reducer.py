@@ -141,8 +141,8 @@ class Reducer:
 
         `answer` is the one about `subject`, which shows the failure; `culprits` are names of suspected nodes. Between
         strategies and passes, ask whether the failure shows again; that is cheap by then, because the subject is small.
-        FlakyFailure if it does not: the passes' progress is given up, because they must not follow an intermittent
-        failure. If the budget is spent, the best subject so far is returned, and `is_minimal` is false.
+        Raise FlakyFailure if it does not: the passes' progress is given up, because they must not follow an
+        intermittent failure. If the budget is spent, the best subject so far is returned, and `is_minimal` is false.
         """
         self.search = Search(subject=subject, answer=answer, wanted=self.wanted, culprits=tuple(culprits))
         self.passes = passes
@@ -229,9 +229,9 @@ class Reducer:
         """Ask about one edit, and return whether it was accepted: whether the edited subject is the new best one.
 
         Nothing is asked about an edit that `apply_edit` decides, or about a subject that was asked about before, which
-        is refused. A broken query refuses the edit and sets `unanswered`. BudgetExhausted if the budget is spent or too
-        many queries in a row broke; FlakyFailure if a repeat has ended without the failure. `name` is the pass, for the
-        progress.
+        is refused. A broken query refuses the edit and sets `unanswered`. Raise BudgetExhausted if the budget is spent
+        or too many queries in a row broke; raise FlakyFailure if a repeat has ended without the failure. `name` is the
+        pass, for the progress.
         """
         edited = apply_edit(edit, self.search, is_strategy=is_strategy)
         if isinstance(edited, bool):

@@ -86,8 +86,8 @@ class MinifiedGraph:
     def begin(self, path: str | os.PathLike[str], *, data: bool = True) -> Draft:
         """Write the script under a hidden name and begin to run it; return the draft, which may still be dropped.
 
-        Without `data`, random numbers replace the user's. ReproUnwritable if no script of torch alone can show the
-        failure.
+        Without `data`, random numbers replace the user's. Raise ReproUnwritable if no script of torch alone can show
+        the failure.
         """
         path = Path(path)
         written = script.write(self.finding, path, data=data, under=f".{path.name}")
@@ -113,9 +113,9 @@ class MinifiedGraph:
 
     @property
     def finding(self) -> Finding:
-        """Everything that a script has to show: this graph, and the report without failures of another signature.
+        """The finding that a script has to show: this graph, and the report without divergences of another signature.
 
-        A flaky failure is tried so often that it is missed with a chance of at most `LOST`.
+        A flaky failure is tried so often that the chance to miss it is at most `LOST`. A hang is given `HUNG_S`.
         """
         rate = self.reduction.rate
         failure = self.report.failure

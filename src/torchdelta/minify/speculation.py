@@ -61,7 +61,7 @@ class Speculation:
     def _follow(self, propose: Pass, replay: _Replay, *, is_strategy: bool) -> None:
         """Run a pass on the replay, and send it the known or guessed result of each edit.
 
-        Changes the replay: its subject and answer become those of each accepted edit, and its history grows.
+        Changes the replay: its subject and answer become those of each accepted edit, and its history grows. Raise
         _EndOfReplay, with or without a prediction, if the replay cannot go on.
         """
         proposals, was_accepted = propose(replay), None
@@ -86,8 +86,9 @@ class Speculation:
         """Return whether the reducer accepts the edit: by its answer, or by the edit's guess while the query runs.
 
         An accepted subject becomes the replay's best one; a guess sets `is_guessed`. A subject that was asked about in
-        a pass is refused. _EndOfReplay with the subject as prediction if it has no query yet; without a prediction if
-        there is neither answer nor guess, if an earlier guess was wrong, or if a pass needs a query after a guess.
+        a pass is refused. Raise _EndOfReplay with the subject as prediction if it has no query yet; without a
+        prediction if there is neither answer nor guess, if an earlier guess was wrong, or if a pass needs a query after
+        a guess.
         """
         answer = self.answers.get(edited.key)
         if answer is None and edited.key in self.outcomes:
@@ -112,7 +113,7 @@ class Speculation:
     def _read_answer(self, edited: Subject) -> Answer | None:
         """Return the answer about a subject, or None if its query is still running; it never waits.
 
-        _EndOfReplay with the subject as prediction if no query was started; without one if the query broke.
+        Raise _EndOfReplay with the subject as prediction if no query was started; without one if the query broke.
         """
         query = self.find(edited)
         if query is None:

@@ -115,7 +115,7 @@ class Question:
                 yield path, f'call.get_{kind}("{name.replace("[", ".").replace("]", "")}")'
 
     def _main(self) -> ScriptMain:
-        """Return the `main` that fits the finding.
+        """Return the source of the `main` that fits the finding.
 
         For an exception `ask_exception`, for another failure `ask_child`; for a diverged leaf `ask_contract` if a
         clause is broken, `ask_exact` for integers and booleans, and else `ask_values`. Raise ReproUnwritable if a
@@ -140,7 +140,10 @@ class Question:
         return ask_values(divergence, sides, bound_of(divergence, error or 0.0))
 
     def _sides(self) -> ScriptSides:
-        """Return the calls of `run` for reference, candidate and truth, which is None if a script cannot compute it."""
+        """Return the source of the calls of `run` for reference, candidate and truth, which is None without a truth.
+
+        A transform that casts is written as a run of the program in its dtype.
+        """
         program = "Program()" if self.program.is_module else "program"
         dtype, applied = self.applied.dtype, self.applied
         candidate = f"run({applied.call.format(program)}, inputs())"
@@ -152,7 +155,7 @@ class Question:
         )
 
     def _run_in(self, dtype: str) -> str:
-        """Return the call of `run` with the program, and its floating-point inputs, cast to a dtype.
+        """Return the source of a call of `run` with the program, and its floating-point inputs, cast to a dtype.
 
         Only a module is cast; a function is called as it is.
         """
@@ -252,10 +255,10 @@ class ScriptMain:
 
 
 def ask_values(divergence: Divergence, sides: ScriptSides, bound: Bound) -> ScriptMain:
-    """Return a `main` that asks whether any element of the leaf differs by more than the bound.
+    """Return the source of a `main` that tells whether any element of the leaf differs by more than the bound.
 
     It prints the worst element on all sides. NaN on both sides counts as equal, and NaN on one side as beyond any
-    bound.
+    bound. Sides of another shape are an error of the script.
     """
     wide = "to(torch.complex128)" if (divergence.comparison.dtype or "").startswith("complex") else "double()"
     truth = ", {truth[worst].item()} in float64" if sides.truth else ""
@@ -277,7 +280,10 @@ def ask_values(divergence: Divergence, sides: ScriptSides, bound: Bound) -> Scri
 
 
 def ask_exact(divergence: Divergence, sides: ScriptSides) -> ScriptMain:
-    """Return a `main` that asks whether any element of the leaf differs; it prints the first that does."""
+    """Return the source of a `main` that tells whether any element of the leaf differs; it prints the first that does.
+
+    Sides of another shape are an error of the script.
+    """
     return ScriptMain(
         returns=(f"return torch.as_tensor({divergence.leaf})",),
         statements=(
@@ -311,10 +317,10 @@ _STRUCTURE = (
 
 
 def ask_contract(divergence: Divergence, sides: ScriptSides, around: Mapping[str, str]) -> ScriptMain:
-    """Return a `main` that asks whether the two sides still differ in the clause that the leaf breaks, and prints both.
+    """Return the source of a `main` that tells whether the sides still differ in the clause that the leaf breaks.
 
-    `around` has the expressions of values that may share memory with the leaf, by path; only `aliasing` needs them.
-    Raise ReproUnwritable for a clause that a script cannot compare.
+    It prints both sides. `around` has the expressions of values that may share memory with the leaf, by path; only
+    `aliasing` needs them. Raise ReproUnwritable for a clause that a script cannot compare.
     """
     clause, leaf = divergence.clause, divergence.leaf
     definitions: tuple[str, ...] = ()
@@ -347,10 +353,10 @@ def ask_contract(divergence: Divergence, sides: ScriptSides, around: Mapping[str
 
 
 def ask_exception(failure: Failure, sides: ScriptSides) -> ScriptMain:
-    """Return a `main` that asks whether the candidate still raises this exception.
+    """Return the source of a `main` that tells whether the candidate still raises this exception.
 
-    It is the same if its type has the same name and its message has the piece that `key_of` returns. The script lets
-    any other exception through, and so exits with 2.
+    The reference runs first. It is the same exception if its type has the same name and its message has the piece that
+    `key_of` returns. The script lets any other exception through, and so exits with 2.
     """
     name, key = failure.type.rpartition(".")[2], key_of(failure)
     is_other = f'type(error).__name__ != "{name}"' + (" or SAID not in str(error)" if key else "")
@@ -371,11 +377,12 @@ def ask_exception(failure: Failure, sides: ScriptSides) -> ScriptMain:
 
 
 def ask_child(failure: Failure, sides: ScriptSides, *, deadline_s: float, memory_bytes: int) -> ScriptMain:
-    """Return a `main` that runs the candidate in a child process, and asks whether the child still fails in this way.
+    """Return the source of a `main` that tells whether the candidate, in a child process, still fails in this way.
 
     By the failure's kind: it prints without end, takes longer than `deadline_s`, dies of a signal, exits with a status,
-    or runs out of memory if allowed `memory_bytes` more than it starts with. Another end of the child is an error of
-    the script. Raise ReproUnwritable for any other kind of failure.
+    or runs out of memory if allowed `memory_bytes` more than it starts with. The parent runs the reference first. The
+    script raises if the child fails in another way; if the bug is endless output, any child that prints less shows that
+    it is gone. Raise ReproUnwritable for any other kind of failure.
     """
     start = "[sys.executable, __file__, CHILD]"
     run: tuple[str, ...] = (sides.candidate,)
@@ -526,7 +533,8 @@ def _backward(seeds: Mapping[str, int]) -> Iterator[str]:
 def outputs_of(graph_module: GraphModule) -> dict[str, str]:
     """Return the script's expression of each leaf that a graph returns, by its path in a report.
 
-    The path follows the structure that the graph's caller gets, the expression that which the graph itself returns.
+    The path follows the structure that the graph's caller gets; the expression indexes the values that the graph itself
+    returns, as `outputs[0]`.
     """
     returned: Any = graph_module.graph.output_node().args[0]
     if not isinstance(returned, (list, tuple)):

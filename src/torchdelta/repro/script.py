@@ -107,7 +107,7 @@ class _Script:
             yield list(COMPLEX_COTANGENT if is_complex else COTANGENT)
 
     def _imports(self) -> list[str]:
-        """Return the lines of the imports: the standard library, the exception hook, torch, and then all others.
+        """Return the lines of the imports: the standard library, the exception hook, torch and its configs, all others.
 
         torch comes after the hook, which also covers its import. Raise ReproUnwritable if a module cannot be imported.
         """
@@ -156,7 +156,7 @@ class _Script:
     def _program(self) -> list[str]:
         """Return the lines that define the function `program`, or the class `Program` if the program has state.
 
-        State are tensors and modules of its own.
+        State means tensors and modules of its own.
         """
         program, source = self.question.program, self.question.state
         if not program.is_module:
@@ -199,7 +199,7 @@ class _Script:
 
 
 def _setup(source: TensorSource) -> Iterator[str]:
-    """Yield the statements that come before the expressions of tensors."""
+    """Yield the statements that come before the expressions of tensors; the first loads the saved ones, if any."""
     if source.saved:
         yield _LOAD_SAVED
     for line in source.setup:

@@ -56,8 +56,9 @@ def write_tensors(
     """Return the source text of named tensors: statements, an expression for each, and tensors for a file beside it.
 
     `recipes` has expressions that give the values of some of them, by name; they are not used for tensors that share
-    memory. Without `data`, random numbers replace all other values but zeros and ones, and nothing goes to the file.
-    Raise ReproUnwritable if a tensor has no source, and UsageError if a recipe gives other values.
+    memory. Without `data`, random numbers replace all other values but zeros and ones, and nothing goes to the file,
+    which else gets copies of large tensors. Raise ReproUnwritable if a tensor has no source, and UsageError if a recipe
+    gives other values.
     """
     source = TensorSource()
     if not data and any(not is_trivial(tensor) for tensor in tensors.values()):
@@ -368,7 +369,7 @@ _INDEXED = re.compile(r"\.(\d+)(?=\.|$)")
 
 
 def write_value(value: Any, refer: Refer = lambda _: None) -> str:
-    """Return an expression of the value. Raise ReproUnwritable if it has none, as a tensor, module or named tuple.
+    """Return an expression of the value. Raise ReproUnwritable if it has none, such as a tensor, module or named tuple.
 
     `refer` is asked first about the value and about every item in containers: if it returns a name, that is the
     expression.

@@ -63,9 +63,9 @@ def _neighbourhood(subject: Subject, culprit: str, radius: int) -> list[str]:
 def isolate_operations(search: Search) -> Proposals:
     """Propose to isolate one operation of each kind, or if that is refused all operations, then narrow down to one.
 
-    Isolated operations read the reference's values instead of each other's. Rare kinds are suspected first, because a
-    frequent kind has been tested more often, in this program and elsewhere. A graph of at most `SMALL_GRAPH` operations
-    gets no proposals.
+    Isolated operations read the reference's values instead of each other's. The first edit also drops gradients if the
+    failure is in forward. Rare kinds are suspected first, because a frequent kind has been tested more often, in this
+    program and elsewhere. A graph of at most `SMALL_GRAPH` operations gets no proposals.
     """
     subject = search.subject
     if len(subject.nodes) <= SMALL_GRAPH:
