@@ -50,7 +50,7 @@ class Edit:
     """Whether the reducer will probably accept the edit; None if that cannot be predicted."""
 
     def merge(self, other: Edit) -> Edit:
-        """Return one edit that does both. Where they contradict each other, `other` decides; `guess` is dropped."""
+        """Return one edit that does both. Where they contradict each other, `other` decides; `guess` is None."""
         return Edit(
             cut=self.cut | other.cut,
             replacements={**self.replacements, **other.replacements},
@@ -64,7 +64,11 @@ class Edit:
         )
 
     def apply(self, subject: Subject) -> Subject | None:
-        """Return the changed subject as a new one, or None if no operation is left in it."""
+        """Return the changed subject as a new one, or None if no operation is left in it; `subject` is not changed.
+
+        Inputs and nodes that neither an output nor an effect needs are removed. Tensors that were drawn are drawn again
+        for their new shape, unless the edit has another value for them. The result has no `origin`.
+        """
         names = {node.name for node in subject.graph.graph.nodes}
         cut = {name: subject.values[name] for name in cuttable(subject, self.cut & names)}
         # a computed number becomes a literal: it needs no input
@@ -94,7 +98,10 @@ class Edit:
         return result if result.nodes else None
 
     def _change_input(self, name: str, value: Any, draw: Draw | None) -> Any:
-        """Return the new value of one input: replaced, then made smaller, then drawn if there is a draw for it."""
+        """Return the new value of an input: replaced by `inputs`, then narrowed by `sizes`, then drawn by `draw`.
+
+        A non-tensor is not narrowed; without a `draw`, nothing is drawn.
+        """
         resized = _narrow(self.inputs.get(name, value), self.sizes)
         return draw.like(resized) if draw is not None else resized
 
@@ -110,16 +117,20 @@ def merge_edits(edits: Iterable[Edit]) -> Edit:
 
 
 def keep_only(subject: Subject, names: Sequence[str]) -> Edit:
-    """Return the edit that keeps a region of the graph and removes every other node.
+    """Return the edit that keeps the named nodes and removes every other node, effects included.
 
-    The region reads the reference's values as inputs, and returns the tensors that were read outside of it.
+    The nodes read the reference's values as inputs, and the graph returns their tensors that it returned before or that
+    removed nodes read.
     """
     outside = frozenset(node.name for node in subject.nodes) - set(names)
     return Edit(cut=cuttable(subject, outside), outputs=region_outputs(subject, names), dropped=outside)
 
 
 def region_outputs(subject: Subject, names: Collection[str]) -> tuple[str, ...]:
-    """Return the tensors of a region that the graph returns or that a node outside of the region reads."""
+    """Return the names of a region's tensors that the graph returns or that a node outside reads, in the graph's order.
+
+    `names` are the nodes of the region.
+    """
     inside, outputs = set(names), set(subject.outputs)
     return tuple(
         node.name
@@ -141,7 +152,11 @@ def input_sizes(subject: Subject) -> set[int]:
 
 
 def _narrow(value: Any, sizes: Mapping[int, int]) -> Any:
-    """Return the first elements of a tensor along each axis whose size changes; other values are returned unchanged."""
+    """Return a smaller copy of a tensor: the first elements along each axis whose size is a key of `sizes`.
+
+    `sizes` maps old sizes to new ones. The copy is a leaf with the same `requires_grad`; a tensor that is contiguous
+    stays so, any other keeps its strides. A non-tensor and a tensor without such an axis are returned themselves.
+    """
     if not isinstance(value, torch.Tensor) or not any(size in sizes for size in value.shape):
         return value
     narrow = value.detach()
@@ -154,7 +169,11 @@ def _narrow(value: Any, sizes: Mapping[int, int]) -> Any:
 
 
 def _resize_arguments(node: Node, sizes: Mapping[int, int], all_sizes: set[int]) -> None:
-    """Change the integers among a node's arguments that equal a changed size, or its product with another size."""
+    """Change a node's integer arguments in place that equal a changed size, or its product with another size.
+
+    `sizes` maps old sizes to new ones; `all_sizes` are the sizes of all inputs before the change. Integers in nested
+    lists, tuples and dicts are changed too.
+    """
     numbers = dict(sizes)
     for old, new in sizes.items():
         for other in all_sizes:

@@ -52,7 +52,10 @@ class Journal:
         return (self.directory / _FILE).is_file()
 
     def write(self, subject: Subject, entry: Entry) -> None:
-        """Write the best subject, then the entry that names it, and remove older subjects."""
+        """Write the best subject, then the journal with the entry that names it, and remove older subjects.
+
+        The directory is made if it is missing; that of the subject, `entry.best`, must be new.
+        """
         self.directory.mkdir(parents=True, exist_ok=True)
         place = self.directory / entry.best
         place.mkdir()
@@ -63,14 +66,17 @@ class Journal:
                 shutil.rmtree(other, ignore_errors=True)
 
     def write_twin(self, subject: Subject) -> None:
-        """Write a neighbour of the best subject that passes."""
+        """Write a neighbour of the best subject that passes, in place of an earlier one."""
         place = self.directory / "twin"
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         subject.write(place)
 
     def read(self, *, allow: Sequence[str] = ()) -> tuple[Subject, Entry]:
-        """Return the best subject and the state; raise ReportUnreadable if the files are missing or damaged."""
+        """Return the best subject and the entry; raise ReportUnreadable if the files are missing or damaged.
+
+        `allow` names the modules whose functions the subject may call; raise ReportUnreadable also if it calls another.
+        """
         path = self.directory / _FILE
         try:
             entry = decode(Entry, read_json(path, remedy="minify again without --resume"), _FILE)

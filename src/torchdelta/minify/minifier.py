@@ -76,7 +76,12 @@ class Minifier:
     draft: Draft | None = None
 
     def run(self) -> MinifiedGraph:
-        """Return the smallest graph; NothingToMinify if no graph of the program fails by itself."""
+        """Return the smallest graph that fails like the program; NothingToMinify if none of its graphs fails by itself.
+
+        With `is_resumed`, the reduction continues from the best subject in `out`; raise NothingToMinify if that does
+        not fail any more. If the failure turns out to be flaky, the reduction begins again, and asks several times
+        about each subject. With `out`, the best subject is kept there; `notes` are added to.
+        """
         self.started = time.monotonic()
         entry: Entry | None = None
         # workers warm up while the graphs are captured
@@ -108,14 +113,18 @@ class Minifier:
                 return self._reduced(chosen, oracle, entry)
 
     def _capture(self) -> Sequence[Subject]:
-        """Return the subjects, and capture them first unless that was done before."""
+        """Return the subjects, which the first call captures and keeps; torch's state is as before afterwards."""
         if self.subjects is None:
             with runtime.preserved():
                 self.subjects = subjects_of(self.check, self.limits.level)
         return self.subjects
 
     def _resumed(self, subjects: Sequence[Subject]) -> tuple[Subject, Entry]:
-        """Return the best subject of an earlier reduction of these subjects, and its entry in the journal."""
+        """Return the best subject of an earlier reduction of these subjects, and its entry in the journal.
+
+        Raise UsageError if there is no directory `out`, or its graph is of another level; raise ReportUnreadable if it
+        cannot be read.
+        """
         best, entry = self._journal.read(allow=[name for subject in subjects for name in subject.modules])
         level = self.limits.level
         if entry.level != level:
@@ -131,14 +140,18 @@ class Minifier:
         return self.expected if self.limits.level == DYNAMO else ()
 
     def _guess(self, subject: Subject) -> Predictor:
-        """Return a function of the subjects that the reduction will most likely need, before the failure is known."""
+        """Return a predictor of the queries that the reduction will most likely need, before the failure is known.
+
+        The predictor assumes a divergence of values in forward, until the first predicted query is answered; from then
+        on the failure in that answer. It returns None if that answer shows no failure, or one that needs gradients.
+        """
         assert isinstance(self.ask, WorkerOracle)
         find = partial(self.ask.find, case=replace(self.ask.case, stages=FORWARD))
         search = Search(subject=subject, answer=Answer(), wanted=LIKELY)
         foresight = Speculation(find=find, search=search, strategies=STRATEGIES, passes=PASSES)
         first: Subject | None = None
 
-        def foresee() -> Subject | None:
+        def predict() -> Subject | None:
             nonlocal first
             first = first or foresight()
             begun = find(first) if first is not None else None
@@ -149,10 +162,14 @@ class Minifier:
             is_guess = search.wanted is not LIKELY and stages_of(search.wanted, subject) == FORWARD
             return foresight() if is_guess else None
 
-        return foresee
+        return predict
 
     def report_death(self) -> Report | None:
-        """Return the report of the first graph whose candidate ends its worker, or None if no graph does."""
+        """Return the report of the first graph whose candidate ends its worker, or None if no graph does.
+
+        Signals, timeouts and spent memory end a worker; an exception does not. The report has the case of the whole
+        program. None also if the program's graphs cannot be captured.
+        """
         try:
             subjects = self._capture()
         except (ProgramError, UsageError):  # there is no graph to ask about, and the check will say more
@@ -166,7 +183,11 @@ class Minifier:
 
     @contextmanager
     def _asking(self) -> Iterator[WorkerOracle | InProcessOracle]:
-        """Yield the oracle that answers questions, and end its workers afterwards."""
+        """Yield the oracle that answers questions; afterwards end its queries, and the pool unless it was passed in.
+
+        The oracle asks workers; or this process, with a note, if `is_isolated` is false or no other process can import
+        the transform.
+        """
         spec = spec_of(self.transform)
         if spec is None or not self.is_isolated:
             why = "on request" if spec is not None else "no other process can import the transform"
@@ -191,7 +212,12 @@ class Minifier:
                 workers.end()
 
     def _reduced(self, chosen: FailingGraph, ask: Oracle, entry: Entry | None) -> MinifiedGraph:
-        """Return the smallest graph that the reducer finds below the chosen one; `entry` is that of a resumed run."""
+        """Return the smallest graph that the reducer finds below the chosen one; `entry` is that of a resumed run.
+
+        `ask` answers the queries. With `out`, each new best subject and at last a twin are written there. Adds notes
+        about the twin and about a result that may not be the smallest. Raise FlakyFailure if the failure does not come
+        again; then, as after any error, a script whose run has begun is dropped.
+        """
         subject = chosen.subject
         budget = Budget(queries=self.limits.queries, seconds=self.limits.seconds)
         reducer = Reducer(ask=ask, wanted=chosen.wanted, budget=budget, tell=self._told, is_flaky=self.rate < 1.0)
@@ -221,7 +247,11 @@ class Minifier:
         return self._minified(reducer, chosen, entry)
 
     def _minified(self, reducer: Reducer, chosen: FailingGraph, entry: Entry | None) -> MinifiedGraph:
-        """Return the best subject of the reducer so far, with its report and costs."""
+        """Return the reducer's best subject so far as a result, with its report and its costs.
+
+        The costs include those of `entry`, the entry of a resumed run. The report's case names the user's program,
+        because the subject is a part of that.
+        """
         small, report = reducer.search.subject, reducer.search.answer.report
         assert report is not None
         # the graph is a part of the user's program, and goes by its name
@@ -252,7 +282,10 @@ class Minifier:
         )
 
     def _begin_script(self, small: MinifiedGraph) -> None:
-        """Begin to run the script, while a query tells whether the failure comes again: most often it does."""
+        """Begin to run the script and keep it as `draft`, while a query tells whether the failure comes again.
+
+        Nothing happens if the path `script` is unknown or the script cannot be written.
+        """
         if self.script is not None:
             # `MinifiedGraph.write` raises the same error for the caller
             with suppress(ReproUnwritable, OSError):
@@ -273,7 +306,11 @@ class Minifier:
         return self.ask.begun + (entry.queries if entry is not None else 0)
 
     def _keeping(self, reducer: Reducer, before: int, resumed: Entry | None) -> Callable[[Subject, Answer], None]:
-        """Return a function that writes the best subject so far into the journal."""
+        """Return a callback that writes the best subject so far, and the reducer's state, into the journal.
+
+        `before` is the number of nodes before the reduction; `resumed` is the entry of an earlier run, whose costs are
+        added.
+        """
 
         def keep(best: Subject, _: Answer) -> None:
             entry = Entry(

@@ -34,7 +34,10 @@ SURE = 0.02
 
 
 def stages_of(wanted: Signature, subject: Subject) -> tuple[str, ...]:
-    """Return the stages that have to run for a failure to show; all of them if its process died in an unknown one."""
+    """Return the stages that have to run for a failure to show: `forward`, or `forward` and `gradients`.
+
+    Both if the failure is in `gradients`, or if its process died in an unknown stage and an input requires grad.
+    """
     has_gradients = any(isinstance(value, torch.Tensor) and value.requires_grad for value in subject.inputs)
     is_late = wanted.stage == "gradients" or (has_gradients and wanted.stage not in ("forward", "transform"))
     return (*FORWARD, "gradients") if is_late else FORWARD
@@ -70,7 +73,13 @@ class Preflight:
     """The culprit cut out alone and the answer about it, if that was asked."""
 
     def choose(self, subjects: Sequence[Subject]) -> FailingGraph:
-        """Return the first graph that shows a failure to follow; NothingToMinify if none does."""
+        """Return the first graph that shows a failure to follow, and that failure; NothingToMinify if none does.
+
+        That is one of `expected`, or any failure if those are empty; in both cases `limits.match` must allow it. The
+        semantic question is asked in a second round only. If only other failures than the expected show, the first of
+        them is followed, with a note. If none shows, but some are expected, the last round is repeated up to `TRIALS -
+        1` times. The answers are asked of `ask`, whose `case` has only the stages that the failure needs afterwards.
+        """
         case = self.ask.case
         others: list[tuple[int, FailingGraph]] = []
         unmeant: list[Signature] = []
@@ -102,13 +111,17 @@ class Preflight:
         )
 
     def _asked(self, subject: Subject) -> Answer:
-        """Return the answer about a subject; with a guess, likely later questions are asked meanwhile."""
+        """Return the answer about a subject; with `guess`, idle workers begin on likely later queries meanwhile."""
         if self.guess is None or not isinstance(self.ask, WorkerOracle):
             return self.ask(subject)
         return self.ask.ask(subject, self.guess(subject), replace(self.ask.case, stages=FORWARD))
 
     def _wanted(self, subject: Subject, meant: Sequence[Signature]) -> Signature:
-        """Return the failure of a graph that the culprit alone shows too, or the first if it shows none."""
+        """Return the first failure of `meant` that the culprit alone shows too, or else the first of all.
+
+        The culprit is asked about only if there are several failures and the graph has the culprit; `culprit_answer`
+        keeps the answer.
+        """
         culprits = nodes_of(self.culprit, subject) if self.culprit is not None and len(meant) > 1 else ()
         cut = keep_only(subject, culprits[:1]).apply(subject) if culprits else None
         if cut is None:
@@ -118,7 +131,11 @@ class Preflight:
         return next((signature for signature in meant if answer.shows(signature)), meant[0])
 
     def _chosen(self, number: int, subjects: Sequence[Subject], failing: FailingGraph) -> FailingGraph:
-        """Return the failing graph; from now on only the stages that its failure needs are asked."""
+        """Return the failing graph itself; from now on only the stages that its failure needs are asked.
+
+        `number` is its place among the `subjects`, from 1: a note tells it if there are several. The oracle of workers
+        gets the answer about the culprit alone, if there is one, for the reduction's first question.
+        """
         if len(subjects) > 1:
             which = f" ({failing.subject.origin})" if failing.subject.origin else ""
             self.notes.append(f"the failure is in graph {number} of {len(subjects)}{which}")
@@ -130,7 +147,10 @@ class Preflight:
     def patient(self, subject: Subject, wanted: Signature) -> Oracle:
         """Return an oracle for a flaky failure, which this subject showed once and once not: it asks several times.
 
-        NothingToMinify if the failure is too rare for that.
+        The oracle returns the first answer that shows the failure, or the last one if none of them does; it asks so
+        often that it misses the failure with a chance of at most `SURE`. To estimate the rate, this subject is asked
+        about `TRIALS - 2` more times; `rate` is set, and a note tells it. Raise NothingToMinify if the rate is below
+        `RARE`.
         """
         ask = self.ask
         shown = 1 + sum(ask(subject).shows(wanted) for _ in range(TRIALS - 2))

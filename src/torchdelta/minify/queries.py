@@ -45,6 +45,7 @@ class PendingQuery:
     """A question about a subject that a worker is answering; calling it waits for the answer."""
 
     def __init__(self, query: Query, case: Case, answered: Callable[[Outcome], Answer]) -> None:
+        """Set up a question for a query that was submitted; `answered` turns its outcome into the answer, once."""
         self.query, self.case = query, case
         self._answered = answered
         self._answer: Answer | None = None
@@ -55,7 +56,10 @@ class PendingQuery:
         return self.query.is_done()
 
     def __call__(self) -> Answer:
-        """Wait for the answer and return it; raises the same error each time if there is none."""
+        """Wait for the answer and return it; if there is none, raise the same error each time.
+
+        The answer is remembered. An interrupt of the waiting cancels the query.
+        """
         if self._error is not None:
             raise self._error
         if self._answer is None:
@@ -131,9 +135,10 @@ class WorkerOracle:
         return self._needed(subject)()
 
     def ask(self, subject: Subject, predict: Predictor, case: Case | None = None) -> Answer:
-        """Return the answer about a subject; while that is under way, ask about the subjects that `predict` returns.
+        """Return the answer about a subject; meanwhile ask idle workers about the subjects that `predict` returns.
 
-        Those are asked under `case`, if it is passed.
+        Those are asked under `case`, or under the oracle's case if it is None, and are kept in `ahead`. An error of a
+        prediction is ignored.
         """
         needed = self._needed(subject)
         while not needed.is_done():
@@ -143,7 +148,10 @@ class WorkerOracle:
         return needed()
 
     def _has_begun(self, predict: Predictor, case: Case | None) -> bool:
-        """Begin to ask about the next predicted subject; return False if there is none."""
+        """Begin to ask about the next predicted subject, under `case`, and keep the question in `ahead`.
+
+        Return False if there is none, or if the prediction or the start of its query raises.
+        """
         try:
             predicted = predict()
             if predicted is not None:
@@ -153,7 +161,10 @@ class WorkerOracle:
         return predicted is not None
 
     def find(self, subject: Subject, case: Case | None = None) -> PendingQuery | AnswerCache | None:
-        """Return the question about a subject under this case that is needed now or was asked ahead, or None."""
+        """Return the question about a subject that is needed now or was asked ahead, or None; it stays where it is.
+
+        It must have been asked under the same case: `case`, or the oracle's own if that is None.
+        """
         of_subject = [self.now[1]] if self.now is not None and self.now[0] == subject.key else []
         if subject.key in self.ahead:
             of_subject.append(self.ahead[subject.key])
@@ -164,7 +175,11 @@ class WorkerOracle:
         self.ahead[subject.key] = AnswerCache(case=self.case, answer=answer)
 
     def begin(self, subject: Subject, case: Case | None = None) -> PendingQuery:
-        """Send a subject to a worker and return the question, without waiting."""
+        """Send a subject to a worker and return the question, without waiting; `case` replaces the oracle's case.
+
+        The subject is written to a directory of its own, which is removed when the answer is read. Files of queries
+        that were given up and have ended are removed first.
+        """
         self._sweep()
         # in the pool's own directory, which is removed even if this process is killed
         place = tempfile.TemporaryDirectory(prefix="subject-", dir=self.pool.directory)
@@ -194,7 +209,7 @@ class WorkerOracle:
         return PendingQuery(query, case, answered)
 
     def end(self) -> None:
-        """Cancel all queries under way, and remove their files."""
+        """Cancel all queries under way, wait for their ends, and remove their files."""
         for query in self.under_way:
             query.cancel()
         for query, place in self.under_way.items():
@@ -209,7 +224,11 @@ class WorkerOracle:
             self.under_way.pop(query).cleanup()
 
     def _needed(self, subject: Subject) -> PendingQuery | AnswerCache:
-        """Return the question about a subject, which is begun unless it was asked ahead."""
+        """Return the question about a subject, and keep it as `now`: the one that was asked ahead, or a new one.
+
+        A question that was asked ahead is taken out of `ahead`. If a new one is begun, all questions ahead that are
+        still running are cancelled and forgotten.
+        """
         self.now = None
         question = self.find(subject)
         if question is not None:
@@ -235,7 +254,10 @@ class InProcessOracle:
     begun: int = 0
 
     def __call__(self, subject: Subject) -> Answer:
-        """Return the answer about a subject, which is empty if the subject does not run eagerly."""
+        """Check a subject in this process, count it in `begun`, and return the answer.
+
+        The answer is empty if the check raises ProgramError, because the subject does not run eagerly.
+        """
         self.begun += 1
         try:
             return answer_from(prepare_subject(subject, self.case, self.transform).run())
@@ -249,9 +271,11 @@ def prepare_subject(
     transform: str | Transform | Callable[..., Any],
     progress: Callable[[str], None] = lambda _: None,
 ) -> Check:
-    """Return the check of a subject under a case, whose transform is passed along because it may have no name.
+    """Return the check of a subject under a case, not yet run; `transform` is passed along because it may have no name.
 
-    A subject has flat outputs and no parameters, so nothing is trained and a user's loss is left out.
+    A subject has flat outputs and no parameters, so nothing is trained and a user's loss is left out. The case's
+    options are left out for a `Transform` object, which has its own. `progress` gets the name of each part of the check
+    as it begins.
     """
     options = CheckOptions(
         transform=transform,
@@ -269,7 +293,11 @@ def prepare_subject(
 
 
 def answer_of(outcome: Outcome, case: Case) -> Answer:
-    """Return the answer that an outcome gives about a subject; an empty one if the subject fails or hangs eagerly."""
+    """Return the answer about a subject that a worker's outcome gives.
+
+    A death or timeout of the candidate is a failure in the answer; the answer is empty if the subject fails or hangs
+    eagerly. Raise any other error of the worker's task: a TorchDeltaError as it is, everything else as RuntimeError.
+    """
     runs_candidate = CANDIDATE_PARTS.__contains__
     try:
         result = outcome.read(Report, "report", program="a subject", runs_candidate=runs_candidate)
@@ -281,7 +309,10 @@ def answer_of(outcome: Outcome, case: Case) -> Answer:
 
 
 def answer_from(report: Report) -> Answer:
-    """Return the answer that a report gives about a subject."""
+    """Return the answer that a report gives about a subject: its failures, its leaves that diverged, and the report.
+
+    It has passed only if the verdict is EQUIVALENT. Its message is empty without a failure.
+    """
     return Answer(
         signatures=signatures_of(report),
         failing_leaves=diverged_leaves(report),
@@ -292,7 +323,11 @@ def answer_from(report: Report) -> Answer:
 
 
 def spec_of(transform: object) -> str | None:
-    """Return the name by which another process can import a transform, or None if there is none."""
+    """Return the name by which another process can import a transform, or None if there is none.
+
+    A text is returned unchanged. A function has a name, `module:name`, if that leads back to it; lambdas, inner
+    functions, functions of `__main__` and other objects have none.
+    """
     if isinstance(transform, str):
         return transform
     name, module = getattr(transform, "__qualname__", ""), getattr(transform, "__module__", "")
@@ -306,7 +341,7 @@ def spec_of(transform: object) -> str | None:
 
 
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings whose values JSON can carry to another process."""
+    """Return the settings whose values JSON can carry to another process unchanged; all others are left out."""
 
     def is_plain(value: Any) -> bool:
         try:

@@ -139,9 +139,10 @@ class Reducer:
     ) -> Subject:
         """Return the smallest subject: run each strategy once, then all passes until none makes progress.
 
-        Between the two, ask whether the failure shows again; that is cheap by then, because the subject is small.
-        FlakyFailure if it does not: the passes' progress is given up, because they must not follow an intermittent
-        failure.
+        `answer` is the one about `subject`, which shows the failure; `culprits` are names of suspected nodes. Between
+        strategies and passes, ask whether the failure shows again; that is cheap by then, because the subject is small.
+        Raise FlakyFailure if it does not: the passes' progress is given up, because they must not follow an
+        intermittent failure. If the budget is spent, the best subject so far is returned, and `is_minimal` is false.
         """
         self.search = Search(subject=subject, answer=answer, wanted=self.wanted, culprits=tuple(culprits))
         self.passes = passes
@@ -157,7 +158,7 @@ class Reducer:
         return self.search.subject
 
     def _is_within_budget(self, work: Callable[[], object]) -> bool:
-        """Do the work; return False if the budget was spent before its end."""
+        """Do the work and return True, or False if it raised BudgetExhausted before its end."""
         try:
             work()
         except BudgetExhausted:
@@ -165,13 +166,18 @@ class Reducer:
         return True
 
     def _run_strategies(self, strategies: Sequence[Pass]) -> None:
+        """Run each strategy once, with a predictor of the queries from there on."""
         for place, strategy in enumerate(strategies):
             # a prediction replays the strategies from here on, so it is built before this one changes the search
             predict = self._predictor(strategies[place:])
             self._run_strategy(strategy, predict)
 
     def _predictor(self, strategies: Sequence[Pass]) -> Predictor | None:
-        """Return a predictor of the queries to come that stays within the budget, or None without a pool."""
+        """Return a predictor of the queries to come, or None without a pool; `strategies` are those still to run.
+
+        It starts from a copy of the search as it is now, and predicts nothing if the queries so far, with those on
+        unused predictions, have reached the budget.
+        """
         if self.pool is None:
             return None
         pool = self.pool
@@ -191,7 +197,10 @@ class Reducer:
         return predict
 
     def _run_strategy(self, strategy: Pass, predict: Predictor | None) -> None:
-        """Run a strategy, which may make the subject larger on its way; undo it if its end is not simpler."""
+        """Run a strategy, which may make the subject larger on its way; undo it if its end is not simpler.
+
+        If it is, the new best subject is saved. Both also happen if the budget is spent on the way.
+        """
         before = self.search.subject, self.search.answer
         try:
             self._run_pass(strategy, predict, is_strategy=True)
@@ -210,14 +219,20 @@ class Reducer:
                 self._run_pass(propose, None, is_strategy=False)
 
     def _run_pass(self, propose: Pass, predict: Predictor | None, *, is_strategy: bool) -> None:
-        """Test every edit that a pass proposes, and send it each result."""
+        """Test every edit that a pass proposes, and send it whether each was accepted."""
         proposals, was_accepted = propose(self.search), None
         name = propose.__name__.replace("_", " ")
         while (edit := next_edit(proposals, was_accepted)) is not None:
             was_accepted = self._test(edit, name, predict, is_strategy=is_strategy)
 
     def _test(self, edit: Edit, name: str, predict: Predictor | None, *, is_strategy: bool) -> bool:
-        """Ask about one edit if its outcome is not known; return whether it was accepted as the new best subject."""
+        """Ask about one edit, and return whether it was accepted: whether the edited subject is the new best one.
+
+        Nothing is asked about an edit that `apply_edit` decides, or about a subject that was asked about before, which
+        is refused. A broken query refuses the edit and sets `unanswered`. Raise BudgetExhausted if the budget is spent
+        or too many queries in a row broke; raise FlakyFailure if a repeat has ended without the failure. `name` is the
+        pass, for the progress.
+        """
         edited = apply_edit(edit, self.search, is_strategy=is_strategy)
         if isinstance(edited, bool):
             return edited
@@ -237,7 +252,11 @@ class Reducer:
         return self._record(edited, answer, is_strategy=is_strategy)
 
     def _record(self, edited: Subject, answer: Answer, *, is_strategy: bool) -> bool:
-        """Remember an answer, make the subject the best one if it shows the failure, and return whether it does."""
+        """Remember an answer, make the subject the best one if it shows the failure, and return whether it does.
+
+        Other failures are counted in `also_seen`, and a subject that passes becomes the `twin`. A strategy's best
+        subject is not saved here, because the strategy may be undone.
+        """
         shows = self.outcomes[edited.key] = answer.shows(self.wanted)
         if is_strategy:
             self.strategy_hits += shows
@@ -258,9 +277,11 @@ class Reducer:
         return self.pool.ask(subject, predict) if self.pool is not None and predict is not None else self.ask(subject)
 
     def _begin_repeats(self) -> None:
-        """Start the queries that ask whether the failure shows again; the first pass runs beside them.
+        """Start the queries that ask whether the failure shows again, and keep them in `repeats`.
 
-        They are not bound by the budget, because without them an intermittent failure would be reported as steady.
+        There are `REPEATS` of them, less the strategies' queries that showed the failure, unless one did not; none for
+        a failure that is known to be flaky. The passes run beside them. They are not bound by the budget, because
+        without them an intermittent failure would be reported as steady.
         """
         subject = self.search.subject
         missing = REPEATS if self.has_refusals else max(0, REPEATS - self.strategy_hits)
@@ -274,7 +295,10 @@ class Reducer:
         return self.pool.begin(subject) if self.pool is not None else _LazyQuery(partial(self.ask, subject))
 
     def _check_repeats(self, *, wait: bool = False) -> None:
-        """Read the repeats that are done, or all if `wait`; FlakyFailure if the failure did not show again."""
+        """Read and remove the repeats that are done, or all if `wait`; FlakyFailure if one does not show the failure.
+
+        A repeat that broke is ignored.
+        """
         for subject, query in [each for each in self.repeats if wait or each[1].is_done()]:
             self.repeats.remove((subject, query))
             answer = self._attempt(query)
@@ -282,7 +306,10 @@ class Reducer:
                 raise FlakyFailure(subject)
 
     def _attempt(self, query: Callable[[], T]) -> T | None:
-        """Return the result of a query, or None if it broke; the error is then in `query_errors`."""
+        """Return the result of a query, or None if it raised an exception; its text is appended to `query_errors`.
+
+        A query that raises nothing clears `query_errors`.
+        """
         try:
             result = query()
         except Exception as error:
@@ -292,7 +319,7 @@ class Reducer:
         return result
 
     def _require_budget(self) -> None:
-        """Raise BudgetExhausted if no further query is allowed."""
+        """Raise BudgetExhausted if all queries or all seconds of the budget are spent."""
         seconds = time.monotonic() - self.start_time
         if self.budget.queries is not None and self.queries >= self.budget.queries:
             raise BudgetExhausted

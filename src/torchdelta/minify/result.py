@@ -39,7 +39,10 @@ class Draft:
     runner: CleanProcess
 
     def finish(self, *, deadline_s: float) -> Repro:
-        """Wait for its run, move it to its path, and return that with whether it showed the failure."""
+        """Wait for its run, move its files to their final paths, and return the path and whether the failure showed.
+
+        It did not show in a run that takes longer than `deadline_s`. The files are moved in any case.
+        """
         showing = self.runner.wait(deadline_s=deadline_s)
         if self.written.tensors_path is not None:
             self.written.tensors_path.replace(self.path.with_suffix(".pt"))
@@ -81,7 +84,11 @@ class MinifiedGraph:
     """The script, if its run began during the reduction."""
 
     def begin(self, path: str | os.PathLike[str], *, data: bool = True) -> Draft:
-        """Write the script under another name and begin to run it; return the draft, which may still be dropped."""
+        """Write the script under a hidden name and begin to run it; return the draft, which may still be dropped.
+
+        Without `data`, random numbers replace the user's. Raise ReproUnwritable if no script of torch alone can show
+        the failure.
+        """
         path = Path(path)
         written = script.write(self.finding, path, data=data, under=f".{path.name}")
         return Draft(path=path, data=data, written=written, runner=begin(written.path, self.clean))
@@ -89,7 +96,9 @@ class MinifiedGraph:
     def write(self, path: str | os.PathLike[str], *, data: bool = True, deadline_s: float = CONFIRMED_S) -> Repro:
         """Write a script that shows the failure with torch alone, run it in a clean process, and return the result.
 
-        Without `data`, random numbers replace the user's. ReproUnwritable says why there can be no such script.
+        A `draft` of the same path and `data` is finished instead of a new run, and any other is dropped. Without
+        `data`, random numbers replace the user's. A script that does not show the failure is kept, as not confirmed.
+        ReproUnwritable says why there can be no such script.
         """
         draft = self.draft
         if draft is not None and (draft.path, draft.data) != (Path(path), data):
@@ -104,7 +113,10 @@ class MinifiedGraph:
 
     @property
     def finding(self) -> Finding:
-        """Everything that a script has to show."""
+        """The finding that a script has to show: this graph, and the report without divergences of another signature.
+
+        A flaky failure is tried so often that the chance to miss it is at most `LOST`. A hang is given `HUNG_S`.
+        """
         rate = self.reduction.rate
         failure = self.report.failure
         limits: dict[str, Any] = {"deadline_s": HUNG_S} if failure is not None and failure.kind == "timeout" else {}

@@ -98,7 +98,10 @@ Pass = Callable[[Search], Proposals]
 
 
 def propose_by_halves(edits: Sequence[Edit]) -> Proposals:
-    """Propose all edits merged into one; if that is refused, do the same with each half, down to single edits."""
+    """Propose all edits merged into one; if that is refused, do the same with each half, down to single edits.
+
+    Without edits, nothing is proposed.
+    """
     if not edits:
         return
     if (yield merge_edits(edits)) or len(edits) == 1:
@@ -111,7 +114,7 @@ def propose_by_halves(edits: Sequence[Edit]) -> Proposals:
 def next_edit(proposals: Proposals, was_accepted: bool | None) -> Edit | None:
     """Return the next edit of a pass, or None at its end.
 
-    `was_accepted` says whether the last edit was accepted; None asks for the first edit.
+    `was_accepted` is sent to the pass: whether its last edit was accepted. None asks for the first edit.
     """
     try:
         return next(proposals) if was_accepted is None else proposals.send(was_accepted)
@@ -122,9 +125,9 @@ def next_edit(proposals: Proposals, was_accepted: bool | None) -> Edit | None:
 def apply_edit(edit: Edit, search: Search, *, is_strategy: bool) -> Subject | bool:
     """Return the subject that has to be asked about, or, if no query is needed, whether the edit is accepted.
 
-    An edit that changes nothing but makes the subject simpler (the same values, now drawn) is accepted at once, and
-    `search.subject` is replaced. An edit that does not make the subject simpler is refused, unless a strategy proposed
-    it: a strategy may take a detour.
+    An edit that leaves no operation is refused. An edit that changes nothing but makes the subject simpler (the same
+    values, now drawn) is accepted at once, and `search.subject` is replaced. An edit that does not make the subject
+    simpler is refused, unless a strategy proposed it: a strategy may take a detour.
     """
     result = edit.apply(search.subject)
     if result is None:
@@ -140,7 +143,8 @@ def apply_edit(edit: Edit, search: Search, *, is_strategy: bool) -> Subject | bo
 def complexity(subject: Subject) -> tuple[float, ...]:
     """Return a tuple that is smaller for a simpler subject.
 
-    Fewer nodes count first, then fewer inputs and outputs, then smaller numbers, then plainer tensors.
+    In this order, less is simpler: nodes; inputs and outputs; the sum of integers in the nodes' arguments; elements of
+    the inputs; inputs that are not contiguous, are floats other than float32, require grad, or are not drawn.
     """
     tensors = [value for value in subject.inputs if isinstance(value, torch.Tensor)]
     return (
@@ -156,7 +160,7 @@ def complexity(subject: Subject) -> tuple[float, ...]:
 
 
 def _sum_integers(value: Any) -> int:
-    """Return the sum of the absolute integers in a node's argument, nested ones included.
+    """Return the sum of the absolute integers in a node's argument, nested ones included; 0 for any other value.
 
     Integers of 2**31 and more are not counted: they stand for "no limit", as in `x[1:9223372036854775807]`.
     """
@@ -168,7 +172,7 @@ def _sum_integers(value: Any) -> int:
 
 
 def failing_outputs(search: Search) -> list[str]:
-    """Return the names of the outputs that show the wanted failure, worst first.
+    """Return the names of the outputs that show the wanted failure, worst first; empty if no leaf shows it.
 
     If an input shows it (by a write or by its gradient), the outputs that are computed from that input are returned.
     """
@@ -188,7 +192,7 @@ def failing_outputs(search: Search) -> list[str]:
 
 
 def _outputs_computed_from(subject: Subject, name: str) -> list[str]:
-    """Return the outputs that depend on the named node."""
+    """Return the names of the outputs that depend on the named node, itself included."""
     dependents = {name}
     for node in subject.nodes:
         if any(source.name in dependents for source in node.all_input_nodes):

@@ -40,7 +40,11 @@ class Speculation:
     """For each history, the result of its next edit and the best subject after it. A large subject is slow to edit."""
 
     def __call__(self) -> Subject | None:
-        """Return the next subject to ask about, or None if it cannot be predicted or all queries are started."""
+        """Return the next subject to ask about, or None if it cannot be predicted or all queries are started.
+
+        The replay runs on a copy of `search`. As in the reducer, a strategy that ends with a subject that is not
+        simpler is undone.
+        """
         replay = _Replay(**vars(self.search))
         try:
             for strategy in self.strategies:
@@ -55,7 +59,11 @@ class Speculation:
         return None
 
     def _follow(self, propose: Pass, replay: _Replay, *, is_strategy: bool) -> None:
-        """Run a pass on the replay, and send it the known or guessed result of each edit."""
+        """Run a pass on the replay, and send it the known or guessed result of each edit.
+
+        Changes the replay: its subject and answer become those of each accepted edit, and its history grows. Raise
+        _EndOfReplay, with or without a prediction, if the replay cannot go on.
+        """
         proposals, was_accepted = propose(replay), None
         while (edit := next_edit(proposals, was_accepted)) is not None:
             edited = self._apply(edit, replay, is_strategy=is_strategy)
@@ -66,7 +74,7 @@ class Speculation:
             replay.history = (*replay.history, (was_accepted, replay.is_guessed))
 
     def _apply(self, edit: Edit, replay: _Replay, *, is_strategy: bool) -> Subject | bool:
-        """Return what `apply_edit` returns, from the cache if the replay was here before."""
+        """Return what `apply_edit` returns, and set the replay's subject as it does; both are cached by the history."""
         # the history determines the edit, because a pass depends only on the results that it was sent
         key = (replay.wanted, *replay.history)
         if key not in self.applied:
@@ -75,9 +83,12 @@ class Speculation:
         return edited
 
     def _test(self, edit: Edit, edited: Subject, replay: _Replay, *, is_strategy: bool) -> bool:
-        """Return whether the reducer accepts the edit, by its answer or else by the edit's guess, and move on if so.
+        """Return whether the reducer accepts the edit: by its answer, or by the edit's guess while the query runs.
 
-        _EndOfReplay if there is neither.
+        An accepted subject becomes the replay's best one; a guess sets `is_guessed`. A subject that was asked about in
+        a pass is refused. Raise _EndOfReplay with the subject as prediction if it has no query yet; without a
+        prediction if there is neither answer nor guess, if an earlier guess was wrong, or if a pass needs a query after
+        a guess.
         """
         answer = self.answers.get(edited.key)
         if answer is None and edited.key in self.outcomes:
@@ -100,9 +111,9 @@ class Speculation:
         return was_accepted
 
     def _read_answer(self, edited: Subject) -> Answer | None:
-        """Return the answer about a subject, or None if its query is still running.
+        """Return the answer about a subject, or None if its query is still running; it never waits.
 
-        _EndOfReplay with the subject as prediction if no query was started.
+        Raise _EndOfReplay with the subject as prediction if no query was started; without one if the query broke.
         """
         query = self.find(edited)
         if query is None:

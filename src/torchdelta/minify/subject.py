@@ -44,7 +44,10 @@ class Draw:
     """The seed of the generator that random numbers come from."""
 
     def like(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the same shape, dtype and device with these numbers instead."""
+        """Return a new tensor of the same shape, dtype, device and `requires_grad`, filled with these numbers.
+
+        Random numbers come from a generator of its own, in float32 or complex64, and are then cast.
+        """
         if self.by == "randn":
             dtype = torch.complex64 if value.is_complex() else torch.float32
             generator = torch.Generator().manual_seed(self.seed)
@@ -54,7 +57,7 @@ class Draw:
         return numbers.to(value.device).requires_grad_(value.requires_grad)
 
     def text(self, value: torch.Tensor) -> str:
-        """Return the code of an expression that makes these numbers on the CPU, in the shape of a tensor."""
+        """Return the code of an expression that makes these numbers on the CPU, in the shape and dtype of a tensor."""
         shape = tuple(value.shape)
         if self.by != "randn":
             return f"torch.{self.by}({shape}, dtype={value.dtype})"
@@ -77,7 +80,11 @@ class Subject:
 
     @classmethod
     def of(cls, graph_module: GraphModule, inputs: Sequence[Any]) -> Subject:
-        """Return the normal form of a graph with flat inputs."""
+        """Return the normal form of a graph; `inputs` are flat, one for each placeholder in order.
+
+        Tensors that the graph reads as attributes become inputs too. Inputs that no output or effect needs are left
+        out.
+        """
         readers = {node.name: node for node in graph_module.graph.nodes if _is_constant(node, graph_module)}
         constants = {name: graphs.attribute(graph_module, str(node.target)) for name, node in readers.items()}
         arguments = dict(zip((node.name for node in placeholders(graph_module.graph)), inputs, strict=True))
@@ -110,7 +117,12 @@ class Subject:
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        """The value of each input and node in an eager run, by name, before any node wrote to it."""
+        """The value of each input and node in an eager run, by name, before any node wrote to it.
+
+        Inputs are the subject's own objects. Values of nodes are copies that can be inputs; a collection of another
+        type than tuple or list is not copied. The run is seeded, and uses copies of the inputs. An error of the graph
+        is raised.
+        """
         values: dict[str, Any] = {}
 
         class ValueInterpreter(Interpreter):
@@ -129,7 +141,11 @@ class Subject:
 
     @cached_property
     def key(self) -> str:
-        """A hash of the graph and its inputs: two subjects have the same key exactly if both are the same."""
+        """A hash of the graph and its inputs, which is the same for equal subjects in every process.
+
+        Names of nodes, `drawn`, devices and attributes of the graph module do not count. Of an input without a plain
+        buffer, such as a sparse one, the elements do not count.
+        """
         names: dict[Node, str] = {}
 
         def canonical(value: Any) -> str:
@@ -165,11 +181,12 @@ def rebuild(
     instead: Mapping[str, Any] | None = None,
     dropped: frozenset[str] = frozenset(),
 ) -> Subject:
-    """Return a subject of the nodes that the outputs need, and of nodes with an effect that are not dropped.
+    """Return a subject of the nodes that the outputs need, and of nodes with an effect that are not in `dropped`.
 
-    `inputs` has a value for each placeholder and constant. A node in `cut` becomes an input of that value for its
-    readers; the node itself stays if it is returned. `instead` replaces a node by another one, as a `Name`, or by a
-    literal.
+    `inputs` has a value for each placeholder and constant; those that are not needed are left out. A node in `cut`
+    becomes an input of that value for its readers; the node itself stays only if it is returned or has an effect.
+    `instead` replaces a node by another one, as a `Name`, or by a literal; a literal is not returned. `source` is not
+    changed. The result has neither `drawn` nor `origin`.
     """
     ordered = list(source.graph.nodes)
     cut, other = cut or {}, instead or {}
@@ -226,7 +243,11 @@ def placeholders(graph: Graph) -> list[Node]:
 
 
 def as_inputs(value: Any) -> Any:
-    """Return a copy of a value that can be an input instead: tensors become leaves with the same memory layout."""
+    """Return a copy of a value that can be an input instead: tensors become leaves with the same memory layout.
+
+    They keep `requires_grad`. Tuples and lists are copied item by item; subclasses of them and all other values are
+    returned themselves.
+    """
     if isinstance(value, (tuple, list)):
         return type(value)(as_inputs(item) for item in value) if type(value) in (tuple, list) else value
     if not isinstance(value, torch.Tensor):
@@ -236,7 +257,10 @@ def as_inputs(value: Any) -> Any:
 
 
 def _take_free_name(name: str, taken: set[str]) -> str:
-    """Return a name that is not taken, and take it: for the input that replaces a node which stays in the graph."""
+    """Return a name that is not in `taken`, and add it: `name`, or `name` with `_given` as often as needed.
+
+    It is for the input that replaces a node which stays in the graph.
+    """
     while name in taken:
         name += "_given"
     taken.add(name)
@@ -252,7 +276,8 @@ def _find_needed(
 ) -> tuple[set[str], set[str]]:
     """Return the nodes that the wanted ones need, themselves included, and the cut nodes that those read.
 
-    `resolve` returns the `Name` or the literal that replaces a node.
+    The search does not go beyond a node in `inputs` or `cut`. `resolve` returns the `Name` or the literal that replaces
+    a node, or its own `Name`; a literal needs nothing.
     """
     needed: set[str] = set()
     read_cut: set[str] = set()
@@ -304,7 +329,10 @@ class _UnquotedText(str):
 
 
 def _add_to_digest(value: Any, digest: Any) -> None:
-    """Add a value to a hash; of a tensor, its shape, strides, dtype, `requires_grad` and elements."""
+    """Add a value to a hash: the repr of a non-tensor; of a tensor its layout, dtype, `requires_grad` and elements.
+
+    The elements of a tensor without a plain buffer, such as a sparse one, are left out, and so is the device.
+    """
     if not isinstance(value, torch.Tensor):
         digest.update(repr(value).encode())
         return

@@ -19,7 +19,12 @@ from torchdelta.records.codec import decode, encode
 
 
 def check_subject(request: Mapping[str, Any], place: QueryDirectory) -> dict[str, Any]:
-    """Check the subject of a request that `WorkerOracle.begin` wrote; return its report, encoded."""
+    """Check the subject that a request names, and return `{"report": …}` with the encoded report.
+
+    `WorkerOracle.begin` wrote the request and the subject's files. The process gets the request's thread count for
+    good, and its compiler settings for the check; the request's modules are imported first. `place` gets each part of
+    the check as it begins.
+    """
     case = decode(Case, request["case"], "case")
     torch.set_num_threads(request["threads"])
     with settings.applied(request["settings"]), warnings.catch_warnings():

@@ -56,9 +56,11 @@ class ProgramSource:
 
 
 def write_program(graph_module: GraphModule, inputs: tuple[Any, ...], imports: tuple[str, ...] = ()) -> ProgramSource:
-    """Return the code of a graph for these inputs. Raise ReproUnwritable, with the node, if a node has no code.
+    """Return the source text of a graph as a program; raise ReproUnwritable if a node or a called module has no code.
 
-    `imports` are modules that the script imports in any case.
+    `inputs` has one value for each placeholder, in order. The values only help to choose names: neither they nor the
+    values of the graph's tensors are written here. `imports` are modules that the script imports in any case; modules
+    that the code needs are added to them.
     """
     source = ProgramSource(imports=set(imports))
     names = Names()
@@ -73,7 +75,13 @@ def write_program(graph_module: GraphModule, inputs: tuple[Any, ...], imports: t
 
 
 def _name_tensors_and_modules(graph_module: GraphModule, source: ProgramSource) -> None:
-    """Add every tensor and module that the graph reads or calls to `source`, each under a new name."""
+    """Add every tensor that the graph reads and every module that it calls to `source`, each under a new name.
+
+    Parameters and buffers of a called module are added under its name (`linear.weight`). A tensor that is read at two
+    paths has one name. Inner graphs get no name here, because they become functions, but the tensors and modules that
+    they use are added. Attributes that are not tensors are skipped. Raise ReproUnwritable if a called module cannot be
+    built.
+    """
     names = Names()
     known: dict[int, str] = {}
     for path, node, owner in _reads(graph_module, ""):
@@ -97,7 +105,11 @@ def _name_tensors_and_modules(graph_module: GraphModule, source: ProgramSource) 
 
 
 def _reads(graph_module: GraphModule, prefix: str) -> Iterator[tuple[str, Node, GraphModule]]:
-    """Yield the path, node and graph of every `call_module` and then every `get_attr`, inner graphs included."""
+    """Yield path, node and owning graph for every `call_module` node and then for every `get_attr` node.
+
+    `prefix` begins each path: empty for the outermost graph, `inner.` for an inner one. A node that names an inner
+    graph is followed by the nodes of that graph. The call of export's guards is left out.
+    """
     readers = [
         node for node in graph_module.graph.nodes if node.op in ("get_attr", "call_module") and not _is_guard(node)
     ]
@@ -118,6 +130,12 @@ class _Body:
     def __init__(
         self, graph_module: GraphModule, source: ProgramSource, names: Names, prefix: str, inputs: Mapping[Node, str]
     ) -> None:
+        """Set up the writer of one graph; `inputs` has the name of each of its placeholders.
+
+        `prefix` is the path of an inner graph with a dot at its end, and empty for the outermost one. All graphs of a
+        script share `source`, to which modules to import are added, and `names`, in which every chosen name is marked
+        as taken.
+        """
         self.graph_module = graph_module
         self.source = source
         self.names = names
@@ -128,7 +146,12 @@ class _Body:
         """The name of each inner graph's function, by the graph's attribute."""
 
     def lines(self) -> Iterator[str]:
-        """Yield the statements, with a comment wherever the user's source line changes."""
+        """Yield the statements, with a comment wherever the user's source line changes.
+
+        Each inner graph is defined as a function before its first reader. Attributes, and a call that is the whole
+        output, are written into their readers. A node without readers is a statement without a name; any other gets a
+        name, which `text` remembers. Raise ReproUnwritable, with the node, if a node has no code.
+        """
         place = ""
         body = [node for node in self.graph_module.graph.nodes if node.op != "placeholder" and not _is_guard(node)]
         inlined = _only_returned(body)
@@ -155,7 +178,10 @@ class _Body:
                 yield f"{self.text[node]} = {text}"
 
     def _write(self, node: Node) -> str:
-        """Return the statement of an output node, or the expression of any other."""
+        """Return the code of a node: `return …` for the output, an assignment for `setitem`, else an expression.
+
+        Modules to import are added to `source.imports`. Raise ReproUnwritable if the node has no code.
+        """
         if node.op == "get_attr":
             return self._attribute(node)
         if node.op == "output":
@@ -167,7 +193,11 @@ class _Body:
         return write_call(node, self._refer, self.source.imports)
 
     def _attribute(self, node: Node) -> str:
-        """Return the expression of the attribute that a node reads or calls: a function, `self.name`, or a literal."""
+        """Return the expression of the attribute that a node reads or calls.
+
+        That is the name of an inner graph's function, `self.name` for a tensor or module of the program, or else a
+        literal. Raise ReproUnwritable if the attribute has no literal.
+        """
         target = str(node.target)
         if target in self.functions:
             return self.functions[target]
@@ -176,7 +206,11 @@ class _Body:
         return write_value(attribute(self.graph_module, target))
 
     def _functions_of(self, node: Node) -> Iterator[str]:
-        """Yield the definition of a function for the inner graph that a node reads, once for each graph."""
+        """Yield the lines that define a function for the inner graph that a node reads or calls.
+
+        The function's name is kept in `functions`. Nothing is yielded if the node names no inner graph, or one that is
+        defined already.
+        """
         if node.op not in ("get_attr", "call_module") or str(node.target) in self.functions:
             return
         inner = attribute(self.graph_module, str(node.target))
@@ -193,7 +227,11 @@ class _Body:
 
 
 def _only_returned(body: list[Node]) -> Node | None:
-    """Return the last node before the output if the output is all that uses it, so that it needs no name, or None."""
+    """Return the last call before the output if it is the whole output, so that it needs no name, or else None.
+
+    It is the whole output if the graph returns it, alone or in a tuple or list of one, and no other node reads it. An
+    assignment (`setitem`) is never returned.
+    """
     if len(body) < 2 or body[-1].op != "output" or body[-2].op not in ("call_function", "call_method", "call_module"):
         return None
     last, output = body[-2], body[-1].args[0]
@@ -202,7 +240,10 @@ def _only_returned(body: list[Node]) -> Node | None:
 
 
 def place_of(node: Node) -> str:
-    """Return the source line, function and module path of a node, without the user's folders; empty if unknown."""
+    """Return where a node comes from, as `model.py:12 in forward, module layers.0`.
+
+    The file is named without its folders. Parts that are unknown are left out; the text is empty if all are.
+    """
     line = nodes.source_line(node)
     parts = []
     if location := re.match(r"(?P<file>.+?):(?P<line>\d+): ", line):
@@ -229,9 +270,11 @@ _GETATTR: tuple[Callable[..., Any], ...] = (getattr,)
 
 
 def write_call(node: Node, refer: Refer, imports: set[str]) -> str:
-    """Return the expression of a node that calls a function or method; modules to import are added to `imports`.
+    """Return the code of a node that calls a function or method; modules to import are added to `imports`.
 
-    `refer` returns the name of a node that is written already.
+    `refer` returns the name of a node that is written already, and None for any other value. Operators of Python are
+    written with their signs (`x + y`, `x[i]`, `x.name`); `setitem` gives an assignment, all other calls an expression.
+    Raise ReproUnwritable if the function or an argument has no code.
     """
 
     def refer_or_import(value: Any) -> str | None:
@@ -267,7 +310,11 @@ def is_statement(node: Node) -> bool:
 
 
 def _import_registration(target: Any, imports: set[str]) -> None:
-    """Add the module that registers an operator to `imports`. Raise ReproUnwritable if none is known."""
+    """Add the module that registers a custom operator to `imports`; torch's own operators and functions need none.
+
+    If the module is unknown, one of the `imports` is taken to register the operator. Raise ReproUnwritable if there are
+    none.
+    """
     try:
         module = registered_by(target)
     except LookupError as error:
@@ -283,9 +330,10 @@ def _operand(text: str) -> str:
 
 
 def write_module(module: nn.Module, name: str) -> str:
-    """Return an expression that builds such a module, with other values of parameters and buffers.
+    """Return an expression that builds a module of the same class and settings, with new parameters and buffers.
 
-    Raise ReproUnwritable if the module is not of torch.nn, or its repr does not say how it was built.
+    It ends with `.eval()` if the module is not in training mode. `name` is the module's path, for messages. Raise
+    ReproUnwritable if the module is not of torch.nn, or its repr does not say all that it was built with.
     """
     kind = type(module)
     if getattr(nn, kind.__name__, None) is not kind:
@@ -304,7 +352,10 @@ def write_module(module: nn.Module, name: str) -> str:
 
 
 def _builds(text: str, module: nn.Module) -> bool:
-    """Return whether an expression builds a module with the same class, settings and shapes."""
+    """Return whether an expression builds a module with the same class, repr, settings and shapes.
+
+    False if it raises. Torch's random generators are left as they were.
+    """
     try:
         with runtime.drawing_from():
             built = eval(text, {"torch": torch})
@@ -314,7 +365,10 @@ def _builds(text: str, module: nn.Module) -> bool:
 
 
 def _traits(module: nn.Module) -> tuple[Any, ...]:
-    """Return the shapes of a module's tensors and its plain attributes, for a comparison."""
+    """Return a module's traits for a comparison: the shapes of its tensors by name, and its plain attributes by name.
+
+    Plain are public numbers, texts, tuples and None; `training` is left out.
+    """
     state = {name: tuple(tensor.shape) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     plain = (bool, int, float, str, tuple, type(None))
     settings = {
@@ -347,7 +401,10 @@ class Names:
         self._taken: set[str] = set(RESERVED)
 
     def choose(self, wishes: Iterable[str]) -> str:
-        """Return the first wish that is free, or the last one with a number, and mark it as taken."""
+        """Return the first wish that is free, or the last one with a number (`x_1`), and mark it as taken.
+
+        Wishes are turned into identifiers first. Without any wish, `value_1` and so on are tried.
+        """
         wish = "value"
         for raw in wishes:
             wish = _identifier(raw)
@@ -367,7 +424,11 @@ class Names:
 
 
 def wishes_for_input(node: Node, value: Any) -> Iterator[str]:
-    """Yield names for a placeholder with this value, the best first."""
+    """Yield names for a placeholder, the best first; `value` is its input.
+
+    For a tensor with a name of a tracer (`arg0_1`): the arguments of operators that it is read as, then `x`, `y`, …;
+    for the integer of a symbolic size (`s0`): `size`. The parts of its own name come last, for every input.
+    """
     # the reducer adds this suffix to a node that it turns into an input
     target = str(node.target).removesuffix("_given")
     if not isinstance(value, torch.Tensor):
@@ -379,7 +440,12 @@ def wishes_for_input(node: Node, value: Any) -> Iterator[str]:
 
 
 def wishes_for_path(path: str) -> Iterator[str]:
-    """Yield names for a dotted path of a model or a name of a trace: `weight`, `mlp_weight`, … for `h.0.mlp.weight`."""
+    """Yield names for a dotted path or a tracer's name, short ones first: `weight`, … for `h.0.mlp.weight`.
+
+    Each name takes one more part from the end: `mlp_weight` is next. Names that begin with a digit and dynamo's
+    prefixes (`L_self_modules_`) are left out. The last name is the whole path in any case, or `value` if nothing is
+    left of it.
+    """
     owners = _OWNER.split(_LOCAL.sub("", path).removeprefix("l_"))
     parts = [part for part in ".".join(owners[1:] or owners).strip("_").split(".") if part.strip("_")]
     for count in range(1, len(parts) + 1):
@@ -390,7 +456,7 @@ def wishes_for_path(path: str) -> Iterator[str]:
 
 
 def _roles(node: Node) -> Iterator[str]:
-    """Yield the names of the arguments for which operators read a placeholder, shortened by `_ROLES`."""
+    """Yield the schema's name of each operator argument that is this placeholder, shortened by `_ROLES`."""
     for user in node.users:
         if is_operator(user.target):
             for name, value in nodes.arguments(user).items():

@@ -74,6 +74,7 @@ class CleanProcess:
     """
 
     def __init__(self, steps: Sequence[str] = ("torch",)) -> None:
+        """Start the process, which takes the `steps` and then waits for a script; a temporary file gets its output."""
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 — lives as long as the process
         self._process = subprocess.Popen(
             [sys.executable, "-c", _WAIT, *steps],
@@ -96,7 +97,10 @@ class CleanProcess:
         return not self._end.alive
 
     def begin(self, path: Path) -> None:
-        """Begin to run the script at `path`."""
+        """Send the path of the script to the process, which then runs it, and return without waiting.
+
+        The deadline of `wait` counts from now. A process that has died raises nothing here: `wait` returns its status.
+        """
         self._started_at = time.monotonic()
         assert self._process.stdin is not None
         # if it died while it waited, `wait` returns its status
@@ -105,7 +109,11 @@ class CleanProcess:
             self._process.stdin.flush()
 
     def wait(self, *, deadline_s: float) -> ScriptOutcome:
-        """Wait for the script's end and return its outcome; after `deadline_s` it is killed with all its children."""
+        """Wait for the script's end and return its outcome, with status None if it took longer than `deadline_s`.
+
+        The time counts from `begin`, which must have been called. Of the output, the last `KEPT` bytes are returned. In
+        any case the process is over afterwards, and all its children are killed.
+        """
         assert self._started_at is not None
         status: int | None = None
         try:
@@ -147,7 +155,7 @@ def _end(process: subprocess.Popen[bytes], output: IO[bytes]) -> None:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process with its group, and wait for its end."""
+    """Kill a process with its group, if they still live, and wait for the end of the process."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if hasattr(os, "killpg"):
             os.killpg(process.pid, signal.SIGKILL)

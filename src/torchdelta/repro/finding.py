@@ -46,6 +46,11 @@ class Finding:
     """Modules whose import registers the operators that the graph calls."""
 
     def __post_init__(self) -> None:
+        """Raise UsageError if the parts do not fit.
+
+        The graph must have one placeholder for each input, the report must have the verdict of a failure, and
+        `inputs_from` may name places of inputs only.
+        """
         count = sum(node.op == "placeholder" for node in self.graph.graph.nodes)
         if count != len(self.inputs):
             raise UsageError(f"the graph has {count} placeholders and {len(self.inputs)} inputs were given")
@@ -99,10 +104,10 @@ class Bound:
 
 
 def divergence_of(report: Report, outputs: Mapping[str, str], state: Mapping[str, str]) -> Divergence:
-    """Return the worst leaf of the first stage that diverged.
+    """Return the worst diverged leaf that a script can reach, of the first stage that has one.
 
     `outputs` has the expression of each output leaf by its path in the report, `state` that of each parameter and
-    buffer by its name. Raise ReproUnwritable if no leaf that diverged has an expression.
+    buffer by its name. Raise ReproUnwritable if no leaf diverged, or if none of those that did has an expression.
     """
     unreachable = ""
     for stage in report.stages:
@@ -122,7 +127,11 @@ def divergence_of(report: Report, outputs: Mapping[str, str], state: Mapping[str
 
 
 def bound_of(divergence: Divergence, error: float) -> Bound:
-    """Return the bound for the elements of a leaf, given its largest error: between noise and error."""
+    """Return the largest difference that a script accepts in a leaf; `error` is the largest difference that was seen.
+
+    It is the geometric mean of the comparison's `allowed` and `error`; half of `error` if `allowed` is unknown, zero or
+    not below it; and for an `error` of NaN or Inf, `allowed` itself, or 0 if that is unknown or not finite.
+    """
     allowed = divergence.comparison.allowed
     if not math.isfinite(error):
         value = allowed if allowed is not None and math.isfinite(allowed) else 0.0
@@ -142,7 +151,11 @@ def key_of(failure: Failure) -> str:
 
 
 def _expression(path: str, outputs: Mapping[str, str], state: Mapping[str, str]) -> str | None:
-    """Return the script's expression for a leaf at a path of the report, or None if a script cannot reach it."""
+    """Return the script's expression for a leaf at a path of the report, or None if a script cannot reach it.
+
+    Arguments (`args[0]`, `args[0].grad`) and outputs that are not in `outputs` have their path as expression. `state`
+    has the expressions of parameters, buffers and attributes by name; a gradient is that with `.grad`.
+    """
     if path in outputs:
         return outputs[path]
     if path.startswith("outputs"):

@@ -25,7 +25,9 @@ class ImportLines:
 def import_named(spec: str, script: Path) -> ImportLines:
     """Return how a script imports the object that `path/file.py:name` or `package.module:name` names.
 
-    `script` is the path of the script, to which paths are relative. Raise ReproUnwritable if there is no such file.
+    `script` is the path of the script, to which paths are relative. The name may be dotted (`Class.method`): its first
+    part is imported, as `given_…` if the script uses that name itself. Raise ReproUnwritable if there is no such file
+    or module; the name in it is not looked up.
     """
     place, _, name = spec.rpartition(":")
     first, _, rest = name.partition(".")
@@ -42,7 +44,13 @@ def import_named(spec: str, script: Path) -> ImportLines:
 
 
 def import_module(module: str, script: Path) -> tuple[str, ...]:
-    """Return the lines that import a module by name or by file. Raise ReproUnwritable if a script cannot."""
+    """Return the lines that import a module, named by `package.module` or by a path to a `.py` file.
+
+    `script` is the path of the script, to which paths are relative. A line that extends `sys.path` comes first, unless
+    the module is installed. A module that was loaded from a file of another name is imported by that file. Raise
+    ReproUnwritable for `__main__`, for a module or file that does not exist, and for a file whose name is not an
+    identifier or is that of a standard module or of a name in the script.
+    """
     if module.endswith(".py"):
         path = Path(module).resolve()
         if not path.is_file() or not _is_importable(path):
@@ -58,7 +66,11 @@ def import_module(module: str, script: Path) -> tuple[str, ...]:
 
 
 def _search_path(module: str, script: Path) -> tuple[str, ...]:
-    """Return the line that makes a module importable in a script, or nothing if the module is installed."""
+    """Return one line that adds the folder above a module's top package to `sys.path`, in a tuple.
+
+    The tuple is empty if the module is installed or has no source file. Raise ReproUnwritable if there is no such
+    module.
+    """
     file = _file_of(module)
     installed = {Path(folder).resolve() for key, folder in sysconfig.get_paths().items() if key.endswith("lib")}
     if file is None or "site-packages" in file.parts or any(folder in file.parents for folder in installed):
@@ -68,7 +80,10 @@ def _search_path(module: str, script: Path) -> tuple[str, ...]:
 
 
 def _file_of(module: str) -> Path | None:
-    """Return the source file of a module, or None if it is built in. Raise ReproUnwritable if there is no module."""
+    """Return the source file of a module, or None if it has none, as a built-in or compiled module.
+
+    A module that is only in `sys.modules` counts too. Raise ReproUnwritable if there is no such module.
+    """
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
@@ -84,7 +99,11 @@ def _is_importable(file: Path) -> bool:
 
 
 def _from_file(file: Path, script: Path, import_as: str, alias: str, first: str) -> tuple[str, ...]:
-    """Return the lines that import the name `first` from a file, under the name `alias`."""
+    """Return the lines that import the name `first` from a file, under the name `alias`.
+
+    `import_as` is the text for an import statement: `first`, or `first as alias`. A file whose name cannot be imported
+    is loaded by its path instead.
+    """
     if _is_importable(file):
         return _add_to_path(file.parent, script), f"from {file.stem} import {import_as}"
     # the file's name is not an identifier, or is the name of another module

@@ -32,7 +32,12 @@ MAX_ROWS = 5
 
 
 def issue_text(finding: Finding, path: Path, *, data: bool = True) -> str:
-    """Return the text of an issue about the script at `path`; `data` as it was when the script was written."""
+    """Return the Markdown text of an issue: headline, details, evidence, the script, and versions.
+
+    The script is read from `path` and quoted, so it must have been written before. Pass the `data` that it was written
+    with: values are left out if random numbers replaced them. Raise ReproUnwritable if no script of torch alone can
+    show the finding.
+    """
     path = Path(path)
     question = Question(finding, path, data=data)
     environment = finding.report.environment
@@ -51,7 +56,11 @@ def issue_text(finding: Finding, path: Path, *, data: bool = True) -> str:
 
 
 def _evidence(finding: Finding, *, has_values: bool) -> Iterator[str]:
-    """Yield the lines of the evidence: the exception's message, or a table of the leaves that diverged."""
+    """Yield the parts of the evidence: the failure's message as a code block, or else a table of diverged leaves.
+
+    The message is cut to its last 2000 letters. The table has the `MAX_ROWS` worst leaves, and says how many more there
+    are. Without `has_values`, the index and values of the worst element are left out.
+    """
     report = finding.report
     if report.failure is not None:
         message = report.failure.message.rstrip()[-2000:]
@@ -67,7 +76,11 @@ def _evidence(finding: Finding, *, has_values: bool) -> Iterator[str]:
 
 
 def _row(comparison: Comparison) -> str:
-    """Return a leaf's row of the table."""
+    """Return a leaf's row of the table in Markdown.
+
+    Its cells are the path with the index of the worst element, the three values there (eager, candidate, float64),
+    error, noise and reason. A cell is empty if its value is unknown.
+    """
     worst = comparison.worst
     where = f"`{comparison.path}{list(worst.index) if worst else ''}`"
     values = (worst.reference, worst.candidate, worst.truth) if worst else (None, None, None)
@@ -92,7 +105,10 @@ def headline(finding: Finding, applied: TransformSource, divergence: Divergence 
 
 
 def header_of(question: Question, data: str) -> str:
-    """Return the docstring of a script; `data` is a sentence about the values that it embeds."""
+    """Return the docstring of a script, quotes included: headline, details, versions, `data`, exit statuses.
+
+    `data` is a sentence about the values that the script embeds. Lines are wrapped.
+    """
     finding, applied, divergence = question.finding, question.applied, question.divergence
     environment = finding.report.environment
     origin = f"Found with torch {environment.torch}, Python {environment.python}, {environment.platform}. {data}"
@@ -102,7 +118,12 @@ def header_of(question: Question, data: str) -> str:
 
 
 def details(question: Question) -> str:
-    """Return the evidence as a sentence; values are left out if the script has random numbers in their place."""
+    """Return the evidence as one or two sentences.
+
+    For a failure, its message; for a broken clause of the contract, both sides of it; for a divergence in float64 only,
+    its error; else the worst element on both sides and in float64. If random numbers replace values in the script, or
+    the worst element is unknown, the comparison's reason is returned instead of the values.
+    """
     finding, applied, divergence = question.finding, question.applied, question.divergence
     failure = finding.report.failure
     if divergence is None:
@@ -137,7 +158,11 @@ def quote_message(failure: Failure) -> str:
 
 
 def _does(finding: Finding, divergence: Divergence | None) -> str:
-    """Return the predicate of the headline: what the candidate does wrong."""
+    """Return the predicate of the headline: what the candidate does wrong.
+
+    Without a divergence, how it failed (`raises RuntimeError`, `does not end`); else which values or traits differ from
+    eager PyTorch: gradients, outputs, inputs or buffers.
+    """
     failure = finding.report.failure
     if divergence is None:
         assert failure is not None
@@ -166,7 +191,10 @@ def _does(finding: Finding, divergence: Divergence | None) -> str:
 
 
 def _ops(finding: Finding) -> str:
-    """Return ` for ` and the operations of a graph that has few, or an empty string."""
+    """Return ` for ` and the names of the operations, or an empty text if there are none or more than three.
+
+    Each name is there once, and `getitem` is not counted.
+    """
     called = [node for node in finding.graph.graph.nodes if node.op in ("call_function", "call_method", "call_module")]
     names = list(dict.fromkeys(nodes.op_name(node) for node in called if nodes.op_name(node) != "getitem"))
     return f" for {', '.join(names)}" if 0 < len(names) <= _MAX_NAMED_OPS else ""

@@ -37,6 +37,13 @@ class Question:
     """
 
     def __init__(self, finding: Finding, path: Path, *, data: bool) -> None:
+        """Write the parts of the script for a finding; raise ReproUnwritable if no script of torch alone can show it.
+
+        `path` is the script's path, to which its imports are relative; no file is written. Without `data`, random
+        numbers replace the user's values. If the divergence shows in float64 only, `finding` is a copy in float64.
+        Refused are: a loss of the user's, an input that shares memory with the graph's state, and parts that have no
+        source text.
+        """
         if finding.case.loss is not None:
             raise ReproUnwritable(
                 f"the gradients are those of {finding.case.loss}: make the loss a part of the graph, and check that"
@@ -59,7 +66,11 @@ class Question:
 
     @property
     def stage(self) -> str:
-        """The last stage that a script runs."""
+        """The last stage that a script runs: that of the divergence or exception.
+
+        For a candidate that died or hung, it is the last stage of the case, because the stage of a death is not known.
+        Raise ReproUnwritable if it is `steps`.
+        """
         if self.divergence is not None:
             stage = self.divergence.stage
         else:
@@ -82,13 +93,20 @@ class Question:
         return any("cast(inputs()" in line for line in self.main.statements)
 
     def _divergence(self) -> Divergence | None:
-        """Return the divergence that the script shows, or None if the candidate failed."""
+        """Return the divergence that the script shows, or None if the report has a failure instead.
+
+        Raise ReproUnwritable if no leaf that diverged can be reached by a script.
+        """
         if self.finding.report.failure is not None:
             return None
         return divergence_of(self.finding.report, self.outputs, dict(self._state_expressions()))
 
     def _state_expressions(self) -> Iterator[tuple[str, str]]:
-        """Yield the path of each state tensor in a report, with the script's expression for it, given `call`."""
+        """Yield the path of each state tensor in a report, with the script's expression for it, given `call`.
+
+        The expression is `call.name`, or for a transform that rebuilds the module `call.get_parameter("name")` or
+        `call.get_buffer("name")`.
+        """
         for path, name in self.program.paths.items():
             if not self.applied.is_rebuilt:
                 yield path, f"call.{name}"
@@ -97,7 +115,12 @@ class Question:
                 yield path, f'call.get_{kind}("{name.replace("[", ".").replace("]", "")}")'
 
     def _main(self) -> ScriptMain:
-        """Return the `main` that fits the finding: a failure, a broken clause, exact values or rounded values."""
+        """Return the source of the `main` that fits the finding.
+
+        For an exception `ask_exception`, for another failure `ask_child`; for a diverged leaf `ask_contract` if a
+        clause is broken, `ask_exact` for integers and booleans, and else `ask_values`. Raise ReproUnwritable if a
+        script cannot ask about that clause or that failure.
+        """
         finding, divergence, sides = self.finding, self.divergence, self._sides()
         if divergence is None:
             failure = finding.report.failure
@@ -117,7 +140,10 @@ class Question:
         return ask_values(divergence, sides, bound_of(divergence, error or 0.0))
 
     def _sides(self) -> ScriptSides:
-        """Return the calls of `run` for reference, candidate and truth."""
+        """Return the source of the calls of `run` for reference, candidate and truth, which is None without a truth.
+
+        A transform that casts is written as a run of the program in its dtype.
+        """
         program = "Program()" if self.program.is_module else "program"
         dtype, applied = self.applied.dtype, self.applied
         candidate = f"run({applied.call.format(program)}, inputs())"
@@ -129,7 +155,10 @@ class Question:
         )
 
     def _run_in(self, dtype: str) -> str:
-        """Return the call of `run` with program and inputs cast to a dtype."""
+        """Return the source of a call of `run` with the program, and its floating-point inputs, cast to a dtype.
+
+        Only a module is cast; a function is called as it is.
+        """
         program = f"Program().to({dtype})" if self.program.is_module else "program"
         is_plain = all(
             isinstance(value, torch.Tensor) and value.is_floating_point() and not value.requires_grad
@@ -139,7 +168,12 @@ class Question:
         return f"run({program}, {args})"
 
     def _has_truth(self) -> bool:
-        """Return whether the script can compute and print the value in float64."""
+        """Return whether the script can compute and print the value in float64.
+
+        False without a divergence, for one in float64 only, and if the report has no truth at the worst element; also
+        for complex tensors, shared memory and a graph that names a dtype below float64, because a cast would not give
+        the truth.
+        """
         divergence = self.divergence
         if divergence is None or divergence.is_lifted:
             return False
@@ -160,13 +194,13 @@ def shown_divergence(finding: Finding) -> Divergence:
 
 
 def _in_float64(finding: Finding) -> Finding:
-    """Return the finding with graph and inputs in float64, as the semantic question asks it."""
+    """Return a copy of the finding with graph and inputs in float64, without `inputs_from` and with the same report."""
     graph, inputs = copy_together((finding.graph, finding.inputs), name="the finding", convert=widened)
     return replace(finding, graph=lift_graph(graph), inputs=inputs, inputs_from={})
 
 
 def _names_narrow(graph_module: GraphModule) -> bool:
-    """Return whether a node of the graph has a dtype below float64 as an argument."""
+    """Return whether a node of the graph has a dtype below float64 as an argument, also within lists and tuples."""
 
     def flatten(values: Any) -> Iterator[Any]:
         if isinstance(values, (list, tuple)):
@@ -183,7 +217,7 @@ def _names_narrow(graph_module: GraphModule) -> bool:
 
 
 def _refuse_shared(inputs: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> None:
-    """Raise ReproUnwritable if an input shares memory with a tensor of the graph."""
+    """Raise ReproUnwritable if an input shares memory with a tensor of the graph; both are given by name."""
     strided = {name: tensor for name, tensor in inputs.items() if tensor.layout is torch.strided}
     memory = {tensor.untyped_storage().data_ptr(): name for name, tensor in strided.items() if tensor.numel()}
     for name, tensor in state.items():
@@ -221,7 +255,11 @@ class ScriptMain:
 
 
 def ask_values(divergence: Divergence, sides: ScriptSides, bound: Bound) -> ScriptMain:
-    """Return a `main` that asks whether any element differs by more than the bound."""
+    """Return the source of a `main` that tells whether any element of the leaf differs by more than the bound.
+
+    It prints the worst element on all sides. NaN on both sides counts as equal, and NaN on one side as beyond any
+    bound. Sides of another shape are an error of the script.
+    """
     wide = "to(torch.complex128)" if (divergence.comparison.dtype or "").startswith("complex") else "double()"
     truth = ", {truth[worst].item()} in float64" if sides.truth else ""
     return ScriptMain(
@@ -242,7 +280,10 @@ def ask_values(divergence: Divergence, sides: ScriptSides, bound: Bound) -> Scri
 
 
 def ask_exact(divergence: Divergence, sides: ScriptSides) -> ScriptMain:
-    """Return a `main` that asks whether any element differs."""
+    """Return the source of a `main` that tells whether any element of the leaf differs; it prints the first that does.
+
+    Sides of another shape are an error of the script.
+    """
     return ScriptMain(
         returns=(f"return torch.as_tensor({divergence.leaf})",),
         statements=(
@@ -276,9 +317,10 @@ _STRUCTURE = (
 
 
 def ask_contract(divergence: Divergence, sides: ScriptSides, around: Mapping[str, str]) -> ScriptMain:
-    """Return a `main` that asks whether a clause of the contract is still broken.
+    """Return the source of a `main` that tells whether the sides still differ in the clause that the leaf breaks.
 
-    `around` has the expressions of values that may share memory with the leaf, by path.
+    It prints both sides. `around` has the expressions of values that may share memory with the leaf, by path; only
+    `aliasing` needs them. Raise ReproUnwritable for a clause that a script cannot compare.
     """
     clause, leaf = divergence.clause, divergence.leaf
     definitions: tuple[str, ...] = ()
@@ -311,7 +353,11 @@ def ask_contract(divergence: Divergence, sides: ScriptSides, around: Mapping[str
 
 
 def ask_exception(failure: Failure, sides: ScriptSides) -> ScriptMain:
-    """Return a `main` that asks whether the candidate still raises this exception."""
+    """Return the source of a `main` that tells whether the candidate still raises this exception.
+
+    The reference runs first. It is the same exception if its type has the same name and its message has the piece that
+    `key_of` returns. The script lets any other exception through, and so exits with 2.
+    """
     name, key = failure.type.rpartition(".")[2], key_of(failure)
     is_other = f'type(error).__name__ != "{name}"' + (" or SAID not in str(error)" if key else "")
     return ScriptMain(
@@ -331,7 +377,13 @@ def ask_exception(failure: Failure, sides: ScriptSides) -> ScriptMain:
 
 
 def ask_child(failure: Failure, sides: ScriptSides, *, deadline_s: float, memory_bytes: int) -> ScriptMain:
-    """Return a `main` that asks whether a child process with the candidate still dies, hangs or floods."""
+    """Return the source of a `main` that tells whether the candidate, in a child process, still fails in this way.
+
+    By the failure's kind: it prints without end, takes longer than `deadline_s`, dies of a signal, exits with a status,
+    or runs out of memory if allowed `memory_bytes` more than it starts with. The parent runs the reference first. The
+    script raises if the child fails in another way; if the bug is endless output, any child that prints less shows that
+    it is gone. Raise ReproUnwritable for any other kind of failure.
+    """
     start = "[sys.executable, __file__, CHILD]"
     run: tuple[str, ...] = (sides.candidate,)
     imports = ["import subprocess"]
@@ -400,7 +452,10 @@ _OUT_OF_MEMORY = (
 
 
 def _death(failure: Failure) -> str:
-    """Return the condition on `ended`, the child's exit status, under which it died as the candidate did."""
+    """Return the script's condition on `ended`, the child's exit status, under which it died as the candidate did.
+
+    Raise ReproUnwritable unless the failure's kind is `signal`, `exit` or `memory`.
+    """
     if failure.kind == "signal":
         return f"ended == -signal.{failure.type}"
     if failure.kind == "exit":
@@ -447,10 +502,11 @@ CAST = (
 def write_run(
     outputs: Mapping[str, str], *, seed: int, has_backward: bool, is_differentiable: bool, returns: Sequence[str]
 ) -> list[str]:
-    """Return the lines of `run`, which end with the statements `returns`.
+    """Return the lines that define `run(call, args)`, which end with the statements `returns`.
 
-    `outputs` has the expression of each output leaf by its path in a report. With `is_differentiable`, a single output
-    is known to require grad, and the script need not check it.
+    `run` seeds torch with `seed` and calls; with `has_backward` it then runs backward from every output that requires
+    grad, with seeded cotangents. `outputs` has the expression of each output leaf by its path in a report. With
+    `is_differentiable`, a single output is known to require grad, and the script need not check it.
     """
     lines = ["def run(call, args):", f"    torch.manual_seed({seed})", "    outputs = call(*args)"]
     if has_backward:
@@ -475,7 +531,11 @@ def _backward(seeds: Mapping[str, int]) -> Iterator[str]:
 
 
 def outputs_of(graph_module: GraphModule) -> dict[str, str]:
-    """Return the expression of each leaf that a graph returns, by its path in a report."""
+    """Return the script's expression of each leaf that a graph returns, by its path in a report.
+
+    The path follows the structure that the graph's caller gets; the expression indexes the values that the graph itself
+    returns, as `outputs[0]`.
+    """
     returned: Any = graph_module.graph.output_node().args[0]
     if not isinstance(returned, (list, tuple)):
         return _leaves_within(returned, "outputs", "outputs")
@@ -489,7 +549,10 @@ def outputs_of(graph_module: GraphModule) -> dict[str, str]:
 
 
 def _leaves_within(returned: Any, path: str, expression: str) -> dict[str, str]:
-    """Return the expression of each leaf within a returned structure, by its path."""
+    """Return the script's expression of each leaf within a returned value, by its path.
+
+    `path` and `expression` are those of the value itself. Lists, tuples and dicts are entered; anything else is a leaf.
+    """
     if not isinstance(returned, (list, tuple, dict)):
         return {path: expression}
     items = returned.items() if isinstance(returned, dict) else enumerate(returned)

@@ -42,11 +42,11 @@ class WrittenScript:
 
 
 def write(finding: Finding, path: Path, *, data: bool = True, under: str | None = None) -> WrittenScript:
-    """Write a script, and its tensors beside it if they are large, and return the files.
+    """Write a script, and its large tensors to a `.pt` file beside it, and return the paths of the files.
 
-    Without `data`, random numbers replace the user's values. With `under`, the file gets that name in the directory of
-    `path`, and the caller moves it to `path` later. Raise ReproUnwritable if no script of torch alone can show the
-    finding.
+    Existing files are overwritten, and missing folders are made. Without `data`, random numbers replace the user's
+    values. With `under`, the files get that name in the directory of `path`, and the caller moves them later: the
+    script's imports are relative to `path`. Raise ReproUnwritable if no script of torch alone can show the finding.
     """
     path = Path(path)
     script = _Script(Question(finding, path, data=data), path)
@@ -71,7 +71,7 @@ class _Script:
         self.embeds_data = question.inputs.embeds_data or question.state.embeds_data
 
     def text(self) -> str:
-        """Return the whole script."""
+        """Return the text of the whole script; nothing is written to a file."""
         question = self.question
         blocks = [
             [header_of(question, self._describe_data())],
@@ -98,7 +98,7 @@ class _Script:
         return "\n\n\n".join([top, *("\n".join(block) for block in functions if block)]) + "\n"
 
     def _tools(self) -> Iterator[list[str]]:
-        """Yield the definitions of the helper functions that the script uses."""
+        """Yield the definitions of the helper functions that the script uses, each as its lines; one may be empty."""
         yield list(self.question.main.definitions)
         if self.question.is_cast:
             yield list(CAST)
@@ -107,7 +107,10 @@ class _Script:
             yield list(COMPLEX_COTANGENT if is_complex else COTANGENT)
 
     def _imports(self) -> list[str]:
-        """Return the import statements; torch comes after the exception hook, which also covers its import."""
+        """Return the lines of the imports: the standard library, the exception hook, torch and its configs, all others.
+
+        torch comes after the hook, which also covers its import. Raise ReproUnwritable if a module cannot be imported.
+        """
         imported = [import_module(module, self.path) for module in sorted(self.question.program.imports)]
         others = [*(line for lines in imported for line in lines), *self.question.applied.imports]
         plain = {"import sys", *self.question.main.imports}
@@ -118,21 +121,25 @@ class _Script:
         return [*sorted(plain), "", *HOOK, "", "import torch", *configs, *(["", *last] if last else [])]
 
     def _compiler_settings(self) -> dict[str, Any]:
-        """Return the compiler's settings that the script changes, by their full names."""
+        """Return the compiler's settings that the script changes, by their full names.
+
+        They are those of the finding, then those of the transform, and `fallback_random` if the report's candidate had
+        it.
+        """
         settings = {**self.finding.config, **self.question.applied.settings}
         if SAME_RANDOM in self.finding.report.notes:
             settings["torch._inductor.config.fallback_random"] = True
         return settings
 
     def _settings(self) -> list[str]:
-        """Return the statements that change settings of torch."""
+        """Return the statements that change the compiler's settings, and those for a deterministic case."""
         lines = [f"{name} = {write_value(value)}" for name, value in sorted(self._compiler_settings().items())]
         if self.finding.case.deterministic:
             lines.append("torch.use_deterministic_algorithms(True)")
         return lines
 
     def _inputs(self) -> list[str]:
-        """Return the definition of `inputs`, which builds the arguments of the program."""
+        """Return the lines that define `inputs`, which builds the program's arguments and returns them in a tuple."""
         source = self.question.inputs
         values = [
             source.expressions[name] if isinstance(value, torch.Tensor) else write_value(value)
@@ -147,7 +154,10 @@ class _Script:
         return ["def inputs():", *(f"{INDENT}{line}" for line in lines)]
 
     def _program(self) -> list[str]:
-        """Return the definition of the function `program` or the class `Program`."""
+        """Return the lines that define the function `program`, or the class `Program` if the program has state.
+
+        State means tensors and modules of its own.
+        """
         program, source = self.question.program, self.question.state
         if not program.is_module:
             return [f"def program({', '.join(program.inputs)}):", *(f"{INDENT}{line}" for line in program.body)]
@@ -167,7 +177,10 @@ class _Script:
         ]
 
     def _ending(self) -> list[str]:
-        """Return the lines that call `main` and exit with its answer."""
+        """Return the lines that call `main`, print its answer, and exit with 1 if the bug is there, else with 0.
+
+        For a flaky failure, `main` is called up to `tries` times, until one call shows the bug.
+        """
         tries = self.finding.tries
         call = "main()" if tries == 1 else f"any(main() for _ in range({tries}))  # it does not fail each time"
         return [
@@ -186,7 +199,7 @@ class _Script:
 
 
 def _setup(source: TensorSource) -> Iterator[str]:
-    """Yield the statements that come before the expressions of tensors."""
+    """Yield the statements that come before the expressions of tensors; the first loads the saved ones, if any."""
     if source.saved:
         yield _LOAD_SAVED
     for line in source.setup:
@@ -194,7 +207,10 @@ def _setup(source: TensorSource) -> Iterator[str]:
 
 
 def _wrap(text: str, indent: str = "") -> list[str]:
-    """Return a statement in lines of at most `WIDTH` letters, broken at its spaces."""
+    """Return a statement as lines, each begun by `indent`; a long one is broken at its spaces, and indented further.
+
+    A line has at most `WIDTH` letters once it is indented twice more. Words without spaces are never broken.
+    """
     if len(text) + len(indent) <= WIDTH - 2 * len(INDENT):
         return [f"{indent}{text}"]
     return textwrap.wrap(

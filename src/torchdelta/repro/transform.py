@@ -43,7 +43,8 @@ class TransformSource:
 def write_transform(case: Case, script: Path, device: str) -> TransformSource:
     """Return how a script applies the transform of a case. Raise ReproUnwritable if it cannot.
 
-    `script` is the path of the script, and `device` the type of device on which its inputs are.
+    `script` is the path of the script, to which imports are relative, and `device` the type of device on which its
+    inputs are, for autocast. A script cannot quantize, replace the module, or use a pass that has no importable name.
     """
     name, colon, argument = case.transform.partition(":")
     writers: dict[str, Callable[[], TransformSource]] = {
@@ -71,7 +72,11 @@ def write_transform(case: Case, script: Path, device: str) -> TransformSource:
 
 
 def _compiled(backend: str, name: str, options: Mapping[str, Any]) -> TransformSource:
-    """Return `torch.compile` with a backend: its expression `backend`, and its `name`."""
+    """Return `torch.compile` with a backend: its expression `backend`, and its `name`.
+
+    Of `options`, `dynamic`, `fullgraph` and `mode` become keywords, and `config.…` settings of inductor. The mode of
+    another backend than inductor becomes settings too, because torch refuses it there.
+    """
     keywords = [f"backend={backend}"]
     settings = {
         f"{_INDUCTOR}.{key.removeprefix('config.')}": value
@@ -95,7 +100,11 @@ def _compiled(backend: str, name: str, options: Mapping[str, Any]) -> TransformS
 
 
 def _fx_pass(case: Case, script: Path) -> TransformSource:
-    """Return a user's pass on the dynamo, aten or export graph."""
+    """Return a user's pass on the dynamo, aten or export graph, which is imported from where the case names it.
+
+    The pass runs as a backend of `torch.compile`, or on the module of `torch.export`; if it returns None, the graph
+    that it was given is used. Raise ReproUnwritable if there is no such file or module.
+    """
     imported = import_named(case.transform, script)
     options = dict(case.options)
     graph = options.pop("graph", "dynamo")
@@ -127,9 +136,11 @@ _AOT_IMPORT = "from torch._dynamo.backends.common import aot_autograd"
 def _exported(
     name: str, what: str, options: Mapping[str, Any], *, then: str = "{}", change: str = ""
 ) -> TransformSource:
-    """Return `torch.export` in a function called `name`.
+    """Return `torch.export` in a function called `name`, which is also the word for the candidate's values.
 
-    `change` is appended to the exported program, and `then` is an expression with `{}` for its module.
+    `what` is the candidate as the subject of a sentence. Of `options`, only `strict` counts. `change` is the text of a
+    call on the exported program, and `then` is an expression with `{}` for its module, to be returned instead of the
+    module.
     """
     strict = ", strict=True" if options.get("strict") else ""
     module = then.format(f"torch.export.export(program, inputs(){strict}){change}.module()")
@@ -150,7 +161,11 @@ def _exported(
 
 
 def _decomposed(options: Mapping[str, Any], script: Path) -> TransformSource:
-    """Return `run_decompositions`, with the user's table if the options name one."""
+    """Return `run_decompositions` of an exported program, with the user's table if the options name one.
+
+    The table is imported; if it is callable, the script calls it. Raise ReproUnwritable if its file or module is
+    missing.
+    """
     if "table" not in options:
         return _exported("decomposed", "run_decompositions()", options, change=".run_decompositions()")
     imported = import_named(str(options["table"]), script)
@@ -161,7 +176,7 @@ def _decomposed(options: Mapping[str, Any], script: Path) -> TransformSource:
 
 
 def _autocast(dtype: str, device: str) -> TransformSource:
-    """Return `torch.autocast` around the program's call."""
+    """Return `torch.autocast` around the program's call; a module's `forward` is replaced in place."""
     arguments = f'"{device}", torch.{dtype}'
     return TransformSource(
         what=f"torch.autocast({arguments})",

@@ -53,10 +53,12 @@ class TensorSource:
 def write_tensors(
     tensors: Mapping[str, torch.Tensor], *, recipes: Mapping[str, str] | None = None, data: bool = True
 ) -> TensorSource:
-    """Return the source of named tensors.
+    """Return the source text of named tensors: statements, an expression for each, and tensors for a file beside it.
 
-    `recipes` has expressions that give the values of some of them, by name. Without `data`, random numbers replace the
-    other values. Raise ReproUnwritable if a tensor has no source.
+    `recipes` has expressions that give the values of some of them, by name; they are not used for tensors that share
+    memory. Without `data`, random numbers replace all other values but zeros and ones, and nothing goes to the file,
+    which else gets copies of large tensors. Raise ReproUnwritable if a tensor has no source, and UsageError if a recipe
+    gives other values.
     """
     source = TensorSource()
     if not data and any(not is_trivial(tensor) for tensor in tensors.values()):
@@ -75,7 +77,10 @@ def write_tensors(
 
 
 def _by_memory(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Return the tensors in groups that share memory."""
+    """Return the tensors in groups that share a storage, each as a dict by name.
+
+    A tensor without a storage, such as a sparse or an empty one, is a group by itself.
+    """
     groups: dict[object, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         groups.setdefault(parts.storage_key(tensor) or name, {})[name] = tensor
@@ -83,7 +88,13 @@ def _by_memory(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tens
 
 
 def _write_one(name: str, tensor: torch.Tensor, recipe: str | None, data: bool, source: TensorSource) -> str:
-    """Return the expression of one tensor without its kind; setup and tensors for the file are added to `source`."""
+    """Return the expression of one tensor without device, `requires_grad` and Parameter class.
+
+    Setup and tensors for the file are added to `source`. A `recipe` is returned after a check that it gives the
+    tensor's values. Strides stay: a tensor with gaps becomes a view of a piece of memory. A large tensor is saved, and
+    so is a sparse, subclassed or negated one. Without `data`, ReproUnwritable is raised for the latter three, and
+    random numbers replace the values of any other tensor but zeros and ones.
+    """
     if recipe is not None:
         _require_same(recipe, tensor, name)
         return recipe
@@ -110,7 +121,11 @@ def _write_one(name: str, tensor: torch.Tensor, recipe: str | None, data: bool, 
 
 
 def _write_shared(shared: Mapping[str, torch.Tensor], data: bool, source: TensorSource) -> None:
-    """Add a piece of memory to the setup of `source`, and each tensor of the group as a view of it."""
+    """Add a piece of memory to the setup of `source`, and each tensor of the group to its expressions, as a view of it.
+
+    `shared` has tensors of one storage by name. A group of one gets its view without device, `requires_grad` and
+    Parameter class. Raise ReproUnwritable if the tensors have several dtypes.
+    """
     first = next(iter(shared.values()))
     if any(tensor.dtype != first.dtype for tensor in shared.values()):
         names = ", ".join(shared)
@@ -134,7 +149,11 @@ def _write_shared(shared: Mapping[str, torch.Tensor], data: bool, source: Tensor
 
 
 def _write_values(tensor: torch.Tensor, data: bool, source: TensorSource) -> str:
-    """Return an expression of a contiguous tensor with the same elements, or with random ones without `data`."""
+    """Return an expression of a contiguous tensor with the same elements, and note in `source` that it embeds data.
+
+    Tensors of zeros or of ones alone are not data. Without `data`, any other tensor gets random elements, and `source`
+    notes that some values are replaced instead.
+    """
     if not data and not is_trivial(tensor):
         source.is_replaced = True
         return _write_random(tensor)
@@ -143,7 +162,7 @@ def _write_values(tensor: torch.Tensor, data: bool, source: TensorSource) -> str
 
 
 def _write_random(tensor: torch.Tensor) -> str:
-    """Return an expression that draws a tensor of the same shape and dtype, and for integers of the same range."""
+    """Return an expression that draws a CPU tensor of the same shape and dtype, and for integers of the same range."""
     shape, dtype = tuple(tensor.shape), tensor.dtype
     if dtype is torch.bool:
         return f"torch.rand({shape}) < 0.5"
@@ -157,7 +176,10 @@ def _write_random(tensor: torch.Tensor) -> str:
 
 
 def _add_kind(expression: str, tensor: torch.Tensor) -> str:
-    """Return the expression of a tensor's values, extended by its device, `requires_grad` and Parameter class."""
+    """Return the expression of a tensor's values, extended by its device, `requires_grad` and Parameter class.
+
+    A plain tensor on the CPU needs none of these, and a saved tensor has its device already.
+    """
     if tensor.device.type != "cpu" and not expression.startswith("saved"):
         expression = f"{_parenthesise(expression)}.to({str(tensor.device)!r})"
     if isinstance(tensor, torch.nn.Parameter):
@@ -185,7 +207,10 @@ def _span(tensor: torch.Tensor) -> int:
 
 
 def _is_permuted(tensor: torch.Tensor) -> bool:
-    """Return whether the elements fill their memory from its start without gaps or overlaps, in any order of axes."""
+    """Return whether the elements fill their memory from its start without gaps or overlaps, in any order of axes.
+
+    Axes of size one do not count. An empty tensor needs only an offset of zero.
+    """
     steps = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
     expected = 1
     for stride, size in steps:
@@ -201,7 +226,10 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _require_same(recipe: str, tensor: torch.Tensor, name: str) -> None:
-    """Raise UsageError if a recipe does not give the tensor's values, dtype, shape and strides."""
+    """Raise UsageError if a recipe fails, or does not give the tensor's values, dtype, shape and strides.
+
+    Random numbers that the recipe draws leave torch's generators as they were. `name` is for messages.
+    """
     try:
         with runtime.drawing_from():
             result = eval(recipe, {"torch": torch})
@@ -224,7 +252,10 @@ _BY_BYTES = "torch.tensor({bytes}, dtype=torch.uint8).view({dtype}).reshape({sha
 
 
 def write_contiguous(tensor: torch.Tensor) -> str:
-    """Return an expression of a contiguous tensor with these elements on the CPU, bit for bit."""
+    """Return an expression of a contiguous CPU tensor with the same shape, dtype and elements, bit for bit.
+
+    It is a literal, or `torch.zeros` and the like for equal elements; bytes if no literal gives the same bits.
+    """
     plain = tensor.detach().cpu().contiguous()
     if not plain.numel():
         return f"torch.empty({tuple(plain.shape)}, dtype={plain.dtype})"
@@ -241,7 +272,10 @@ def write_contiguous(tensor: torch.Tensor) -> str:
 
 
 def is_trivial(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is all zeros or all ones, which does not count as the user's data."""
+    """Return whether a tensor is all zeros, all ones or empty, which does not count as the user's data.
+
+    False for a tensor that cannot be compared with numbers.
+    """
     if not tensor.numel():
         return True
     try:
@@ -261,7 +295,7 @@ def _is_constant(plain: torch.Tensor) -> bool:
 
 
 def _write_constant(plain: torch.Tensor) -> str:
-    """Return `torch.zeros`, `torch.ones` or `torch.full` for a tensor of equal elements."""
+    """Return `torch.zeros`, `torch.ones` or `torch.full` for a CPU tensor whose elements, at least one, are equal."""
     shape, keyword = tuple(plain.shape), _keyword(plain.dtype)
     (text,) = _texts(plain.reshape(-1)[:1])
     if text in ("0.0", "1.0") or (text in ("0", "1") and plain.dtype is not torch.int64):
@@ -278,7 +312,7 @@ def _keyword(dtype: torch.dtype) -> str:
 
 
 def _nested(texts: Sequence[str], shape: Sequence[int]) -> str:
-    """Return the texts of elements as nested lists of a shape."""
+    """Return the texts of a tensor's elements as nested lists of a shape; for an empty shape, the only text itself."""
     if not shape:
         return texts[0]
     step = len(texts) // shape[0]
@@ -287,7 +321,7 @@ def _nested(texts: Sequence[str], shape: Sequence[int]) -> str:
 
 
 def _texts(flat: torch.Tensor) -> list[str]:
-    """Return the shortest text of each element that the dtype rounds to the same number."""
+    """Return a literal for each element of a flat tensor: the shortest that the dtype rounds to the same number."""
     if flat.dtype.is_complex:
         real = _REAL[flat.dtype]
         parts = torch.view_as_real(flat).to(torch.float64).tolist()
@@ -298,7 +332,10 @@ def _texts(flat: torch.Tensor) -> list[str]:
 
 
 def _shortened(value: float, dtype: torch.dtype) -> float:
-    """Return the float with the shortest text that the dtype rounds to the same number."""
+    """Return the float with the shortest text that the dtype rounds to the same number.
+
+    Values of float64, zeros, NaN and Inf are returned unchanged.
+    """
     if dtype is torch.float64 or not math.isfinite(value) or value == 0.0:
         return value
     if dtype in _NUMPY:
@@ -332,7 +369,11 @@ _INDEXED = re.compile(r"\.(\d+)(?=\.|$)")
 
 
 def write_value(value: Any, refer: Refer = lambda _: None) -> str:
-    """Return an expression of the value. Raise ReproUnwritable if it has none."""
+    """Return an expression of the value. Raise ReproUnwritable if it has none, such as a tensor, module or named tuple.
+
+    `refer` is asked first about the value and about every item in containers: if it returns a name, that is the
+    expression.
+    """
     if (name := refer(value)) is not None:
         return name
     if type(value) is str:
@@ -377,7 +418,10 @@ def write_complex(value: complex) -> str:
 
 
 def write_index(index: Any, refer: Refer) -> str:
-    """Return the text between the brackets of an index, with slices as `start:stop`."""
+    """Return the text between the brackets of an index, with slices as `start:stop` and commas between a tuple's items.
+
+    `refer` returns the name of a value that has one, or None. Raise ReproUnwritable if a part has no expression.
+    """
     parts = index if type(index) is tuple and index else (index,)
     written = ", ".join(
         _write_slice(part, refer) if isinstance(part, slice) else write_value(part, refer) for part in parts
@@ -386,9 +430,10 @@ def write_index(index: Any, refer: Refer) -> str:
 
 
 def write_callable(target: Any, imports: set[str] | None = None) -> str:
-    """Return a script's expression for a callable; the module that it needs is added to `imports`.
+    """Return a script's expression for a callable, which is found by its name and not copied.
 
-    Raise ReproUnwritable if the callable cannot be found by a name.
+    The module that it needs is added to `imports`, unless that is torch or builtins. Raise ReproUnwritable if the
+    callable cannot be found by a name.
     """
     name = getattr(target, "__name__", "")
     for place, home in (("torch.nn.functional", torch.nn.functional), ("torch", torch)):
@@ -424,7 +469,10 @@ def _write_slice(part: slice, refer: Refer) -> str:
 
 
 def _write_atom(value: Any) -> str:
-    """Return an expression of a value that is not a number, text or container. Raise ReproUnwritable if none."""
+    """Return an expression of a constant of torch, a device, an enum member or a callable.
+
+    Raise ReproUnwritable for anything else, tensors and modules included.
+    """
     if isinstance(value, _TORCH_CONSTANTS):
         return str(value)
     if isinstance(value, torch.device):

@@ -29,7 +29,10 @@ SMALL_GRAPH = 3
 
 
 def widen_from_culprit(search: Search) -> Proposals:
-    """Propose to keep only a culprit and its neighbours, for each culprit and each radius, smallest radius first."""
+    """Propose to keep only a culprit and its neighbours, for each culprit and each radius, smallest radius first.
+
+    The first accepted edit ends it. Names that are not in the graph are skipped, and so are regions of the whole graph.
+    """
     subject = search.subject
     names = {node.name for node in subject.nodes}
     for culprit in search.culprits:
@@ -45,7 +48,10 @@ def widen_from_culprit(search: Search) -> Proposals:
 
 
 def _neighbourhood(subject: Subject, culprit: str, radius: int) -> list[str]:
-    """Return the names of the nodes at most `radius` edges away from the culprit, in the order of the graph."""
+    """Return the names of the computing nodes at most `radius` edges away from the culprit, in the order of the graph.
+
+    Edges are followed in both directions, but not through inputs.
+    """
     by_name = {node.name: node for node in subject.nodes}
     region = {culprit}
     for _ in range(radius):
@@ -55,9 +61,11 @@ def _neighbourhood(subject: Subject, culprit: str, radius: int) -> list[str]:
 
 
 def isolate_operations(search: Search) -> Proposals:
-    """Propose to isolate one operation of each kind, or if that passes all operations, then narrow down to one.
+    """Propose to isolate one operation of each kind, or if that is refused all operations, then narrow down to one.
 
-    Rare kinds are suspected first, because a frequent kind has been tested more often, in this program and elsewhere.
+    Isolated operations read the reference's values instead of each other's. The first edit also drops gradients if the
+    failure is in forward. Rare kinds are suspected first, because a frequent kind has been tested more often, in this
+    program and elsewhere. A graph of at most `SMALL_GRAPH` operations gets no proposals.
     """
     subject = search.subject
     if len(subject.nodes) <= SMALL_GRAPH:
@@ -79,9 +87,11 @@ def _isolate(subject: Subject, names: list[str], *, is_detached: bool = False) -
 
 
 def _narrow_down(search: Search, ranks: Mapping[str, int]) -> Proposals:
-    """Propose fewer isolated operations until one is left: those that the answer names, else halves.
+    """Propose fewer isolated operations until one is left or a whole round is refused.
 
-    Operations of a lower rank are suspected first.
+    A round proposes the output that differs most; then those that the error message mentions; then the edits of
+    `_find_single`; and at last each half. An accepted edit begins a new round. `ranks` has a number for each operation,
+    by name: the lowest is suspected first.
     """
     while len(outputs := search.subject.outputs) > 1:
         failing = failing_outputs(search)
@@ -102,9 +112,11 @@ def _narrow_down(search: Search, ranks: Mapping[str, int]) -> Proposals:
 
 
 def _find_single(search: Search, suspects: list[str], ranks: Mapping[str, int]) -> Generator[Edit, bool, bool]:
-    """Propose first halves only, and return whether an edit was accepted.
+    """Propose the first half of `suspects`, then of the rest, and so on; return whether an edit was accepted.
 
-    If a single operation fails and it is not in the first half, it is in the second, so that half need not be tested.
+    The first accepted edit ends it. If a single operation fails and it is not in the first half, it is in the second,
+    so a second half is proposed only once it has a single suspect. `ranks` is for the guesses: a suspect of a lower
+    rank than the next one probably fails.
     """
     while len(suspects) > 1:
         first, suspects = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
@@ -116,7 +128,7 @@ def _find_single(search: Search, suspects: list[str], ranks: Mapping[str, int]) 
 
 
 def _keep_outputs(subject: Subject, names: Collection[str], *, guess: bool | None = None) -> Edit:
-    """Return the edit that returns only the named outputs and drops every node that they do not need."""
+    """Return the edit that keeps only the named outputs, in the graph's order, and drops all nodes they do not need."""
     needed = set(names)
     # in the order of the graph, so that the same set of names always makes the same subject
     outputs = tuple(name for name in subject.outputs if name in needed)
@@ -135,7 +147,7 @@ def _is_mentioned(search: Search, name: str) -> bool:
 
 
 def _first_of_each(kinds: Mapping[str, str]) -> list[str]:
-    """Return the name of the first node of each kind."""
+    """Return the name of the first node of each kind; `kinds` has the kind of each node by its name."""
     first: dict[str, str] = {}
     for name, kind in kinds.items():
         first.setdefault(kind, name)
@@ -143,7 +155,7 @@ def _first_of_each(kinds: Mapping[str, str]) -> list[str]:
 
 
 def _kinds(subject: Subject) -> dict[str, str]:
-    """Return the kind of each node that computes a tensor, by name."""
+    """Return the kind of each node that computes a tensor, by the node's name, in the order of the graph."""
     inputs = subject.named_inputs
     nodes = {node.name: node for node in subject.nodes}
     computed = [
@@ -155,7 +167,7 @@ def _kinds(subject: Subject) -> dict[str, str]:
 def _kind(subject: Subject, node: Node) -> str:
     """Return a text that two nodes share if they do the same operation on operands of the same dtypes and ranks.
 
-    An item of a collection is of the kind of the node that made the collection, at its index.
+    An item of a collection (`getitem`) is of the kind of the node that made the collection, at its index.
     """
     operands = [_describe(subject.values.get(source.name)) for source in node.all_input_nodes]
     is_item = op_name(node) == "getitem"
@@ -168,7 +180,10 @@ def _describe(value: object) -> str:
 
 
 def bisect_graph(search: Search) -> Proposals:
-    """Propose to keep fewer and fewer of the first nodes, then fewer and fewer of the last nodes that are left."""
+    """Propose to keep fewer and fewer of the first nodes, then fewer and fewer of the last nodes that are left.
+
+    Each number is found by halving; see `_bisect`.
+    """
     subject = search.subject
     yield from _bisect(len(subject.nodes), lambda count: _keep_first(subject, count))
     rest = search.subject
@@ -176,7 +191,10 @@ def bisect_graph(search: Search) -> Proposals:
 
 
 def _bisect(total: int, keep: Callable[[int], Edit]) -> Proposals:
-    """Propose `keep(count)` for a number of nodes that is found by halving: the smallest that is accepted."""
+    """Propose `keep(count)` for counts of nodes below `total`, and close in by halving on the smallest accepted.
+
+    An accepted count is followed by a smaller one, and a refused count by a larger one.
+    """
     too_few, enough = 0, total
     while enough - too_few > 1:
         middle = (too_few + enough) // 2

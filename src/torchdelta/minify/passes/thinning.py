@@ -16,7 +16,10 @@ from torchdelta.minify.subject import Name, Subject
 
 
 def drop_outputs(search: Search) -> Proposals:
-    """Propose to return only the worst output, else to remove outputs, else to return an output's operands instead."""
+    """Propose to return only the worst output; else to remove outputs, and then to replace outputs by their operands.
+
+    If the first edit is accepted, nothing else is proposed.
+    """
     outputs = search.subject.outputs
     failing = failing_outputs(search)
     if failing and len(outputs) > 1 and (yield Edit(outputs=tuple(failing[:1]))):
@@ -31,7 +34,10 @@ def drop_outputs(search: Search) -> Proposals:
 
 
 def cut_edges(search: Search) -> Proposals:
-    """Propose for each node that its readers read an input with the reference's value instead."""
+    """Propose for each node that its readers read an input with the reference's value instead, last nodes first.
+
+    Nodes that are not read, and those whose value is not a tensor or number, are left out.
+    """
     subject = search.subject
     candidates = cuttable(subject, (node.name for node in subject.nodes if node.users))
     # late nodes first: one success removes every ancestor that only this node used
@@ -46,7 +52,10 @@ def drop_effects(search: Search) -> Proposals:
 
 
 def skip_operations(search: Search) -> Proposals:
-    """Propose for each node that its readers read one of its operands of the same shape and dtype instead."""
+    """Propose for each node that its readers read one of its operands of the same shape and dtype instead.
+
+    First the first such operand of all nodes, by halves; then every other operand by itself.
+    """
     subject = search.subject
     choices = {node.name: _operands_alike(subject, node) for node in reversed(subject.nodes)}
     yield from propose_by_halves([_skip(name, operands[0]) for name, operands in choices.items() if operands])
@@ -60,7 +69,10 @@ def _skip(name: str, operand: str) -> Edit:
 
 
 def _operands_alike(subject: Subject, node: Node) -> list[str]:
-    """Return the names of the node's operands that are tensors of the result's shape and dtype."""
+    """Return the names of the node's operands that are tensors of the result's shape and dtype.
+
+    Empty if the result is not a tensor.
+    """
     result = subject.values[node.name]
     if not isinstance(result, torch.Tensor):
         return []
@@ -73,7 +85,7 @@ def _operands_alike(subject: Subject, node: Node) -> list[str]:
 
 
 def drop_gradients(search: Search) -> Proposals:
-    """Propose that no input requires grad, else fewer of them."""
+    """Propose that no input requires grad, else that some of them do not, by halves down to single inputs."""
     inputs = {
         name: value
         for name, value in search.subject.named_inputs.items()

@@ -22,7 +22,7 @@ SMALL_ODD = 3
 
 
 def fix_shapes(search: Search) -> Proposals:
-    """Propose to replace each number that is computed or given, such as a size, by a literal."""
+    """Propose to replace each number that is an input or is computed, such as a size, by the literal of its value."""
     values = search.subject.values
     names = [
         node.name
@@ -39,7 +39,7 @@ def plain_strides(search: Search) -> Proposals:
 
 
 def plain_dtypes(search: Search) -> Proposals:
-    """Propose float32 for the inputs of another floating-point dtype."""
+    """Propose float32, with values cast, for the inputs of another floating-point dtype."""
     other = {
         name: value
         for name, value in _tensor_inputs(search).items()
@@ -49,7 +49,10 @@ def plain_dtypes(search: Search) -> Proposals:
 
 
 def _change_each(inputs: dict[str, torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor]) -> list[Edit]:
-    """Return for each input the edit that replaces it by its changed value, and keeps its `requires_grad`."""
+    """Return for each input the edit that replaces it by its changed value, and keeps its `requires_grad`.
+
+    `change` gets the detached tensor and returns the new one.
+    """
     return [
         Edit(inputs={name: change(value.detach()).requires_grad_(value.requires_grad)})
         for name, value in inputs.items()
@@ -78,7 +81,10 @@ def plain_constants(search: Search) -> Proposals:
 
 
 def _draw_random(search: Search) -> Iterator[Edit]:
-    """Yield an edit that draws random numbers, for each floating-point or complex input that is not drawn yet."""
+    """Yield an edit that draws random numbers for each contiguous float or complex input that is not drawn yet.
+
+    The seed is the place of the input.
+    """
     for index, (name, value) in enumerate(search.subject.named_inputs.items()):
         if name not in search.subject.drawn and _is_drawable(value):
             yield Edit(draws={name: Draw(by="randn", seed=index)})
@@ -92,7 +98,10 @@ def _is_drawable(value: object) -> bool:
 
 
 def _draw_constant(search: Search, function: str) -> Iterator[Edit]:
-    """Yield an edit that makes `zeros` or `ones`, for each integer or boolean input that is not drawn yet."""
+    """Yield an edit that fills an input by `torch.<function>`: `zeros` or `ones`.
+
+    There is one for each contiguous integer or boolean input that is not drawn yet.
+    """
     for name, value in _tensor_inputs(search).items():
         is_exact = not (value.is_floating_point() or value.is_complex())
         if is_exact and name not in search.subject.drawn and value.is_contiguous():
@@ -100,7 +109,11 @@ def _draw_constant(search: Search, function: str) -> Iterator[Edit]:
 
 
 def shrink_sizes(search: Search) -> Proposals:
-    """Propose all sizes small, else all sizes halved as often as possible, then each size by itself."""
+    """Propose all sizes small at once, and end if that is accepted; else all sizes halved as often as that is accepted.
+
+    After the halving, each size by itself: halved, then small or halved further; or `SMALL_ODD` for an odd size that
+    cannot be halved. Sizes are those of the inputs' axes above `SMALL`, the small size.
+    """
     if (yield _shrink_all(search)):
         return
     # halved together, so that sizes which depend on each other keep their ratio
@@ -119,7 +132,7 @@ def _shrink_all(search: Search) -> Edit:
 
 
 def _shrink_further(size: int) -> Proposals:
-    """Propose the small size for one that could be halved, else to halve it as often as possible."""
+    """Propose the small size for a size that was just halved; if that is refused, halve it as often as accepted."""
     if (yield Edit(sizes={size: SMALL})):
         return
     while (yield Edit(sizes={size: _half(size)})):
