@@ -164,10 +164,10 @@ class Choice:
         return self.values.gather(self.dim, indices.unsqueeze(self.dim)).squeeze(self.dim)
 
     def margins(self) -> torch.Tensor | None:
-        """Return the distance of each chosen value from the nearest other value of its row; None if a row has one.
+        """Return the distance of each chosen value from the nearest other value of its row.
 
-        That is the margin of an index as an integer: a smaller change keeps the value in its place of the order. It has
-        the shape of the indices.
+        That is the margin of an index as an integer: a smaller change keeps the value in its place of the order. The
+        result has the shape of the indices; it is None if a row has fewer than two values.
         """
         values, dim = self.values, self.dim
         if dim is None:
@@ -234,7 +234,7 @@ class DecisionRecord(OperationMode):
         return [choice.indices for choice in self.choices]
 
     def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run one operation, keep its choice, and return its result."""
+        """Run one operation and return its result; append a copy of its choice to `choices` if it is a choice."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if is_choice(func, args):
@@ -278,7 +278,7 @@ class DecisionReplay(OperationMode):
         """Return the recorded indices where their values are within rounding of the chosen ones, else the choice's own.
 
         Within rounding is a distance of `NEAR` units of the row's largest value. A row of several indices is replayed
-        as a whole or not at all. The number of indices that differ from the choice's own is added to `count`.
+        as a whole or not at all. The number of indices that the replay changes is added to `count`.
         """
         values, indices, dim = choice.values, choice.indices, choice.dim
         margin = (choice.values_at(indices) - choice.values_at(recorded)).abs()

@@ -236,7 +236,7 @@ class Steps:
         self.pools: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
     def take(self, tensor: torch.Tensor) -> None:
-        """Move each element in place by one unit in the last place, a quarter of them up and a quarter down, at random.
+        """Multiply each element in place: half of the time by 1, a quarter each by one unit more or less than 1.
 
         An element that would become infinite stays as it is.
         """

@@ -146,7 +146,10 @@ def has_no_fake_tensor(error: BaseException) -> bool:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Keep torch from logging a traceback for each fake kernel that raises, because the caller reports the error."""
+    """Keep torch from logging a traceback for each fake kernel that raises, while the body runs.
+
+    The caller reports the error itself. Afterwards torch logs as before.
+    """
     log = logging.getLogger(fake_tensor.__name__)
     before, log.disabled = log.disabled, True
     try:

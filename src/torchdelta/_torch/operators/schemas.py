@@ -218,9 +218,10 @@ def _undeclared_aliases(func: OpOverload, arguments: Mapping[str, tuple[Any, Any
 
 
 def _may_alias(some: Any, other: Any) -> bool:
-    """Tell whether two alias annotations, of a result and of an argument, declare that they share memory.
+    """Tell whether a result's alias annotation `some` and an argument's `other` declare that they share memory.
 
-    None is an argument or result without an annotation, which shares nothing.
+    A missing annotation (None) shares nothing. That of a list does not name its elements, and shares with every other
+    one.
     """
     if some is None or other is None:
         return False

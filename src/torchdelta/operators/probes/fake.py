@@ -55,7 +55,8 @@ def fake_resized(subject: OpSubject) -> Probe | str:
 def fake_symbolic(subject: OpSubject) -> Probe | str:
     """Compare the fake kernel, run on symbolic sizes, with the real one on other sizes; return the worst answer.
 
-    Other inputs must differ from the user's only in sizes and values of tensors. Return a text if nothing was compared.
+    Only those inputs are tried that differ from the user's in sizes and values of tensors alone. Return a text if there
+    are none, or if the fake kernel takes another branch for all of them.
     """
     inputs = subject.inputs
     answers = [compare_symbolic("fake/symbolic", inputs.own, other) for other in inputs.resized_alike]
@@ -93,8 +94,8 @@ def compare_symbolic(name: str, own: Baseline, other: Baseline) -> Probe | str:
 
     The symbols are traced with the inputs of `own`. Return a probe, `name`: EQUIVALENT or DIVERGED by the comparison;
     INCONCLUSIVE or CRASHED, by `_report_error`, if the fake kernel raises. Nothing is compared if it would take another
-    branch for the sizes of `other`: the probe is INCONCLUSIVE if that is because it fixes a size to that of `own`; for
-    any other branch return a text that says so.
+    branch for the sizes of `other`. Then return an INCONCLUSIVE probe if it also fixes a size to that of `own`, and
+    otherwise a text that says why nothing was compared.
     """
     side = Side.copied_from(own.program)
     tensors = [leaf for leaf in tree_leaves((other.program.args, dict(other.program.kwargs))) if is_tensor(leaf)]
@@ -205,7 +206,7 @@ def _report_error(name: str, error: BaseException) -> Probe:
     """Return a probe, `name`, for a fake kernel that raised: INCONCLUSIVE if it could not have answered, else CRASHED.
 
     It could not if torch has no fake tensors of its inputs' kind, if there is no fake kernel, or if its results depend
-    on data.
+    on data. The remedy of a crash is about symbolic sizes if `name` ends in "symbolic".
     """
     if fake_kernels.has_no_fake_tensor(error):
         return Probe(
