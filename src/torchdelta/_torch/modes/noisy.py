@@ -163,10 +163,10 @@ class Noisy(OperationMode):
         return result
 
     def _move(self, name: str, index: int, args: tuple[Any, ...], output: torch.Tensor) -> None:
-        """Add noise to one output of an operation, in place: a step of rounding, and the error of a long sum.
+        """Add noise to one output of an operation, in place: a step of rounding, and the error of a sum that it takes.
 
-        `index` is the place of the output among those of the operation. Half dtypes get the step alone, because their
-        sums are taken in float32.
+        `index` is the place of the output among those of the operation. Only reductions and operations that sum a
+        gradient inside have such an error. Half dtypes get the step alone, because their sums are taken in float32.
         """
         if output.dtype not in _NARROW:
             if name in _REDUCTIONS:
