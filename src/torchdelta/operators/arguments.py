@@ -21,7 +21,10 @@ _INTEGERS_BELOW = 10
 
 
 def build(description: Sequence[Any], seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return args and kwargs that `cli.op_arguments.read_arguments` described, with values drawn by the seed."""
+    """Return the args and kwargs that `cli.op_arguments.read_arguments` described, with values drawn by the seed.
+
+    The description is a pair: a list for the args, and a dict by name for the kwargs.
+    """
     args, kwargs = description
     generator = torch.Generator().manual_seed(seed)
     return (
@@ -31,7 +34,12 @@ def build(description: Sequence[Any], seed: int) -> tuple[tuple[Any, ...], dict[
 
 
 def describe(value: Any) -> str:
-    """Return an argument in short: `float32[3, 4]`, `[int64[5], 2]`, `'mean'`."""
+    """Return an argument in short: `float32[3, 4]` for a tensor, `[int64[5], 2]` for a list, `'mean'` for a text.
+
+    A list, tuple or dict shows its first elements and how many more there are. Numbers, texts and None are shown as
+    Python writes them. Of any other object than torch's dtypes, layouts, memory formats and devices only the class is
+    shown.
+    """
     if isinstance(value, torch.Tensor) and value.is_nested:
         return f"nested {_after_dot(value.dtype)}"
     if isinstance(value, torch.Tensor):
@@ -59,6 +67,7 @@ def describe_all(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, .
 
 
 def _join_some(texts: list[str]) -> str:
+    """Return the first `MOST_SHOWN` texts between commas, and how many more there are."""
     more = [f"… {len(texts) - MOST_SHOWN} more"] if len(texts) > MOST_SHOWN else []
     return ", ".join(texts[:MOST_SHOWN] + more)
 
@@ -68,7 +77,12 @@ def _after_dot(value: object) -> str:
 
 
 def _build_value(description: Any, generator: torch.Generator) -> Any:
-    """Return the value that a description stands for; a plain value describes itself, and a list its elements."""
+    """Return the value that a description stands for; ValueError if it is of an unknown kind.
+
+    A plain value describes itself, and a list is built element by element. A dict has one item: the kind (`tensor`,
+    `tuple`, `dict`, `float`, `complex`, `dtype`, `torch` or `device`) and what it is built from. A `dict` is built from
+    pairs, and `torch` from the name of a constant in torch.
+    """
     if isinstance(description, list):
         return [_build_value(each, generator) for each in description]
     if not isinstance(description, dict):
@@ -101,7 +115,11 @@ def _device(name: str) -> torch.device:
 
 
 def _draw_tensor(tensor: Mapping[str, Any], generator: torch.Generator) -> torch.Tensor:
-    """Return a random tensor as described; UsageError if it cannot be made on its device."""
+    """Return a random tensor with the described dtype, sizes, bounds, device and requires_grad.
+
+    With `transposed` it has the same sizes, and its last two dimensions lie transposed in memory. UsageError if it
+    cannot be made on its device.
+    """
     sizes = list(tensor["sizes"])
     if tensor["transposed"]:
         sizes[-2:] = reversed(sizes[-2:])
@@ -118,7 +136,11 @@ def _draw_tensor(tensor: Mapping[str, Any], generator: torch.Generator) -> torch
 def _draw_values(
     sizes: list[int], dtype: torch.dtype, bounds: Sequence[float] | None, generator: torch.Generator
 ) -> torch.Tensor:
-    """Return random values on the CPU: uniform within the bounds, or without any normal, small integers or booleans."""
+    """Return random values on the CPU, of these sizes and this dtype: uniform from the lower bound up to the upper.
+
+    Without bounds floats are normal and integers are from 0 to 9. Booleans are even odds, whatever the bounds. Both
+    parts of a complex number are within the bounds.
+    """
     if dtype is torch.bool:
         return torch.rand(sizes, generator=generator) < 0.5
     if not (dtype.is_floating_point or dtype.is_complex):

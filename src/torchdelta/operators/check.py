@@ -56,10 +56,14 @@ def check_op(
 
     It is compared with its schema, its fake kernel, the derivative of its forward, and its trace by AOTAutograd with
     static and with dynamic shapes; `backends` adds what these compile. `probes` selects probes by the beginnings of
-    their names. `gradients` are compared if an input requires grad ("auto"), always or never. `compare(reference,
-    candidate)` judges values instead of a policy: it raises or returns False if they are not the same. Without
-    `correctness` nothing is compared, and the probes ask only whether everything traces and runs. `others` are
-    arguments of other sizes, for an operator that does not take those that are made up here.
+    their names; None asks all. `gradients` are compared if an input requires grad ("auto"), always (True) or never
+    (False). `compare(reference, candidate)` judges values instead of a policy: it raises or returns False if they are
+    not the same. Without `correctness` nothing is compared, and the probes ask only whether everything traces and runs.
+    `ignore` names clauses of the contract that no trace is held to. `others` are pairs of args and kwargs, for an
+    operator that does not take the other sizes that are made up here. `progress` is called with the name of each probe
+    before it is asked.
+
+    Raises UsageError for a wrong argument, and what `OpCheck.run` raises.
     """
     if not callable(op):
         raise UsageError(f"an operator is called, which {op!r} cannot be: name it like torch.ops.aten.sin.default")
@@ -115,7 +119,13 @@ class OpCheck:
     """Why a wanted probe does not apply, by its name."""
 
     def run(self) -> OpReport:
-        """Ask every probe that is wanted and applies; ProgramError if the operator raises eagerly."""
+        """Ask every probe that is wanted and applies; return a report whose verdict is the worst of theirs.
+
+        The operator is run eagerly first. Raises:
+        - ProgramError if it raises then;
+        - EnvironmentUnfit if it has no kernel for the device of its inputs, or if torch is too old;
+        - UsageError if it has parameters of its own, if a probe or a backend is unknown, or if no probe applies.
+        """
         versions.require_supported()
         started = time.perf_counter()
         self._require_known_probes()
@@ -142,7 +152,12 @@ class OpCheck:
         )
 
     def _run_eagerly(self) -> Program:
-        """Run the operator on the user's inputs and return that program; ProgramError if it raises."""
+        """Run the operator on the user's inputs and return the program that calls it with them.
+
+        If only the backward raises, the program is returned all the same. Raises ProgramError if the forward raises or
+        an argument lies on the device meta, and EnvironmentUnfit if the operator has no kernel for a device of its
+        inputs.
+        """
         inputs = self.subject.inputs
         leaves = tree_leaves((inputs.args, inputs.kwargs))
         devices = {leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)}
@@ -161,7 +176,11 @@ class OpCheck:
             raise
 
     def _ask_all(self) -> Iterator[Probe]:
-        """Yield the answers of the probes in the order of the table; note in `unasked` why others do not apply."""
+        """Yield the answers of the wanted probes in the order of the table; note in `unasked` why others do not apply.
+
+        A probe does not apply if one of its conditions says so, or if its answer is a text. An answer of None is
+        dropped.
+        """
         for entry in probes_with(self.backends):
             if not self._is_wanted(entry):
                 continue
@@ -176,11 +195,15 @@ class OpCheck:
                 self.unasked[entry.name] = answer
 
     def _is_wanted(self, entry: ProbeEntry) -> bool:
+        """Tell whether an entry's name begins with one of `wanted`.
+
+        Without `correctness`, an entry that compares values is never wanted.
+        """
         is_possible = self.subject.correctness or not entry.compares_values
         return is_possible and any(entry.name.startswith(prefix) for prefix in self.wanted)
 
     def _require_known_probes(self) -> None:
-        """Raise UsageError if no probe is wanted, or if a backend or a probe does not exist."""
+        """Raise UsageError if `wanted` is empty, if one of it begins no probe's name, or if a backend is unknown."""
         names = [entry.name for entry in probes_with(self.backends)]
         if not self.wanted:
             raise UsageError(f"no probe was named: they are {', '.join(names)}; probes=None asks all")
@@ -192,7 +215,7 @@ class OpCheck:
 
 
 def _require_pairs(others: object) -> None:
-    """Raise UsageError unless `others` is a list of pairs of args and kwargs."""
+    """Raise UsageError unless `others` is a list or tuple of pairs of args and kwargs; kwargs may be None."""
     pairs = others if isinstance(others, (tuple, list)) else [others]
     for place, other in enumerate(pairs):
         is_pair = isinstance(other, (tuple, list)) and len(other) == 2
@@ -201,6 +224,6 @@ def _require_pairs(others: object) -> None:
 
 
 def _are_names(value: object) -> bool:
-    """Tell whether a value is None, a text or a list of texts."""
+    """Tell whether a value is None, a text, or a list or tuple of texts."""
     is_list = isinstance(value, (tuple, list)) and all(isinstance(name, str) for name in value)
     return value is None or isinstance(value, str) or is_list

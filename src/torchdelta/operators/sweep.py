@@ -35,9 +35,18 @@ _SCHEMA = "schema_version"
 
 
 class SweepFile:
-    """The rows of a sweep in a directory; with `resume`, those of an earlier sweep are read first."""
+    """The rows of a sweep in a file of a directory: `swept` has them by operator and dtype, and `add` adds one.
+
+    The file begins with a header: the version of torch, and `words`, the questions. With `resume`, rows of an earlier
+    sweep are read first.
+    """
 
     def __init__(self, directory: Path, words: Mapping[str, str], *, resume: bool) -> None:
+        """Make the directory; write the header of a new file, or read the rows of one that is there.
+
+        UsageError if it cannot be written, if there is a file and `resume` is False, or if that file asked other
+        questions.
+        """
         self._path = directory / NAME
         self._header = {_SCHEMA: SCHEMA_VERSION, _TORCH: environment_without_torch().torch, "words": dict(words)}
         self.swept: dict[tuple[str, str], SweepRow] = {}
@@ -51,7 +60,7 @@ class SweepFile:
             raise UsageError(f"cannot write {self._path}: {error.strerror or error}; name another place") from error
 
     def add(self, swept: SweepRow) -> None:
-        """Add a row, and append it to the file."""
+        """Add a row to `swept`, in place of one with the same operator and dtype, and append it to the file."""
         self.swept[swept.op, swept.dtype] = swept
         self._append(encode(swept))
 
@@ -60,7 +69,10 @@ class SweepFile:
             file.write(to_text(data) + "\n")
 
     def _continue(self, *, resume: bool) -> None:
-        """Read the rows of an earlier sweep; UsageError if it may not be resumed, or asked other questions."""
+        """Read the rows of an earlier sweep into `swept`, and cut an incomplete last line off the file.
+
+        UsageError without `resume`, if a complete line is not a row, or if the earlier sweep asked other questions.
+        """
         if not resume:
             raise UsageError(f"{self._path} has a sweep: continue it by --resume, or name another directory")
         text = self._path.read_bytes()
@@ -79,7 +91,10 @@ class SweepFile:
         os.truncate(self._path, complete)
 
     def _read(self, line: str, number: int) -> dict[str, Any]:
-        """Return the JSON object of a line; UsageError if it is not one."""
+        """Return the JSON object of one line; UsageError if it is not JSON or not an object.
+
+        `number` is the number of the line, for the message.
+        """
         try:
             data = from_text(line)
         except ValueError as error:
@@ -89,7 +104,10 @@ class SweepFile:
         return data
 
     def _require_same(self, header: Mapping[str, Any]) -> None:
-        """Raise UsageError if the earlier sweep asked other questions, or ran with another torch."""
+        """Raise UsageError if the header of an earlier sweep has another schema, another torch or other questions.
+
+        The message names the first question that differs, and both answers to it.
+        """
         if header.get(_SCHEMA) != SCHEMA_VERSION or not isinstance(header.get("words"), dict):
             raise UsageError(f"{self._path} is not a sweep that this torchdelta can continue: name another directory")
         before, now = _questions(header), _questions(self._header)
@@ -102,6 +120,7 @@ class SweepFile:
 
 
 def _questions(header: Mapping[str, Any]) -> dict[str, Any]:
+    """Return everything that must be the same to resume a sweep: the version of torch, and the words."""
     return {_TORCH: header.get(_TORCH), **header["words"]}
 
 
@@ -133,7 +152,7 @@ Tell = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRequest:
-    """The questions of a sweep, and about which operators."""
+    """Which operators a sweep checks, in which dtypes and on how many samples, and what it asks about them."""
 
     operators: tuple[str, ...] = (ALL,)
     """Names of the database, patterns such as `linalg.*`, or `all`."""
@@ -147,17 +166,21 @@ class SweepRequest:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        """Raise UsageError if there is less than one sample an operator."""
         if self.samples < 1:
             raise UsageError(f"at least one sample of an operator is checked, not {self.samples}")
 
     @property
     def asks(self) -> tuple[str, ...]:
-        """The beginnings of the names of the probes that are asked."""
+        """The beginnings of the names of the probes that are asked: `probes`, or those of a sweep if it is empty."""
         return self.probes or (*PROBES, *(("backend",) if self.backends else ()))
 
     @property
     def words(self) -> dict[str, str]:
-        """The questions as text, for the record."""
+        """Every option of the sweep as text, by its name, for the header of the file and for the record.
+
+        Lists are joined by commas, and `probes` are those that are asked, the default ones included.
+        """
         return {
             "operators": ",".join(self.operators),
             "dtypes": ",".join(self.dtypes),
@@ -171,7 +194,10 @@ class SweepRequest:
 
     @property
     def questions(self) -> dict[str, Any]:
-        """The keywords of `check_op`, as plain data."""
+        """The keywords of `check_op` as plain data: probes, backends, policy and gradients.
+
+        `gradients` are True for "yes", False for "no", or "auto".
+        """
         return {
             "probes": list(self.asks),
             "backends": list(self.backends),
@@ -180,7 +206,7 @@ class SweepRequest:
         }
 
     def query(self, name: str, dtype: str) -> dict[str, Any]:
-        """Return the request to a worker, about one operator in one dtype."""
+        """Return the request that `worker.sweep_operator` takes, about one operator in one dtype."""
         return {"op": name, "dtype": dtype, "samples": self.samples, "seed": self.seed, "words": self.questions}
 
 
@@ -196,9 +222,13 @@ def sweep(
     task: str = WORKER,
     tell: Tell = lambda *_: None,
 ) -> Sweep:
-    """Check operators of the database and return their rows; with `out`, the rows are kept there as they come.
+    """Check operators of the database in workers; return their rows in the order of the request.
 
-    An interruption ends it early, with the rows so far. `task` is the module whose functions workers run.
+    With `out`, each row is appended to a file in that directory as soon as it is there. With `resume`, operators that
+    have a row in it are not checked again. Each query has `timeout_s` and `memory_bytes`; a worker that dies is a row
+    too. A `pool` is used as it is and stays open; without one, `workers` are started for this sweep. `task` is the
+    module whose functions they run. `tell` gets the progress. An interruption (Ctrl-C) ends the sweep early, with the
+    rows so far and a note. UsageError if the request makes no sense or if `out` cannot be used.
     """
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="torchdelta-sweep-") as nowhere:
@@ -223,7 +253,7 @@ def sweep(
 
 
 def pool_for_sweep(workers: int = 2, task: str = WORKER) -> Pool:
-    """Return workers that have imported the database and traced a program once."""
+    """Return a pool whose workers import the database and trace a program before the first query."""
     return Pool(workers=workers, preload=(f"{task}:get_ready",), warm="aot_eager")
 
 
@@ -239,7 +269,11 @@ class _Sweeper:
     memory_bytes: int | None
 
     def run(self, wanted: Sequence[tuple[str, str]], workers: int, tell: Tell) -> tuple[str, ...]:
-        """Check the operators that have no row yet; return notes for the record."""
+        """Check the operators of `wanted` (name and dtype) that have no row yet, add their rows, and return notes.
+
+        A note says how many had a row before, and another how many have none because of an interruption (Ctrl-C), which
+        is not raised. Queries that are under way at the end are cancelled. `tell` is called after every look at them.
+        """
         before = sum(each in self.rows.swept for each in wanted)
         waiting = [each for each in wanted if each not in self.rows.swept]
         under_way: dict[tuple[str, str], Query] = {}
@@ -262,7 +296,7 @@ class _Sweeper:
         return notes
 
     def _submit(self, name: str, dtype: str) -> Query:
-        """Ask a worker to sweep one operator in one dtype, and return the query."""
+        """Submit the query about one operator in one dtype to the pool, and return it without waiting."""
         return self.pool.submit(
             f"{self.task}:sweep_operator",
             self.request.query(name, dtype),
@@ -272,7 +306,11 @@ class _Sweeper:
 
 
 def swept_of(outcome: Outcome, name: str, dtype: str) -> SweepRow:
-    """Return the row of one operator; the death of its worker is a verdict. Raises what `Outcome.read` raises."""
+    """Return the row of one operator from its query's outcome: the worker's own, or one that says how it died.
+
+    The verdict of a death is TIMED_OUT or CRASHED, and probe and sample are those that were under way. Raises what
+    `Outcome.read` raises.
+    """
     result = outcome.read(SweepRow, "swept", program=f"sweeping {name}")
     if not isinstance(result, Failure):
         return result
@@ -292,7 +330,10 @@ def swept_of(outcome: Outcome, name: str, dtype: str) -> SweepRow:
 
 
 def _operators(pool: Pool, task: str, request: SweepRequest) -> Mapping[str, Sequence[str]]:
-    """Return the dtypes of each operator in torch's database, by its name; UsageError if the words make no sense."""
+    """Ask a worker for torch's database, and return the dtypes of each operator by its name.
+
+    The worker also tries the questions of the request: UsageError if they make no sense. RuntimeError if it dies.
+    """
     outcome = pool.ask(f"{task}:list_operators", {"words": request.questions}, deadline_s=_READY_S)
     database = "torch's database of operators"
     operators = outcome.read(dict[str, tuple[str, ...]], "operators", program=database)
@@ -302,7 +343,11 @@ def _operators(pool: Pool, task: str, request: SweepRequest) -> Mapping[str, Seq
 
 
 def _wanted(request: SweepRequest, operators: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
-    """Yield each operator that was named with each of its dtypes that was; UsageError if there is none."""
+    """Yield the name and the dtype of each query: every operator named in the request, in each of its dtypes there.
+
+    No pair comes twice. UsageError if no operator of the database has one of the dtypes, if a name is unknown, or if no
+    operator that was named supports any of the dtypes.
+    """
     known = {dtype for dtypes in operators.values() for dtype in dtypes}
     for dtype in request.dtypes:
         if dtype not in known:
@@ -316,7 +361,11 @@ def _wanted(request: SweepRequest, operators: Mapping[str, Sequence[str]]) -> It
 
 
 def _named(word: str, operators: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the operators that a name, a pattern or `all` stands for; UsageError if there is none."""
+    """Return the names of the operators that `word` stands for: one name, a pattern such as `linalg.*`, or `all`.
+
+    A word that is not an operator also stands for all names that begin with it and a dot. UsageError, with near names,
+    if there is none.
+    """
     if word == ALL:
         return list(operators)
     if word in operators:

@@ -42,7 +42,12 @@ class OpCall:
 
 
 def named_op(op: str, *, imports: Sequence[str], arguments: Any, inputs: str | None, seed: int) -> OpCall:
-    """Return the operator of that name, with the arguments that are described, or those that a factory returns."""
+    """Import the modules of `imports`, and return the operator named `op` with its arguments.
+
+    `op` is a registered name, or `file.py:function`. The arguments are those that `inputs` returns, the name of a
+    factory as `file.py:function`; if it is None, those that `arguments` describes, with values drawn by the seed.
+    Raises UsageError if there is no such operator or if it does not take the arguments.
+    """
     for module in imports:
         import_place(module)
     operator = load_callable(op, what="operator") if _is_in_a_file(op) else lookup.operator_named(op)
@@ -56,7 +61,11 @@ def _is_in_a_file(name: str) -> bool:
 
 
 def _arguments_of(spec: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return args and kwargs that a factory returns; ProgramError if it returns anything else."""
+    """Call the factory that `spec` names, and return its args and kwargs.
+
+    A result that is not a pair of a list and a mapping is args alone. ProgramError if the factory raises, or returns
+    neither a tuple nor a list.
+    """
     factory = load_callable(spec, what="factory of arguments")
     try:
         built = factory()
@@ -70,7 +79,10 @@ def _arguments_of(spec: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def check_operator(request: Mapping[str, Any], place: QueryDirectory) -> dict[str, Any]:
-    """Check the operator of a request that `check_op_isolated` wrote; return its report and the warnings, encoded."""
+    """Check the operator of a request that `check_op_isolated` wrote; return `report` and `warnings`, encoded.
+
+    `place` is told the name of each probe before it is asked. Errors of `named_op` and `check_op` are raised.
+    """
     seed = request["seed"]
     with collected_warnings() as texts:
         named = named_op(request["op"], seed=seed, **request["call"])
@@ -83,7 +95,10 @@ SAMPLES = "its samples"
 
 
 def get_ready() -> None:
-    """Import the database and run one check, so that forked workers have both behind them."""
+    """Import the database, load the compiled loops and check a sine, so that forked workers have this behind them.
+
+    If the database cannot be imported, return at once and without an error.
+    """
     try:
         opinfo.operators()
     except EnvironmentUnfit:  # the first task raises it again, and its caller gets it
@@ -97,14 +112,22 @@ def get_ready() -> None:
 
 
 def list_operators(request: Mapping[str, Any], _: QueryDirectory) -> dict[str, Any]:
-    """Return the names in the database, and the dtypes of each; UsageError if the questions make no sense."""
+    """Return `operators`, the dtypes of each operator in the database by its name.
+
+    UsageError if a check of a sine with the questions in `request["words"]` raises one.
+    """
     # a sine shows mistakes in the questions before hundreds of operators are checked: every probe applies to it
     check_op(torch.ops.aten.sin.default, (torch.ones(3, requires_grad=True),), **request["words"])
     return {"operators": {name: list(dtypes) for name, dtypes in opinfo.operators().items()}}
 
 
 def sweep_operator(request: Mapping[str, Any], place: QueryDirectory) -> dict[str, Any]:
-    """Check an operator of the database in one dtype, on some of its samples; return its row, encoded."""
+    """Check an operator of the database in one dtype, on some of its samples; return its row as `swept`, encoded.
+
+    This process has one thread of torch afterwards. `place` is told the part that begins: the samples, then each probe
+    with its sample. If the database raises instead of giving samples, the row is inconclusive and says so. Only errors
+    of torchdelta are raised.
+    """
     began = time.monotonic()
     # workers run side by side, and samples are small
     torch.set_num_threads(1)
@@ -126,7 +149,11 @@ def sweep_operator(request: Mapping[str, Any], place: QueryDirectory) -> dict[st
 
 
 def _words_for(name: str, sample: opinfo.OpSample, words: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the questions about a sample, without those that do not apply to it, as the database knows."""
+    """Return the keywords of `check_op` for one sample: `words`, adapted to what the database says about it.
+
+    "auto" gradients become False if no tensor of the sample requires grad. `correctness` is added: False if the
+    operator returns uninitialised memory.
+    """
     has_none = words["gradients"] == "auto" and not sample.has_gradient
     return {
         **words,
@@ -136,7 +163,12 @@ def _words_for(name: str, sample: opinfo.OpSample, words: Mapping[str, Any]) -> 
 
 
 class _Findings:
-    """The results of an operator so far."""
+    """The results of an operator so far, sample by sample.
+
+    `reports` has those that were checked, `rejected` the errors of those that eager itself rejects, and `unchecked` the
+    arguments and the error of those that could not be checked. `left_out` says how many samples cannot be checked at
+    all, by the reason.
+    """
 
     def __init__(self, left_out: Mapping[str, int]) -> None:
         self.left_out = dict(left_out)
@@ -145,7 +177,11 @@ class _Findings:
         self.unchecked: list[tuple[str, str]] = []
 
     def add(self, sample: opinfo.OpSample, words: Mapping[str, Any], seed: int, place: QueryDirectory) -> None:
-        """Check one sample and keep its report, or why there is none."""
+        """Check one sample with the keywords `words`, and append its report to `reports`, or why there is none.
+
+        An eager failure goes to `rejected`, any other error to `unchecked`; EnvironmentUnfit alone is raised. `place`
+        is told each probe, with the arguments, before it is asked.
+        """
         shown = ", ".join(describe_all(sample.args, sample.kwargs))
         place.tell(f"the arguments{AT}{shown}")
         try:
@@ -170,7 +206,7 @@ class _Findings:
             self.reports.append(report)
 
     def by_probe(self) -> dict[str, Verdict]:
-        """Return the worst verdict of each probe."""
+        """Return the worst verdict of each probe over all reports, by the probe's name."""
         by_name: dict[str, list[Verdict]] = {}
         for report in self.reports:
             for probe in report.probes:
@@ -179,7 +215,11 @@ class _Findings:
 
 
 def _answer(findings: _Findings, name: str, dtype: str, began: float, why: str = "") -> dict[str, Any]:
-    """Return the encoded row of an operator; `why` is the reason if it has no samples."""
+    """Return the row of an operator as `swept`, encoded; `why` is the reason for having no samples, if that is known.
+
+    The verdict is the worst of the reports. It is inconclusive without any, and if a sample could not be checked while
+    no report is a failure. The row gets the sample and the reason unless it is equivalent.
+    """
     reports = findings.reports
     verdict = worst_of([report.verdict for report in reports])
     evidence: dict[str, Any] = {}
@@ -205,7 +245,10 @@ def _answer(findings: _Findings, name: str, dtype: str, began: float, why: str =
 
 
 def _evidence(reports: Sequence[OpReport], verdict: Verdict) -> dict[str, str]:
-    """Return sample, probe and reason of the first report that has this verdict."""
+    """Return sample, probe, reason and remedy of the first report that has this verdict, as fields of a row.
+
+    They are those of its worst probe; if that is equivalent, only the sample is returned.
+    """
     guilty = next(report for report in reports if report.verdict is verdict)
     sample = ", ".join(guilty.arguments)
     probe = guilty.worst
@@ -215,6 +258,7 @@ def _evidence(reports: Sequence[OpReport], verdict: Verdict) -> dict[str, str]:
 
 
 def _nothing_checked(findings: _Findings) -> str:
+    """Return why no sample has a report: how many eager rejects with the first error, and how many were left out."""
     parts = [f"{many} times {why}" for why, many in findings.left_out.items()]
     if findings.rejected:
         parts.insert(0, f"eager itself rejects {len(findings.rejected)}: {findings.rejected[0]}")

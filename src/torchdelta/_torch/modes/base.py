@@ -29,7 +29,11 @@ class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Pass a plain operation to `operate`; run the graphs of a control flow operator under the mode."""
+        """Pass a plain operation to `operate`; run the graphs of `cond` and `while_loop` under the mode.
+
+        Return the result. NotImplementedError for any other higher-order operator, because the mode cannot see its
+        operations.
+        """
         if not isinstance(func, HigherOrderOperator):
             return self.operate(func, args, kwargs)
         if func is _COND:
@@ -39,10 +43,12 @@ class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raise NotImplementedError(f"{func} runs operations that a mode cannot see")
 
     def _branch(self, predicate: Any, if_true: Any, if_false: Any, operands: Any = ()) -> Any:
+        """Run the branch of a `cond` that the predicate selects, under the mode, and return its outputs."""
         with self:
             return (if_true if bool(predicate) else if_false)(*operands)
 
     def _loop(self, condition: Any, body: Any, carried: Any, additional: Any = ()) -> Any:
+        """Run a `while_loop` under the mode, and return the carried values, as a tuple if the body ran."""
         with self:
             while bool(condition(*carried, *additional)):
                 carried = tuple(body(*carried, *additional))

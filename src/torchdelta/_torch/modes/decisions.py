@@ -84,7 +84,10 @@ _MOVES = frozenset({aten.clone.default, aten.flip.default, aten.index_select.def
 
 
 def is_choice(func: OpOverload, args: tuple[Any, ...]) -> bool:
-    """Tell whether a call returns indices of floats that it chose."""
+    """Tell whether a call returns indices of floats that it chose: argmax, argmin, max and min by dim, topk, sort.
+
+    It is False for integer operands, and for an overload that writes to an argument (out=).
+    """
     decider = _decider_of(func)
     return (
         decider is not None
@@ -110,7 +113,10 @@ class Choice:
 
     @classmethod
     def of(cls, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], indices: torch.Tensor) -> Choice:
-        """Return the choice that a call made, given the indices that it returned."""
+        """Return the choice that a call made, given the indices that it returned; values and indices are not copied.
+
+        The dimension is the call's argument, or the operation's default if the call names none.
+        """
         name = _name_of(func)
         decider = _DECIDERS[name]
         is_positional = len(args) > decider.dim_position
@@ -118,7 +124,7 @@ class Choice:
         return cls(operation=name, values=args[0], indices=indices, dim=None if dim is None else int(dim))
 
     def copy(self) -> Choice:
-        """Return a choice that later writes to the values or the indices do not change."""
+        """Return a choice with detached copies, which later writes to the values or the indices do not change."""
         return Choice(
             operation=self.operation,
             values=self.values.detach().clone(),
@@ -147,7 +153,10 @@ class Choice:
         return self.dim if self.dim is not None and self.indices.dim() == self.values.dim() > 0 else None
 
     def values_at(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return the values that a choice of these indices returns."""
+        """Return the values at these indices, of the shape that the operation returns them in.
+
+        The indices have the same shape as those of the choice.
+        """
         if self.dim is None:
             return self.values.reshape(-1)[indices]
         if indices.dim() == self.values.dim():
@@ -155,9 +164,10 @@ class Choice:
         return self.values.gather(self.dim, indices.unsqueeze(self.dim)).squeeze(self.dim)
 
     def margins(self) -> torch.Tensor | None:
-        """Return the distance of each chosen value from the nearest other value of its row; None if a row has one.
+        """Return the distance of each chosen value from the nearest other value of its row.
 
-        That is the margin of an index as an integer: a smaller change keeps the value in its place of the order.
+        That is the margin of an index as an integer: a smaller change keeps the value in its place of the order. The
+        result has the shape of the indices; it is None if a row has fewer than two values.
         """
         values, dim = self.values, self.dim
         if dim is None:
@@ -177,10 +187,11 @@ class Choice:
         return distances.gather(dim, self.indices.unsqueeze(dim)).squeeze(dim)
 
     def nearest_exchanges(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the margin of each row, and the two indices that a change of that size exchanges.
+        """Return the margin of each row, and a matrix with two indices a row that a change of that size exchanges.
 
-        That is the margin of a choice as a set: the order among the chosen values does not count, unless all of them
-        were chosen, as a sort does. The margin is infinite where a row has no other choice.
+        That is the margin of a choice as a set: a chosen index and the one that would take its place. The order among
+        the chosen values does not count, unless all of them were chosen, as a sort does: then the two are the
+        neighbours with the smallest distance. The margin is infinite where a row has no other choice.
         """
         chosen, rows = self.index_rows, self.rows
         if rows.shape[-1] < 2 or not chosen.shape[-1]:
@@ -198,7 +209,10 @@ class Choice:
         return margins, torch.stack((leaving, entering), -1)
 
     def exchange(self, row: int, pair: torch.Tensor) -> torch.Tensor:
-        """Return the indices with the two of a pair exchanged in one row."""
+        """Return a copy of the indices, in which one row has each index of the pair in place of the other.
+
+        `row` is the number of the row. An index of the pair that is not in the row comes in for the one that is.
+        """
         rows = self.index_rows.clone()
         before = rows[row].clone()
         rows[row] = torch.where(before == pair[0], pair[1], torch.where(before == pair[1], pair[0], before))
@@ -220,7 +234,7 @@ class DecisionRecord(OperationMode):
         return [choice.indices for choice in self.choices]
 
     def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run one operation, keep its choice, and return its result."""
+        """Run one operation and return its result; append a copy of its choice to `choices` if it is a choice."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if is_choice(func, args):
@@ -232,7 +246,8 @@ class DecisionReplay(OperationMode):
     """Makes the choices of a program as they were recorded, in the same order; choices beyond the record are free.
 
     With a `unit` of rounding, a choice is replayed only where its values are within rounding of the recorded ones.
-    Without, every recorded choice is forced, whatever the values are.
+    Without, every recorded choice is forced, whatever the values are. A choice whose indices have another shape than
+    the recorded ones is free too.
     """
 
     def __init__(self, recorded: Iterable[torch.Tensor], *, unit: float | None = None) -> None:
@@ -243,7 +258,11 @@ class DecisionReplay(OperationMode):
         """Indices that would have been others, where only those within rounding are replayed."""
 
     def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run one operation, and return its result, or the recorded choice with the values there."""
+        """Run one operation; return its result, or the next recorded choice with the present values at its indices.
+
+        Each choice takes one entry off the record. Its own result is returned if the record has ended or the shapes
+        differ.
+        """
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if not is_choice(func, args):
@@ -256,7 +275,11 @@ class DecisionReplay(OperationMode):
         return type(result)((choice.values_at(indices), indices)) if isinstance(result, tuple) else indices
 
     def _replay_close(self, choice: Choice, recorded: torch.Tensor, unit: float) -> torch.Tensor:
-        """Return the recorded indices where their values are within rounding of the chosen ones, else the choice's."""
+        """Return the recorded indices where their values are within rounding of the chosen ones, else the choice's own.
+
+        Within rounding is a distance of `NEAR` units of the row's largest value. A row of several indices is replayed
+        as a whole or not at all. The number of indices that the replay changes is added to `count`.
+        """
         values, indices, dim = choice.values, choice.indices, choice.dim
         margin = (choice.values_at(indices) - choice.values_at(recorded)).abs()
         size = values.abs().amax() if dim is None else values.abs().amax(dim, keepdim=indices.dim() == values.dim())
@@ -271,7 +294,7 @@ class DecisionReplay(OperationMode):
 class MarginWatch(OperationMode):
     """Keeps the margin of every integer and boolean that was decided among floats while the mode is active.
 
-    A margin goes where its element goes: through views, moves, casts and integer arithmetic with constants.
+    A margin goes where its element goes: through views, moves, casts and pointwise operations with constants.
     """
 
     def __init__(self) -> None:
@@ -283,7 +306,11 @@ class MarginWatch(OperationMode):
         return self.margins.get(view_key(tensor))
 
     def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run one operation, keep the margins of its decided output, and return its result."""
+        """Run one operation, keep the margins of its decided output, and return its result.
+
+        An operation of `_DECIDERS` on floats gives new margins. Any other one hands on those of its operands, if
+        exactly one operand has margins. A cast of a decided value keeps that value's margins.
+        """
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         decided = _decided_output(func, result)
@@ -305,7 +332,10 @@ class MarginWatch(OperationMode):
         return result
 
     def _keep(self, decided: torch.Tensor, margins: torch.Tensor | None, name: str) -> None:
-        """Keep the margins of a decided tensor, if there are any of its shape."""
+        """Keep the margins of a decided tensor and the name of the operation; do nothing if they are None.
+
+        Nothing is kept either if their shape differs from the tensor's. Margins of tensors that were freed are dropped.
+        """
         if margins is not None and margins.shape == decided.shape:
             self._drop_expired()
             self.margins[view_key(decided)] = margins, name
@@ -331,13 +361,16 @@ def _indices_in(result: Any) -> torch.Tensor:
 
 
 def _as_rows(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return a matrix whose rows are the elements along one dimension, which may be empty."""
+    """Return a matrix whose rows are the elements along one dimension; it may be empty."""
     last = tensor.movedim(dim, -1)
     return last.reshape(last.shape[:-1].numel(), last.shape[-1])
 
 
 def _decided_output(func: OpOverload, result: Any) -> torch.Tensor | None:
-    """Return the first tensor of a result that is decided and not computed; None if there is none."""
+    """Return the first integer or boolean tensor of a result, or the first of any dtype if the operation rounds.
+
+    Return None if there is none.
+    """
     outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     decider = _decider_of(func)
     takes_floats = decider is not None and decider.returns_floats
@@ -347,9 +380,10 @@ def _decided_output(func: OpOverload, result: Any) -> torch.Tensor | None:
 def _moved_margins(
     margins: torch.Tensor, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.Tensor | None:
-    """Return the margins of a call's result, given those of its decided operand; None if they are not known.
+    """Return the margins of a call's result, given those of its one decided operand; None if they are not known.
 
-    A view and a move take the margins along. A pointwise operation and a cast leave them in place.
+    A view and a move take the margins along, by the same call on them. A pointwise operation and a cast return
+    `margins` itself.
     """
     if func.is_view or func in _MOVES:
         moved: torch.Tensor = func(margins, *args[1:], **kwargs)

@@ -25,7 +25,7 @@ _PLUMBING = (str(Path(torch.__file__).parent), str(Path(torchdelta.__file__).par
 
 
 def is_narrowing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether a call casts a float to a dtype that holds fewer digits."""
+    """Tell whether a call is a cast (`_to_copy`) of a float to a float dtype that holds fewer digits."""
     dtype = kwargs.get("dtype")
     if func is not aten._to_copy.default or not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         return False
@@ -49,7 +49,15 @@ class Elide(OperationMode):
         """For each narrow tensor its value before the cast, and where it was cast."""
 
     def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run one operation on the values of its operands before they were cast, and return its result."""
+        """Run one operation as if its operands had not been narrowed by casts, and return its result.
+
+        - A narrowing cast returns its narrow result, whose value before the cast is kept in `wide`; so does a view of
+          it.
+        - A pointwise operation, a sum or a cast runs on the wide values if its result is one float tensor. The result
+          has the dtype that it has natively, and the casts are added to `elided`.
+        - Any other operation runs on the narrow values. One that writes drops the wide values of the memory that it
+          writes to.
+        """
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if is_narrowing(func, args, kwargs):
@@ -93,7 +101,7 @@ class Elide(OperationMode):
 
 
 def _place() -> str:
-    """Return file and line of the innermost frame that is neither torch's nor ours; "the backward" if there is none."""
+    """Return `file.py:12` of the innermost frame that is neither torch's nor ours; "the backward" if there is none."""
     frame = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename

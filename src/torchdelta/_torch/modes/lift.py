@@ -53,7 +53,8 @@ def is_narrow(dtype: torch.dtype) -> bool:
 class Lift(OperationMode):
     """While active, no operation rounds below float64; `drawn_in` is the dtype in which random numbers are drawn.
 
-    An operation that has no float64 kernel runs in its native dtype, and its name is added to `unlifted`.
+    An operation that has no float64 kernel runs in `drawn_in`, and its name is added to `unlifted`, the caller's set if
+    one is given.
     """
 
     def __init__(self, drawn_in: torch.dtype = torch.float32, unlifted: set[str] | None = None) -> None:
@@ -62,7 +63,13 @@ class Lift(OperationMode):
         self.unlifted = set() if unlifted is None else unlifted
 
     def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run one operation in float64, and return its result."""
+        """Run one operation in float64, and return its result.
+
+        Dtypes that the call names, and operands of lower dtypes, are lifted; operands of an operation that writes to
+        them are not. Integers become float64 if the result would be a lower float. Random numbers and dropout masks are
+        drawn in the program's dtype. A constant made of plain numbers is rounded as in the program, unless its elements
+        are computed, as by linspace. If float64 raises, see `_run_native`.
+        """
         kwargs = dict(kwargs or {})
         name = func._schema.name.partition("::")[2]
         if name in _DRAWS:
@@ -90,7 +97,7 @@ class Lift(OperationMode):
         return result
 
     def _dtype(self, value: Any) -> Any:
-        """Return the lifted dtype of a dtype, any other value unchanged; a float of one byte is noted as unlifted."""
+        """Return the lifted dtype of a dtype, any other value unchanged; a float of one byte is noted in `unlifted`."""
         if isinstance(value, torch.dtype) and value.is_floating_point and value.itemsize == 1:
             self.unlifted.add(f"a cast to {str(value).removeprefix('torch.')}")
         return widened(value) if isinstance(value, torch.dtype) else value
@@ -98,7 +105,8 @@ class Lift(OperationMode):
     def _run_native(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
         """Run an operation that failed in float64 in the program's own dtype, and return its result in float64.
 
-        Raise the error of float64 if it fails there too, or writes to its operands.
+        The operation is added to `unlifted`. Raise `error`, that of float64, if it fails there too, or writes to its
+        operands.
         """
         narrow_args, narrow_kwargs = tree_map(self._narrow, (args, kwargs))
         try:
@@ -111,11 +119,15 @@ class Lift(OperationMode):
         return tree_map(_widen, result)
 
     def _narrow(self, value: Any) -> Any:
+        """Return a float64 tensor in the program's dtype, and any other value unchanged."""
         is_wide = isinstance(value, torch.Tensor) and value.dtype is torch.float64
         return value.to(self.drawn_in) if is_wide else value
 
     def _draw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Draw in the program's dtype, and return the numbers in float64."""
+        """Draw in the program's dtype, and return the numbers in float64.
+
+        An operation that draws in place writes them to its operand, which is returned.
+        """
         narrow_args, narrow_kwargs = tree_map(self._narrow, (args, kwargs))
         drawn = func(*narrow_args, **narrow_kwargs)
         if args and isinstance(args[0], torch.Tensor) and drawn is narrow_args[0]:  # drawn in place
@@ -123,7 +135,7 @@ class Lift(OperationMode):
         return tree_map(_widen, drawn)
 
     def _drop(self, func: Callable[..., Any], input: torch.Tensor, p: float, train: bool | None) -> Any:
-        """Draw the mask of a dropout in the program's dtype, and apply it in float64."""
+        """Draw the mask of a dropout in the program's dtype, apply it in float64, and return the result and mask."""
         survivors, mask = func(torch.ones_like(input, dtype=self.drawn_in), p, train)
         return input * (survivors != 0) / (1.0 - p if 0.0 < p < 1.0 and train is not False else 1.0), mask
 

@@ -105,6 +105,7 @@ class Noisy(OperationMode):
     """
 
     def __init__(self, *, seed: int, unit: float | None = None) -> None:
+        """Begin without sources: until `depend_on` or `start_from` names some, no value is rounded anew."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps = Steps(seed, unit)
         self.dependent: set[StorageWeakRef] = set()
@@ -119,7 +120,11 @@ class Noisy(OperationMode):
             self._mark(tensor)
 
     def start_from(self, sources: Iterable[torch.Tensor]) -> None:
-        """Round the sources anew, in place, and all values that are computed from them."""
+        """Round the sources anew, in place, and all values that are computed from them.
+
+        A source is rounded in its whole storage, and once, even if several sources share it. Only strided floats of two
+        or more bytes are rounded; values that are computed from any other source are rounded all the same.
+        """
         for tensor in sources:
             if tensors.storage_key(tensor) and tensors.storage_reference(tensor) not in self.dependent:
                 self._mark(tensor)
@@ -129,7 +134,12 @@ class Noisy(OperationMode):
                         self.steps.take(whole)
 
     def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run one operation, move the elements that it rounded, and return its result."""
+        """Run one operation; if an operand depends on a source, round its result anew in place; return the result.
+
+        Views and operations that only move or select values are exact, but their results depend on the sources too.
+        Fused norms and softmax run decomposed, so that each of their steps is rounded. `has_chosen` and `narrowed_to`
+        are updated by every operation.
+        """
         kwargs = kwargs or {}
         self.has_chosen |= is_choice(func, args)
         if is_narrowing(func, args, kwargs):
@@ -153,7 +163,11 @@ class Noisy(OperationMode):
         return result
 
     def _move(self, name: str, index: int, args: tuple[Any, ...], output: torch.Tensor) -> None:
-        """Add noise to one output of an operation, in place."""
+        """Add noise to one output of an operation, in place: a step of rounding, and the error of a sum that it takes.
+
+        `index` is the place of the output among those of the operation. Only reductions and operations that sum a
+        gradient inside have such an error. Half dtypes get the step alone, because their sums are taken in float32.
+        """
         if output.dtype not in _NARROW:
             if name in _REDUCTIONS:
                 self._add_error_of_sum(name, _REDUCTIONS[name][index], args, output)
@@ -164,8 +178,10 @@ class Noisy(OperationMode):
     def _add_error_of_sum(self, name: str, kind: str, args: tuple[Any, ...], output: torch.Tensor) -> None:
         """Add the error of a sum that is taken term by term to an output: Σ S_k·δ_k over its partial sums S_k.
 
-        With terms of mean μ and variance σ², E S_k² = k²μ² + kσ². The sum of these over k gives the spread of the
-        error, so the sum itself need not be run.
+        The output is changed in place. `kind` says what it is of its terms: their `sum`, their `mean`, or a `root` of
+        the sum of their squares. With terms of mean μ and variance σ², E S_k² = k²μ² + kσ². The sum of these over k
+        gives the spread of the error, so the sum itself need not be run. Terms that are not floats, or fewer than two,
+        give no error.
         """
         terms = args[0]
         count = terms.numel() // output.numel()
@@ -185,7 +201,11 @@ class Noisy(OperationMode):
         output.add_(torch.nan_to_num(error, nan=0.0, posinf=0.0, neginf=0.0).reshape(output.shape))
 
     def _add_error_of_inner_sum(self, args: tuple[Any, ...], output: torch.Tensor) -> None:
-        """Add the error of a long sum inside of an operation to its output."""
+        """Add the error of a long sum inside of an operation to its output, in place.
+
+        The number of terms is that of the largest operand's elements for each element of the output; under 8, nothing
+        is added.
+        """
         terms = max((arg.numel() for arg in args if isinstance(arg, torch.Tensor)), default=1) / output.numel()
         if terms < 8:
             return
@@ -193,11 +213,12 @@ class Noisy(OperationMode):
         output.add_(self.steps.normal(output) * (0.15 * self.steps.unit_of(output) * math.sqrt(terms) * size))
 
     def _mark(self, tensor: torch.Tensor) -> None:
+        """Note that a tensor and all others of its storage depend on a source; do nothing if it has no memory."""
         if tensors.storage_key(tensor):
             self.dependent.add(tensors.storage_reference(tensor))
 
     def _is_dependent(self, values: Any) -> bool:
-        """Tell whether one of the tensors among these values depends on a source."""
+        """Tell whether a tensor in these nested values has the storage of one that depends on a source."""
         return any(
             isinstance(leaf, torch.Tensor)
             and tensors.storage_key(leaf) is not None
@@ -215,7 +236,10 @@ class Steps:
         self.pools: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
     def take(self, tensor: torch.Tensor) -> None:
-        """Move each element by one unit in the last place, with a probability of a quarter up and a quarter down."""
+        """Multiply each element in place: half of the time by 1, a quarter each by one unit more or less than 1.
+
+        An element that would become infinite stays as it is.
+        """
         for piece in _pieces(tensor):
             factors = self._factors(piece)
             # a mask constant near the largest float must not become infinite
@@ -227,15 +251,19 @@ class Steps:
                 piece.mul_(factors)
 
     def unit_of(self, tensor: torch.Tensor) -> float:
-        """Return the relative size of one step."""
+        """Return the relative size of one step: `unit`, or else the epsilon of the tensor's dtype."""
         return self.unit if self.unit is not None else float(torch.finfo(tensor.dtype).eps)
 
     def normal(self, like: torch.Tensor) -> torch.Tensor:
-        """Return normal random numbers of the tensor's shape and dtype."""
+        """Return normal random numbers of the tensor's shape, dtype and device, from the seeded generator."""
         return torch.randn(like.shape, generator=self.generator, dtype=like.dtype).to(like.device)
 
     def _factors(self, piece: torch.Tensor) -> torch.Tensor:
-        """Return a factor for each element, from a random place of the pool of its dtype and device."""
+        """Return a factor for each element of a piece (1, or one unit more or less), to multiply it by.
+
+        It is a view of the pool of the piece's dtype and device, from a random place of it. The pool is drawn on first
+        use.
+        """
         key = piece.dtype, piece.device
         if key not in self.pools:
             drawn = torch.randint(0, 4, (2 * _POOL,), generator=self.generator, dtype=torch.int8)
@@ -247,7 +275,7 @@ class Steps:
 
 
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return views of at most a pool's size that cover the tensor, in memory order if its memory has no gaps."""
+    """Return views of at most `_POOL` elements that cover the tensor, in memory order if its memory has no gaps."""
     strides = tensor.stride()
     dense = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: strides[dim], reverse=True))
     if dense.is_contiguous():
@@ -259,7 +287,7 @@ def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def _reduced_dims(name: str, args: tuple[Any, ...], rank: int) -> list[int]:
-    """Return the dimensions that a reduction of a tensor of this rank sums over."""
+    """Return the dimensions that a reduction sums over; all of the `rank` if its call names none."""
     position = 2 if name == "linalg_vector_norm" else 1
     dims = args[position] if len(args) > position else None
     if isinstance(dims, int):

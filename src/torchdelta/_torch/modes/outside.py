@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 def without_modes_or_hooks() -> Iterator[None]:
     """Run the body without any mode around it, and without a hook on the tensors that autograd saves.
 
-    The body records gradients exactly if the caller did.
+    Inference mode is off too. The body records gradients exactly if the caller did. Afterwards all are as before.
     """
     is_recording = torch.is_grad_enabled()
     # a compiler needs the overrides of tensor functions, so only the modes go
@@ -37,7 +37,7 @@ def without_modes_or_hooks() -> Iterator[None]:
 
 @contextmanager
 def _without_function_modes() -> Iterator[None]:
-    """Run the body without torch function modes, and put them back in their order."""
+    """Take every mode for functions of torch off its stack while the body runs, and put them back afterwards."""
     modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
     try:
         yield
@@ -50,7 +50,8 @@ def _without_function_modes() -> Iterator[None]:
 def preserved_dispatch() -> Iterator[None]:
     """Leave the dispatcher as it was, even if a kernel written in Python raises in the body.
 
-    Torch puts its dispatch state back only when the traceback of such a kernel is freed, which may be much later.
+    Torch puts its dispatch state back only when the traceback of such a kernel is freed, which may be much later. So
+    garbage is collected after the body.
     """
     before = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     with torch._C._ForceDispatchKeyGuard(*before):

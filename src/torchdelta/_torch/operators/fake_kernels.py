@@ -36,7 +36,11 @@ class Unknown(enum.Enum):
 
 
 def call_faked(call: Calling, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the results of a call with fake tensors of the same sizes; a size that depends on data is a symbol."""
+    """Call with a fake tensor of the same sizes in place of each tensor, and return the results.
+
+    Tensors among them are fake; a size that depends on data is a symbol there. A number that depends on data is
+    `Unknown.VALUE`. Raises what the call raises, and UnsupportedFakeTensorException if an input cannot be faked.
+    """
     mode = _mode()
     fake_args, fake_kwargs = tree_map_only(
         torch.Tensor, lambda tensor: _fake(mode, tensor, static_shapes=True), (args, dict(kwargs))
@@ -46,9 +50,16 @@ def call_faked(call: Calling, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 
 class Symbolic:
-    """A call with fake tensors whose sizes are symbols, and its results for any sizes put in their place."""
+    """A call with fake tensors whose sizes are symbols, and its results for any sizes put in their place.
+
+    The methods take real `tensors`, one for each tensor among the arguments and in their order, of the same ranks.
+    """
 
     def __init__(self, call: Calling, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Make the call at once and keep its results; `inputs` are the fake tensors, in the order of the arguments.
+
+        Raises what the call raises, and UnsupportedFakeTensorException if an input cannot be faked.
+        """
         self.mode = _mode()
         self.inputs: list[FakeTensor] = []
 
@@ -75,7 +86,10 @@ class Symbolic:
         return not self.mode.shape_env.evaluate_guards_for_args(list(self.inputs), list(tensors), ignore_static=False)
 
     def returned(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the results, in which symbolic numbers have the values that they have for inputs of these sizes."""
+        """Return the results, in which symbolic numbers have the values that they have for inputs of these sizes.
+
+        A number that depends on data is `Unknown.VALUE`. Tensors stay fake and keep their symbolic sizes: see `sizes`.
+        """
         numbers = self._numbers(tensors)
 
         def value_of(symbol: Any) -> Any:
@@ -91,7 +105,10 @@ class Symbolic:
         return tuple(_evaluate(size, numbers) for size in fake.shape)
 
     def _numbers(self, tensors: Sequence[torch.Tensor]) -> dict[Any, int]:
-        """Return the number of each symbol that is an input's size, for inputs of these sizes."""
+        """Return the number of each symbol that is an input's size, for inputs of these sizes.
+
+        A symbol that stands for several sizes has the first of their numbers.
+        """
         numbers: dict[Any, int] = {}
         for symbolic, tensor in zip(self.inputs, tensors, strict=True):
             for size, number in zip(symbolic.shape, tensor.shape, strict=True):
@@ -106,7 +123,10 @@ def is_unknown(size: Any) -> bool:
 
 
 def lacks_fake_kernel(error: BaseException | None) -> bool:
-    """Tell whether an error, or one that caused it, was raised because there is no fake kernel."""
+    """Tell whether an error, or one that caused it or was being handled, was raised for want of a fake kernel.
+
+    None is not such an error.
+    """
     while error is not None:
         if isinstance(error, UnsupportedOperatorException) or "no fake impl" in str(error):
             return True
@@ -126,7 +146,10 @@ def has_no_fake_tensor(error: BaseException) -> bool:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Keep torch from logging a traceback for each fake kernel that raises, because the caller reports the error."""
+    """Keep torch from logging a traceback for each fake kernel that raises, while the body runs.
+
+    The caller reports the error itself. Afterwards torch logs as before.
+    """
     log = logging.getLogger(fake_tensor.__name__)
     before, log.disabled = log.disabled, True
     try:

@@ -38,9 +38,9 @@ def is_built_in(target: OpOverload) -> bool:
 
 
 def registered_by(target: Any) -> str | None:
-    """Return the module that registered an operator, or None for torch's own and for other callables.
+    """Return the name of the module or package that registered an operator, so that importing it makes it known.
 
-    LookupError if it is unknown which module did.
+    None for torch's own operators and for other callables. LookupError if it is unknown which module registered it.
     """
     if not isinstance(target, (OpOverload, OpOverloadPacket)):
         return None
@@ -60,7 +60,8 @@ def registered_by(target: Any) -> str | None:
 def operator_named(name: str) -> Callable[..., Any]:
     """Return the operator, packet or function of that name; UsageError names near ones if there is none.
 
-    A name is `aten.add.Tensor`, `mylib::op`, `torch.ops.mylib.op` or `torch.nn.functional.gelu`.
+    A name is `aten.add.Tensor`, `mylib::op`, `torch.ops.mylib.op` or `torch.nn.functional.gelu`. Without an overload it
+    stands for the packet of all overloads, and after `torch.` or `nn.` for a function of torch.
     """
     path = name.strip().removeprefix("torch.ops.").replace("::", ".", 1)
     namespace, _, rest = path.partition(".")
@@ -86,7 +87,7 @@ def operator_named(name: str) -> Callable[..., Any]:
 
 
 def _registered_names() -> dict[str, set[str]]:
-    """Return the names of all registered operators, by their namespace."""
+    """Return the names of all registered operators, without their overloads, as a set for each namespace."""
     names: dict[str, set[str]] = {}
     for qualified in torch._C._dispatch_get_all_op_names():
         namespace, _, rest = qualified.partition("::")
@@ -95,7 +96,11 @@ def _registered_names() -> dict[str, set[str]]:
 
 
 def _explain_unknown_namespace(name: str, namespace: str, rest: str, known: Mapping[str, Iterable[str]]) -> str:
-    """Return the message about a name whose namespace is not registered, with what may be meant."""
+    """Return the message of an error about a name whose namespace is not registered, with what may be meant.
+
+    `rest` is the name after the namespace; if it is empty, the user wrote an operator without one. `known` has the
+    names of all registered operators by namespace.
+    """
     if not rest:
         names = [f"{each}.{namespace}" for each in ("aten", "prims") if namespace in known.get(each, ())]
         names += [f"torch.{namespace}"] if hasattr(torch, namespace) else []
@@ -110,7 +115,11 @@ def _explain_unknown_namespace(name: str, namespace: str, rest: str, known: Mapp
 
 
 def _function_of_torch(name: str) -> Callable[..., Any]:
-    """Return a function of torch by its dotted name; UsageError if there is none, or if it is not a function."""
+    """Return a function of torch by its dotted name, with or without `torch.` at its beginning.
+
+    UsageError, with near names, if there is none; also if the name is that of a class, a module or another value that
+    is not a function.
+    """
     value: Any = torch
     path = "torch"
     for step in name.removeprefix("torch.").split("."):
@@ -134,9 +143,10 @@ _KEYS = {
 
 
 def devices_of(op: Any) -> frozenset[str] | None:
-    """Return the devices that an operator has a kernel for in this process, or None if it runs on any device.
+    """Return the devices (`cpu`, `cuda`) that an operator has a kernel for here, or None if it runs on any device.
 
-    Composite operators and Python functions run where the operators that they call do.
+    Composite operators and Python functions run where the operators that they call do. The devices of all overloads are
+    taken together; the set is empty if none has a kernel in this process.
     """
     devices: set[str] = set()
     for name in (each._name for each in overloads_of(op)):
@@ -147,7 +157,7 @@ def devices_of(op: Any) -> frozenset[str] | None:
 
 
 def require_kernel(op: Any, device: str) -> None:
-    """Raise EnvironmentUnfit if an operator has no kernel for this type of device."""
+    """Raise EnvironmentUnfit if an operator has no kernel for this type of device, such as `cuda`."""
     devices = devices_of(op)
     if devices is None or device in devices:
         return
@@ -163,7 +173,10 @@ def is_registered(op: Any) -> bool:
 
 
 def name_of(op: Any) -> str:
-    """Return `aten.add.Tensor`, `mylib.op` or the name of a Python function."""
+    """Return `aten.add.Tensor`, `mylib.op`, `torch.nn.functional.gelu` or the name of another Python function.
+
+    A function within a function is named without the outer one. An object without a name has that of its class.
+    """
     if isinstance(op, (OpOverload, OpOverloadPacket)):
         return str(op)
     if isinstance(op, CustomOpDef):
@@ -199,7 +212,10 @@ class _BeforeAnyKernel(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def require_fitting(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise UsageError, with the schema, if the arguments do not fit it; no kernel is run to find out."""
+    """Raise UsageError, with the schema, if the arguments do not fit it; no kernel is run to find out.
+
+    The arguments of a Python function must fit its signature. Errors that are not about the fit are left to the run.
+    """
     if not is_registered(op):
         return _require_binding(op, args, kwargs)
     target = op._opoverload if isinstance(op, CustomOpDef) else op
@@ -219,7 +235,10 @@ def require_fitting(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _mismatch_in(message: str) -> str | None:
-    """Return what an error of torch says about arguments that do not fit a schema, or None if it is another error."""
+    """Return what an error of torch says about arguments that do not fit a schema, or None if it is another error.
+
+    The text is one line, without the schema.
+    """
     if "failed to match any schema" in message:
         return "they match none of these"
     if "Declaration: " in message or "Schema: " in message or "Expected a proper Tensor but got None" in message:
@@ -228,7 +247,7 @@ def _mismatch_in(message: str) -> str | None:
 
 
 def _require_binding(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise UsageError if the arguments do not fit a Python function's signature."""
+    """Raise UsageError if the arguments do not fit a Python function's signature; do nothing if it has none."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # builtins have no signature
@@ -241,7 +260,10 @@ def _require_binding(function: Callable[..., Any], args: Sequence[Any], kwargs: 
 
 
 def overloads_of(op: Any) -> list[OpOverload]:
-    """Return every overload of an operator, without out= forms if it has others; empty for a function."""
+    """Return every overload of an operator, a packet or a custom operator; an empty list for a function.
+
+    Of a packet, overloads without a kernel are left out, and so are out= forms if there are others.
+    """
     if isinstance(op, CustomOpDef):
         return [op._opoverload]
     if isinstance(op, OpOverloadPacket):

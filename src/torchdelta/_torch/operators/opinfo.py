@@ -79,7 +79,11 @@ def operators() -> dict[str, tuple[str, ...]]:
 
 
 def draw_samples(name: str, dtype: str, *, seed: int) -> OperatorOffer:
-    """Return every sample of an operator in a dtype, drawn anew from the seed."""
+    """Return every sample of an operator in a dtype, drawn anew from the seed; generators stay as they were.
+
+    Inputs require grad if the operator has gradients in this dtype. Samples that cannot be checked are only counted, in
+    `left_out`. KeyError if the database has no such operator.
+    """
     entry = _database()[name]
     of_dtype = getattr(torch, dtype)
     has_gradient = bool(entry.supports_autograd) and of_dtype in entry.supported_backward_dtypes(DEVICE)
@@ -98,10 +102,10 @@ def draw_samples(name: str, dtype: str, *, seed: int) -> OperatorOffer:
 
 
 def choose(samples: Sequence[OpSample], most: int) -> tuple[OpSample, ...]:
-    """Return at most so many samples: substantial ones first, and one with a gradient if there is any.
+    """Return at most `most` samples in the order of the database: substantial ones first, then others.
 
     They are spread over all samples, because neighbours in the database resemble each other, and the first ones are
-    often numbers or empty.
+    often numbers or empty. One of them has a gradient if any substantial sample has.
     """
     substantial = [sample for sample in samples if sample.is_substantial]
     picked = list(_spread(substantial, most))
@@ -122,7 +126,11 @@ def _spread(samples: Sequence[OpSample], most: int) -> Iterator[OpSample]:
 
 @cache
 def _database() -> dict[str, Any]:
-    """Return the entries of the database by their full names; EnvironmentUnfit if it does not import."""
+    """Import the database on the first call, and return its entries by their full names, such as `div.floor_rounding`.
+
+    That changes the process: operators of the database do not set a seed, and flags of torch's backends may be set
+    although the import forbids it. EnvironmentUnfit if a module that the database needs is not installed.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -144,6 +152,7 @@ def _call_unchanged(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def _full_name(entry: Any) -> str:
+    """Return the name of an entry, with its variant behind a dot if it has one."""
     variant = entry.variant_test_name
     return f"{entry.name}.{variant}" if variant else str(entry.name)
 
@@ -153,7 +162,10 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _sample_of(entry: Any, drawn: Any, number: int) -> OpSample:
-    """Return a sample of the database as a call."""
+    """Return a sample of the database as a call; `number` is its place there.
+
+    A tensor that is not an autograd leaf becomes one, of the same memory and with the same requires_grad.
+    """
     # the inputs of a graph are leaves, so an input that the database computed from others becomes one
     args, kwargs = tree_map_only(torch.Tensor, _as_leaf, ((drawn.input, *drawn.args), dict(drawn.kwargs)))
     return OpSample(call=_call(entry, drawn), args=args, kwargs=kwargs, number=number)
@@ -164,9 +176,10 @@ def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _call(entry: Any, drawn: Any) -> Callable[..., Any]:
-    """Return the operator, with the entry's changes of inputs and outputs around it if there are any.
+    """Return the operator itself, or a function that calls it with the entry's changes of inputs and outputs.
 
-    Some operators are defined for symmetric inputs only, and some outputs only up to a sign, such as eigenvectors.
+    Some operators are defined for symmetric inputs only, and some outputs only up to a sign, such as eigenvectors. The
+    function has the operator's name.
     """
     operator: Callable[..., Any] = entry.op
     prepare, process = entry.gradcheck_wrapper, drawn.output_process_fn_grad
@@ -181,7 +194,7 @@ def _call(entry: Any, drawn: Any) -> Callable[..., Any]:
 
 
 def _is_identity(function: Callable[[Any], Any]) -> bool:
-    """Tell whether a function returns its argument unchanged."""
+    """Tell whether a function returns its argument unchanged, by calling it; it does not if it raises."""
     argument = object()
     try:
         return function(argument) is argument
@@ -190,7 +203,7 @@ def _is_identity(function: Callable[[Any], Any]) -> bool:
 
 
 def _only_calls(wrapper: Callable[..., Any]) -> bool:
-    """Tell whether a wrapper calls its operator with unchanged arguments."""
+    """Tell, by a call, whether a wrapper calls its operator with unchanged arguments; it does not if it raises."""
     argument = object()
     try:
         return wrapper(lambda only: only, argument) is argument
@@ -199,7 +212,10 @@ def _only_calls(wrapper: Callable[..., Any]) -> bool:
 
 
 def _why_not(sample: OpSample) -> str:
-    """Return why a sample cannot be checked, or an empty text if it can."""
+    """Return why a sample cannot be checked, or an empty text if it can.
+
+    It cannot if one of its tensors is nested, quantized or not strided.
+    """
     for tensor in sample.tensors:
         if tensor.is_nested:
             return "a nested tensor cannot be copied"

@@ -32,14 +32,17 @@ class DeclaredEffects(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator, and compare its arguments before and after."""
+        """Run an operator that is dispatched, and return its results; watch it unless it is torch's own.
+
+        Torch's own operator in question is watched too.
+        """
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload) or (is_built_in(func) and not self._is_in_question(func)):
             return func(*args, **kwargs)
         return self._watch(func, args, kwargs)
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call the operator in question and return its results.
+        """Call the operator in question, count it in `calls`, and return its results; the mode must be active.
 
         It is watched from here, because a composite operator is not dispatched itself.
         """
@@ -47,7 +50,11 @@ class DeclaredEffects(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._watch(_overload_for(self.op, args, kwargs), args, kwargs)
 
     def _watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run an operator and return its results; note each undeclared write and alias."""
+        """Run an operator and return its results; add a sentence to `breaches` for each undeclared write and alias.
+
+        A write is a change of values, sizes, strides or dtype of an argument. Where an argument shares memory with one
+        that is declared as written, its values may change.
+        """
         arguments = dict(_arguments(func, args, kwargs))
         # another argument may share memory with one that is declared as written, and then changes with it
         declared = [value for argument, value in arguments.values() if _is_written(argument)]
@@ -72,6 +79,7 @@ class DeclaredEffects(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func is self.op or func.overloadpacket is self.op
 
     def _note(self, sentence: str) -> None:
+        """Add a sentence to `breaches`, unless it is there already."""
         if sentence not in self.breaches:
             self.breaches.append(sentence)
 
@@ -84,7 +92,10 @@ class _Snapshot:
         self.form = _form(tensor)
 
     def matches(self, tensor: torch.Tensor) -> bool:
-        """Tell whether the tensor is still as it was."""
+        """Tell whether the tensor still has the form and the bits of the snapshot.
+
+        Only the form decides if the snapshot has no values, or if the tensor has no plain memory.
+        """
         if self.form != _form(tensor):
             return False
         if self.bits is None:
@@ -94,7 +105,7 @@ class _Snapshot:
 
 
 class _Span:
-    """The memory between the first and the last element of a tensor."""
+    """The bytes of a storage between the first and the last element of a tensor; none for a tensor without memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.storage = storage_key(tensor)
@@ -117,7 +128,10 @@ def as_operator(op: Any) -> Any:
 
 
 def has_autograd_kernel(op: Any, device: str) -> bool:
-    """Tell whether every overload of an operator has an autograd kernel of its own for a device."""
+    """Tell whether every overload of an operator has an autograd kernel for a device, or is composite.
+
+    It is true of a Python function, which has no overloads. Torch's fallback does not count as a kernel.
+    """
     keys = (f"Autograd{device.upper()}", "Autograd", "CompositeImplicitAutograd")
     return all(
         any(torch._C._dispatch_has_kernel_for_dispatch_key(overload._name, key) for key in keys)
@@ -127,7 +141,10 @@ def has_autograd_kernel(op: Any, device: str) -> bool:
 
 @contextmanager
 def without_autograd_fallback() -> Iterator[None]:
-    """Switch off torch's fallback for operators without an autograd kernel, so that their results come unchanged."""
+    """Switch off torch's fallback for operators without an autograd kernel, so that their results come unchanged.
+
+    Afterwards the fallback is as it was before.
+    """
     before = torch._C._get_autograd_fallback_mode()
     torch._C._set_autograd_fallback_mode("nothing")
     try:
@@ -162,7 +179,10 @@ def _is_written(argument: Any) -> bool:
 def _arguments(
     func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Yield the name of each argument of a call, its declaration and its value."""
+    """Yield the name of each argument that a call gives, with its declaration in the schema and its value.
+
+    Positional arguments come first. Arguments that are left to their defaults do not come.
+    """
     for argument, value in zip(func._schema.arguments, args, strict=False):
         yield argument.name, (argument, value)
     for argument in func._schema.arguments:
@@ -171,7 +191,11 @@ def _arguments(
 
 
 def _undeclared_aliases(func: OpOverload, arguments: Mapping[str, tuple[Any, Any]], returned: Any) -> Iterator[str]:
-    """Yield a sentence for each result that shares memory with an argument or a result without declaring it."""
+    """Yield a sentence for each result that shares memory with an argument or another result without declaring it.
+
+    `arguments` has the declaration and the value of each argument by its name. A result with an alias annotation may
+    share memory with other results. Without one, not even the elements of a list may share memory.
+    """
     results = returned if isinstance(returned, tuple) else (returned,)
     declared = func._schema.returns
     memory: dict[int, str] = {}
@@ -194,7 +218,11 @@ def _undeclared_aliases(func: OpOverload, arguments: Mapping[str, tuple[Any, Any
 
 
 def _may_alias(some: Any, other: Any) -> bool:
-    """Tell whether a schema declares that a result with one alias annotation shares an argument's memory."""
+    """Tell whether a result's alias annotation `some` and an argument's `other` declare that they share memory.
+
+    A missing annotation (None) shares nothing. That of a list does not name its elements, and shares with every other
+    one.
+    """
     if some is None or other is None:
         return False
     if not some.before_set or not other.before_set:
@@ -211,7 +239,10 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return dtype, sizes, strides and offset, as far as the tensor's layout has them."""
+    """Return dtype, sizes, strides and offset of a tensor, as far as its layout has them, to compare by equality.
+
+    A nested tensor has only layout and dtype, a sparse one only layout and sizes.
+    """
     if tensor.is_nested:
         return (tensor.layout, tensor.dtype)
     if tensor.layout is not torch.strided:
@@ -220,7 +251,7 @@ def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return a copy of a tensor's values as bytes, or None if it has no plain memory."""
+    """Return a copy of a tensor's values as a flat tensor of bytes, or None if it has no plain memory."""
     if tensor.layout is not torch.strided or not storage_key(tensor):
         return None
     plain = tensor.detach().resolve_conj().resolve_neg()

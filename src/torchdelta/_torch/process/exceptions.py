@@ -17,7 +17,7 @@ _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory")
 
 
 def place_of(error: BaseException) -> str:
-    """Return file and line of the innermost frame of the user's code, or "" if there is none.
+    """Return `file.py:12`, the innermost line of the user's code that an error was raised through, or "" if none.
 
     The frames are those of the innermost cause, because a compiler wraps the exceptions that it catches.
     """
@@ -51,7 +51,10 @@ def without_frames(error: Exception) -> Exception:
 
 
 def _is_user_file(file: str) -> bool:
-    """Tell whether a file is an imported module that is neither torch's nor ours nor generated."""
+    """Tell whether a file exists and is an imported module that is neither torch's nor ours nor generated.
+
+    Generated is a file of inductor, or any in a folder `cache`.
+    """
     if file.startswith(_PLUMBING) or not os.path.isfile(file):
         return False
     # inductor's generated code lies in files of its cache folders, which are not imported modules

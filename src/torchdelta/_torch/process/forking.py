@@ -38,7 +38,10 @@ def probe() -> None:
 
 
 def _is_loaded(_: VecISA, library: str) -> bool:
-    """Tell whether a library of vector instructions can be loaded here; a fork tries, because that may kill it."""
+    """Tell whether a library of vector instructions can be loaded here; a fork tries, because that may kill it.
+
+    It cannot if the load raises, kills the fork or takes longer than `_PROBE_TIMEOUT_S`.
+    """
     process = os.fork()
     if process == 0:
         try:
@@ -74,6 +77,7 @@ def warm_up(backend: str) -> None:
     The function has too few elements for a second thread, and no backward, because the autograd engine must not see a
     fork. The cache is the user's, which may have the vector instructions already. The graph cache is off, because a
     cached graph would warm up nothing. The kernel itself is not compiled, because that prepares nothing for others.
+    Afterwards this process compiles without helpers (`compile_alone`), and dynamo and its counters are reset.
     """
     # a progress bar would start a thread, and a process with threads must not fork
     torch.hub.tqdm.monitor_interval = 0  # type: ignore[attr-defined]
@@ -92,7 +96,10 @@ def warm_up(backend: str) -> None:
 
 
 def use_private_cache(directory: Path, *, scratch: Path | None = None) -> None:
-    """Set the directory of inductor's cache for this process, and that of temporary files if one is given."""
+    """Set the directory of inductor's cache for this process, and that of temporary files if `scratch` is given.
+
+    Both are set in the environment too, and everything that inductor keeps in memory of another directory is dropped.
+    """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory)
     if scratch is not None:
         os.environ["TMPDIR"] = str(scratch)

@@ -52,7 +52,11 @@ _CONFIGS = (
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Leave random generators, flags, environment and compiler settings as they were, exceptions included."""
+    """Leave random generators, flags, environment and compiler settings as they were, exceptions included.
+
+    The generators are those of torch, random and numpy, and the flags those of `_read_flags`. The settings are those of
+    dynamo, inductor, functorch and symbolic shapes, as far as they were imported before the body.
+    """
     with _between_compilations():
         flags = _read_flags()
         environment = dict(os.environ)
@@ -72,7 +76,7 @@ def preserved() -> Iterator[None]:
 
 @contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Leave random generators as they were."""
+    """Leave the generators of torch (on every device), random and numpy as they were, exceptions included."""
     states = generator_states()
     python, numpy = random.getstate(), np.random.get_state()
     try:
@@ -99,7 +103,10 @@ def has_drawn_since(states: GeneratorStates) -> bool:
 
 @contextmanager
 def drawing_from(states: GeneratorStates | None = None) -> Iterator[None]:
-    """Run the body with torch's generators in these states, or the present ones; restore them afterwards."""
+    """Run the body with torch's generators in these states, or in the present ones if None; restore them afterwards.
+
+    The generators of random and numpy are left alone.
+    """
     now = generator_states()
     _set_generator_states(states or now)
     try:
@@ -109,7 +116,10 @@ def drawing_from(states: GeneratorStates | None = None) -> Iterator[None]:
 
 
 def autocast() -> tuple[str, str] | None:
-    """Return the device and the dtype of the active autocast; None if there is none."""
+    """Return the device and the dtype of the active autocast, as in ("cpu", "bfloat16"); None if there is none.
+
+    The CPU's counts first, then the accelerator's.
+    """
     accelerator = torch.accelerator.current_accelerator()
     for device in ("cpu", *([accelerator.type] if accelerator is not None else [])):
         if torch.is_autocast_enabled(device):
@@ -146,7 +156,7 @@ def release_memory() -> None:
 
 @contextmanager
 def preserved_flags() -> Iterator[None]:
-    """Leave torch's flags as they were."""
+    """Leave torch's flags as they were: those that `_read_flags` returns."""
     with _between_compilations():
         flags = _read_flags()
     try:
@@ -164,6 +174,7 @@ def use_deterministic() -> None:
 
 def _restore_config(config: Any, saved: dict[str, Any]) -> None:
     # only changed settings are written, because torch warns about each deprecated setting that is
+    """Set each setting of a config module that differs from `saved` back to its value there."""
     for name, value in config.get_config_copy().items():
         if name in saved and value != saved[name]:
             setattr(config, name, saved[name])
@@ -178,6 +189,7 @@ def _accelerator_states() -> list[torch.Tensor]:
 
 
 def _set_generator_states(states: GeneratorStates) -> None:
+    """Set torch's generators to states that `generator_states` returned."""
     cpu, *devices = states
     torch.set_rng_state(cpu)
     for index, device_state in enumerate(devices):
@@ -188,7 +200,8 @@ def _set_generator_states(states: GeneratorStates) -> None:
 def _between_compilations() -> Iterator[None]:
     """Run the body while no other thread compiles, because a compilation changes flags for its duration.
 
-    Such flags would be saved or restored as if they were the user's. After a timeout, the body runs all the same.
+    Such flags would be saved or restored as if they were the user's. After a timeout, the body runs all the same, and
+    so do later ones without a wait, until a compilation is found to have ended.
     """
     lock: Any = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
     # one wait at most, because a compilation may take minutes, or wait for this thread itself
@@ -202,7 +215,11 @@ def _between_compilations() -> Iterator[None]:
 
 
 def _read_flags() -> dict[str, Any]:
-    """Return torch's global flags, as `_restore_flags` takes them."""
+    """Return torch's global flags, as `_restore_flags` takes them.
+
+    They are deterministic algorithms, filling of uninitialised memory, default dtype and device, grad mode, anomaly
+    mode, the precision of matrix products, flags of cuDNN and MKLDNN, and the number of threads.
+    """
     return {
         "deterministic": (
             torch.are_deterministic_algorithms_enabled(),
@@ -229,7 +246,10 @@ def _matmul_precision() -> str | None:
 
 
 def _restore_flags(flags: dict[str, Any]) -> None:
-    """Set torch's global flags to the values that `_read_flags` returned."""
+    """Set torch's global flags to the values that `_read_flags` returned.
+
+    A precision of matrix products that was None stays as it is now.
+    """
     enabled, warn_only = flags["deterministic"]
     torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
     torch.utils.deterministic.fill_uninitialized_memory = flags["fill"]  # type: ignore[attr-defined]

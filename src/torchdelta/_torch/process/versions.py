@@ -14,7 +14,7 @@ OLDEST = (2, 13)
 
 
 def require_supported() -> None:
-    """Raise EnvironmentUnfit on a torch older than the oldest tested."""
+    """Raise EnvironmentUnfit if this process has a torch older than `OLDEST`."""
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < OLDEST:
         oldest = ".".join(map(str, OLDEST))

@@ -19,8 +19,8 @@ _OF_INDUCTOR = (
 def warmup_steps(backend: object, *, forks: bool) -> tuple[str, ...]:
     """Return the imports and calls of every process that compiles with this backend, in order.
 
-    Each is a module, `module:function` or `file.py:function`. With `forks`, vector instructions are probed in forks,
-    which is faster.
+    Each is a module, `module:function` or `file.py:function`. For any other backend than `inductor` or
+    `backend:inductor`, only torch is imported. With `forks`, vector instructions are probed in forks, which is faster.
     """
     if not isinstance(backend, str) or backend.removeprefix("backend:") != "inductor":
         return ("torch",)

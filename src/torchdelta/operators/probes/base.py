@@ -56,12 +56,18 @@ class ProbeEntry:
 
 
 def is_registered(subject: OpSubject) -> str:
-    """Require a registered operator: a plain function declares nothing, and autograd sees its parts."""
+    """Return why the subject is not a registered operator, or an empty text if it is one.
+
+    A plain function declares nothing, and autograd sees its parts.
+    """
     return "" if lookup.is_registered(subject.inputs.op) else "it is a function and not a registered operator"
 
 
 def wants_gradients(subject: OpSubject) -> str:
-    """Require that gradients are asked about, and that an input can have one."""
+    """Return why gradients are not asked about, or an empty text if they are.
+
+    They are not if `gradients` is False, nor if it is "auto" and no input is a float or complex tensor.
+    """
     if not subject.gradients:
         return "gradients were left out on request"
     if not subject.inputs.floats and subject.gradients == "auto":
@@ -70,12 +76,15 @@ def wants_gradients(subject: OpSubject) -> str:
 
 
 def has_input_with_grad(subject: OpSubject) -> str:
-    """Require an input that requires grad."""
+    """Return "no input requires grad", or an empty text if a float or complex input does."""
     return "" if any(tensor.requires_grad for tensor in subject.inputs.floats) else "no input requires grad"
 
 
 def has_backward(subject: OpSubject) -> str:
-    """Require a backward that runs eagerly."""
+    """Return why there is no backward to ask about, or an empty text if there is one that runs eagerly.
+
+    There is none if it raises, or if no output requires grad.
+    """
     if subject.inputs.backward_error:
         return "the backward raises"
     return "" if subject.inputs.own.reference.is_differentiable else "no output requires grad"

@@ -44,20 +44,30 @@ def fake_given(subject: OpSubject) -> Probe:
 
 
 def fake_resized(subject: OpSubject) -> Probe | str:
-    """Compare the fake kernel with the real one on inputs of other sizes; return the worst answer."""
+    """Compare the fake kernel with the real one on inputs of other sizes; return the worst answer.
+
+    Return why there are no other sizes if the operator takes none.
+    """
     inputs = subject.inputs
     return _worst_of([compare_fake("fake/resized", other) for other in inputs.resized], inputs.why_no_sizes)
 
 
 def fake_symbolic(subject: OpSubject) -> Probe | str:
-    """Compare the fake kernel, run on symbolic sizes, with the real one on other sizes; return the worst answer."""
+    """Compare the fake kernel, run on symbolic sizes, with the real one on other sizes; return the worst answer.
+
+    Only those inputs are tried that differ from the user's in sizes and values of tensors alone. Return a text if there
+    are none, or if the fake kernel takes another branch for all of them.
+    """
     inputs = subject.inputs
     answers = [compare_symbolic("fake/symbolic", inputs.own, other) for other in inputs.resized_alike]
     return _worst_of(answers, inputs.why_no_sizes)
 
 
 def _worst_of(answers: Sequence[Probe | str], why_none: str) -> Probe | str:
-    """Return the worst answer; without any, why the first was not given, or `why_none` if nothing was asked."""
+    """Return the first probe among the answers with the worst verdict.
+
+    If all answers are texts, return the first; if there are no answers, return `why_none`.
+    """
     probes = [answer for answer in answers if isinstance(answer, Probe)]
     if probes:
         return max(probes, key=lambda probe: probe.verdict.severity)
@@ -65,7 +75,10 @@ def _worst_of(answers: Sequence[Probe | str], why_none: str) -> Probe | str:
 
 
 def compare_fake(name: str, baseline: Baseline) -> Probe:
-    """Compare the results that the fake kernel announces with those that the real kernel returns."""
+    """Call fake and real kernel with a baseline's inputs; return a probe, `name`, that compares their results.
+
+    It is EQUIVALENT or DIVERGED. If the fake kernel raises, it is INCONCLUSIVE or CRASHED: see `_report_error`.
+    """
     side = Side.copied_from(baseline.program)
     with runtime.preserved_generators(), preserved_dispatch():
         try:
@@ -77,7 +90,13 @@ def compare_fake(name: str, baseline: Baseline) -> Probe:
 
 
 def compare_symbolic(name: str, own: Baseline, other: Baseline) -> Probe | str:
-    """Run the fake kernel on symbolic sizes, put the other sizes in, and compare; or say why that is not possible."""
+    """Run the fake kernel on symbolic sizes; compare its results for the sizes of `other` with the real kernel's.
+
+    The symbols are traced with the inputs of `own`. Return a probe, `name`: EQUIVALENT or DIVERGED by the comparison;
+    INCONCLUSIVE or CRASHED, by `_report_error`, if the fake kernel raises. Nothing is compared if it would take another
+    branch for the sizes of `other`. Then return an INCONCLUSIVE probe if it also fixes a size to that of `own`, and
+    otherwise a text that says why nothing was compared.
+    """
     side = Side.copied_from(own.program)
     tensors = [leaf for leaf in tree_leaves((other.program.args, dict(other.program.kwargs))) if is_tensor(leaf)]
     with runtime.preserved_generators(), preserved_dispatch():
@@ -101,7 +120,12 @@ def compare_symbolic(name: str, own: Baseline, other: Baseline) -> Probe | str:
 
 
 def _compare(name: str, real: Leaves, fakes: Leaves, sizes: dict[str, Sizes]) -> Probe:
-    """Return the verdict on the fake leaves with these sizes, each compared with the real leaf of the same path."""
+    """Compare the fake leaves with the real leaves of the same paths; return a DIVERGED or EQUIVALENT probe, `name`.
+
+    A missing or additional path is a difference, and so is a tensor on one side only. Tensors differ by sizes and by
+    what `_other_breaches` returns, plain values if they are not equal. `sizes` has the sizes of each fake leaf by its
+    path; one that is unknown agrees with any.
+    """
     wrong = [f"{path} is missing" for path in real if path not in fakes]
     wrong += [f"{path} does not exist" for path in fakes if path not in real]
     for path, leaf in fakes.items():
@@ -133,14 +157,17 @@ def _compare(name: str, real: Leaves, fakes: Leaves, sizes: dict[str, Sizes]) ->
 
 
 def _is_other_number(fake: Any, real: Any) -> bool:
-    """Tell whether two plain values differ; two NaNs do not."""
+    """Tell whether two values are plain (a number or a text) and differ; two NaNs do not."""
     is_plain = isinstance(fake, (bool, int, float, complex, str)) and isinstance(real, (bool, int, float, complex, str))
     are_nan = fake != fake and real != real
     return is_plain and fake != real and not are_nan
 
 
 def _other_breaches(real: torch.Tensor, fake: torch.Tensor) -> Iterable[str]:
-    """Return the differences in dtype, device, strides and the other clauses of the contract, apart from sizes."""
+    """Return a text for each difference between two tensors in dtype, strides, device and requires_grad.
+
+    If a size or stride of the fake one is a symbol, only dtype and device are compared.
+    """
     if any(isinstance(size, torch.SymInt) for size in (*fake.shape, *fake.stride())):
         pairs = {"dtype": (real.dtype, fake.dtype), "device": (real.device, fake.device)}
         return [f"{clause} {wrong}, really {right}" for clause, (right, wrong) in pairs.items() if right != wrong]
@@ -149,13 +176,18 @@ def _other_breaches(real: torch.Tensor, fake: torch.Tensor) -> Iterable[str]:
 
 
 def _sizes(leaf: Any) -> Sizes:
+    """Return the sizes of a fake tensor, with None for one that depends on data; None for any other value."""
     if not is_tensor(leaf):
         return None
     return tuple(None if fake_kernels.is_unknown(size) else int(size) for size in leaf.shape)
 
 
 def remedy_of(message: str) -> str:
-    """Return what to register where a trace raised this message, or an empty text if that is unknown."""
+    """Return what to register or to change in an operator whose trace raised this message; empty if that is unknown.
+
+    Known are messages about a missing fake kernel, returned memory of an argument, a missing gradient, and symbolic
+    sizes.
+    """
     if "no fake impl" in message or "register_fake" in message:
         return REGISTER_FAKE
     if "alias annotations" in message:
@@ -171,7 +203,11 @@ def remedy_of(message: str) -> str:
 
 
 def _report_error(name: str, error: BaseException) -> Probe:
-    """Return the answer for a fake kernel that raised: inconclusive if it could not have answered, else crashed."""
+    """Return a probe, `name`, for a fake kernel that raised: INCONCLUSIVE if it could not have answered, else CRASHED.
+
+    It could not if torch has no fake tensors of its inputs' kind, if there is no fake kernel, or if its results depend
+    on data. The remedy of a crash is about symbolic sizes if `name` ends in "symbolic".
+    """
     if fake_kernels.has_no_fake_tensor(error):
         return Probe(
             name=name,

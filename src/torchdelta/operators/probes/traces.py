@@ -50,7 +50,10 @@ class Trace:
 
 
 def trace_probes(backends: Sequence[str]) -> Iterator[ProbeEntry]:
-    """Yield a probe for each trace: AOTAutograd's in every variant, and the backends', static and then dynamic."""
+    """Yield a probe for each trace: AOTAutograd's in every variant, and the backends', static and then dynamic.
+
+    A dynamic trace by AOTAutograd applies only if no two inputs share memory. All are asked without correctness too.
+    """
     for trace in _traces(backends):
         is_aot_alone = trace.transform == "aot" and trace.is_dynamic
         yield ProbeEntry(
@@ -62,7 +65,11 @@ def trace_probes(backends: Sequence[str]) -> Iterator[ProbeEntry]:
 
 
 def _traces(backends: Sequence[str]) -> Iterator[Trace]:
-    """Yield the traces in the order in which they are asked about."""
+    """Yield the traces in the order in which they are asked about: all static ones, then all dynamic ones.
+
+    Each kind has AOTAutograd's variants first (`aot/static/min-cut`, …), then one for each backend
+    (`backend/NAME/static`).
+    """
     for shapes in ("static", "dynamic"):
         dynamic: dict[str, Scalar] = {"dynamic": shapes == "dynamic"}
         for variant, options in VARIANTS.items():
@@ -72,13 +79,19 @@ def _traces(backends: Sequence[str]) -> Iterator[Trace]:
 
 
 def has_separate_inputs(subject: OpSubject) -> str:
-    """Require that no two inputs share memory."""
+    """Return why there are no symbolic sizes if two inputs share memory, or an empty text if none do."""
     is_shared = subject.inputs.are_shared
     return "inputs share memory, for which AOTAutograd alone has no symbolic sizes" if is_shared else ""
 
 
 def ask_trace(trace: Trace, subject: OpSubject) -> Probe:
-    """Trace the operator with the user's inputs, run the trace on them and then on others; return the first failure."""
+    """Trace the operator with the user's inputs, run the trace on them and then on others, and return a probe.
+
+    It is the first answer that is not EQUIVALENT. The others are of other sizes if the trace is dynamic and there are
+    any, or if the user gave `others`; else they are fresh values of the same sizes. They are tried only if the user's
+    own are equivalent. If other inputs are possible, but none were accepted, the probe is INCONCLUSIVE instead of
+    EQUIVALENT.
+    """
     inputs = subject.inputs
     is_resized = trace.is_dynamic and bool(inputs.resized)
     others = inputs.resized if is_resized or inputs.others else inputs.fresh
@@ -103,7 +116,10 @@ def ask_trace(trace: Trace, subject: OpSubject) -> Probe:
 
 
 def _untried(trace: Trace, inputs: OpInputs) -> str:
-    """Return why the trace ran on no other inputs, or an empty text if it did or if no other inputs are possible."""
+    """Return why the trace ran on no other inputs, or an empty text if it did or if no other inputs are possible.
+
+    For a dynamic trace of inputs that have sizes, other inputs are those of other sizes; otherwise fresh values.
+    """
     if trace.is_dynamic and inputs.can_be_resized:
         return "" if inputs.resized else inputs.why_no_sizes
     if inputs.fresh or inputs.others or not inputs.can_vary:
@@ -112,7 +128,12 @@ def _untried(trace: Trace, inputs: OpInputs) -> str:
 
 
 def _run(subject: OpSubject, trace: Trace, transform: Transform, baseline: Baseline) -> Probe:
-    """Check the traced operator on the inputs of a baseline; without correctness only run it."""
+    """Check the traced operator on the inputs of a baseline; return the check's verdict and report as a probe.
+
+    A verdict that is not EQUIVALENT has a reason and, if one is known, a remedy. It is INCONCLUSIVE instead of CRASHED
+    if torch has no fake tensors of the inputs' kind. Without `correctness` the trace is only run, and nothing is
+    compared.
+    """
     if not subject.correctness:
         return _run_only(trace, transform, baseline)
     case = Case(
@@ -144,7 +165,10 @@ def _run(subject: OpSubject, trace: Trace, transform: Transform, baseline: Basel
 
 
 def _run_only(trace: Trace, transform: Transform, baseline: Baseline) -> Probe:
-    """Return whether the operator traces and runs, and compare nothing."""
+    """Run the traced operator on the inputs of a baseline, and compare nothing.
+
+    Return a probe that is CRASHED if it raises, INCONCLUSIVE if some calls did not run the trace, else EQUIVALENT.
+    """
     run = baseline.run(transform)
     if run.failure is not None:
         reason = f"{run.failure.type}: {run.failure.message}".partition("\n")[0]
@@ -156,7 +180,11 @@ def _run_only(trace: Trace, transform: Transform, baseline: Baseline) -> Probe:
 
 
 def _remedy(report: Report) -> str:
-    """Return what to change in the operator, or an empty text if the report does not tell."""
+    """Return what to change in the operator, or an empty text if the report does not tell.
+
+    A failure is looked up by its message. Otherwise the diverged comparisons decide, in this order: an alias, an input
+    that differs after the forward, or only gradients that differ.
+    """
     if report.failure is not None:
         return remedy_of(report.failure.message)
     wrong = diverged_comparisons(report)
