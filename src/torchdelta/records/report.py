@@ -209,10 +209,10 @@ def explain_verdict(report: Report) -> str:
 
 
 def evidence_of(report: Report) -> str:
-    """Return the lines of an exception: the verdict, the worst comparisons with their values, and the notes.
+    """Return the message of an exception: the verdict, the worst comparisons with their values, and the notes.
 
-    Each stage has its reason, if it has one, and at most five comparisons that are not equivalent, the worst first. The
-    report's `failure` is not in it.
+    The message has several lines. Each stage has its reason, if it has one, and at most five comparisons that are not
+    equivalent, the worst first. The report's `failure` is not in it.
     """
     lines = [f"{report.case.program} under {report.case.transform}: {report.verdict.value}"]
     for stage in report.stages:
