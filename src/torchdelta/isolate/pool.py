@@ -110,7 +110,7 @@ class Pool:
         """Store the settings, and this process's import path as it is now; processes start when the pool is entered.
 
         `workers` is how many queries run at once. `root` is the directory in which the pool makes its own; None is the
-        user's one for temporary files.
+        user's one for temporary files. The class describes the other parameters.
         """
         self._readiness = Readiness(path=list(sys.path), preload=[*preload, _PRELOADED_ALWAYS], warm=warm)
         self.workers, self._forks, self._from_here = workers, forks, from_here

@@ -177,7 +177,7 @@ class _Zygote:
     def _become_worker(self, zygote: int, pipe: int) -> None:
         """In the forked process: leave the zygote's group and pipes, wait for the order at `pipe`, run it and exit.
 
-        It returns only if `pipe` closes without an order. The kernel kills the process if the zygote ends.
+        It returns only if `pipe` closes without an order. On Linux the kernel kills the process if the zygote ends.
         """
         # a session of its own: Ctrl-C at the terminal does not reach it, and its group can be ended as one
         os.setsid()

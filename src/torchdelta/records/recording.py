@@ -85,7 +85,7 @@ def write_recording(recording: Recording, directory: str | os.PathLike[str]) -> 
 def read_recording(directory: str | os.PathLike[str]) -> Recording:
     """Return the record in a directory; raise ReportUnreadable if there is none, or none that can be read.
 
-    The message tells a missing record from a damaged one, and says in both cases to record the graph again.
+    The message tells a missing record from one that cannot be read.
     """
     path = Path(directory) / RECORDING
     try:

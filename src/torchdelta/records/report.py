@@ -177,9 +177,9 @@ def environment_without_torch() -> Environment:
 
 
 def reason_of(report: Report) -> str:
-    """Return one line: the failure, the first reason that a stage has, or the reason of the worst comparison.
+    """Return one line: the failure, else the first reason that a stage has, else the reason of the worst comparison.
 
-    Return an empty text if there is none of them.
+    Return an empty text if there is none of them. Of a failure it is the type and the first line of the message.
     """
     if report.failure is not None:
         return f"{report.failure.type}: {report.failure.message}".splitlines()[0]
