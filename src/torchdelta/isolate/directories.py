@@ -70,7 +70,10 @@ class QueryDirectory:
             directory.mkdir(mode=0o700)
 
     def tell(self, part: str) -> None:
-        """Record that the task begins this part, so that the parent knows where a worker died."""
+        """Append to the file of parts that the task begins this part, so that the parent knows where a worker died.
+
+        Each line break or run of spaces in the name becomes one space.
+        """
         # one unbuffered write: the line is in the file even if the next instruction crashes
         descriptor = os.open(self._parts, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
@@ -89,7 +92,10 @@ class QueryDirectory:
 
 
 def read_tail(path: Path, max_bytes: int) -> str:
-    """Return the last `max_bytes` of a text file, or an empty string if the file does not exist."""
+    """Return the last `max_bytes` of a text file, or an empty string if the file does not exist.
+
+    Bytes that are not UTF-8 are replaced, not refused.
+    """
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -108,6 +114,11 @@ class PoolDirectory:
         self.path = self._root
 
     def __enter__(self) -> PoolDirectory:
+        """Make and lock a new directory with a random name, whose path is then in `path`, and return this object.
+
+        The root is made if it does not exist, and directories that ended pools left in it are removed. Raise
+        EnvironmentUnfit if the root belongs to another user.
+        """
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
         _require_own(self._root)
         sweep(self._root)
@@ -145,7 +156,10 @@ def _require_own(root: Path) -> None:
 
 
 def _open_locked(path: Path) -> IO[bytes] | None:
-    """Return the file, opened and locked, or None if another process holds the lock or has just removed the file."""
+    """Return the file, opened and locked, or None if another process holds the lock or has just removed the file.
+
+    The file is made if it does not exist. It is closed again if None is returned.
+    """
     file = path.open("ab")
     try:
         if _try_lock(file) and os.path.samestat(os.fstat(file.fileno()), path.stat()):
@@ -157,7 +171,10 @@ def _open_locked(path: Path) -> IO[bytes] | None:
 
 
 def _try_lock(file: IO[bytes]) -> bool:
-    """Lock a file without waiting, and return whether that worked. The system unlocks it when this process ends."""
+    """Lock a file without waiting, and return whether that worked; False if another process has it locked.
+
+    The system unlocks the file when it is closed or this process ends.
+    """
     try:
         if sys.platform == "win32":
             import msvcrt
@@ -173,7 +190,10 @@ def _try_lock(file: IO[bytes]) -> bool:
 
 
 def _remove(directory: Path, lock: IO[bytes]) -> None:
-    """Remove a directory and then its lock. If files in it cannot be removed yet, leave both to the next sweep."""
+    """Remove a directory and then the file of its lock, and close the lock.
+
+    If something in the directory cannot be removed yet, the file of the lock stays too, and the next sweep tries again.
+    """
     shutil.rmtree(directory, ignore_errors=True)
     path = Path(lock.name)
     if sys.platform == "win32":  # Windows cannot remove an open file

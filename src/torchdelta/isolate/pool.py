@@ -69,9 +69,10 @@ class Query:
         self._future.cancel()
 
     def result(self) -> Outcome:
-        """Wait for the outcome and return it.
+        """Wait for the outcome and return it. The outcome of a query that was cancelled is the failure `cancelled`.
 
-        After a failure no process of the query is left. After an answer the worker may still be exiting.
+        After a failure no process of the query is left. After an answer the worker may still be exiting. Raise
+        EnvironmentUnfit if no worker could be started.
         """
         try:
             return self._future.result()
@@ -106,6 +107,11 @@ class Pool:
         from_here: bool = False,
         root: Path | None = None,
     ) -> None:
+        """Store the settings, and this process's import path as it is now; processes start when the pool is entered.
+
+        `workers` is how many queries run at once. `root` is the directory in which the pool makes its own; None is the
+        user's one for temporary files. The class describes the other parameters.
+        """
         self._readiness = Readiness(path=list(sys.path), preload=[*preload, _PRELOADED_ALWAYS], warm=warm)
         self.workers, self._forks, self._from_here = workers, forks, from_here
         self._directory = PoolDirectory(root)
@@ -117,6 +123,12 @@ class Pool:
         self._sweeper: ThreadPoolExecutor
 
     def __enter__(self) -> Pool:
+        """Make the pool's directory, start the zygote or the first spawned worker and the threads, and return the pool.
+
+        It does not wait until workers are ready. While the pool is open, several SIGINTs that arrive together are one
+        (`merge_interrupts`). At the end of the pool, all queries are cancelled, all processes end, and the directory is
+        removed.
+        """
         with ExitStack() as stack:
             stack.enter_context(merge_interrupts())
             directory = stack.enter_context(self._directory).path
@@ -144,10 +156,11 @@ class Pool:
         return self._directory.path
 
     def submit(self, task: str, request: Message, *, deadline_s: float, memory_bytes: int | None = None) -> Query:
-        """Queue a task and return its query. The deadline counts from the moment at which a worker starts on it.
+        """Queue a task and return its query at once. The deadline counts from when a worker starts on it.
 
-        Raise UsageError if another process cannot import the task, and ValueError or TypeError if the request is not
-        strict JSON.
+        Without `memory_bytes` the limit is three quarters of the machine's memory. Raise UsageError if another process
+        cannot import the task or a limit is not positive, and ValueError or TypeError if the request is not strict
+        JSON.
         """
         module, _, function = task.partition(":")
         if not function or module == "__main__":
@@ -171,7 +184,12 @@ class Pool:
         memory_bytes: int | None = None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> Outcome:
-        """Run a task, wait for its outcome and return it; `progress` gets each part that the task reports."""
+        """Run a task, wait for its outcome and return it; None for `deadline_s` means that there is no deadline.
+
+        Meanwhile `progress` is called with the name of the part that the task began last, each time that it has
+        changed; very short parts may be skipped. An exception while it waits, such as a KeyboardInterrupt, cancels the
+        query. Raises what `submit` and `Query.result` raise.
+        """
         query = self.submit(
             task, request, deadline_s=NO_END_S if deadline_s is None else deadline_s, memory_bytes=memory_bytes
         )
@@ -188,7 +206,11 @@ class Pool:
             raise
 
     def _run(self, place: QueryDirectory, question: bytes, limits: Limits, is_cancelled: threading.Event) -> Outcome:
-        """Run one query in a worker, and once more if the zygote died with it; return the outcome."""
+        """Run one query in a worker, and once more if the zygote died with it; return the outcome.
+
+        This is what a thread of the pool does for a query. `question` is the content of the file `request.json`. The
+        query's directory is removed afterwards, in the background.
+        """
         outcome, is_lost = self._run_once(place, question, limits, is_cancelled)
         if is_lost and not is_cancelled.is_set():
             # any query may have killed the zygote; if it dies again, this query did
@@ -201,7 +223,10 @@ class Pool:
     def _run_once(
         self, place: QueryDirectory, question: bytes, limits: Limits, is_cancelled: threading.Event
     ) -> tuple[Outcome, bool]:
-        """Run one query in a worker, and return its outcome and whether the worker was lost with its zygote."""
+        """Make the query's directory, run the query in a worker, and return its outcome and whether it was lost.
+
+        It is lost if the worker ended without an answer because its zygote had ended.
+        """
         place.create()
         place.request.write_bytes(question)
         worker = self._starter.start(Order(directory=str(place.directory), memory_bytes=limits.memory_bytes))
@@ -217,10 +242,12 @@ class Pool:
 def merge_interrupts() -> Iterator[None]:
     """Raise one KeyboardInterrupt for several SIGINTs that arrive together, while the block runs.
 
-    A terminal and a parent process may both send one for the same Ctrl-C. A second KeyboardInterrupt while the first
-    is handled can leave one of Python's locks taken for ever, and the next thread that needs the lock hangs.
+    A SIGINT within `SAME_INTERRUPT_S` of one that was raised is dropped. A terminal and a parent process may both send
+    one for the same Ctrl-C. A second KeyboardInterrupt while the first is handled can leave one of Python's locks taken
+    for ever, and the next thread that needs the lock hangs.
 
-    Only the main thread with Python's default handler is changed; a handler of the user's stays.
+    Only the main thread with Python's default handler is changed, and has it back afterwards; a handler of the user's
+    stays.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

@@ -37,7 +37,10 @@ def kill(group: int) -> None:
 
 
 def is_gone(group: int) -> bool:
-    """Return whether no process of a group is left."""
+    """Return whether no process of a group is left.
+
+    A process that has ended counts as left until its parent has collected its status.
+    """
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
@@ -80,7 +83,10 @@ def adopt_orphans() -> bool:
 
 
 def exit_when_closed(descriptor: int) -> None:
-    """Start a thread that kills this process and its group once the other end of a pipe is closed."""
+    """Start a thread that kills this process once the other end of the pipe `descriptor` is closed, and return at once.
+
+    If this process leads its group, the whole group is killed. Bytes that arrive in the pipe are ignored.
+    """
 
     def watch() -> None:
         while os.read(descriptor, 1):
@@ -122,7 +128,10 @@ def _parent_of(process: int) -> int | None:
 
 
 def _anonymous_bytes(process: int) -> int:
-    """Return the memory of a process that does not belong to a file, or 0 if the process has ended."""
+    """Return the bytes in memory of a process that do not belong to a file, shared memory included.
+
+    Return 0 if the process has ended.
+    """
     try:
         lines = (_PROC / str(process) / "status").read_text(errors="replace").splitlines()
     except OSError:

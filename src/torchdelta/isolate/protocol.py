@@ -41,7 +41,10 @@ class Lines:
         self._rest = b""
 
     def read(self) -> list[Message] | None:
-        """Wait for more bytes, and return the messages that are complete; None if the other end is closed."""
+        """Wait for more bytes, and return the messages that are complete now; None if the other end is closed.
+
+        The list is empty if only a part of a message has arrived. Raise ValueError if a line is not a JSON object.
+        """
         piece = os.read(self._descriptor, 1 << 16)
         if not piece:
             return None

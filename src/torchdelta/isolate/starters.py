@@ -127,7 +127,11 @@ class ForkingStarter:
             return self._zygote
 
     def _replace(self) -> None:
-        """Start a new zygote in place of a dead one. Raise EnvironmentUnfit if that one could not even get ready."""
+        """Start a new zygote in place of a dead one, without waiting until it is ready. Raise CancelledError if closed.
+
+        If the dead one was never ready, no zygote from now on warms up a compiler, because that may be what crashed.
+        Raise EnvironmentUnfit, with the end of the log, if the dead one did not warm one up either.
+        """
         if self._is_closed:
             raise CancelledError
         if not self._zygote.was_ready:
@@ -179,6 +183,10 @@ class _ZygoteHandle:
     """A zygote as the parent sees it: messages go out through `send`, and a thread reads its reports."""
 
     def __init__(self, directory: Path, readiness: Readiness, *, from_here: bool = False) -> None:
+        """Start a zygote, tell it what to import, and start the thread that reads its reports; do not wait for it.
+
+        With `from_here` the zygote is a fork of this process, otherwise a new Python.
+        """
         self._directory = directory
         self._numbers = itertools.count()
         self._workers: dict[int, ForkedWorker] = {}
@@ -199,7 +207,10 @@ class _ZygoteHandle:
         return self.was_ready and not self._has_ended
 
     def start(self, order: Order) -> ForkedWorker | None:
-        """Have a worker forked and return it, or None if the zygote has ended."""
+        """Tell the zygote to fork a worker for an order, and return the worker at once; None if the zygote has ended.
+
+        The worker's `group` is None until the zygote reports it.
+        """
         with self._lock:
             if self._has_ended:
                 return None
@@ -209,7 +220,7 @@ class _ZygoteHandle:
         return forked
 
     def send(self, message: Message) -> None:
-        """Send a message; do nothing if the zygote has ended."""
+        """Send a message; do nothing if the zygote has ended or was closed."""
         assert self._process.stdin is not None
         try:
             with self._lock:
@@ -222,7 +233,10 @@ class _ZygoteHandle:
         self._process.kill()
 
     def close(self) -> None:
-        """Let the zygote end its workers and itself, and kill it if that takes too long."""
+        """Let the zygote end its workers and itself, wait for that, and kill it if it takes too long.
+
+        A zygote that is not ready yet is killed at once. Return when the thread that reads its reports has ended too.
+        """
         assert self._process.stdin is not None
         with self._lock:
             self._process.stdin.close()
@@ -236,7 +250,11 @@ class _ZygoteHandle:
         self._listener.join()
 
     def _listen(self) -> None:
-        """Handle the zygote's reports until it ends, and then record the end of all its workers."""
+        """Handle the zygote's reports until it ends; then kill the workers that are left, and record their end.
+
+        Runs in a thread. These workers get no exit status, which marks them as lost. A caller that waits in `is_ready`
+        goes on.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         lines = Lines(self._process.stdout.fileno())
@@ -256,7 +274,10 @@ class _ZygoteHandle:
         self._is_ready_or_ended.set()
 
     def _handle(self, report: Message) -> None:
-        """Record what one report says: the zygote is ready, or a worker has started or ended."""
+        """Record what one report says: the zygote is ready, or a worker has started or ended.
+
+        A start sets the worker's `group`; an end sets its exit status, and the worker is forgotten here.
+        """
         if "ready" in report:
             self.was_ready = True
             self._is_ready_or_ended.set()
@@ -281,7 +302,12 @@ class SpawningStarter:
         self._reserve: SpawnedWorker | None = SpawnedWorker(directory, readiness)
 
     def start(self, order: Order) -> SpawnedWorker:
-        """Give the order to the worker in reserve, and start the next reserve."""
+        """Give the order to the worker in reserve and return it; start the next reserve.
+
+        If the reserve has ended, a new worker takes its place. This waits until the worker has imported everything.
+        Raise CancelledError if the starter is closed, and EnvironmentUnfit if the worker ends before it takes the
+        order.
+        """
         with self._lock:
             if self._is_closed:
                 raise CancelledError
@@ -300,7 +326,10 @@ class SpawningStarter:
         """Do nothing, because there is no zygote."""
 
     def close(self) -> None:
-        """End the worker in reserve, and start no more. Workers with an order are their supervisor's to end."""
+        """End the worker in reserve, wait until it is gone, and start no more workers.
+
+        Workers with an order are their supervisor's to end.
+        """
         with self._lock:
             self._is_closed = True
             reserve, self._reserve = self._reserve, None
@@ -314,6 +343,10 @@ class SpawnedWorker:
     """A worker that is a new Python: it imports everything by itself, and then waits for its order."""
 
     def __init__(self, directory: Path, readiness: Readiness) -> None:
+        """Start a new Python that prints to the start log, and tell it what to import; do not wait for that.
+
+        The process has a session, and so a group, of its own. `readiness.warm` is ignored.
+        """
         self._directory = directory
         with start_log(directory).open("ab") as log:
             self._process = subprocess.Popen(
@@ -339,7 +372,7 @@ class SpawnedWorker:
     def order(self, order: Order) -> None:
         """Wait until the worker has imported everything, and give it its order; no deadline counts until then.
 
-        Raise EnvironmentUnfit if it ends before.
+        Raise EnvironmentUnfit, with the end of the log, if it ends before.
         """
         assert self._process.stdout is not None
         if not self._process.stdout.readline():
@@ -348,7 +381,11 @@ class SpawnedWorker:
         self._send(line_of(vars(order)))
 
     def wait(self, seconds: float) -> int | None:
-        """Return the exit status once the worker and its group are gone, or None if that takes longer."""
+        """Return the exit status once the worker and its group are gone, or None if that takes longer than `seconds`.
+
+        Meanwhile the group gets SIGKILL when the time that `end` set has come. If the worker has ended and others of
+        its group have not, they are ended too. Without process groups (Windows) only the worker counts.
+        """
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             if self._kill_at is not None and time.monotonic() >= self._kill_at:

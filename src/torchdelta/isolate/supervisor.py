@@ -55,7 +55,8 @@ class Outcome:
     ) -> Answer | Failure:
         """Return the answer's field, decoded as a `kind`, or the failure by which the candidate ended the worker.
 
-        `runs_candidate` tells by the name of a part whether the candidate runs in it. Raises:
+        The failure's traceback is what the worker printed. `program` is the name for messages. `runs_candidate` tells
+        by the name of a part whether the candidate runs in it. Raises:
         - the TorchDeltaError that the task raised;
         - RuntimeError if the task raised anything else, because a task catches what a candidate raises;
         - ProgramError if the worker died in a part without a candidate. A timeout is returned from any part.
@@ -117,7 +118,9 @@ def supervise(
 ) -> Outcome:
     """Wait for an answer or the worker's end, end the worker if it exceeds a limit, and return the outcome.
 
-    `abandon` is called if the worker does not end although it was told to.
+    Setting `is_cancelled` ends the worker like a limit. A complete answer counts even if the worker was ended
+    meanwhile. `abandon` is called, once, if the worker is still there some seconds after it was told to end; the wait
+    then goes on.
     """
     started = time.monotonic()
     breach: str | None = None
@@ -147,7 +150,10 @@ def supervise(
 def _breach(
     worker: Worker, place: QueryDirectory, limits: Limits, *, seconds: float, is_cancelled: threading.Event
 ) -> str | None:
-    """Return which limit a running worker exceeds (cancelled, timeout, output, memory), or None."""
+    """Return the first limit that a running worker exceeds (cancelled, timeout, output, memory), or None.
+
+    `seconds` is how long it has run. Memory is not checked if it has no limit or the worker's group is not known.
+    """
     if is_cancelled.is_set():
         return "cancelled"
     if seconds >= limits.deadline_s:
@@ -161,7 +167,11 @@ def _breach(
 
 
 def _outcome(place: QueryDirectory, limits: Limits, status: int, breach: str | None, seconds: float) -> Outcome:
-    """Return the outcome of a worker that has answered or ended, from its files, its status and the breach."""
+    """Return the outcome of a worker that has answered or ended, from its files, its status and the breach.
+
+    The file of the answer decides if it exists: an answer, the exception of the task, or that memory ran out. Otherwise
+    the failure is the breach, or the exit `status` without one. `seconds` is how long the query took.
+    """
     part = place.last_part()
     evidence: dict[str, Any] = {"output": read_tail(place.output, KEPT_OUTPUT_BYTES), "part": part, "seconds": seconds}
     # an answer's file is complete, however its worker ended afterwards
@@ -178,7 +188,10 @@ def _outcome(place: QueryDirectory, limits: Limits, status: int, breach: str | N
 
 
 def _failure(limits: Limits, status: int, breach: str | None, part: str) -> Failure:
-    """Return the failure of a worker that ended without an answer: the breach if there was one, or its exit status."""
+    """Return the failure of a worker that ended without an answer: the breach if there was one, or its exit status.
+
+    A negative status is the number of the signal that ended it. `part` becomes the failure's stage.
+    """
     if breach == "cancelled":
         return Failure.of_cancelled(stage=part)
     if breach == "timeout":

@@ -36,7 +36,11 @@ class Order:
 
 
 def run_query(order: Order) -> NoReturn:
-    """Run the query of a directory, write its answer there, and exit this process."""
+    """Run the query of a directory, write its answer or a description of its exception there, and exit this process.
+
+    The status is 0. If the task calls `sys.exit`, the status is that of the call, and there is no answer. Output goes
+    to a file of the directory, and compilers use a cache in it.
+    """
     place = QueryDirectory(directory=Path(order.directory))
     errors.catch_everything()
     try:
@@ -52,7 +56,10 @@ def run_query(order: Order) -> NoReturn:
 
 
 def import_all(names: list[str]) -> None:
-    """Import modules, and call the functions among `names` (those with a colon), before the first query needs them."""
+    """Import modules, and call the functions among `names` (those with a colon), before the first query needs them.
+
+    Afterwards Python's garbage collector ignores all objects that exist by then. Exceptions are passed on.
+    """
     # imported modules stay alive: looking for garbage among them would take a sixth of the time
     gc.disable()
     try:
@@ -68,7 +75,11 @@ def import_all(names: list[str]) -> None:
 
 
 def main() -> NoReturn:
-    """Run a spawned worker: import the modules of the first message, wait for the order, and run it."""
+    """Run a spawned worker: import the modules of the first message, report `ready`, wait for the order, and run it.
+
+    Messages come in at stdin, and the report goes out at stdout. The process exits if stdin closes before the order,
+    and is killed with its group if stdin closes afterwards, because then the parent has ended.
+    """
     process_groups.die_with_parent(os.getppid())
     orders, reports = os.dup(0), os.dup(1)
     os.dup2(2, 1)
@@ -89,7 +100,10 @@ def main() -> NoReturn:
 
 
 def _answer(question: Message, place: QueryDirectory, order: Order) -> Message:
-    """Call the task, and return the message with its answer or a description of its exception."""
+    """Call the task, and return the message with its answer or a description of its exception (`_describe`).
+
+    An answer that is not a dict, or not strict JSON, counts as an exception of the task. SystemExit is passed on.
+    """
     try:
         answer = {"answer": _load_function(question["task"])(question["request"], place)}
         if not isinstance(answer["answer"], dict):
@@ -105,7 +119,7 @@ def _answer(question: Message, place: QueryDirectory, order: Order) -> Message:
 
 
 def _load_function(task: str) -> Callable[..., Any]:
-    """Return the function that `package.module:function` names."""
+    """Import and return the function that `package.module:function` names; behind the colon, dots lead into classes."""
     module, _, name = task.partition(":")
     value: Any = importlib.import_module(module)
     for part in name.split("."):
@@ -115,7 +129,11 @@ def _load_function(task: str) -> Callable[..., Any]:
 
 
 def _describe(error: BaseException, order: Order) -> Message:
-    """Return the message about a task's exception; running out of memory under a limit has a message of its own."""
+    """Return the message about a task's exception: its type, message and traceback under the key `raised`.
+
+    Its `error` is the name of the torchdelta error that the exception is, or None. Running out of memory under a limit
+    is the message `{"memory": text}` instead.
+    """
     if order.memory_bytes is not None and _is_out_of_memory(error):
         return {"memory": str(error)}
     kind = type(error)
@@ -131,7 +149,10 @@ def _describe(error: BaseException, order: Order) -> Message:
 
 
 def _redirect_output(output: Path) -> None:
-    """Send everything that this process and its children print to a file, line by line; input is empty."""
+    """Send everything that this process and its children print to the file `output`, line by line; stdin is empty.
+
+    Existing content of the file stays.
+    """
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (descriptor, 1), (descriptor, 2)):
@@ -144,7 +165,11 @@ def _redirect_output(output: Path) -> None:
 
 
 def _set_limits(order: Order) -> None:
-    """Print Python's stack on a crash or SIGTERM, write no core dumps, and limit the address space."""
+    """Print Python's stack on a crash or SIGTERM, write no core dumps, and limit the address space.
+
+    The limit is what is mapped now plus twice `memory_bytes`; there is none without `memory_bytes` or without /proc. On
+    Windows only crashes print the stack, and nothing is limited.
+    """
     faulthandler.enable()
     if sys.platform == "win32":
         return
@@ -181,7 +206,7 @@ def _exit_status(error: SystemExit) -> int:
 
 
 def _exit(status: int) -> NoReturn:
-    """Write out all buffers and end this process without the interpreter's shutdown."""
+    """Flush the buffers of Python and of C, and end this process without the interpreter's shutdown."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     if sys.platform != "win32":

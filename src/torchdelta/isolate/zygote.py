@@ -54,6 +54,10 @@ class _WorkerProcess:
 
 class _Zygote:
     def __init__(self, orders: int, reports: int) -> None:
+        """Keep the descriptors of both pipes, and have the end of each child (SIGCHLD) wake up `serve`.
+
+        `orders` is where messages of the parent come in, and `reports` where those to the parent go out.
+        """
         self._orders, self._reports = orders, reports
         self._lines = Lines(orders)
         self._parent = os.getppid()
@@ -67,7 +71,11 @@ class _Zygote:
         signal.set_wakeup_fd(self._wakeup_writer, warn_on_full_buffer=False)
 
     def get_ready(self) -> None:
-        """Read the first message, import what it names, fork the first worker, and report that orders may come."""
+        """Read the first message, import what it names, fork the first worker, and report that orders may come.
+
+        A compiler is warmed up if the message says so. Orders that came with the message are carried out. The process
+        exits if the parent closes the pipe before.
+        """
         messages: list[Message] = []
         while not messages:
             more = self._lines.read()
@@ -90,7 +98,10 @@ class _Zygote:
             self._carry_out(order)
 
     def serve(self) -> None:
-        """Carry out orders until their pipe closes or the parent ends, then end all workers."""
+        """Carry out orders until their pipe closes or the parent ends; then end all workers, and return.
+
+        In between, it collects children that ended, kills overdue groups, and uses idle time (`_do_idle_work`).
+        """
         while True:
             readable, _, _ = select.select([self._orders, self._wakeup_reader], [], [], self._wait_s())
             if self._wakeup_reader in readable:
@@ -111,7 +122,10 @@ class _Zygote:
         self._end_all()
 
     def _carry_out(self, order: Message) -> None:
-        """Do what one message of the parent says: start, end or dismiss a worker."""
+        """Do what one message of the parent says: start, end or dismiss the worker of a number.
+
+        A dismissed worker has a grace period to exit by itself before SIGKILL. A number without a worker is ignored.
+        """
         if "start" in order:
             self._start(order["start"], order["order"])
             return
@@ -123,7 +137,10 @@ class _Zygote:
                 child.kill_at = time.monotonic() + process_groups.GRACE_S
 
     def _start(self, number: int, order: Message) -> None:
-        """Give an order to the worker in reserve, or to a new one if the reserve died, and report its process."""
+        """Give an order to the worker in reserve, or to a new one if there is none or it died, and report its process.
+
+        From then on the worker is known by `number`, and the reserve is empty.
+        """
         line = line_of(order)
         while True:
             process, pipe = self._reserve or self._fork()
@@ -139,7 +156,10 @@ class _Zygote:
         self._report({"started": number, "process": process})
 
     def _fork(self) -> tuple[int, int]:
-        """Fork a worker that waits for its order, and return its process and the pipe for the order."""
+        """Fork a worker that waits for its order, and return its process id and the pipe into which to write the order.
+
+        In the fork this never returns.
+        """
         zygote = os.getpid()
         reader, pipe = os.pipe()
         process = os.fork()
@@ -155,7 +175,10 @@ class _Zygote:
         return process, pipe
 
     def _become_worker(self, zygote: int, pipe: int) -> None:
-        """In the forked process: leave the zygote's group and pipes, wait for the order, and run it."""
+        """In the forked process: leave the zygote's group and pipes, wait for the order at `pipe`, run it and exit.
+
+        It returns only if `pipe` closes without an order. On Linux the kernel kills the process if the zygote ends.
+        """
         # a session of its own: Ctrl-C at the terminal does not reach it, and its group can be ended as one
         os.setsid()
         process_groups.die_with_parent(zygote)
@@ -171,7 +194,10 @@ class _Zygote:
         worker.run_query(worker.Order(**orders[0]))
 
     def _reap(self) -> None:
-        """Collect the exit status of every child that ended, and end the rest of its group."""
+        """Collect the exit status of every child that has ended, without waiting, and end the rest of a worker's group.
+
+        The status of a child that is not a worker is dropped.
+        """
         while True:
             try:
                 process, status = os.waitpid(-1, os.WNOHANG)
@@ -185,14 +211,14 @@ class _Zygote:
                 self._end(child)
 
     def _end(self, child: _WorkerProcess) -> None:
-        """Send SIGTERM to a worker's group, once, and set the time for SIGKILL."""
+        """Send SIGTERM to a worker's group and set the time for SIGKILL; do nothing the second time."""
         if not child.is_terminated:
             child.is_terminated = True
             process_groups.terminate(child.process)
             child.kill_at = time.monotonic() + process_groups.GRACE_S
 
     def _kill_overdue_and_report_ended(self) -> None:
-        """Send SIGKILL to groups whose time is up, and report the workers whose whole group is gone."""
+        """Send SIGKILL to groups whose time is up; report and forget the workers whose whole group is gone."""
         now = time.monotonic()
         for child in list(self._workers.values()):
             if child.kill_at is not None and now >= child.kill_at:
@@ -203,7 +229,7 @@ class _Zygote:
                 self._may_have_strays = True
 
     def _do_idle_work(self) -> None:
-        """While no message waits: end daemons that workers left behind, and fork the next worker."""
+        """While no message waits: end daemons that ended workers left behind, and fork the reserve if there is none."""
         if self._may_have_strays:
             self._may_have_strays = False
             self._end_strays()
@@ -211,7 +237,11 @@ class _Zygote:
             self._reserve = self._fork()
 
     def _end_strays(self) -> None:
-        """Kill the processes that left a worker's group and whose parent ended: a query may not leave daemons."""
+        """Kill the processes that left a worker's group and whose parent ended: a query may not leave daemons.
+
+        These are the zygote's children that are neither workers nor the reserve. Return when they and their children
+        are gone. Without /proc none are found.
+        """
         own = {*self._workers, *(() if self._reserve is None else (self._reserve[0],))}
         while strays := [child for child in process_groups.children_of(os.getpid()) if child not in own]:
             for stray in strays:
@@ -221,7 +251,10 @@ class _Zygote:
                 os.waitpid(stray, 0)
 
     def _end_all(self) -> None:
-        """End every worker, the one in reserve and all strays; return when they are gone."""
+        """End every worker, the one in reserve and all strays, and forget them; return when they are gone.
+
+        Workers get SIGTERM and a grace period, the others SIGKILL at once.
+        """
         deadline = time.monotonic() + process_groups.GRACE_S
         for child in self._workers.values():
             process_groups.terminate(child.process)
@@ -235,7 +268,12 @@ class _Zygote:
         self._end_strays()
 
     def _wait_s(self) -> float:
-        """Return how many seconds `serve` may wait for messages before it has something else to do."""
+        """Return how many seconds `serve` may wait for messages before it has something else to do.
+
+        - `_SOON_S` while a group is to be killed.
+        - While idle work is left: `_SHORT_S` if workers run, and 0 if none does.
+        - Otherwise `_PARENT_CHECK_S`, after which it checks that the parent lives.
+        """
         if any(child.kill_at is not None for child in self._workers.values()):
             return _SOON_S
         if self._reserve is None or self._may_have_strays:
@@ -244,7 +282,7 @@ class _Zygote:
         return _PARENT_CHECK_S
 
     def _report(self, message: Message) -> None:
-        """Send a message to the parent; if the parent is gone, end all workers and this process."""
+        """Send a message to the parent; if the parent is gone, end all workers and exit this process."""
         try:
             os.write(self._reports, line_of(message))
         except BrokenPipeError:
@@ -265,7 +303,10 @@ def _drain(descriptor: int) -> None:
 
 
 def main() -> None:
-    """Run as a zygote until the parent closes the pipe: orders come in at stdin, reports go out at stdout."""
+    """Run as a zygote until the parent closes the pipe, and exit: orders come in at stdin, reports go out at stdout.
+
+    Interrupts (SIGINT) are ignored. What imported code prints goes to stderr.
+    """
     # threads without work sleep, and leave the machine to the other workers
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     faulthandler.enable()

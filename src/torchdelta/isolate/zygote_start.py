@@ -32,7 +32,11 @@ def is_forkable() -> bool:
 
 
 def start_zygote(log: Path) -> subprocess.Popen[bytes]:
-    """Start a zygote as a new Python that has not imported anything yet, and prints to the file `log`."""
+    """Start a zygote as a new Python that has not imported anything yet, and prints to the file `log`; return it.
+
+    Orders are written to the process's stdin, and reports read from its stdout. It has a session of its own, so that
+    Ctrl-C at the terminal does not reach it.
+    """
     with log.open("ab") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "torchdelta.isolate.zygote"],
@@ -53,6 +57,10 @@ class ForkedZygote:
     """A zygote that was forked from this process, with the part of `subprocess.Popen`'s interface that is needed."""
 
     def __init__(self, log: Path) -> None:
+        """Fork the zygote, which prints to the file `log`; orders go to `stdin`, and reports come from `stdout`.
+
+        In the fork this never returns.
+        """
         orders_reader, orders = os.pipe()
         reports, reports_writer = os.pipe()
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -78,7 +86,10 @@ class ForkedZygote:
                 os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for its end. Raise subprocess.TimeoutExpired if that takes longer than `timeout` seconds."""
+        """Wait for its end. Raise subprocess.TimeoutExpired if that takes longer than `timeout` seconds.
+
+        Without a timeout, wait for ever.
+        """
         until = float("inf") if timeout is None else time.monotonic() + timeout
         while not self._is_reaped():
             if time.monotonic() > until:
@@ -87,7 +98,10 @@ class ForkedZygote:
             time.sleep(_SOON_S)
 
     def _is_reaped(self) -> bool:
-        """Return whether the process has ended, and collect its status if so."""
+        """Return whether the process has ended, and collect its status if so; do not wait.
+
+        It also counts as ended if other code in this process has collected its status.
+        """
         with self._lock:
             if not self._is_gone:
                 with contextlib.suppress(ChildProcessError):
@@ -98,7 +112,11 @@ class ForkedZygote:
 
 
 def _become_zygote(orders: int, reports: int, output: int) -> None:
-    """In the forked process: take over the pipes, close everything else, and run as a zygote; never return."""
+    """In the forked process: take over the pipes, close every other descriptor, run as a zygote, and exit.
+
+    `orders` becomes stdin, `reports` stdout, and `output` stderr. An exception is printed there, and the status is then
+    1.
+    """
     try:
         os.setsid()
         for descriptor, standard in ((orders, 0), (reports, 1), (output, 2)):

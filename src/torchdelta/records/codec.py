@@ -70,7 +70,10 @@ _REMEDIES = {
 
 
 def to_json(report: Saved) -> str:
-    """Return a report, an audit or any other saved record as strict JSON."""
+    """Return a report, an audit or any other saved record as strict JSON, indented and with a line break at the end.
+
+    The key `kind` comes first and says which record it is; a report has none.
+    """
     name = _name_of(type(report))
     kind = {} if name == _REPORT else {"kind": name}
     return to_text({**kind, **encode(report)}, indent=2) + "\n"
@@ -83,9 +86,10 @@ def from_json(text: str, kind: type[_Saved]) -> _Saved: ...
 @overload
 def from_json(text: str, kind: None) -> Saved: ...
 def from_json(text: str, kind: Any = Report) -> Saved:
-    """Return the report that `to_json` was given; raise ReportUnreadable if the text is not one.
+    """Return the report that `to_json` turned into `text`; raise ReportUnreadable if the text is not one.
 
-    `kind` is the class of the record that is expected instead; with None any kind is read.
+    `kind` is the class of the record that is expected instead; with None any kind is read. A record of another kind or
+    another schema version is refused too.
     """
     try:
         data = from_text(text)
@@ -112,9 +116,10 @@ def from_json(text: str, kind: Any = Report) -> Saved:
 
 
 def write_report(report: Saved, path: str | os.PathLike[str]) -> None:
-    """Write a saved record to a file; a reader never sees a part of it.
+    """Write a saved record to a file as JSON, in one step: a reader never sees a part of it.
 
-    Raise UsageError if the file cannot be written.
+    A link stays, and the file that it points to is replaced. A pipe or a device is written to directly. Raise
+    UsageError if the file cannot be written.
     """
     text = to_json(report)
     try:
@@ -135,9 +140,9 @@ def read_report(path: str | os.PathLike[str], kind: type[_Saved]) -> _Saved: ...
 @overload
 def read_report(path: str | os.PathLike[str], kind: None) -> Saved: ...
 def read_report(path: str | os.PathLike[str], kind: Any = Report) -> Saved:
-    """Return the report in a file, or a record of another `kind` (None: of any kind).
+    """Return the report in a file, or the record of another class `kind` (None: of any kind).
 
-    Raise ReportUnreadable, with the name of the file, if there is none.
+    Raise ReportUnreadable, with the name of the file, if it cannot be read or holds no such record.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -154,7 +159,12 @@ def _name_of(record: type[Saved]) -> str:
 
 
 def encode(value: Any) -> Any:
-    """Return a record, or any value that a record holds, as JSON's own types."""
+    """Return a record, or any value that a record holds, as JSON's own types.
+
+    A record or mapping becomes a dict with text as keys, a tuple a list, an enum member its value. A float that is not
+    finite becomes its word, such as "nan"; a text that is such a word gets a backslash. Any other value is returned as
+    it is.
+    """
     if isinstance(value, enum.Enum):
         return value.value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -171,9 +181,10 @@ def encode(value: Any) -> Any:
 
 
 def decode(hint: Any, data: Any, where: str) -> Any:
-    """Return the value of type `hint` that `data` encodes.
+    """Return the value of type `hint` that `data`, as `encode` returned it, encodes.
 
-    Raise ReportUnreadable if `data` encodes no such value; `where` is the place that the message names.
+    Raise ReportUnreadable if `data` encodes no such value; `where` is the place that the message names, such as
+    `report.stages[0]`. Where `hint` is Any, every JSON value is accepted, and lists stay lists.
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
@@ -201,7 +212,10 @@ def decode(hint: Any, data: Any, where: str) -> Any:
 
 
 def _decode_union(members: tuple[Any, ...], data: Any, where: str) -> Any:
-    """Return the value that `data` encodes of an optional type (`X | None`) or of a `Scalar`."""
+    """Return the value that `data` encodes of an optional type (`X | None`) or of a `Scalar`.
+
+    `members` are the types of the union. Raise ReportUnreadable if `data` is of none of them.
+    """
     if data is None and type(None) in members:
         return None
     others = [member for member in members if member is not type(None)]
@@ -215,7 +229,10 @@ def _decode_union(members: tuple[Any, ...], data: Any, where: str) -> Any:
 
 
 def _decode_plain(data: Any) -> Any:
-    """Return the value that `data` encodes where the type hint is `Any`."""
+    """Return the value that `data` encodes where the type hint is `Any`: dicts and lists stay, at any depth.
+
+    The words "nan", "inf" and "-inf" become floats, and the backslash that `encode_text` added is removed.
+    """
     if isinstance(data, dict):
         return {key: _decode_plain(item) for key, item in data.items()}
     if isinstance(data, list):
@@ -226,7 +243,10 @@ def _decode_plain(data: Any) -> Any:
 
 
 def _decode_float(data: Any, where: str) -> float:
-    """Return a number as a float, also one that is not finite; raise ReportUnreadable if it is not a number."""
+    """Return a number as a float, also one that is not finite; raise ReportUnreadable if it is not a number.
+
+    A bool is not a number here, and an integer that is too large for a float is refused as well.
+    """
     if isinstance(data, str) and data in NON_FINITE:
         return NON_FINITE[data]
     if isinstance(data, bool) or not isinstance(data, (int, float)):
@@ -238,7 +258,11 @@ def _decode_float(data: Any, where: str) -> float:
 
 
 def _decode_record(record: Any, data: dict[str, Any], where: str) -> Any:
-    """Return an instance of a dataclass; raise ReportUnreadable if a field is unknown, missing or refused by it."""
+    """Return an instance of the dataclass `record` from a dict with exactly its fields, each decoded by its type hint.
+
+    Raise ReportUnreadable if a field is unknown, missing (even one with a default) or of another type, or if the
+    dataclass itself refuses the values with a UsageError.
+    """
     hints = _hints(record)
     names = [field.name for field in dataclasses.fields(record)]
     if unknown := [name for name in data if name not in names]:

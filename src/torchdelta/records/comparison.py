@@ -51,7 +51,7 @@ class Measurement:
 
     @classmethod
     def of(cls, numbers: dict[str, Any]) -> Measurement:
-        """Return a measurement of all numbers by name.
+        """Return a measurement with these numbers, which must name every field; nothing is checked.
 
         The constructor would set each field apart, which takes longer than measuring a small tensor.
         """
@@ -71,7 +71,10 @@ class Measurement:
 
     @property
     def sqnr_db(self) -> float:
-        """Signal to noise in dB, the reference being the signal; infinite without error."""
+        """Signal to noise in dB over the elements that are finite on both sides, the reference being the signal.
+
+        Infinite without any error; minus infinity if there is an error and the reference is zero everywhere.
+        """
         if self.square_error == 0.0:
             return math.inf
         if self.square_reference == 0.0:

@@ -106,9 +106,9 @@ class Sweep:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst verdict if it is a failure, otherwise equivalent.
+        """The worst verdict if it is a failure, otherwise equivalent; inconclusive if no operator was swept.
 
-        An inconclusive operator among hundreds says nothing about the others.
+        An inconclusive operator among hundreds says nothing about the others, so it does not count.
         """
         worst = worst_of(each.verdict for each in self.swept)
         return worst if worst.is_failure or not self.swept else Verdict.EQUIVALENT

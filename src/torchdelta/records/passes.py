@@ -49,7 +49,12 @@ class PassRow:
 
     @property
     def effect(self) -> str:
-        """The effect on the graph in a word or two: `unchanged`, `equivalent`, `diverged`, `inherited`, …"""
+        """The effect on the graph in a word or two: `not run`, `unchanged`, `inherited`, `not asked`, or a verdict.
+
+        `unchanged` is the word for a pass that did not fail either. `inherited` means that the graph fails against the
+        original one, but not against the one before this pass. Otherwise the word is the verdict `introduced`, or `not
+        asked` if it is None.
+        """
         if not self.has_run:
             return "not run"
         if not self.changed and self.failure is None:
@@ -100,7 +105,11 @@ class PassFinding:
 
 
 def _lines(pipeline: Pipeline) -> Iterator[str]:
-    """Yield the text of a pipeline: a headline, one line for each pass, and the notes."""
+    """Yield the text of a pipeline: a headline, one line for each pass, and the notes.
+
+    The headline names the first guilty pass, if there is one. A pass that changed nothing and did not fail has no
+    culprit or reason on its line, but its note.
+    """
     first = pipeline.first
     where = f", and {first.name} is the first to go wrong" if first is not None else ""
     yield f"{pipeline.case.program} under {len(pipeline.rows)} passes: {pipeline.verdict.value}{where}"

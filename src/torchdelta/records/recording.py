@@ -58,6 +58,7 @@ class Recording:
     """Facts that a repro cannot show, in sentences."""
 
     def __post_init__(self) -> None:
+        """Raise UsageError if the level is not one of `LEVELS`, or if no case could have the stages."""
         if self.level not in LEVELS:
             raise UsageError(
                 f"a graph of the level {self.level!r} cannot be recorded: it is one of {', '.join(LEVELS)}"
@@ -67,7 +68,7 @@ class Recording:
 
 
 def recording_of(program: object) -> Recording | None:
-    """Return the record of a program that is a recorded directory, or None if it is another program.
+    """Return the record of a program that is the path of a recorded directory, or None if it is any other program.
 
     ReportUnreadable if the program is a directory without a record, or with one that cannot be read.
     """
@@ -82,7 +83,10 @@ def write_recording(recording: Recording, directory: str | os.PathLike[str]) -> 
 
 
 def read_recording(directory: str | os.PathLike[str]) -> Recording:
-    """Return the record of a directory; raise ReportUnreadable if there is none, or none that can be read."""
+    """Return the record in a directory; raise ReportUnreadable if there is none, or none that can be read.
+
+    The message tells a missing record from one that cannot be read.
+    """
     path = Path(directory) / RECORDING
     try:
         document = _FORMAT.read(path)
@@ -100,9 +104,14 @@ def read_recording(directory: str | os.PathLike[str]) -> Recording:
 
 
 def complete(program: object, options: CheckOptions) -> CheckOptions:
-    """Return options that name a transform or candidate and a policy, each from the program's recording if left open.
+    """Return a copy of the options; a policy, stages and a transform that they lack come from the program's recording.
 
-    UsageError if neither the options nor a recording name a transform.
+    - Policy: that of the recording, or the default one for a program that is not a recorded directory.
+    - Stages: those of the recording, which may be None.
+    - Transform, if no candidate is named: that of the recording, with its options unless the caller set some.
+
+    UsageError if neither the options nor a recording name a transform or candidate; ReportUnreadable if the program is
+    a directory without a readable record.
     """
     recording = recording_of(program)
     policy = recording.policy if recording is not None else Case.policy

@@ -163,7 +163,10 @@ class Report:
 
 
 def environment_without_torch() -> Environment:
-    """Return the environment of this process without importing torch, whose version is read from its metadata."""
+    """Return the environment of this process without importing torch, whose version is read from its metadata.
+
+    The version is `not installed` if there is no torch.
+    """
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -174,7 +177,10 @@ def environment_without_torch() -> Environment:
 
 
 def reason_of(report: Report) -> str:
-    """Return one line: the failure, the first reason that a stage has, or the reason of the worst comparison."""
+    """Return one line: the failure, else the first reason that a stage has, else the reason of the worst comparison.
+
+    Return an empty text if there is none of them. Of a failure it is the type and the first line of the message.
+    """
     if report.failure is not None:
         return f"{report.failure.type}: {report.failure.message}".splitlines()[0]
     worst = max(report.comparisons, key=lambda comparison: comparison.rank, default=None)
@@ -187,7 +193,12 @@ def diverged_comparisons(report: Report) -> list[Comparison]:
 
 
 def explain_verdict(report: Report) -> str:
-    """Return one line on why a report is not equivalent: the stage, the leaf, the reason and the values there."""
+    """Return one line on why a report is not equivalent: the stage, the leaf, the reason and the values there.
+
+    The stage is the first of those with the worst verdict, and the leaf its worst with the same verdict; if no leaf has
+    it, the line has the stage's own reason. For a report with a failure it is `reason_of`. The report must have a
+    failure or a stage.
+    """
     if report.failure is not None:
         return reason_of(report)
     worst = max(report.stages, key=lambda stage: stage.verdict.severity)
@@ -198,7 +209,11 @@ def explain_verdict(report: Report) -> str:
 
 
 def evidence_of(report: Report) -> str:
-    """Return the message of an exception: the verdict, the worst comparisons with their values, and the notes."""
+    """Return the message of an exception: the verdict, the worst comparisons with their values, and the notes.
+
+    The message has several lines. Each stage has its reason, if it has one, and at most five comparisons that are not
+    equivalent, the worst first. The report's `failure` is not in it.
+    """
     lines = [f"{report.case.program} under {report.case.transform}: {report.verdict.value}"]
     for stage in report.stages:
         if stage.reason:

@@ -19,7 +19,11 @@ MOST = 3
 
 
 def signatures_of(report: Report) -> tuple[Signature, ...]:
-    """Return each signature once: the earliest stage first, and in a stage the worst leaf's first."""
+    """Return each signature of a report once: the earliest stage first, and in a stage the worst leaf's first.
+
+    A report with a failure has the signature of the failure alone. A stage that diverged without a leaf that did has a
+    signature of the type `structure`; such signatures come last. A report without a divergence has none.
+    """
     if report.failure is not None:
         return (report.failure.signature,)
     signatures = dict.fromkeys(signature for signature, _ in diverged_leaves(report))
@@ -30,7 +34,10 @@ def signatures_of(report: Report) -> tuple[Signature, ...]:
 
 
 def diverged_leaves(report: Report) -> tuple[tuple[Signature, str], ...]:
-    """Return signature and path of each leaf that diverged: the earliest stage first, and in a stage the worst."""
+    """Return (signature, path) of each leaf that diverged: the earliest stage first, and in a stage the worst leaf.
+
+    Inconclusive leaves are not among them, and the report's `failure` is not looked at.
+    """
     return tuple(
         (_describe(comparison, stage.name), comparison.path)
         for stage in report.stages
@@ -40,7 +47,10 @@ def diverged_leaves(report: Report) -> tuple[tuple[Signature, str], ...]:
 
 
 def keep_only(report: Report, wanted: Signature) -> Report:
-    """Return the report without the comparisons that diverged with another signature."""
+    """Return a copy of the report without the leaves that diverged with another signature than `wanted`.
+
+    Leaves that did not diverge stay, and so do all verdicts. A report with a failure is returned unchanged.
+    """
     if report.failure is not None:
         return report
     stages = tuple(
@@ -58,7 +68,11 @@ def keep_only(report: Report, wanted: Signature) -> Report:
 
 
 def _describe(comparison: Comparison, stage: str) -> Signature:
-    """Return the signature of a leaf that diverged."""
+    """Return the signature of a leaf that diverged; `stage` is the name of its stage.
+
+    Its type are the broken clauses that are not excused, with commas between them. If there are none, it is `not
+    finite` (a NaN or Inf is misplaced) or `values`, and the signature has the order of magnitude of the error.
+    """
     clauses = sorted({breach.clause for breach in comparison.contract if not breach.excused})
     if clauses:
         return Signature(kind="divergence", stage=stage, type=",".join(clauses), message="")
@@ -73,7 +87,10 @@ def _describe(comparison: Comparison, stage: str) -> Signature:
 
 
 def _magnitude(comparison: Comparison) -> int:
-    """Return the order of magnitude of error over allowed error, from 0 to MOST."""
+    """Return the order of magnitude of error over allowed error, from 0 to MOST.
+
+    It is also MOST if the ratio is infinite, or zero because nothing was measured.
+    """
     ratio = comparison.ratio
     if ratio == 0.0 or math.isinf(ratio):  # an exact comparison knows only equal and different
         return MOST

@@ -78,7 +78,10 @@ def read_json(path: Path, *, remedy: str) -> Any:
 
 
 def write_json(path: Path, data: Any, *, indent: int | None = None) -> None:
-    """Replace a file by strict JSON, compact unless `indent` is set; raise UsageError if it cannot be written."""
+    """Replace a file by strict JSON, compact unless `indent` is set; raise UsageError if it cannot be written.
+
+    ValueError or TypeError if `data` holds anything but JSON's own types, or a NaN; then the file is as before.
+    """
     text = to_text(data, indent=indent, is_compact=indent is None) + "\n"
     try:
         replace_file(path, lambda file: file.write_text(text, encoding="utf-8"))
@@ -89,7 +92,8 @@ def write_json(path: Path, data: Any, *, indent: int | None = None) -> None:
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a new file and move it to `path`: a reader sees the old content or all of the new.
 
-    Errors of `write` are passed on; then the old content is still there.
+    `write` gets the path of the new file, which is beside the old one. Errors of `write` are passed on; then the old
+    content is still there, and the new file is removed.
     """
     # not from `tempfile`, whose files are private: a report is as readable as any other file of the user
     unfinished = path.parent / f".torchdelta-{os.urandom(8).hex()}"
@@ -116,9 +120,9 @@ class FileFormat:
         write_json(path, {**header, **content}, indent=indent)
 
     def read(self, path: Path) -> dict[str, Any]:
-        """Return the content of a file without format and version.
+        """Return the content of a file, a dict, without the entries for format and version.
 
-        Raise ReportUnreadable if it cannot be read, is of another format or has another version.
+        Raise ReportUnreadable if it cannot be read, is not strict JSON, is of another format or has another version.
         """
         document = read_json(path, remedy=self.remedy)
         entries = document if isinstance(document, dict) else {}

@@ -42,7 +42,11 @@ def print_audit(audit: Audit, console: Console | None = None, *, verbose: bool =
 
 
 def _parts(audit: Audit, *, verbose: bool) -> Iterator[RenderableType]:
-    """Yield the parts of the report in order: catch rate, settings, control, table, and faults that were not caught."""
+    """Yield the parts of the report in order: catch rate, settings, control, table, and faults that were not caught.
+
+    Before the last part come the kinds of fault that the program has no place for. Faults that were missed,
+    inconclusive or crashed are listed one by one if `verbose`; otherwise a line says that `--verbose` shows them.
+    """
     case = audit.case
     yield Text.assemble((_catch_rate_text(audit), "bold"), f"  {case.program} under {case.transform}")
     yield Text(f"  {', '.join(case.stages)}, policy {case.policy}, seed {case.seed}", style="dim")
@@ -61,7 +65,10 @@ def _parts(audit: Audit, *, verbose: bool) -> Iterator[RenderableType]:
 
 
 def _catch_rate_text(audit: Audit) -> str:
-    """Return how many of the faults that had an effect were caught."""
+    """Return how many of the faults that had an effect were caught, also as a percentage.
+
+    If there are none, return that no fault had an effect, or that none could be planted.
+    """
     caught, effective = (
         count(audit.trials, TrialOutcome.CAUGHT),
         len(audit.trials) - count(audit.trials, TrialOutcome.NO_EFFECT),
@@ -72,7 +79,10 @@ def _catch_rate_text(audit: Audit) -> str:
 
 
 def _control_lines(audit: Audit) -> Iterator[Text]:
-    """Yield the verdict without a fault, and a warning if it is not equivalent."""
+    """Yield a line with the verdict of the control, which has no fault, and a warning if it is not equivalent.
+
+    The verdict is then followed by its reason.
+    """
     if audit.control is Verdict.EQUIVALENT:
         yield Text.assemble("  without a fault  ", ("equivalent", "green"))
         return
@@ -85,7 +95,11 @@ def _control_lines(audit: Audit) -> Iterator[Text]:
 
 
 def _table(audit: Audit) -> Table:
-    """Return a table of outcomes with a row for each kind of fault, and a total."""
+    """Return a table of outcomes with a row for each kind of fault, and a last row with the totals and the catch rate.
+
+    The columns are the number of planted faults and that of each outcome; `crashed` and `no effect` have a column only
+    if they occur.
+    """
     shown = [outcome for outcome in _COLUMNS if outcome not in _RARE or count(audit.trials, outcome) > 0]
     table = plain_table()
     table.add_column("kind", overflow="fold")

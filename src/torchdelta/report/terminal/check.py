@@ -45,7 +45,10 @@ _NOTES = 6
 
 
 def print_report(report: Report, console: Console | None = None, *, verbose: bool = False) -> None:
-    """Print the report; `verbose` shows every leaf, reason and note, the traceback and the cost."""
+    """Print the report; `verbose` shows every leaf, reason and note, the traceback and the cost.
+
+    Without a console it is printed on stdout.
+    """
     console = console or console_for_stdout()
     parts = [headline(report), *_stage_lines(report), *_comparison_parts(report, width=console.width, verbose=verbose)]
     remarks = [
@@ -62,7 +65,10 @@ def print_report(report: Report, console: Console | None = None, *, verbose: boo
 
 
 def _stage_lines(report: Report) -> Iterator[Text]:
-    """Yield a line for each stage: its verdict and a summary, or that it did not run."""
+    """Yield a line for each stage: its verdict and a summary, or that it did not run.
+
+    Stages that the case asks for and that did not run come last.
+    """
     for stage in report.stages:
         yield Text.assemble(
             f"  {stage.name:<9}  ", (f"{stage.verdict.value:<12}", STYLE[stage.verdict]), f"  {_stage_summary(stage)}"
@@ -74,7 +80,11 @@ def _stage_lines(report: Report) -> Iterator[Text]:
 
 
 def _stage_summary(stage: Stage) -> str:
-    """Return how many leaves were compared, and how many of them are not equivalent, or else bitwise identical."""
+    """Return how many leaves were compared, and how many of them have which verdict other than equivalent.
+
+    If all are equivalent, return how many are bitwise identical, and the resolution (`_resolution_text`). Leaves
+    without a measurement count as identical. The text for a stage without comparisons is "nothing compared".
+    """
     if not stage.comparisons:
         return "nothing compared"
     total = len(stage.comparisons)
@@ -106,7 +116,11 @@ def _worst_first(report: Report) -> list[tuple[str, Comparison]]:
 
 
 def _comparison_parts(report: Report, *, width: int, verbose: bool) -> Iterator[RenderableType]:
-    """Yield the worst comparisons, as a table or on lines of their own, and how many are not shown."""
+    """Yield the worst comparisons of all stages, as a table or on lines of their own, and how many are not shown.
+
+    The table needs a `width` of at least TABLE_COLUMNS. Without `verbose`, leaves that were not measured are left out,
+    and only the first few others are shown, fewer if the report is equivalent. Yield nothing if there is no comparison.
+    """
     rows = [comparison for _, comparison in _worst_first(report) if verbose or comparison.measurement is not None]
     limit = _ROWS_WHEN_EQUIVALENT if report.verdict is Verdict.EQUIVALENT else _ROWS_OTHERWISE
     shown = rows if verbose else rows[:limit]
@@ -118,7 +132,10 @@ def _comparison_parts(report: Report, *, width: int, verbose: bool) -> Iterator[
 
 
 def _table(rows: list[Comparison]) -> Table:
-    """Return a table with a row for each comparison: error, allowed error, and the worst element with its values."""
+    """Return a table with a row for each comparison: error, allowed error, and the worst element with its values.
+
+    The values are those of reference, candidate and truth; the cells are empty if there is no worst element.
+    """
     table = plain_table()
     table.add_column("")
     table.add_column("leaf", overflow="fold")
@@ -139,7 +156,11 @@ def _table(rows: list[Comparison]) -> Table:
 
 
 def _comparison_lines(comparison: Comparison) -> RenderableType:
-    """Return one comparison on lines of its own, for a terminal that is too narrow for the table."""
+    """Return one comparison on lines of its own, for a terminal that is too narrow for the table.
+
+    The first line has path, error and allowed error; a second one has the worst element with its values, if there is
+    one.
+    """
     lines = [
         Text.assemble(
             comparison.path, (f": error {number(comparison.error)}, allowed {number(comparison.allowed)}", "dim")
@@ -162,7 +183,10 @@ def _mark(comparison: Comparison) -> Text:
 
 
 def _reduction_remarks(report: Report) -> Iterator[tuple[str, str]]:
-    """Yield how far the program was reduced, and whether the repro failed again, if there are such results."""
+    """Yield how far the program was reduced, and whether the repro failed again, each as (label, text).
+
+    Yield nothing for a result that the report does not have.
+    """
     if (reduction := report.reduction) is not None:
         cost = f"{count(reduction.queries, 'query', 'queries')}, {reduction.seconds:.1f} s"
         doubt = "" if reduction.is_minimal else "; it may not be the smallest"
@@ -173,7 +197,11 @@ def _reduction_remarks(report: Report) -> Iterator[tuple[str, str]]:
 
 
 def _reason_remarks(report: Report, *, verbose: bool) -> Iterator[tuple[str, str]]:
-    """Yield the reasons of stages and of leaves that are not equivalent, the worst first."""
+    """Yield the reasons of stages, then those of the leaves that are not equivalent, the worst first, as (label, text).
+
+    Stages with the same reason share a remark, and only the first statement of it is shown. Without `verbose` there are
+    at most `_REASONS` leaves, with the number of those left out, and a hint if there is a traceback.
+    """
     stages_of: dict[str, list[str]] = {}
     for stage in report.stages:
         if stage.reason:
@@ -195,7 +223,11 @@ def _reason_remarks(report: Report, *, verbose: bool) -> Iterator[tuple[str, str
 
 
 def _note_remarks(report: Report, *, verbose: bool) -> Iterator[tuple[str, str]]:
-    """Yield the notes of the report, and notes on excused clauses, the float64 question and captured graphs."""
+    """Yield the notes of the report, and notes on excused clauses, the float64 question and captured graphs.
+
+    Each is (label, text). The float64 question has a note only if it was wanted and the report says why it was not
+    asked or not answered. Without `verbose` only the first `_NOTES` are shown, with the number of those left out.
+    """
     notes = list(report.notes)
     excused_clauses = sorted(
         {breach.clause for comparison in report.comparisons for breach in comparison.contract if breach.excused}
@@ -217,7 +249,10 @@ def _note_remarks(report: Report, *, verbose: bool) -> Iterator[tuple[str, str]]
 
 
 def _appendix(report: Report) -> Iterator[Text]:
-    """Yield the parts that only `verbose` shows: excused breaches, the traceback and the cost."""
+    """Yield the parts that only `verbose` shows: excused breaches, the traceback and the cost.
+
+    What the report does not have is left out.
+    """
     for comparison in report.comparisons:
         for breach in comparison.contract:
             if breach.excused:

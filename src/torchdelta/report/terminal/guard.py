@@ -31,7 +31,8 @@ def print_guard_summary(
 ) -> None:
     """Print the summary of a run; by default on stderr, because stdout belongs to the user's script.
 
-    `watched` is the summary of inductor's passes, if they were watched.
+    `watched` is the summary of inductor's passes, if they were watched. Of many findings or remarks only the first few
+    are printed.
     """
     console = console or _console_for_stderr()
     parts: list[RenderableType] = [_headline(summary, watched), _indent(_count_remarks(summary, watched))]
@@ -52,7 +53,11 @@ def _console_for_stderr() -> Console:
 
 
 def _headline(summary: GuardSummary, watched: PassSummary | None) -> Text:
-    """Return the worst verdict of all graphs and passes, or that nothing was checked."""
+    """Return a line with the worst verdict of all graphs and passes; a pass with a finding counts as diverged.
+
+    Without any verdict, the line says that no pass changes what is computed, or, if no pass was checked either, that
+    nothing was checked.
+    """
     passes = [Verdict.DIVERGED for _ in watched.findings] if watched is not None else []
     verdicts = [*map(Verdict, summary.verdicts), *passes]
     worst = max(verdicts, key=lambda verdict: verdict.severity, default=None)
@@ -64,7 +69,11 @@ def _headline(summary: GuardSummary, watched: PassSummary | None) -> Text:
 
 
 def _count_remarks(summary: GuardSummary, watched: PassSummary | None) -> Iterator[Remark]:
-    """Yield how many graphs were checked, why others were not, and how many passes were watched."""
+    """Yield how many graphs were checked with which verdicts, why others were not, and how many passes were watched.
+
+    The most frequent reasons come first, and only the first few are shown. Without graphs there is a remark that
+    nothing was compiled, unless passes were watched.
+    """
     if summary.graphs or watched is None:
         verdicts = ", ".join(f"{number} {name}" for name, number in summary.verdicts.items())
         checked = f", {summary.checked} checked{f': {verdicts}' if verdicts else ''}" if summary.graphs else ""
@@ -78,7 +87,7 @@ def _count_remarks(summary: GuardSummary, watched: PassSummary | None) -> Iterat
 
 
 def _passes_text(watched: PassSummary) -> str:
-    """Return how many passes ran over how many graphs, and how many of them change results."""
+    """Return how many passes ran over how many graphs, and how many of them change results; or that no pass ran."""
     if not watched.passes:
         return "none: inductor ran no pass"
     finding_count = len(watched.findings)
@@ -92,7 +101,11 @@ def _passes_text(watched: PassSummary) -> str:
 
 
 def _finding_part(graph: GuardedGraphRecord) -> RenderableType:
-    """Return a graph's verdict, culprit or reason, and where its report and repro are."""
+    """Return a checked graph's verdict, its culprit or reason, and where its report and repro are.
+
+    The verdict comes with the call that it is about. The origin of the graph is shown if there is no culprit.
+    `graph.verdict` must not be None.
+    """
     assert graph.verdict is not None
     when = (
         "when it was compiled"
@@ -129,7 +142,10 @@ def _reason_remarks(culprit: Culprit | None, reason: str) -> list[Remark]:
 
 
 def _closing_remarks(summary: GuardSummary, watched: PassSummary | None) -> Iterator[Remark]:
-    """Yield notes, the path of the index of all findings, and the time that checks took."""
+    """Yield the first few notes on graphs and passes, the path of the index of findings, and the time of the checks.
+
+    The path and the time are left out if there are none.
+    """
     notes = [*summary.notes, *(watched.notes if watched is not None else ())]
     yield from _limit_remarks([("note", note) for note in notes])
     if summary.out is not None:
@@ -149,7 +165,10 @@ def _limit_remarks(remarks: Sequence[Remark]) -> Iterator[Remark]:
 
 
 def _first_findings(findings: Sequence[RenderableType], where: str) -> Iterator[RenderableType]:
-    """Yield the first few findings, and how many more there are at the path `where`."""
+    """Yield the first `_MOST_FINDINGS` findings, each after an empty line, and how many more there are.
+
+    `where` is the path at which the others are, or empty.
+    """
     for finding in findings[:_MOST_FINDINGS]:
         yield Text()
         yield finding

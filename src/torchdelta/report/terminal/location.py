@@ -56,8 +56,8 @@ _WIDE_COLUMNS = 72
 """Columns that leave room for the operation beside the drawing."""
 
 
-def print_location(location: Location, console: Console | None = None, *, verbose: bool = False) -> None:
-    """Print the location; `verbose` shows every node, culprit, name and note."""
+def print_location(location: Location, console: Console | None = None, *, show_all: bool = False) -> None:
+    """Print the location, by default on stdout; `show_all` shows every node, culprit, name and note."""
     console = console or console_for_stdout()
     parts = [headline(location), Text(), remark_table(_finding_remarks(location, show_all=verbose))]
     if (drawing := draw_neighbourhood(location, width=console.width)) is not None:
@@ -70,7 +70,11 @@ def print_location(location: Location, console: Console | None = None, *, verbos
 
 
 def _finding_remarks(location: Location, *, show_all: bool) -> Iterator[Remark]:
-    """Yield the ladder, the reason of the check, and the culprits, or why there are none."""
+    """Yield the ladder, the reason of the check, and the culprits, or that none was found and why.
+
+    `show_all` shows every culprit, not only the first few. A location without rungs or without a reason has no such
+    remark.
+    """
     if location.rungs:
         yield "ladder", _ladder_text(location)
     if location.reason:
@@ -82,7 +86,10 @@ def _finding_remarks(location: Location, *, show_all: bool) -> Iterator[Remark]:
 
 
 def _ladder_text(location: Location) -> Text:
-    """Return the rungs with their verdicts on one line; the first one that failed is marked."""
+    """Return one line: "eager", then each rung with the mark of its verdict.
+
+    Behind the first rung that failed, the line says so in words.
+    """
     line = Text("eager")
     has_failed = False
     for rung in location.rungs:
@@ -94,7 +101,11 @@ def _ladder_text(location: Location) -> Text:
 
 
 def _explain_missing_culprit(location: Location) -> Iterator[str]:
-    """Yield sentences on what was compared without finding a culprit, and what to try next."""
+    """Yield sentences on what was compared without finding a culprit, and what to try next.
+
+    They depend on the kind of comparison (captures show no node by itself), on whether any pair was compared, and on
+    the verdict.
+    """
     nodes = _noun(location)
     if location.case.stages == (VALUES,):
         yield f"captures show what both sides computed, and not what a {nodes.removesuffix('s')} does by itself"
@@ -122,7 +133,11 @@ def _explain_missing_culprit(location: Location) -> Iterator[str]:
 
 
 def _suggestions(location: Location) -> Iterator[str]:
-    """Yield options and commands that may lead further."""
+    """Yield options and commands that may lead further when all compared pairs are right by themselves.
+
+    `--cause` if the ladder reached a backend. Then one of: `--mapping` for unmatched nodes, a look at unmatched
+    modules, or `check --verbose`.
+    """
     has_unmatched = bool(location.unmatched_reference or location.unmatched_candidate)
     if any(rung.name == "backend" for rung in location.rungs):
         yield "--cause looks for a setting of the compiler that makes the failure vanish"
@@ -135,7 +150,11 @@ def _suggestions(location: Location) -> Iterator[str]:
 
 
 def _worst_node_parts(location: Location, *, width: int, show_all: bool) -> Iterator[RenderableType]:
-    """Yield the worst nodes, as a table or on lines of their own, and how many are not shown."""
+    """Yield the worst nodes, as a table or on lines of their own, and how many are not shown.
+
+    The table needs a `width` of at least TABLE_COLUMNS. Without `show_all`, pairs that were judged and do not differ
+    are left out, and at most `_MOST_ROWS` are shown. Yield nothing if no pair is left.
+    """
     nodes = _noun(location)
     candidates = location.table if show_all else [row for row in location.table if has_difference(row)]
     shown = sort_worst_first(candidates)[: None if show_all else _MOST_ROWS]
@@ -152,7 +171,10 @@ def _worst_node_parts(location: Location, *, width: int, show_all: bool) -> Iter
 
 
 def _table(shown: Sequence[Row], location: Location) -> Table:
-    """Return a table with a row for each pair of nodes: how it was matched, its own error, and its metrics."""
+    """Return a table with a row for each pair of nodes: how it was matched, its own error, and its metrics.
+
+    A last column has other differences (`other_differences`), if any of the rows has some.
+    """
     table = plain_table()
     table.add_column("")
     for name in ("node", "op", "module"):
@@ -172,7 +194,11 @@ def _table(shown: Sequence[Row], location: Location) -> Table:
 
 
 def _row_lines(row: Row, location: Location) -> RenderableType:
-    """Return one pair on lines of its own, for a terminal that is too narrow for the table."""
+    """Return one pair on two lines, for a terminal that is too narrow for the table.
+
+    The first has its names, operation, module and how it was matched; the second its own error, its metrics if it was
+    measured, and other differences.
+    """
     record = row.reference
     module = f" of {record.module_path}" if record.module_path not in ("", record.name) else ""
     lines = [Text.assemble(_name(row), (f": {record.op}{module}, matched by {row.how}", "dim"))]
@@ -194,7 +220,11 @@ def _name(row: Row) -> str:
 
 
 def _metrics(row: Row, location: Location) -> tuple[str, str, str]:
-    """Return SQNR, cosine and largest error of a row as text; empty if nothing was measured."""
+    """Return (SQNR, cosine, largest absolute error) of a row as text.
+
+    They are those of the worst inherited comparison if any row of the location has inherited ones, else of the worst
+    own. The three texts are empty if that comparison is identical, was not measured or does not exist.
+    """
     has_inherited = any(each.inherited for each in location.table)
     measurement = worst_measurement(row.inherited if has_inherited else own_comparisons(row))
     if measurement is None:
@@ -203,7 +233,10 @@ def _metrics(row: Row, location: Location) -> tuple[str, str, str]:
 
 
 def _closing_remarks(location: Location, *, show_all: bool) -> Iterator[Remark]:
-    """Yield how many nodes were matched, which were not, which could not be judged, and notes."""
+    """Yield how many nodes were matched, which were not, which could not be judged and why, and notes.
+
+    Without `show_all` only the first few of each are shown, with the number of those left out.
+    """
     nodes = _noun(location)
     if coverage := location.coverage:
         how = ", ".join(f"{times} by {name}" for name, times in coverage.how.items())
@@ -239,7 +272,10 @@ def _cost_text(location: Location) -> str:
 
 
 def _noun(location: Location) -> str:
-    """Return "modules" if the rows are calls of modules, which are named after their paths, otherwise "nodes"."""
+    """Return "modules" if all rows are calls of modules, which are named after their paths, otherwise "nodes".
+
+    A location without rows has "nodes".
+    """
     are_modules = all(
         row.reference.name.partition(" (call ")[0] == (row.reference.module_path or row.reference.op)
         for row in location.table
@@ -248,7 +284,11 @@ def _noun(location: Location) -> str:
 
 
 def draw_neighbourhood(location: Location, *, width: int) -> Table | None:
-    """Return a drawing of the nodes around the first culprit, or None if there is no culprit or it is not a node."""
+    """Return a drawing of the nodes around the first culprit, or None if there is no culprit or it is not a node.
+
+    The nodes that it reads are above it, and those that read it below, each with its own error. A column for operations
+    needs a `width` of `_WIDE_COLUMNS`; a column for inherited errors appears if any were measured.
+    """
     if not location.culprits or not location.culprits[0].node:
         return None
     culprit = location.culprits[0]
@@ -297,7 +337,12 @@ class _DrawnLine:
 
 
 def _cells(line: _DrawnLine, centre: _DrawnNode, *, has_op: bool, has_inherited: bool) -> Iterator[Text]:
-    """Yield the cells of one line: mark, node, operation, its own error, and its inherited error."""
+    """Yield the cells of one line: mark, node, operation, its own error, and its inherited error.
+
+    The culprit, `centre`, is always marked as diverged; equivalent nodes have no mark. The operation needs `has_op`,
+    and the inherited error `has_inherited` and a judged node. A line without a node only says how many more nodes there
+    are.
+    """
     node = line.node
     if node is None:
         yield from (Text(), Text(f"{line.stem}and {line.more} more", style="dim"))
@@ -329,7 +374,11 @@ class _Neighbourhood:
 
     @classmethod
     def of(cls, location: Location, culprit: Culprit) -> _Neighbourhood:
-        """Return the neighbourhood of a culprit in a location."""
+        """Return the neighbourhood of a culprit among all nodes of the reference, matched ones first.
+
+        The culprit is the node of its name, one that is wrong by itself if there are several. It is added, without
+        inputs, if there is none. If its own row is not wrong, it gets the culprit's error as text.
+        """
         nodes = [_DrawnNode(row.reference, row) for row in location.table]
         nodes += [_DrawnNode(record, is_unmatched=True) for record in location.unmatched_reference]
         places = [place for place, node in enumerate(nodes) if node.record.name == culprit.node]
@@ -349,7 +398,10 @@ class _Neighbourhood:
         return any(node.record.inputs for node in self.nodes)
 
     def above(self) -> list[_DrawnLine]:
-        """Return the lines for the nodes that the culprit reads, or for the two before it if no edges are known."""
+        """Return the lines for the nodes that the culprit reads, or for the two before it if no edges are known.
+
+        The first line is the farthest from the culprit. Where there is room, the nodes that these read are shown too.
+        """
         if not self.has_edges:
             return [_DrawnLine("", node) for node in self.nodes[max(0, self.place - 2) : self.place]]
         lines = _branches(self.centre, self._producers)
@@ -370,7 +422,11 @@ class _Neighbourhood:
         return sorted(producers, key=lambda each: each.row is None)
 
     def _consumers(self, node: _DrawnNode) -> list[_DrawnNode]:
-        """Return the nodes that read a node, in the same graph."""
+        """Return the nodes that read a node: those behind it in the same graph, and unmatched ones, some of them twice.
+
+        The same graph ends where another node has the same name, because a backward graph follows its forward graph.
+        For a node that was not judged, the search starts at the first node.
+        """
         consumers = []
         start = 0 if node.row is None else self._place_of(node) + 1
         for other in self.nodes[start:]:
@@ -398,7 +454,12 @@ def _culprit_error(culprit: Culprit) -> str:
 
 
 def _branches(centre: _DrawnNode, neighbours_of: Callable[[_DrawnNode], list[_DrawnNode]]) -> list[_DrawnLine]:
-    """Return the neighbours of the culprit as lines of a tree, with their own neighbours if there is room."""
+    """Return the neighbours of the culprit as lines of a tree, with their own neighbours if there is room.
+
+    `neighbours_of` returns the neighbours of a node, in one direction. No node is drawn twice. There are at most
+    `_MOST_LINES` lines; if the first neighbours need more, the last line says how many are left out. The neighbours of
+    a neighbour are drawn if they are informative and all of them fit.
+    """
     drawn_names = {centre.record.name}
     neighbours = _undrawn(neighbours_of(centre), drawn_names)
     hidden = len(neighbours) - _MOST_LINES + 1 if len(neighbours) > _MOST_LINES else 0
@@ -420,7 +481,7 @@ def _branches(centre: _DrawnNode, neighbours_of: Callable[[_DrawnNode], list[_Dr
 
 
 def _undrawn(nodes: Iterable[_DrawnNode], drawn_names: set[str]) -> list[_DrawnNode]:
-    """Return the nodes that are not drawn yet, each once, and add their names to `drawn_names`."""
+    """Return the nodes whose names are not in `drawn_names`, each name once, and add their names to `drawn_names`."""
     undrawn = []
     for node in nodes:
         if node.record.name not in drawn_names:
@@ -436,7 +497,10 @@ def own_comparisons(row: Row) -> tuple[Comparison, ...]:
 
 
 def own_verdict(row: Row) -> Verdict:
-    """Return the verdict of a node by itself; inconclusive if it could not be judged."""
+    """Return the worst verdict of a node by itself.
+
+    Without any comparison it is inconclusive if the row has a reason why it could not be judged, otherwise equivalent.
+    """
     if not own_comparisons(row):
         return Verdict.INCONCLUSIVE if row.reason else Verdict.EQUIVALENT
     return worst_of(comparison.verdict for comparison in own_comparisons(row))
@@ -450,7 +514,11 @@ def has_difference(row: Row) -> bool:
 
 
 def own_error(row: Row) -> str:
-    """Return the error of a node on the reference's inputs as text, in multiples of its noise if that is known."""
+    """Return the error of a node on the reference's inputs as text, in multiples of its noise if that is known.
+
+    The worst of its own comparisons counts; "(gradients)" follows if it is one of a gradient. Without any comparison
+    the text is "not judged" if the row has a reason for that, otherwise "identical".
+    """
     worst = worst_comparison(own_comparisons(row))
     if worst is None:
         return NOT_JUDGED if row.reason else IDENTICAL
@@ -459,7 +527,11 @@ def own_error(row: Row) -> str:
 
 
 def _own_error_of(comparison: Comparison) -> str:
-    """Return the error of one comparison as text: a broken contract, identical, or a number."""
+    """Return the error of one comparison as text.
+
+    That is, the first that applies: "other dtype and shape" for clauses that are broken and not excused; "identical";
+    the verdict, if there is no error in numbers; the error in multiples of the noise; the error itself.
+    """
     if broken_clauses := [breach.clause for breach in comparison.contract if not breach.excused]:
         return f"other {' and '.join(broken_clauses)}"
     if _is_identical(comparison):
@@ -472,7 +544,11 @@ def _own_error_of(comparison: Comparison) -> str:
 
 
 def inherited_error(row: Row) -> str:
-    """Return the difference between both sides' own values as text, which includes errors of the nodes before."""
+    """Return the difference between both sides' own values as text, which includes errors of the nodes before.
+
+    It is the SQNR of the worst comparison, or its largest error if the SQNR is not finite. It is "identical" also
+    without any comparison, "NaN or Inf" if one is misplaced, and the verdict if nothing was measured.
+    """
     worst = worst_comparison(row.inherited)
     if worst is None or _is_identical(worst):
         return IDENTICAL
@@ -495,7 +571,11 @@ def worst_measurement(comparisons: Iterable[Comparison]) -> Measurement | None:
 
 
 def other_differences(row: Row) -> str:
-    """Return the differences that an error does not show, as text: NaN, Inf, and contract clauses such as dtype."""
+    """Return the differences that an error does not show, as text: NaN, Inf, and contract clauses such as dtype.
+
+    They come from the own and the inherited comparisons, each text once, with commas between them; empty if there are
+    none.
+    """
     return ", ".join(
         dict.fromkeys(
             text for comparison in (*own_comparisons(row), *row.inherited) for text in _other_differences_of(comparison)
@@ -504,7 +584,10 @@ def other_differences(row: Row) -> str:
 
 
 def _other_differences_of(comparison: Comparison) -> Iterator[str]:
-    """Yield each difference in NaN or Inf counts and in contract clauses, or the reason if there are no numbers."""
+    """Yield a text for each difference in the counts of NaN and Inf, and for each broken clause that is worth showing.
+
+    Yield the reason of a comparison that is not equivalent and has neither a measurement nor broken clauses.
+    """
     if numbers := comparison.measurement:
         if numbers.nan_reference != numbers.nan_candidate:
             yield f"NaN {numbers.nan_reference} → {numbers.nan_candidate}"
@@ -528,7 +611,11 @@ def sort_worst_first(rows: Iterable[Row]) -> list[Row]:
 
 
 def _rank(row: Row) -> tuple[tuple[float, ...], float, float]:
-    """Return the sort key of a row: its own failure, its inherited loss of signal, and its own error ratio."""
+    """Return the sort key of a row, higher for worse: own failure, inherited loss of signal, and own error ratio.
+
+    The first is the rank of the worst own comparison, or empty if that is equivalent; the second is in dB, and minus
+    infinity without any inherited comparison.
+    """
     worst = worst_comparison(own_comparisons(row))
     failure_rank = worst.rank if worst is not None and worst.verdict is not Verdict.EQUIVALENT else ()
     return (
@@ -539,7 +626,11 @@ def _rank(row: Row) -> tuple[tuple[float, ...], float, float]:
 
 
 def _signal_loss(comparison: Comparison) -> float:
-    """Return the loss of signal in dB: minus the SQNR, or infinity for a difference that has none."""
+    """Return the loss of signal in dB, which is minus the SQNR.
+
+    A comparison without a measurement, or with a misplaced NaN or Inf, loses minus infinity if it is equivalent,
+    otherwise infinity.
+    """
     if comparison.measurement is None or comparison.measurement.misplaced:
         return -math.inf if comparison.verdict is Verdict.EQUIVALENT else math.inf
     loss_db = -comparison.measurement.sqnr_db

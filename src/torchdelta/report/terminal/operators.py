@@ -34,7 +34,10 @@ def print_sweep(sweep: Sweep, console: Console | None = None, *, verbose: bool =
 
 
 def _operator_parts(report: OpReport, *, verbose: bool) -> Iterator[RenderableType]:
-    """Yield the parts in order: the verdict, a line for each probe, the probes that were not asked, and notes."""
+    """Yield the parts in order: the verdict, a line for each probe, the probes that were not asked, and notes.
+
+    `verbose` lists the probes that were not asked, and why; otherwise only their number is shown.
+    """
     verdict = (report.verdict.value, f"bold {STYLE[report.verdict]}")
     yield Text.assemble(verdict, f"  {report.op}({', '.join(report.arguments)})")
     yield Text(f"  torch {report.environment.torch}, {report.seconds:.1f} s", style="dim")
@@ -52,7 +55,10 @@ def _operator_parts(report: OpReport, *, verbose: bool) -> Iterator[RenderableTy
 
 
 def _probe_lines(probe: Probe, width: int, *, verbose: bool) -> Iterator[Text]:
-    """Yield a line with the verdict and reason of a probe, and its remedy; names are padded to `width`."""
+    """Yield a line with the verdict's mark, the name and the reason of a probe, and a line for each line of its remedy.
+
+    The name is padded to `width`. Without `verbose` only the first line of the reason is shown.
+    """
     reason = probe.reason if verbose else _first_line(probe.reason)
     mark = (MARK[probe.verdict], STYLE[probe.verdict])
     style = "dim" if probe.verdict is Verdict.EQUIVALENT else ""
@@ -62,7 +68,11 @@ def _probe_lines(probe: Probe, width: int, *, verbose: bool) -> Iterator[Text]:
 
 
 def _sweep_parts(sweep: Sweep, *, verbose: bool) -> Iterator[RenderableType]:
-    """Yield the parts in order: the verdict, tables by dtype and by probe, failures, inconclusive ones, and notes."""
+    """Yield the parts in order: the verdict, tables by dtype and by probe, failures, inconclusive ones, and notes.
+
+    The notes begin with the samples that were left out. `verbose` lists inconclusive operators one by one. Without rows
+    there are no tables.
+    """
     operators = len({each.op for each in sweep.swept})
     yield Text.assemble(
         (sweep.verdict.value, f"bold {STYLE[sweep.verdict]}"),
@@ -94,7 +104,7 @@ def _verdicts_by_dtype(sweep: Sweep) -> Iterator[tuple[str, Counter[Verdict]]]:
 
 
 def _verdicts_by_probe(sweep: Sweep) -> Iterator[tuple[str, Counter[Verdict]]]:
-    """Yield each probe with the number of its verdicts over the sweep."""
+    """Yield each probe with the number of rows (an operator in a dtype) that have each verdict for it."""
     counts: dict[str, Counter[Verdict]] = {}
     for each in sweep.swept:
         for probe, verdict in each.probes.items():
@@ -103,7 +113,10 @@ def _verdicts_by_probe(sweep: Sweep) -> Iterator[tuple[str, Counter[Verdict]]]:
 
 
 def _table(label: str, rows: Iterable[tuple[str, Mapping[Verdict, int]]]) -> Table:
-    """Return a table with a row for each name: the total, and the number of each verdict."""
+    """Return a table with a row for each (name, verdict counts): the total, and the number of each verdict.
+
+    `label` is the heading of the column of names.
+    """
     table = plain_table()
     table.add_column(label, overflow="fold")
     for name in ("total", *(verdict.value.replace("_", " ") for verdict in Verdict)):
@@ -116,7 +129,10 @@ def _table(label: str, rows: Iterable[tuple[str, Mapping[Verdict, int]]]) -> Tab
 
 
 def _failure_lines(swept: Sequence[SweepRow]) -> Iterator[RenderableType]:
-    """Yield a line for each operator that failed, the worst verdicts first."""
+    """Yield a line for each operator and dtype that failed, the worst verdicts first.
+
+    Each verdict begins with an empty line. Inconclusive ones are not failures.
+    """
     for verdict in _WORST_FIRST:
         failures = [each for each in swept if each.verdict is verdict]
         if verdict.is_failure and failures:
@@ -125,7 +141,10 @@ def _failure_lines(swept: Sequence[SweepRow]) -> Iterator[RenderableType]:
 
 
 def _undecided_parts(swept: Sequence[SweepRow], *, verbose: bool) -> Iterator[RenderableType]:
-    """Yield the inconclusive operators one by one if `verbose`, otherwise the most frequent reasons."""
+    """Yield the inconclusive operators one by one if `verbose`, otherwise the most frequent reasons with their numbers.
+
+    Yield nothing if none is inconclusive. The reasons are followed by a hint at `--verbose`.
+    """
     undecided = [each for each in swept if each.verdict is Verdict.INCONCLUSIVE]
     if not undecided:
         return
@@ -142,7 +161,10 @@ def _undecided_parts(swept: Sequence[SweepRow], *, verbose: bool) -> Iterator[Re
 
 
 def _sweep_line(each: SweepRow) -> Text:
-    """Return one line for an operator and dtype: the verdict's mark, the probe, the sample and the reason."""
+    """Return one line for an operator and dtype: the verdict's mark, the probe, the sample and the reason.
+
+    Only the first line of the reason is shown; without a probe the line says "its samples".
+    """
     where = f" on {each.sample}" if each.sample else ""
     return Text.assemble(
         (f"{MARK[each.verdict]} ", STYLE[each.verdict]),
@@ -152,7 +174,7 @@ def _sweep_line(each: SweepRow) -> Text:
 
 
 def _skipped_samples(swept: Sequence[SweepRow]) -> Iterator[str]:
-    """Yield how many samples were left out, for each reason."""
+    """Yield how many samples were left out, for each reason, and how many eager itself rejects."""
     reasons: Counter[str] = Counter()
     for each in swept:
         reasons.update(each.left_out)
@@ -163,6 +185,6 @@ def _skipped_samples(swept: Sequence[SweepRow]) -> Iterator[str]:
 
 
 def _first_line(reason: str) -> str:
-    """Return the first line of a reason, cut off if it is long."""
+    """Return the first line of a reason that is not empty, cut off if it is long."""
     first = next((line.strip() for line in reason.splitlines() if line.strip()), "")
     return first if len(first) <= _LONGEST_REASON else f"{first[:_LONGEST_REASON]}…"

@@ -26,7 +26,10 @@ def print_sensitivity(sensitivity: Sensitivity, console: Console | None = None) 
 
 
 def _parts(sensitivity: Sensitivity) -> Iterator[RenderableType]:
-    """Yield the parts in order: headline, table, the modules that could not be measured, and notes."""
+    """Yield the parts in order: headline, table, the modules that could not be measured, and notes.
+
+    Below the headline is the SQNR of the worst output when all modules are quantized together, if that was measured.
+    """
     case = sensitivity.case
     together = worst_sqnr_db(sensitivity.together)
     yield Text.assemble((_headline(sensitivity), "bold"), f"  {case.program} under {case.transform}")
@@ -52,7 +55,11 @@ def _headline(sensitivity: Sensitivity) -> str:
 
 
 def _table(measured: list[LayerEffect]) -> Table:
-    """Return a table with a row for each module: its SQNR, that of each output if there are few, and its operations."""
+    """Return a table with a row for each module: the SQNR of its worst output, and its operations.
+
+    Each output has a column of its own if there are two to `_MOST_OUTPUTS`. SQNRs are in dB; an infinite one is
+    "untouched", and a missing one a dash.
+    """
     paths = list(dict.fromkeys(effect.path for layer in measured for effect in layer.effects))
     shown = paths if 1 < len(paths) <= _MOST_OUTPUTS else []
     table = plain_table()

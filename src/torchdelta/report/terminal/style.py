@@ -53,7 +53,10 @@ def console_for_stdout() -> Console:
 
 
 def headline(report: Report | Location) -> RenderableType:
-    """Return two lines: the verdict with program and transform, and the settings of the run."""
+    """Return two lines: the verdict with program and transform, and the settings of the run with the version of torch.
+
+    A comparison of two values has no transform to show.
+    """
     case = report.case
     verdict = (report.verdict.value, f"bold {STYLE[report.verdict]}")
     subject = case.program if case.stages == (VALUES,) else f"{case.program} under {case.transform}"
@@ -62,7 +65,11 @@ def headline(report: Report | Location) -> RenderableType:
 
 
 def _settings(case: Case) -> Iterator[str]:
-    """Yield the settings of a case that matter for its verdict, each in a few words."""
+    """Yield the settings of a case that matter for its verdict, each in a few words.
+
+    The policy, the seed and all options of the transform are always there. Other settings are there if they differ from
+    the default, and the optimizer if its steps are compared.
+    """
     yield from (f"{name}={value}" for name, value in case.options.items())
     yield f"policy {case.policy}"
     if case.ignore:
@@ -83,7 +90,7 @@ def _settings(case: Case) -> Iterator[str]:
 
 
 def remark_table(remarks: Iterable[Remark]) -> Table:
-    """Return remarks beside their labels; text without a label is dim."""
+    """Return a table without lines of remarks beside their bold labels; plain text without a label is dim."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="bold")
     grid.add_column(overflow="fold")
@@ -98,7 +105,10 @@ def plain_table() -> Table:
 
 
 def marked_lines(mark: Text, lines: Iterable[RenderableType]) -> Table:
-    """Return lines that stand beside one mark, for a terminal that is too narrow for a table."""
+    """Return a table without lines, of one row: the mark, and beside it all the lines.
+
+    It is for a terminal that is too narrow for a table with columns.
+    """
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column()
     grid.add_column(overflow="fold")
@@ -119,7 +129,11 @@ def count(many: int, one: str, others: str = "") -> str:
 
 
 def culprit_remarks(culprits: Sequence[Culprit], *, show_all: bool) -> Iterator[Remark]:
-    """Yield a remark for each culprit and further ones for its details; only for the first few unless `show_all`."""
+    """Yield a remark for each culprit and further ones, without a label, for its details.
+
+    The label of the first is "culprit", that of the others "then". Unless `show_all`, only the first `_MOST_CULPRITS`
+    are there, with the number of those left out.
+    """
     shown = culprits if show_all else culprits[:_MOST_CULPRITS]
     for place, culprit in enumerate(shown):
         yield "culprit" if place == 0 else "then", _culprit_line(culprit)
@@ -129,7 +143,10 @@ def culprit_remarks(culprits: Sequence[Culprit], *, show_all: bool) -> Iterator[
 
 
 def _culprit_line(culprit: Culprit) -> Text:
-    """Return the operation, node, module, stage and rung of a culprit on one line."""
+    """Return the operation, node, module, stage and rung of a culprit on one line, as far as they are known.
+
+    A culprit without a node is called "no single node", with its stage and rung.
+    """
     if not culprit.node:
         return Text.assemble(("no single node", "bold"), f", in {culprit.stage or 'forward'}{_rung_suffix(culprit)}")
     module = f" of {culprit.module_path}" if culprit.module_path not in ("", culprit.node) else ""
@@ -142,7 +159,10 @@ def _rung_suffix(culprit: Culprit) -> str:
 
 
 def _culprit_details(culprit: Culprit) -> Iterator[Text]:
-    """Yield the source line, the error and the cause of a culprit, as far as they are known."""
+    """Yield lines about a culprit: the place and the code of its source line, its error, and its cause.
+
+    Only the error is always there.
+    """
     if culprit.source_line:
         place, code = _split_source_line(culprit.source_line)
         yield Text(place)
@@ -154,7 +174,10 @@ def _culprit_details(culprit: Culprit) -> Iterator[Text]:
 
 
 def _error_text(culprit: Culprit) -> str:
-    """Return a culprit's own error, in words and in multiples of its noise."""
+    """Return a culprit's own error, its noise, and its reason or else the error in multiples of the noise.
+
+    Without noise there is only the error, and the reason if there is one.
+    """
     error = f"error {number(culprit.local_error)} by itself"
     if not culprit.noise:
         return f"{error}: {culprit.reason}" if culprit.reason else error
@@ -163,7 +186,10 @@ def _error_text(culprit: Culprit) -> str:
 
 
 def _split_source_line(line: str) -> tuple[str, str]:
-    """Return the place and the code of a source line; a path below the working directory becomes relative."""
+    """Return (place, code) of a source line `file:line: code`; a path below the working directory becomes relative.
+
+    A text of another form is returned as the place, with an empty code.
+    """
     match = re.fullmatch(r"(.+?):(\d+): ?(.*)", line, re.DOTALL)
     if match is None:
         return line, ""
