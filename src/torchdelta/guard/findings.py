@@ -85,7 +85,7 @@ class GuardFindings:
             return directory
 
     def warn_once(self, text: str) -> None:
-        """Warn of a failure that the run survived, if it is the first; otherwise do nothing.
+        """Warn of a failure that the run survived, if it is the first of the run; otherwise do nothing.
 
         The summary has all failures. A warning that the script's filters turn into an exception is dropped.
         """

@@ -197,7 +197,7 @@ def _arguments(each: Pass, graph: GraphModule, inputs: tuple[Any, ...]) -> tuple
     """Return the arguments to call a pass with, by its signature: a graph module or a graph, and perhaps the inputs.
 
     Copies of the inputs come second, in a list, if the second parameter has no default or the name of inputs, if there
-    is a `*args`, or if the signature cannot be read.
+    is a `*args`, or if the signature cannot be read or is empty.
     """
     try:
         parameters = list(inspect.signature(each).parameters.values())

@@ -143,9 +143,9 @@ def quantize(
 ) -> GraphModule:
     """Return a quantized copy of a graph, calibrated by one run on a copy of the side's inputs.
 
-    `only` is the path of the one module to quantize, and `is_inside` tells which nodes are in it; UsageError if no node
-    is there. Buffers are as before the calibration. The copy's nodes carry the handles of the nodes that they come
-    from. Raise ProgramError if `factory` raises, and UsageError if it does not return a quantizer.
+    `only` is the path of the one module to quantize, and `is_inside` tells which nodes belong to it; UsageError if no
+    node was traced in that module. Buffers are as before the calibration. The copy's nodes carry the handles of the
+    nodes that they come from. Raise ProgramError if `factory` raises, and UsageError if it does not return a quantizer.
     """
     pt2e = _import_torchao(f"{_PT2E}.quantize_pt2e")
     quantizer = _build_quantizer(factory)
@@ -263,7 +263,7 @@ def _require_module(graph: GraphModule, path: str) -> None:
 def _forget_calibration(prepared: GraphModule, graph: GraphModule) -> None:
     """Copy the buffers of `graph` into those of `prepared`, because batch norm counts the calibration as a call.
 
-    Buffers without one of the same name and shape in `graph` stay as they are.
+    Buffers of `prepared` without one of the same name and shape in `graph` stay as they are.
     """
     before = dict(graph.named_buffers())
     with torch.no_grad():

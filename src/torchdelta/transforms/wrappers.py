@@ -104,7 +104,10 @@ class ObservedTransform(Transform):
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[TransformedSide]:
-        """Apply the inner transform with this one's own seam before the caller's seam; give the inner one's side."""
+        """Apply the inner transform, and give its transformed side.
+
+        Each graph passes the seam of this object first, and then that of the caller.
+        """
         both = chain_seams(self.seam, seam)
         with self.inner.apply(side, draws_random=draws_random, lifted=lifted, seam=both) as transformed:
             yield transformed

@@ -52,9 +52,9 @@ class Interception:
 def intercepting(seam: Seam, *, decompose: bool = True, compile_graphs: bool = True) -> Iterator[Interception]:
     """Hand every graph of AOTAutograd to the seam, while the context is open; yield a record of the graphs.
 
-    The seam gets forward, backward and inference graphs, in all threads. Without `decompose` the backend's own
-    decompositions are left out; without `compile_graphs` its graphs run uncompiled. AOTAutograd's cache is off, because
-    a graph from it is not handed over.
+    The seam gets forward, backward and inference graphs. Without `decompose` the backend's own decompositions are left
+    out; without `compile_graphs` its graphs run uncompiled. AOTAutograd's cache is off in this thread, because a graph
+    from it is not handed over.
     """
     stock = vars(common)["aot_module_simplified"]
     record = Interception()

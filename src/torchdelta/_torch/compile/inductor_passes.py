@@ -167,7 +167,7 @@ class _PassRecorder:
         return self.threads.__dict__.setdefault("functions", {})  # type: ignore[no-any-return]
 
     def phase(self, phase: str, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `stock`, a function of inductor that runs a phase, wrapped so that its graph gets a chain.
+        """Return `stock`, the function of inductor for a phase of passes, wrapped so that its graph gets a chain.
 
         At the end of the phase the chain goes to `done`; if `stock` raises, it is dropped. An inner graph, for which
         the function calls itself, adds its changes to the chain of the outer one.
