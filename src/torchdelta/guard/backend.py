@@ -36,6 +36,12 @@ class Guard:
     """A backend that compiles with another one, and checks what that one returns."""
 
     def __init__(self, backend: str | dynamo.Backend, config: GuardConfig, findings: GuardFindings) -> None:
+        """Take the backend to compile with and to check: a function, or the name of a registered backend.
+
+        UsageError if the name is unknown or the backend is a guard already. `self.backend` compiles the graphs;
+        `self.origin` is the same backend without the wrappers of torch.compile, with its name and its inductor
+        settings.
+        """
         self.origin = dynamo.origin_of(backend)
         if isinstance(self.origin.backend, Guard):
             raise UsageError(f"{self.origin.name} is guarded already: one guard is enough")
@@ -49,7 +55,12 @@ class Guard:
         self.__name__ = self.origin.name
 
     def __call__(self, graph_module: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-        """Compile a graph; return a callable that is checked when it is first called."""
+        """Compile a graph with the backend, and return a callable that checks its first call with values.
+
+        `options` are those that torch.compile passes to a backend. For a guard of "inductor" by its name, they are
+        turned into settings of inductor; any other backend gets them unchanged. UsageError if another guard is
+        compiling this graph, which means that it is around this one.
+        """
         settings = dict(self.origin.config)
         if self.is_inductor_by_name and options:
             settings = dynamo.config_of(**options)
@@ -66,7 +77,12 @@ class Guard:
         options: dict[str, Any],
         settings: dict[str, Any],
     ) -> Callable[..., Any]:
-        """Compile a graph with the backend, and guard dynamo's graph or the graphs behind AOTAutograd."""
+        """Compile a graph with the backend; return the callable, in which dynamo's or the ATen graphs are guarded.
+
+        If the config says `graph="dynamo"`, the graph itself is guarded. Otherwise each forward, backward or inference
+        graph that AOTAutograd makes of it is guarded; a note is added if the backend is not built on AOTAutograd,
+        because then nothing is. The backend gets the `options`; `settings` are inductor's, for the recordings.
+        """
         if self.guard_config.graph == "dynamo":
 
             def make(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -97,7 +113,14 @@ class Guard:
     def _guard_graph(
         self, graph_module: GraphModule, example_inputs: Sequence[Any], make: Make, level: str, settings: dict[str, Any]
     ) -> Callable[..., Any]:
-        """Compile one graph by `make`; return it guarded, or unguarded if it is not one of those to watch."""
+        """Compile one graph by `make`; return the callable, guarded unless that is not wanted or not possible.
+
+        A record is added to the findings. The callable is unguarded if the config's `only` leaves the graph out, or if
+        its nodes cannot be copied; the record says which. If `make` raises, the first call of the guarded graph deals
+        with the error. It is raised at once if the config says `on_failure="report"` or `check="off"`, or if it is
+        torchdelta's own or meant for dynamo. The callable takes its arguments one by one at the `level` "dynamo", and
+        in a list at all others. `settings` are inductor's, for the recording.
+        """
         record = self.findings.add(
             GuardedGraphRecord(
                 number=0,
@@ -164,7 +187,9 @@ class GuardFactory:
     ) -> Guard:
         """Return a torch.compile backend that checks another; the options are the fields of `GuardConfig`.
 
-        Each graph is checked on its first real call. Findings are written into `out`, by default a new directory.
+        Each graph is checked on its first real call. Findings are written into `out`, by default a new directory in the
+        current one, which is made when there is something to write. UsageError if an option or its value does not
+        exist.
         """
         config = _build_config(options)
         command = "diagnose" if config.minify else "locate"
@@ -172,7 +197,10 @@ class GuardFactory:
         return Guard(backend, config, findings)
 
     def preset(self, level: int, backend: str | dynamo.Backend = "inductor", **options: Any) -> Guard:
-        """Return the guard that replaces one of PyTorch's four repro levels; options override the preset's."""
+        """Return the guard that replaces one of PyTorch's four repro levels; options override the preset's.
+
+        UsageError if `level` is not from 1 to 4.
+        """
         if level not in PRESETS:
             raise UsageError(f"there is no repro level {level!r}: they are {', '.join(map(str, PRESETS))}")
         return self(backend, **{**PRESETS[level], **options})
@@ -183,7 +211,11 @@ guard = GuardFactory()
 
 @contextmanager
 def _compiling(graph_module: GraphModule) -> Iterator[None]:
-    """Remember in this thread that a guard compiles this graph, so that a second guard around it is noticed."""
+    """Mark a graph as being compiled by a guard in this thread, while the context is open.
+
+    `Guard.__call__` refuses a marked graph, because then another guard is around this one and has passed it the graph.
+    On leaving, the mark of the graph before is put back, or None.
+    """
     before = getattr(_COMPILING, "graph", None)
     _COMPILING.graph = graph_module
     try:

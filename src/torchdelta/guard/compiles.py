@@ -40,6 +40,7 @@ class GuardedCompiles:
     """Whether passes are watched."""
 
     def __post_init__(self) -> None:
+        """Begin without findings, notes and counts; findings and pass summary are made in the first compilation."""
         self._unguarded: Counter[str] = Counter()
         self._notes: list[str] = []
         self._findings: GuardFindings | None = None
@@ -54,7 +55,11 @@ class GuardedCompiles:
             yield
 
     def finish(self, tell: Callable[[str], None]) -> None:
-        """Name the culprits of all findings, now that the script has ended; an error there becomes a note."""
+        """Run `locate` or `diagnose` on the failures, now that the script has ended, and wait for the answers.
+
+        `tell` gets a line before each command. Nothing is done if no guard was made. An exception or a Ctrl-C here
+        becomes a note and is not raised.
+        """
         if self._findings is None:
             return
         try:
@@ -67,7 +72,10 @@ class GuardedCompiles:
             self._notes.append(f"naming culprits failed ({type(error).__name__}: {error})")
 
     def summary(self) -> GuardSummary:
-        """Return the summary of all guards, in which graphs of other backends are counted as unchecked."""
+        """Return the summary of all guards, in which graphs of other backends are counted as unchecked.
+
+        It is empty if nothing was compiled. A note is added if graphs were compiled and none had the backend to guard.
+        """
         guarded = self._findings.summary() if self._findings is not None else GuardSummary(graphs=0, checked=0)
         unguarded = {f"not guarded, its backend is {name}": many for name, many in self._unguarded.items()}
         notes = (*guarded.notes, *self._notes)
@@ -85,7 +93,11 @@ class GuardedCompiles:
         return (self._passes or PassSummary()) if self.is_watching else None
 
     def _handle(self, backend: Backend, name: str) -> Backend:
-        """Return the backend to compile with; Refused if the script guards it by itself."""
+        """Return the backend to use in place of one that the script names; begin to watch passes if that is wanted.
+
+        The backend itself is returned if no guard is wanted. `name` is its name for torch.compile. A UsageError becomes
+        Refused, for example because the script guards the backend or watches passes by itself.
+        """
         try:
             if self.is_watching:
                 self._begin_watching()
@@ -94,7 +106,11 @@ class GuardedCompiles:
             raise Refused(str(error)) from error
 
     def _guard(self, backend: Backend, name: str) -> Backend:
-        """Return the backend with a guard around it, or with a counter if it is not the one to guard."""
+        """Return the backend with a guard around it, or with a counter if it is not the one to guard.
+
+        `name` is the backend's name for torch.compile. All guards share one `GuardFindings`, which the first one makes.
+        UsageError if the backend is a guard already.
+        """
         with _quietly():
             from torchdelta._torch.compile.dynamo import origin_of
             from torchdelta.guard.backend import Guard
@@ -115,7 +131,7 @@ class GuardedCompiles:
         return Guard(backend, config, self._findings)
 
     def _count(self, backend: Backend, name: str) -> Backend:
-        """Return a backend that compiles with this one and counts its graphs as not guarded."""
+        """Return a backend that compiles with this one, and counts each graph as not guarded under `name`."""
 
         def counting_backend(graph_module: Any, example_inputs: Any, **options: Any) -> Any:
             with self._lock:
@@ -125,7 +141,10 @@ class GuardedCompiles:
         return counting_backend
 
     def _begin_watching(self) -> None:
-        """Watch inductor's passes from now on, unless they are watched already."""
+        """Watch inductor's passes until `guard_all` is left, with the guards' policy; do nothing if they are watched.
+
+        The summary of the passes is kept. UsageError if the script watches passes by itself.
+        """
         with _quietly():
             from torchdelta.passes.watch import watch_passes
 

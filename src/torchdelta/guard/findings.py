@@ -55,21 +55,25 @@ class GuardFindings:
             self._require_directory(self.out)
 
     def add(self, record: GuardedGraphRecord) -> GuardedGraphRecord:
-        """Add the record of a new graph, and return it with its number."""
+        """Give the record of a new graph the next number, keep it, and return it."""
         with self.lock:
             numbered = replace(record, number=len(self.records) + 1)
             self.records[numbered.number] = numbered
             return numbered
 
     def update(self, record: GuardedGraphRecord) -> None:
-        """Replace the record of a graph, and write it to the index."""
+        """Replace the record of the graph with the same number; append it to the index if there is a directory."""
         with self.lock:
             self.records[record.number] = record
             if self.out is not None:
                 self._write_to_index(record)
 
     def directory_for(self, record: GuardedGraphRecord) -> Path:
-        """Return the directory of a graph's call, and make it if there is none."""
+        """Return the directory for the recording of a graph's call, within `out`, and make it if there is none.
+
+        It is named by the graph's number and level, and from the second call on by the number of the call. Without
+        `out`, a new directory in the current one becomes `out`, and all earlier records are written to its index.
+        """
         with self.lock:
             if self.out is None:
                 self.out = Path(tempfile.mkdtemp(prefix=PREFIX, dir=Path.cwd()))
@@ -81,7 +85,10 @@ class GuardFindings:
             return directory
 
     def warn_once(self, text: str) -> None:
-        """Warn of the first failure that the run survived; the summary has all of them."""
+        """Warn of a failure that the run survived, if it is the first of the run; otherwise do nothing.
+
+        The summary has all failures. A warning that the script's filters turn into an exception is dropped.
+        """
         with self.lock:
             is_first, self.has_warned = not self.has_warned, True
         if not is_first:
@@ -94,7 +101,10 @@ class GuardFindings:
 
     @contextmanager
     def exclusive_check(self) -> Iterator[None]:
-        """Let no other thread check at the same time, and count the seconds; UncheckedCall if another does not end."""
+        """Let no other thread check while the context is open, and add its duration to `seconds`.
+
+        A check in another thread is waited for. Raise UncheckedCall if it does not end within `LOCK_WAIT_S`.
+        """
         # a timeout, because the check in the other thread may itself wait for this thread's compilation
         if not self.checking.acquire(timeout=LOCK_WAIT_S):
             raise UncheckedCall("a check in another thread did not end")
@@ -112,7 +122,11 @@ class GuardFindings:
                 self.notes.append(text)
 
     def finish(self, *, tell: Callable[[str], None] = lambda _: None) -> None:
-        """Run the command on each finding that needs it and wait for the answers; `tell` gets each step."""
+        """Run `self.command` on each failure that needs it, wait for the answer, and update the record with it.
+
+        `diagnose` runs on every failure; `locate` only on a graph that diverged and has no culprit yet. `tell` gets a
+        line before each command. A record stays as it is if its answer does not come in time.
+        """
         for record in self._failures():
             # an exception names its own culprit; only different values need a search
             if self.command == "diagnose" or (record.verdict is Verdict.DIVERGED and record.culprit is None):
@@ -120,7 +134,7 @@ class GuardFindings:
                 self.update(self.followup.wait_for(record, self.command))
 
     def summary(self) -> GuardSummary:
-        """Return the counts, findings and notes so far."""
+        """Return the summary so far: graphs by verdict or by the reason why unchecked, failures, notes and seconds."""
         with self.lock:
             records = list(self.records.values())
             checked = [record for record in records if record.verdict is not None]
@@ -136,13 +150,16 @@ class GuardFindings:
             )
 
     def _failures(self) -> list[GuardedGraphRecord]:
-        """Return the records of the graphs that failed their check."""
+        """Return the records of the graphs whose verdict is a failure: diverged, crashed or timed out."""
         with self.lock:
             records = self.records.values()
             return [record for record in records if record.verdict is not None and record.verdict.is_failure]
 
     def _write_to_index(self, record: GuardedGraphRecord) -> None:
-        """Append a record to the index; an error becomes a note."""
+        """Append a record to the index file in `out` as one line of JSON; an OSError becomes a note.
+
+        A graph has one line for each update, and the last one holds.
+        """
         assert self.out is not None
         # a line for every update, because a process that is killed leaves the lines that are there
         try:

@@ -38,7 +38,11 @@ class FollowupCommand:
         return self.directory / f"{self.command}.log"
 
     def run(self) -> None:
-        """Run the command as a user would, and wait for it to end."""
+        """Run `torchdelta locate` or `diagnose` on the directory in a new process, and wait until it ends.
+
+        The answer goes to `location.json` or to the folder `diagnosis` in that directory, and all output to the log.
+        The exit status is ignored, and a Ctrl-C does not reach the process. Raise OSError if it cannot be started.
+        """
         location = ["--json", str(self.directory / LOCATION)]
         answer = location if self.command == "locate" else ["--out", str(self.directory / DIAGNOSIS)]
         with self.log.open("wb") as log:
@@ -62,7 +66,10 @@ class Followup:
     """For each command an event that is set when it has ended."""
 
     def begin(self, record: GuardedGraphRecord, command: str) -> threading.Event:
-        """Queue a command about a finding, unless it was queued before; return the event that is set at its end."""
+        """Queue a command about a finding, unless it was queued before; return the event that is set at its end.
+
+        The first call starts the thread that runs the commands. The record must have a directory.
+        """
         assert record.directory is not None
         followup = FollowupCommand(directory=Path(record.directory), command=command)
         if not self.ends:
@@ -74,14 +81,20 @@ class Followup:
         return self.ends[followup]
 
     def wait_for(self, record: GuardedGraphRecord, command: str, *, timeout_s: float = WAIT_S) -> GuardedGraphRecord:
-        """Run a command about a finding; return the record with its answer, or unchanged if there is none in time."""
+        """Queue a command about a finding if need be, and wait; return the record with its answer.
+
+        The record is returned unchanged if it has no directory, or if the command wrote no answer within `timeout_s`.
+        """
         if record.directory is None or not self.begin(record, command).wait(timeout_s):
             return record
         read = _read_location if command == "locate" else _read_diagnosis
         return read(record, Path(record.directory))
 
     def _run_all(self) -> None:
-        """Run the commands as they come, for as long as the process lives."""
+        """Run the queued commands one after the other, for as long as the process lives, and set the event of each.
+
+        If a command cannot be started, its log says why.
+        """
         while True:
             followup = self.waiting.get()
             try:
@@ -93,7 +106,10 @@ class Followup:
 
 
 def _read_location(record: GuardedGraphRecord, directory: Path) -> GuardedGraphRecord:
-    """Return the record with the culprit that `locate` named; unchanged if it wrote no location."""
+    """Return the record with the first culprit in the file that `locate` wrote, or with None if it names none.
+
+    The record is returned unchanged if the file is missing or unreadable.
+    """
     try:
         location = read_report(directory / LOCATION, Location)
     except TorchDeltaError:  # the log says why there is none
@@ -102,7 +118,11 @@ def _read_location(record: GuardedGraphRecord, directory: Path) -> GuardedGraphR
 
 
 def _read_diagnosis(record: GuardedGraphRecord, directory: Path) -> GuardedGraphRecord:
-    """Return the record with the culprit and the script of `diagnose`; unchanged if it wrote no report."""
+    """Return the record with the first culprit and the path of the script from the report of `diagnose`.
+
+    Without a culprit there, the record's own stays; without a script, `repro` is None. The record is returned unchanged
+    if the report is missing or unreadable.
+    """
     try:
         report = read_report(directory / DIAGNOSIS / "report.json")
     except TorchDeltaError:  # the log says why there is none

@@ -69,7 +69,12 @@ class CheckedCall:
     error: Exception | None
 
     def report(self, args: Sequence[Any]) -> Report:
-        """Return the report on a call with these arguments; UncheckedCall or ProgramError if it cannot be checked."""
+        """Compare a call of the compiled graph with eager on copies of these arguments, and return the report.
+
+        Gradients are compared only for a graph of dynamo and while gradients are enabled. If they cannot be, because
+        the graph raises eagerly, the forward is compared alone and a note says so. Raise UncheckedCall or ProgramError
+        if nothing can be compared.
+        """
         is_trained = self.record.level == "dynamo" and torch.is_grad_enabled()
         try:
             return self._compare_with_eager(args, None if is_trained else ("forward",))
@@ -81,7 +86,12 @@ class CheckedCall:
             return replace(report, notes=(*report.notes, f"gradients were not compared: {error}"))
 
     def _compare_with_eager(self, args: Sequence[Any], stages: tuple[str, ...] | None) -> Report:
-        """Return the report of a check on copies of the arguments; ProgramError if the graph itself raises."""
+        """Return the report of a check on copies of the arguments; None as `stages` are the default ones.
+
+        If the graph could not be compiled, the report is a crash without comparisons. Raise ProgramError if the
+        original graph itself raises. Raise UncheckedCall if only errors are looked for and the compiled graph runs, or
+        if the memory does not suffice for a check.
+        """
         check = self._prepare(args, stages)
         if self.error is not None:
             with runtime.preserved():
@@ -97,7 +107,11 @@ class CheckedCall:
         return report
 
     def _prepare(self, args: Sequence[Any], stages: tuple[str, ...] | None) -> Check:
-        """Return the check of the compiled graph against the original one."""
+        """Return the check of the compiled graph against the original one, not yet run; it does not ask in float64.
+
+        Inputs that are not leaves and are written to are cloned on both sides, and become outputs. If the graph draws
+        random numbers, the check compiles a copy of it again by `make`, so that it draws those of eager.
+        """
         written = written_nonleaves(self.original, args)
 
         def called_as_graph(run: Run) -> Run:
@@ -123,12 +137,12 @@ class CheckedCall:
 
 
 def _failure_on_copies(check: Check) -> Failure | None:
-    """Run the compiled graph on copies of the inputs, so that a failure changes nothing; return the failure if any."""
+    """Run the compiled graph on copies of the inputs, so that nothing changes; return the failure, or None."""
     return check.baseline.run(check.transform, draws_random=False).failure
 
 
 def _crash_report(check: Check, failure: Failure) -> Report:
-    """Return the report of a graph that could not be compiled."""
+    """Return the report of a graph that could not be compiled: CRASHED, with the failure and without comparisons."""
     stage = Stage(name="forward", verdict=Verdict.CRASHED, reason=f"{failure.type}: {failure.message}")
     return Report(
         verdict=Verdict.CRASHED,
@@ -170,7 +184,11 @@ class GuardedGraph:
     has_fallen_back: bool = False
 
     def __call__(self, *args: Any) -> Any:
-        """Run a call, after checking it if it is due."""
+        """Check the call if it is due, then run it, and return its result.
+
+        If the compiled graph raises and the config says `on_failure="fallback"`, the call is checked; if that makes the
+        graph fall back, the original graph runs in its place. Otherwise the exception is raised.
+        """
         self._check_if_due(args)
         try:
             return self.run(*args)
@@ -180,12 +198,18 @@ class GuardedGraph:
         return self.run(*args)
 
     def call_boxed(self, args: list[Any]) -> Any:
-        """Do the same for arguments in a list, which the compiled graph may empty to free them."""
+        """Check the call if it is due, then run it with arguments in a list, which the compiled graph may empty.
+
+        Unlike `__call__`, it raises what the compiled graph raises, without a fallback.
+        """
         self._check_if_due(args)
         return as_boxed(self.run)(args)
 
     def _check_if_due(self, args: Sequence[Any]) -> None:
-        """Check the first call with values, and then every n-th, unless the original graph runs by now."""
+        """Count the call; check it if it is the first with values, or if its number is a multiple of `every`.
+
+        It is not checked if the original graph runs by now, or if a tensor among `args` has no values.
+        """
         self.calls += 1
         every = self.config.every
         is_due = self.is_new or (every and self.calls % every == 0)
@@ -194,7 +218,12 @@ class GuardedGraph:
             self.check_call(args)
 
     def check_call(self, args: Sequence[Any]) -> None:
-        """Check a call on copies before it runs; record the result, and act on a failure as the config says."""
+        """Check a call on copies before it runs; update the record, and act on a failure as the config says.
+
+        With `record="always"` the call is written to disk first. If it cannot be checked, the record says why: checks
+        are off, the budget is spent, the graph cannot be run twice or fails eagerly, or torchdelta itself fails. Raise
+        Diverged or CompilerFailed for a failure if the config says `on_failure="raise"`.
+        """
         record = replace(self.record, call=self.calls)
         try:
             if self.config.record == "always":
@@ -219,7 +248,11 @@ class GuardedGraph:
             self._act_on(checked, report, args)
 
     def record_before_compiling(self, example_inputs: Sequence[Any]) -> None:
-        """Write the graph to disk if everything is recorded, because compiling it may end the process."""
+        """Write the graph with its example inputs to disk if the config says `record="always"`.
+
+        This is done first, because compiling may end the process. Nothing is written if an input has no values. An
+        error becomes a note.
+        """
         inputs = [dynamo.hint_of(each) for each in example_inputs]
         # behind AOTAutograd the example inputs have no values, and the first call brings them
         if self.config.record != "always" or not have_values(inputs):
@@ -230,7 +263,12 @@ class GuardedGraph:
             self.findings.note(f"graph {self.record.number} could not be recorded: {error}")
 
     def fail_to_compile(self, error: Exception, example_inputs: Sequence[Any]) -> None:
-        """Report an error of the compiler: at once if errors are only reported, otherwise in the first call."""
+        """Keep the error that compiling the graph raised, and report it now or in the first call.
+
+        With `on_failure="report"` it is reported now: by a check on the example inputs, or as CRASHED without a check
+        if they have no values. Otherwise `run` becomes a function that raises the error; the first call is checked
+        before that, and raises or falls back.
+        """
         self.error = error
         if self.config.on_failure == "report":
             if have_values(example_inputs):
@@ -243,7 +281,7 @@ class GuardedGraph:
 
     @property
     def _checked_call(self) -> CheckedCall:
-        """The check of the next call."""
+        """The check of one call, with the compiled graph, the error and the record as they are now."""
         return CheckedCall(
             config=self.config,
             record=self.record,
@@ -254,7 +292,12 @@ class GuardedGraph:
         )
 
     def _act_on(self, record: GuardedGraphRecord, report: Report, args: Sequence[Any]) -> None:
-        """Act on the report of a check; of several failures of a graph only the first is recorded."""
+        """Update the record with the report of a check, and act on a failure as the config says.
+
+        Only the first failure of a graph is written to disk and followed up. Then with `fallback` the original graph
+        runs from now on, with a warning; with `raise`, Diverged is raised, or CompilerFailed for another failure than a
+        divergence. If the check did not fail, the original graph is freed unless it is needed.
+        """
         if not report.verdict.is_failure:
             self._update(record)
             self._free()
@@ -273,7 +316,11 @@ class GuardedGraph:
             raise error
 
     def _leave_unchecked(self, record: GuardedGraphRecord) -> None:
-        """Note why a call was not checked; a graph that could not be compiled falls back if the config says so."""
+        """Update the record, which says why a call was not checked, and free the original graph unless it is needed.
+
+        If the graph could not be compiled and the config says `fallback`, the original graph runs from now on, with a
+        warning.
+        """
         self._update(record)
         if self.error is not None and self.config.on_failure == "fallback":
             self._fall_back()
@@ -281,7 +328,10 @@ class GuardedGraph:
         self._free()
 
     def _write_failure(self, record: GuardedGraphRecord, report: Report, args: Sequence[Any]) -> None:
-        """Write recording and report of a failure to disk; an error there becomes a note."""
+        """Write the recording of a failure, unless it is there, and its report to disk; then update the record.
+
+        An error in writing becomes a note, and the record is updated all the same.
+        """
         try:
             record = record if record.directory is not None else self._write_recording(record, args)
             assert record.directory is not None
@@ -291,7 +341,12 @@ class GuardedGraph:
         self._update(record)
 
     def _follow_up(self, report: Report) -> None:
-        """Have another process name the culprit or minify the failure, and wait for it where the config says so."""
+        """Have another process name the culprit or minify the failure, and update the record with the answers.
+
+        With `on_failure="raise"`, wait for the culprit of a divergence, at most `CULPRIT_WAIT_S`. With `minify`, start
+        `diagnose` in the background, or wait for it if that is "wait". Nothing is done without a recording; if no other
+        process can import the backend, a note says so instead.
+        """
         if self.record.directory is None:
             return
         if self.transform is None:
@@ -309,7 +364,11 @@ class GuardedGraph:
             followup.begin(self.record, "diagnose")
 
     def _can_fall_back(self, error: Exception, args: Sequence[Any]) -> bool:
-        """Check a call in which the compiled graph raised; tell whether the original graph runs from now on."""
+        """Check a call in which the compiled graph raised; tell whether the original graph runs from now on.
+
+        Without a check, return False if the config does not say `fallback`, if checks are off, if it has fallen back
+        before, if the error is that of compiling, or if a node may have written to the inputs.
+        """
         is_final = self.config.on_failure != "fallback" or self.config.check == "off" or self.has_fallen_back
         # inputs may have been mutated, and then a second run would not be comparable
         if is_final or error is self.error or any(map(writes_to, every_node(self.original))):
@@ -321,7 +380,10 @@ class GuardedGraph:
         self.run, self.has_fallen_back = self.original.forward, True
 
     def _free(self) -> None:
-        """Free the original graph if it is not needed any more, because there may be many graphs."""
+        """Drop the original graph if no later call can need it, because there may be many graphs.
+
+        It is needed if the config says `every` or `on_failure="fallback"`.
+        """
         if not self.config.every and self.config.on_failure != "fallback":
             self.original, self.make = _EMPTY_GRAPH, _refuse_to_compile
 
@@ -330,14 +392,23 @@ class GuardedGraph:
         return self.record.verdict is not None and self.record.verdict.is_failure
 
     def _update(self, record: GuardedGraphRecord) -> None:
-        """Replace the record, unless it says less: a failure stays one, and an unchecked call is not news."""
+        """Keep a record and write it to the findings, unless it says less than the present one.
+
+        A failure is always kept. Any other record is dropped if the graph has failed, or if it has no verdict and the
+        present one has.
+        """
         is_failure = record.verdict is not None and record.verdict.is_failure
         if is_failure or (not self._has_failed and (record.verdict is not None or self.record.verdict is None)):
             self.record = record
             self.findings.update(record)
 
     def _write_recording(self, record: GuardedGraphRecord, args: Sequence[Any]) -> GuardedGraphRecord:
-        """Write the graph with its inputs to disk, and return the record with the directory."""
+        """Write the graph with the inputs and settings of a call to a directory; return the record with the directory.
+
+        Inputs that are not leaves and are written to become outputs of the recorded graph. A graph of dynamo is
+        recorded with gradients if they are enabled, any other for its forward alone. Parts that cannot be recorded
+        become notes. Raise UsageError if the directory cannot be written.
+        """
         directory = self.findings.directory_for(record)
         is_trained = record.level == "dynamo" and torch.is_grad_enabled()
         cast = runtime.autocast()
@@ -361,7 +432,10 @@ class GuardedGraph:
 
 
 def _evidence(record: GuardedGraphRecord, report: Report) -> str:
-    """Return the message of a failure: the evidence, the culprit, and the command that minifies it."""
+    """Return the message for a failure: the report's evidence, and a line each for the culprit and the recording.
+
+    A line is left out if the record has no culprit or no directory. That of the recording has the command to minify it.
+    """
     lines = [evidence_of(report)]
     if record.culprit is not None:
         lines.append(f"  first wrong: {record.culprit.op} ({record.culprit.node}) at {record.culprit.source_line}")
@@ -376,7 +450,7 @@ def _describe_error(error: Exception) -> str:
 
 
 def _raising(error: Exception) -> Run:
-    """Return a function that raises the error whenever it is called."""
+    """Return a function that takes any arguments, and raises the error whenever it is called."""
 
     def raise_again(*_: Any) -> Any:
         raise error

@@ -35,6 +35,7 @@ class Script:
     arguments: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        """Raise UsageError if the kind is unknown or the file does not exist."""
         if self.kind not in KINDS:
             raise UsageError(f"a script is one of {', '.join(KINDS)}, not {self.kind!r}")
         if self.kind == FILE and not os.path.exists(self.text):
@@ -52,9 +53,11 @@ class ScriptEnding:
 
 
 def run_script(script: Script) -> ScriptEnding:
-    """Run a script in this process, and return how it ended; Refused if it cannot be run.
+    """Run a script in this process as `__main__`, and return how it ended; Refused if it cannot be run.
 
-    An exception of the script is printed as Python prints it. The script's threads have ended when this returns.
+    `sys.argv`, `sys.path` and the module `__main__` become the script's and stay so. An exception of the script is
+    printed as Python prints it and gives the status 1. The script's threads have ended when this returns. Refused is
+    raised as well if a guard raises it within the script.
     """
     try:
         module, code = _load(script)
@@ -72,7 +75,11 @@ def run_script(script: Script) -> ScriptEnding:
 
 
 def _load(script: Script) -> tuple[ModuleType, CodeType]:
-    """Set arguments and import path as Python would; return the script's `__main__` module and its code."""
+    """Set `sys.argv` and `sys.path[0]` as Python would; return a `__main__` module and its code, not run yet.
+
+    Of a folder or a zip file, `__main__.py` is run. Refused if there is none, if the module does not exist, or if the
+    file cannot be read. A SyntaxError passes through.
+    """
     if script.kind == CODE:
         _set_paths("", ("-c", *script.arguments))
         return _as_main(None, importlib.machinery.BuiltinImporter), _compile(script.text, "<string>")
@@ -96,7 +103,7 @@ def _load(script: Script) -> tuple[ModuleType, CodeType]:
 
 
 def _set_paths(first_place: str, argv: tuple[str, ...]) -> None:
-    """Replace our arguments and our first import path by those of the script."""
+    """Replace the content of `sys.argv`, and `sys.path[0]` unless Python runs with -P."""
     sys.argv[:] = argv
     # with -P Python adds no directory, so ours is not there to be replaced
     if not getattr(sys.flags, "safe_path", False):
@@ -108,7 +115,7 @@ def _compile(source: str | bytes, path: str) -> CodeType:
 
 
 def _as_main(path: str | None, loader: object) -> ModuleType:
-    """Return an empty `__main__` module with the attributes that Python would set."""
+    """Return a new `__main__` module with `__builtins__`, `__loader__`, and with a path `__file__` and `__cached__`."""
     module = ModuleType(_RUNS_AS)
     vars(module).update(__builtins__=builtins, __loader__=loader)
     if path is not None:
@@ -117,7 +124,11 @@ def _as_main(path: str | None, loader: object) -> ModuleType:
 
 
 def _module_spec(name: str) -> importlib.machinery.ModuleSpec:
-    """Return the spec of a module, or of `__main__` in a package; Refused if there is none."""
+    """Return the spec of a module that `-m` names, or of `__main__` in a package.
+
+    Refused if there is no such module, no `__main__` in the package, or no spec. An import error within a parent
+    package, which is imported for this, passes through.
+    """
     try:
         spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
@@ -137,7 +148,10 @@ def _module_spec(name: str) -> importlib.machinery.ModuleSpec:
 
 
 def _from_spec(spec: importlib.machinery.ModuleSpec, argv: list[str]) -> tuple[ModuleType, CodeType]:
-    """Return a `__main__` module and the code of a spec, and set the first argument to its file."""
+    """Return a `__main__` module and the code of a spec; Refused if it has no Python code.
+
+    The first item of `argv` is replaced by the file of the spec; an empty `argv` stays empty.
+    """
     get_code = getattr(spec.loader, "get_code", None)
     code = get_code(spec.name) if get_code is not None else None
     if code is None:
@@ -150,7 +164,7 @@ def _from_spec(spec: importlib.machinery.ModuleSpec, argv: list[str]) -> tuple[M
 
 
 def _ending_of_exit(exited: SystemExit) -> ScriptEnding:
-    """Return the ending of a script that called `sys.exit`, and print its message as Python does."""
+    """Return the ending of a `sys.exit`: its status, 0 for None; any other value is printed, and the status is 1."""
     if exited.code is None or isinstance(exited.code, int):
         return ScriptEnding(status=int(exited.code or 0))
     print(exited.code, file=sys.stderr)
@@ -158,7 +172,11 @@ def _ending_of_exit(exited: SystemExit) -> ScriptEnding:
 
 
 def _print_error(error: BaseException) -> ScriptEnding:
-    """Print an exception as Python does, without our frames, and return the ending."""
+    """Print an exception by `sys.excepthook`, without our frames, and return an ending with the status 1.
+
+    If the hook itself raises, both exceptions are printed, as Python does then. A KeyboardInterrupt makes the ending an
+    interrupted one.
+    """
     if error.__traceback__ is not None:
         error.with_traceback(_first_of_script(error.__traceback__))
     try:
@@ -183,7 +201,7 @@ def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _await_threads() -> None:
-    """Wait for the script's threads, as Python does before it ends."""
+    """Wait for all other threads except daemons and workers of pools, as Python does before it ends."""
     pools = sys.modules.get("concurrent.futures.thread")
     # Python itself ends the workers of a pool at exit: waiting for them here would never end
     workers = set(getattr(pools, "_threads_queues", ()))

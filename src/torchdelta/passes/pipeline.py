@@ -59,7 +59,11 @@ def check_pipeline(
     A pass takes a graph module and example inputs, a graph module, or a graph, as its signature says; it changes that
     in place or returns another. The graph behind each pass that changes it is compared with the original. If they
     differ, it is also compared with the graph before the pass, so that inherited errors do not count against it. The
-    list ends at a pass that raises. `policy` and the arguments after it are those of `check`.
+    passes behind one that raises, or that returns a callable other than a graph, are not run, and their rows say so.
+    `policy` and the arguments after it are those of `check`.
+
+    UsageError if `graph` is not a graph module, if there are no passes, or if one is not callable. Raise ProgramError
+    if the graph itself fails. Neither the graph nor the inputs are changed.
     """
     if not isinstance(graph, GraphModule):
         raise UsageError(
@@ -92,7 +96,12 @@ class _PipelineRun:
     notes: list[str] = field(default_factory=list)
 
     def answer(self, passes: Sequence[Pass]) -> Pipeline:
-        """Run the passes, and return a row for each and the verdict on all of them."""
+        """Run the passes; return a row for each, and the worst verdict on the passes that changed the graph or raised.
+
+        A pass whose effect could not be compared counts as INCONCLUSIVE. The last changed graph against the original
+        counts too. If no pass changed the graph, the verdict is INCONCLUSIVE and a note says so. Raise before the first
+        pass runs if the original graph fails.
+        """
         began = time.perf_counter()
         # raises before any pass runs if the graph itself fails or has no truth
         check = self.succession.check
@@ -114,7 +123,12 @@ class _PipelineRun:
         )
 
     def _rows(self, passes: Sequence[Pass]) -> Iterator[PassRow]:
-        """Run one pass after the other, and yield a row for each."""
+        """Run each pass on a copy of the graph that the pass before it left, and yield a row for each pass.
+
+        A pass that leaves the graph as it was is not compared: its row says EQUIVALENT, and has the earlier verdict
+        against the original. Behind a pass that raised or did not return a graph, passes are not run, and their rows
+        say why.
+        """
         before: Callable[..., Any] = self.succession.original
         against = Verdict.EQUIVALENT
         stopped = ""
@@ -139,7 +153,11 @@ class _PipelineRun:
             before, against = after, step.against_original
 
     def _run_pass(self, each: Pass, graph: GraphModule) -> Callable[..., Any]:
-        """Run a pass on a graph that it may change, and return the changed or new graph, ready to be called."""
+        """Run a pass on a graph that it may change in place; return the graph or callable that it leaves, ready to run.
+
+        The given graph is returned if the pass returns None, a bool or a number. A `Graph` is made a module, and of
+        torch's `PassResult` the module is taken. Raise TypeError for anything else that is not callable.
+        """
         result = each(*_arguments(each, graph, self.succession.inputs))
         result = getattr(result, "graph_module", result)  # torch's own passes return it with a flag
         if isinstance(result, Graph):
@@ -149,7 +167,10 @@ class _PipelineRun:
 
 
 def _row(name: str, step: PassStep) -> PassRow:
-    """Return the row of a pass that changed the graph."""
+    """Return the row of a pass that changed the graph.
+
+    `error` and `noise` are those of the worst comparison with the original, or None if nothing was compared.
+    """
     return PassRow(
         name=name,
         changed=True,
@@ -165,7 +186,7 @@ def _row(name: str, step: PassStep) -> PassRow:
 
 
 def _crash_row(name: str, error: BaseException) -> PassRow:
-    """Return the row of a pass that raised."""
+    """Return the row of a pass that raised: CRASHED, with the failure and the first line of its message."""
     text = "".join(traceback.format_exception(error))
     failure = Failure.of(error, stage="transform", traceback=text, where=place_of(error))
     words = f"{failure.type}: {failure.message}".splitlines()[0]
@@ -173,7 +194,11 @@ def _crash_row(name: str, error: BaseException) -> PassRow:
 
 
 def _arguments(each: Pass, graph: GraphModule, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments that a pass takes by its signature: graph module or graph, with or without inputs."""
+    """Return the arguments to call a pass with, by its signature: a graph module or a graph, and perhaps the inputs.
+
+    Copies of the inputs come second, in a list, if the second parameter has no default or the name of inputs, if there
+    is a `*args`, or if the signature cannot be read or is empty.
+    """
     try:
         parameters = list(inspect.signature(each).parameters.values())
     except (TypeError, ValueError):  # builtins and C++ functions have no signature
@@ -188,7 +213,7 @@ def _arguments(each: Pass, graph: GraphModule, inputs: tuple[Any, ...]) -> tuple
 
 
 def _wants_graph(parameter: inspect.Parameter) -> bool:
-    """Tell by its annotation or name whether a parameter is a graph, and not a graph module."""
+    """Tell whether a parameter is a `Graph` and not a `GraphModule`, by its annotation, or without one by its name."""
     annotation = parameter.annotation
     if annotation is inspect.Parameter.empty:
         return parameter.name in _GRAPH_NAMES
@@ -207,9 +232,11 @@ def _key_of(graph: GraphModule) -> str:
 
 
 def _describe_attribute(value: Any) -> str:
-    """Return a text of an attribute's content, so that a changed weight is a change of the graph.
+    """Return a text that two attributes share if their content is the same, so that a changed weight is a change.
 
-    Values that cannot be read count as different.
+    A tensor counts by shape, strides, dtype, `requires_grad` and values; a module by its parameters, buffers and plain
+    attributes; any other value by its `repr`. A tensor whose values cannot be read, such as a sparse or fake one, is
+    the same only as itself.
     """
     if isinstance(value, torch.Tensor):
         if not tensors.has_own_buffer(value):

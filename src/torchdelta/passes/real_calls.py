@@ -47,7 +47,12 @@ def have_values(args: Sequence[Any]) -> bool:
 
 
 def require_checkable(graph_module: GraphModule, args: Sequence[Any]) -> None:
-    """Raise UncheckedCall with the reason if a call of a graph cannot be checked."""
+    """Raise UncheckedCall with the reason if a call of a graph cannot be checked; otherwise do nothing.
+
+    Reasons are tensors without values, collectives with other processes, random numbers in inductor's own way,
+    operators with effects such as `print`, and state: a parameter that requires grad, or an attribute that the graph
+    writes to.
+    """
     if not have_values(args):
         raise UncheckedCall("it was called with tensors that have no values")
     if needs_other_processes(graph_module):
@@ -63,7 +68,12 @@ def require_checkable(graph_module: GraphModule, args: Sequence[Any]) -> None:
 
 
 def detach_inputs(args: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the arguments as autograd leaves that share their memory, without hooks, gradients and history."""
+    """Return the arguments in a tuple: a detached alias of each tensor, and other values with symbols as numbers.
+
+    An alias shares the memory of its tensor and keeps its `requires_grad`, except for inference tensors. It is an
+    autograd leaf without history, hooks and gradient. A symbolic number becomes its hint, the number that it had when
+    the graph was captured; any other value is returned as it is.
+    """
 
     def detach(arg: Any) -> Any:
         if not isinstance(arg, torch.Tensor):
@@ -75,9 +85,10 @@ def detach_inputs(args: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def written_nonleaves(graph_module: GraphModule, args: Sequence[Any]) -> tuple[int, ...]:
-    """Return the places of the inputs that the graph writes to and that are not autograd leaves.
+    """Return the places of the input tensors that the graph writes to, that require grad and are not leaves.
 
-    A check passes leaves, which cannot be written to while they require grad. So these inputs need clones.
+    Places count the placeholders from 0 and are ascending; there are none while gradients are disabled. A check passes
+    leaves, which cannot be written to while they require grad. So these inputs need clones.
     """
     if not torch.is_grad_enabled():
         return ()
@@ -88,10 +99,12 @@ def written_nonleaves(graph_module: GraphModule, args: Sequence[Any]) -> tuple[i
 
 
 def adapt_call(run: Run, graph_module: GraphModule, level: str, cloned: Sequence[int]) -> Run:
-    """Return a compiled graph with the calling convention that its graph has in a check.
+    """Return a callable that runs a compiled graph, and returns what its graph returns in a check.
 
-    The result has the container that the graph returns, and the inputs at the places `cloned` as further outputs. A
-    compiled backward may reuse the memory of saved tensors, so it gets clones of inputs that the graph only reads.
+    The inputs at the places `cloned` are cloned before the run, and the clones are further outputs, as `return_written`
+    makes them for the graph. At the `level` "backward", inputs that the graph only reads are cloned too, because a
+    compiled backward may reuse the memory of saved tensors. The result is a list if the graph returns one and nothing
+    is `cloned`, otherwise a tuple; a single value stays one if nothing is `cloned`.
     """
     kind = list if isinstance(graph_module.graph.output_node().args[0], list) and not cloned else tuple
     written = _written(graph_module)
@@ -111,7 +124,10 @@ def adapt_call(run: Run, graph_module: GraphModule, level: str, cloned: Sequence
 
 
 def return_written(graph_module: GraphModule, cloned: Sequence[int]) -> GraphModule:
-    """Return the graph with clones of the inputs at these places as further outputs, as `adapt_call` returns them."""
+    """Return a copy of the graph that writes to clones of the inputs at these places, and returns the clones as well.
+
+    Without places it is the graph itself. `adapt_call` does the same for the compiled graph.
+    """
     return graphs.return_inputs(graph_module, cloned) if cloned else graph_module
 
 

@@ -62,7 +62,10 @@ class Succession:
         return prepare(self.original, self.inputs, options=replace(self.options, candidate=self.original))
 
     def compare(self, graph: Callable[..., Any]) -> Report:
-        """Return the report of a graph against the first one."""
+        """Return the report of a graph against the first one.
+
+        The last two graphs are remembered by identity with their reports, and are not compared again.
+        """
         report = next((report for known, report in self.latest if known is graph), None)
         if report is None:
             report = self._check_of(graph).run()
@@ -70,7 +73,11 @@ class Succession:
         return report
 
     def judge_step(self, before: Callable[..., Any], after: Callable[..., Any]) -> PassStep:
-        """Return the verdict on the step from one graph to the next."""
+        """Return the verdict on the step from the graph `before` to the graph `after`.
+
+        `after` is compared with the first graph. If both `before` and `after` are equivalent to that, the step
+        introduces nothing. Otherwise the two are compared with each other, and the culprit is looked for.
+        """
         verdict_before = Verdict.EQUIVALENT if before is self.original else self.compare(before).verdict
         report = self.compare(after)
         worst = max(report.comparisons, key=lambda comparison: comparison.rank, default=None)
@@ -88,7 +95,13 @@ class Succession:
     def _compare_neighbours(
         self, step: PassStep, before: Callable[..., Any], after: Callable[..., Any], verdict_before: Verdict
     ) -> PassStep:
-        """Return the step with the verdict, reason and culprit of the graph behind it against the one before."""
+        """Return the step with the verdict, reason and culprit of the graph `after` it against the one `before`.
+
+        `introduced` is None, with the reason, if the graph before does not run (CRASHED or TIMED_OUT as
+        `verdict_before`), is not a graph module, or cannot be compared. The verdict of `step` against the original
+        stays. A note is added if differences of several passes add up, or if the graph computes what the original does
+        again.
+        """
         if verdict_before in (Verdict.CRASHED, Verdict.TIMED_OUT):
             reason = "the graph before it does not run, so that there is nothing to compare it with"
             return replace(step, introduced=None, reason=reason)
@@ -108,7 +121,11 @@ class Succession:
         return located
 
     def _locate(self, before: GraphModule, after: Callable[..., Any]) -> Location:
-        """Return the location of the difference between two neighbouring graphs."""
+        """Compare two neighbouring graphs on the inputs, and return the location of their difference.
+
+        The reference is `before`. If that is the original, its reference run and truth are shared with the other
+        comparisons.
+        """
         if before is self.original:
             check = self._check_of(after)
         else:

@@ -57,7 +57,11 @@ class ChainJudge:
     """Whether every part of the chain could be judged."""
 
     def judge(self, values: Mapping[str, Any]) -> None:
-        """Judge the chain on the inputs of a call, given by the names of the graph's placeholders."""
+        """Judge the chain on the inputs of a call, and add to `findings` and `notes`.
+
+        `values` has the inputs by the names of the graph's placeholders. A graph with collectives is not judged, and a
+        note says so. Raise TorchDeltaError if a pass changes the inputs of the graph, or if one has no value.
+        """
         if needs_other_processes(self.chain.versions[0].as_module):
             self._leave_open(f"not checked: {TALKS}")
             return
@@ -68,7 +72,12 @@ class ChainJudge:
                     self._judge_part(part, inputs)
 
     def _judge_part(self, part: list[Version], inputs: tuple[Any, ...]) -> None:
-        """Judge versions that draw the same random numbers; add a finding for the first pass that is wrong."""
+        """Compare versions with the same random draws; add a finding for the first pass that makes them diverge.
+
+        Nothing is added if the last version is equivalent to the first. A version that crashes is skipped with a note.
+        If no single pass diverges, a note says that they differ together. Outside of the phase "pre-grad" only the
+        forward is compared, without aliasing.
+        """
         options = self.options
         if self.chain.phase != inductor_passes.PRE_GRAD:
             # AOTAutograd restores aliasing outside of its graphs
@@ -92,7 +101,11 @@ class ChainJudge:
             self._leave_open(f"{report.verdict.value} together, and by no single one: {reason_of(report)}")
 
     def _finding(self, skipped: list[str], name: str, step: PassStep) -> PassFinding:
-        """Return the finding on a pass; passes before it whose graphs do not run may be guilty too."""
+        """Return the finding on the pass `name`, with the error and noise of the worst comparison, if there is one.
+
+        `skipped` are the passes just before it whose graphs do not run; the reason says that one of them may be guilty
+        instead.
+        """
         unsure = f"; or {', '.join(skipped)} before it, whose graphs do not run eagerly" if skipped else ""
         return PassFinding(
             name=name,
@@ -105,7 +118,11 @@ class ChainJudge:
         )
 
     def _comparable(self) -> Iterator[list[Version]]:
-        """Yield successive versions that draw the same random numbers, because others cannot be compared."""
+        """Yield the versions in successive lists that draw the same random numbers, because others cannot be compared.
+
+        A note is added for each place where the numbers change. At a version with packed weights the lists end, with a
+        note; the last list may be empty.
+        """
         part: list[Version] = []
         for version in self.chain.versions:
             if version.is_packed:
@@ -120,7 +137,12 @@ class ChainJudge:
         yield part
 
     def _inputs(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return the inputs of the graphs in order; a joint graph gets random tangents too."""
+        """Return the inputs of the graphs in the order of their placeholders; tensors are detached aliases.
+
+        `values` has them by name. An input of a joint graph without a value is a tangent, and gets seeded random
+        numbers. Raise TorchDeltaError if a version has other placeholders than the first, or if an input of another
+        graph has no value.
+        """
         chain, first = self.chain, self.chain.versions[0].inputs
         names = [node.name for node in first]
         for version in chain.versions[1:]:
@@ -138,14 +160,18 @@ class ChainJudge:
         return tuple(inputs[name] for name in names)
 
     def _leave_open(self, why: str) -> None:
-        """Note why a part of the chain could not be judged."""
+        """Add a note with the reason why a part of the chain could not be judged, and clear `is_checked`."""
         self.is_checked = False
         self.notes.append(f"{self.chain.phase} passes of {self.label}: {why}")
 
 
 @contextmanager
 def _isolated(phase: str) -> Iterator[None]:
-    """Run graphs outside of the user's modes, and leave generators, flags and settings as they were."""
+    """Run the body eagerly and outside of the user's modes; put generators, flags and settings back afterwards.
+
+    In the phase "pre-grad" gradients are recorded if the caller records them. In the others they are not, and autocast
+    is off.
+    """
     has_grad = phase == inductor_passes.PRE_GRAD and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     casts = nullcontext() if phase == inductor_passes.PRE_GRAD else inductor_passes.without_autocast()
     with (
@@ -169,7 +195,8 @@ def watch_passes(*, policy: str = "noise", seed: int = 0) -> Iterator[PassSummar
 
     Its `findings` name each pass, with the node, behind which a graph computes something else on the inputs of its
     first call. Its `notes` say what could not be checked. Both are complete when the context is left. The run itself
-    does not change, and an error of the watcher does not end it.
+    does not change, and an error of the watcher does not end it. `policy` and `seed` are those of `check`. UsageError
+    if the policy is wrong or passes are watched already.
     """
     parse(policy)  # a wrong policy raises before anything runs
     watcher = _Watcher(summary=PassSummary(), options=CheckOptions(policy=policy, seed=seed))
@@ -194,7 +221,7 @@ class _CompiledGraph:
     chains: list[Chain] = field(default_factory=list)
 
     def pop_chains(self, phase: str = "") -> list[Chain]:
-        """Remove the chains of a phase, or all of them, and return them."""
+        """Remove the chains of a phase, or all of them without one, and return them."""
         popped = [chain for chain in self.chains if not phase or chain.phase == phase]
         self.chains = [chain for chain in self.chains if chain not in popped]
         return popped
@@ -221,13 +248,17 @@ class _Watcher:
         return self.threads.__dict__.setdefault("stack", [])  # type: ignore[no-any-return]
 
     def fail(self, what: str, error: Exception) -> None:
-        """Note what the watcher could not do, and why."""
+        """Add a note on what the watcher could not do, and on the first line of the error."""
         words = str(error).splitlines()[0] if str(error) else ""
         kind = "" if isinstance(error, TorchDeltaError) else f"{type(error).__name__}: "
         self.summary.note(f"{what}: {kind}{words}".removesuffix(": "))
 
     def take(self, chain: Chain) -> None:
-        """Keep the versions of a graph behind the passes of a phase until there are inputs; count them."""
+        """Count the chain of a phase that is over, and keep it with the graph that this thread is compiling.
+
+        A chain without changes is only counted. If this thread is not compiling a graph, a note says that the chain is
+        not checked.
+        """
         is_changed = len(chain.versions) > 1
         with self.lock:
             self.summary.passes += chain.passes
@@ -241,7 +272,11 @@ class _Watcher:
     def compile_program(
         self, compile_module: Callable[[], Callable[..., Any]], module: GraphModule
     ) -> Callable[..., Any]:
-        """Compile a captured graph; return a callable whose first call judges its pre-grad passes."""
+        """Compile a captured graph; return a callable whose first call with values judges its pre-grad passes.
+
+        `compile_module` compiles `module`, of which only the names of the inputs are read. If no pre-grad pass changed
+        the graph, the compiled callable itself is returned.
+        """
         with self._compiling(lambda: self._begin_program(module)) as program:
             compiled = compile_module()
         if not any(chain.phase == inductor_passes.PRE_GRAD for chain in program.chains):
@@ -255,7 +290,10 @@ class _Watcher:
         return call
 
     def compile_part(self, handed: HandedGraph) -> Callable[..., Any]:
-        """Compile a graph of AOTAutograd's; return a callable whose first call judges its passes."""
+        """Compile a graph of AOTAutograd's; return a callable whose first call with values judges its passes.
+
+        The compiled callable itself is returned if there is nothing to judge.
+        """
         with self._compiling(lambda: self._begin_part(handed)) as part:
             compiled = handed.on()
         has_chains = part.chains or part.whole is not None
@@ -267,7 +305,11 @@ class _Watcher:
         return _CompiledGraph(label=f"graph {number}", inputs=_names(module), number=number)
 
     def _begin_part(self, handed: HandedGraph) -> _CompiledGraph:
-        """Return the entry of a forward, backward or inference graph, with the number of its program."""
+        """Return the entry of a forward, backward or inference graph, with the number of its program, or -1 if unknown.
+
+        The number is kept by AOTAutograd's number of the graph, so that a backward that is compiled later gets that of
+        its forward. A forward also refers to the program that this thread is compiling, if any, as its `whole`.
+        """
         whole = self.stack[-1] if self.stack else None
         with self.lock:
             # a backward may be compiled long after its forward, when its program is not on the stack any more
@@ -283,7 +325,11 @@ class _Watcher:
 
     @contextmanager
     def _compiling(self, begin: Callable[[], _CompiledGraph]) -> Iterator[_CompiledGraph]:
-        """Put the entry of a graph on this thread's stack while it is compiled; give the entry."""
+        """Put the entry of a graph on this thread's stack while the body compiles the graph; yield the entry.
+
+        `begin` builds the entry. If it raises, a note is added, and an entry without number and inputs takes its place.
+        When the body has ended without an exception, the entry is added to `waiting` if it got chains.
+        """
         try:
             compiled = begin()
         except Exception as error:
@@ -300,7 +346,11 @@ class _Watcher:
     def _judging_first_call(
         self, compiled: _CompiledGraph, run_compiled: Callable[..., Any], phase: str = ""
     ) -> Callable[[list[Any]], Any]:
-        """Return the compiled graph, taking its arguments in a list, whose first call with values judges its passes."""
+        """Return a callable that judges the passes of a graph in its first call with values, and runs it in every call.
+
+        It takes its arguments in a list, which the compiled graph may empty. `phase` picks the chains to judge, all if
+        it is empty. Nothing is judged once the watcher is closed. An error in judging becomes a note.
+        """
         run = as_boxed(run_compiled)
         is_judged = False
 
@@ -318,7 +368,12 @@ class _Watcher:
         return call
 
     def _judge_call(self, compiled: _CompiledGraph, args: Sequence[Any], phase: str) -> None:
-        """Judge the chains of a graph, and of the joint graph that it is a part of, on the inputs of a call."""
+        """Judge the chains of a graph on the arguments of a call, and add the results to the summary.
+
+        The chains of `phase`, or all if it is empty, are popped, so that each is judged once. For a forward graph those
+        of its program's joint graph are popped too. If there are several joint graphs, only the last is judged, and a
+        note counts the others.
+        """
         with self.lock:
             ready = [(chain, compiled.label) for chain in compiled.pop_chains(phase)]
             if compiled.whole is not None:
@@ -338,7 +393,10 @@ class _Watcher:
             gc.collect()  # reference cycles that a check leaves hold the inputs of the call
 
     def _judge(self, chain: Chain, label: str, values: Mapping[str, Any]) -> None:
-        """Judge one chain, and add its findings and notes to the summary."""
+        """Judge one chain, and add its findings and notes to the summary; an exception becomes a note.
+
+        `values` has the inputs by the names of placeholders. The chain counts as checked if every part could be judged.
+        """
         judge = ChainJudge(chain=chain, label=label, options=self.options)
         try:
             judge.judge(values)
@@ -350,7 +408,10 @@ class _Watcher:
             self.summary.note(note)
 
     def close(self) -> None:
-        """Drop the chains of graphs that were never called, and note how many there are."""
+        """End the watch: drop the chains of graphs that were never called, and note how many there are.
+
+        If no graph was seen at all, a note says so. Later calls of compiled graphs are not judged.
+        """
         with self.lock:
             self.is_open = False
             uncalled = [chain for compiled in self.waiting for chain in compiled.pop_chains()]

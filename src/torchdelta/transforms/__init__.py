@@ -54,7 +54,9 @@ TRANSFORMS.add("module", TransformFactory(OtherModule, "FACTORY"))
 def build(spec: str | Transform | Callable[..., Any], options: Options) -> Transform:
     """Return the transform that a name, `file.py:fn` or a function stands for; a transform is returned as it is.
 
-    UsageError names the nearest known transforms if the name is unknown.
+    A name is one of `TRANSFORMS`, with its argument behind a colon. Any other text with a colon, and any function, is a
+    pass. UsageError if the name is unknown, with the nearest known ones, or if its argument is missing or not wanted. A
+    transform that is built already keeps its own options.
     """
     if isinstance(spec, Transform):
         return spec

@@ -23,6 +23,11 @@ class Aot(Transform):
     traits = Traits(is_compiler=True)
 
     def __init__(self, options: Options) -> None:
+        """Read the options `dynamic` (by default False), `functionalised` (True) and `partitioner`.
+
+        The partitioner is `min-cut` by default, or `default` if the graph is not functionalised. UsageError if an
+        option or its value is unknown, or for `min-cut` without functionalising.
+        """
         require_known("aot", options, ("dynamic", "functionalised", "partitioner"))
         self.dynamic = bool(flag(options, "dynamic"))
         self.functionalised = flag(options, "functionalised") is not False
@@ -36,7 +41,10 @@ class Aot(Transform):
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[TransformedSide]:
-        """Give the side with a call that is traced when it is first called; UsageError if it is to be lifted."""
+        """Give the side with a call that AOTAutograd traces at its first call and whenever no earlier trace fits.
+
+        The trace runs uncompiled, and the witness counts traces and calls. UsageError if `lifted`; `seam` is not used.
+        """
         if lifted:
             raise UsageError("AOTAutograd alone keeps the program's operations and rounds as they do")
         witness = Witness()

@@ -86,7 +86,7 @@ class Transform(ABC):
 
 
 def require_known(transform: str, options: Options, known: Iterable[str]) -> None:
-    """Raise UsageError for an option that the transform does not have."""
+    """Raise UsageError, which lists the `known` options, for an option that is not among them."""
     names = sorted(known)
     for name in options:
         if name not in names:
@@ -95,7 +95,7 @@ def require_known(transform: str, options: Options, known: Iterable[str]) -> Non
 
 
 def flag(options: Options, name: str) -> bool | None:
-    """Return a yes-or-no option, or None if it was not given; UsageError if it is something else."""
+    """Return a yes-or-no option, or None if it was not given; UsageError if its value is not a bool."""
     value = options.get(name)
     if value is None or isinstance(value, bool):
         return value

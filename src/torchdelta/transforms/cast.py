@@ -26,7 +26,10 @@ class Cast(Transform):
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[TransformedSide]:
-        """Give a cast copy of the side; its calls count as transformed only if some tensor changed its dtype."""
+        """Give a copy of the side in which all float tensors of the callable and the inputs have the dtype.
+
+        Its calls count as transformed only if some tensor changed its dtype.
+        """
 
         def convert(dtype: torch.dtype) -> torch.dtype:
             return self.dtype if dtype.is_floating_point else dtype

@@ -27,6 +27,11 @@ class Compiler(Transform):
     traits = Traits(is_compiler=True, has_seam=True)
 
     def __init__(self, backend: str | dynamo.Backend, options: Options) -> None:
+        """Read the options `dynamic`, `fullgraph`, `mode`, and inductor's settings as `config.KEY`.
+
+        `backend` is a registered name or a function. Settings override those of the mode. UsageError if the backend, an
+        option, the mode or a setting is unknown, or if a value has the wrong type.
+        """
         name = backend if isinstance(backend, str) else getattr(backend, "__name__", "backend")
         settings = {key.removeprefix("config."): value for key, value in options.items() if key.startswith("config.")}
         rest = {key: value for key, value in options.items() if not key.startswith("config.")}
@@ -40,7 +45,7 @@ class Compiler(Transform):
         self.config = {**(dynamo.mode_config(str(mode), dynamic=self.dynamic) if mode else {}), **settings}
 
     def with_backend(self, name: str) -> Compiler:
-        """Return a copy of this compiler with another backend."""
+        """Return a copy of this compiler with another backend, given by its registered name."""
         changed = copy.copy(self)
         changed.backend, changed.is_inductor = dynamo.backend_named(name), name == "inductor"
         return changed
@@ -55,7 +60,11 @@ class Compiler(Transform):
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[TransformedSide]:
-        """Give the side with a compiled call, which draws the same random numbers as eager if any are drawn."""
+        """Give the side with its call compiled afresh; it is compiled in its first call, while the context is open.
+
+        If `draws_random`, inductor's `fallback_random` is on, so that it draws the numbers of eager, and a note says
+        so. If `lifted`, each captured graph is rewritten to compute in float64. Then the `seam` gets it.
+        """
         config = {**self.config, "fallback_random": True} if draws_random else self.config
         compiling = dynamo.compiling(
             side.call,

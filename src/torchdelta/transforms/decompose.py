@@ -35,7 +35,10 @@ class Decompose(Transform):
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[TransformedSide]:
-        """Give the side with its call exported and decomposed."""
+        """Give the side with its call exported and decomposed; its calls count as transformed, with one graph.
+
+        The `seam` gets the exported graph, and the graph that it hands on is exported once more and decomposed.
+        """
         if seam is hand_on:
             yield TransformedSide.counting_calls(self._decompose(side), captured=1)
             return
@@ -49,7 +52,11 @@ class Decompose(Transform):
         yield TransformedSide.counting_calls(replace(exported, call=call), captured=1)
 
     def _decompose(self, side: Side) -> Side:
-        """Return the side that runs the exported and decomposed module."""
+        """Export a side and decompose the exported program; return the side that runs it.
+
+        The table is the option's, or torch's own. In the result, readers of a buffer or input that is updated at the
+        end read a copy, because autograd would refuse the backward otherwise.
+        """
         module, decomposed = export_side(
             side, strict=self.strict, then=lambda program: program.run_decompositions(self.table)
         )
@@ -58,7 +65,10 @@ class Decompose(Transform):
 
 
 def _load_table(spec: str) -> dict[Any, Callable[..., Any]]:
-    """Return the decomposition table that `file.py:name` is or returns; UsageError if it is not a mapping."""
+    """Return the decomposition table that `file.py:name` is, or returns if it is a function, as a new dict.
+
+    UsageError if it is not a mapping.
+    """
     loaded = load_object(spec, what="decomposition table")
     table = loaded() if callable(loaded) else loaded
     if not isinstance(table, Mapping):

@@ -39,7 +39,11 @@ class Export(Transform):
 def export_side(
     side: Side, *, strict: bool, then: Callable[[ExportedProgram], ExportedProgram] = lambda program: program
 ) -> tuple[GraphModule, Side]:
-    """Return the exported module of a side, after `then` changed the exported program, and the side that runs it."""
+    """Export a side's callable; return the exported module, and the side with it as call and as owner of the state.
+
+    The new side has the same inputs, and the program's names for the module's state. `then` takes the exported program
+    and returns the one to use.
+    """
     owner, names = _as_module(side)
     program = then(torch.export.export(owner, side.args, side.kwargs, strict=strict))
     module = program.module()
@@ -54,7 +58,11 @@ class Exports:
         self._exports: dict[bool, tuple[GraphModule, Side]] = {}
 
     def of(self, side: Side, *, lifted: bool) -> tuple[GraphModule, Side]:
-        """Return a module of its own and the side that runs it, as `export_side` does for a fresh side."""
+        """Return an exported module that the caller may change, and the side that runs it, as `export_side` does.
+
+        The first side of each precision (`lifted` or not) is exported. For later sides the module is a copy of that
+        export, with the state of the first side; only their inputs are used.
+        """
         if lifted not in self._exports:
             module, exported = export_side(side, strict=False)
             self._exports[lifted] = copy.deepcopy(module), exported
@@ -65,9 +73,10 @@ class Exports:
 
 
 def _as_module(side: Side) -> tuple[torch.nn.Module, dict[str, str]]:
-    """Return the side's callable as a module, and the program's name of each tensor of the module's state.
+    """Return the side's callable as a module, and the program's name of each tensor by its name in the module.
 
-    Export sees only state that is registered with a module, so the modules that a function refers to are registered.
+    A module is returned itself, and its names stay. A function is wrapped in a new module, in which the modules that it
+    refers to are registered, because export sees only such state. Tensors outside of modules have no name here.
     """
     state = side.state
     if isinstance(side.call, torch.nn.Module):

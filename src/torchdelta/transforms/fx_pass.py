@@ -28,6 +28,11 @@ class FxPass(Transform):
     """The pass as a torch.compile backend (`graph=dynamo`, `graph=aten`) or on the exported graph (`graph=export`)."""
 
     def __init__(self, function: graphs.Pass, options: Options) -> None:
+        """Take the pass, and read the option `graph`: "dynamo" by default, "aten" or "export".
+
+        The other options are those of torch.compile; they are checked here, except with `graph=export`, which ignores
+        them. UsageError if the pass is not callable, or if an option is unknown or wrong.
+        """
         if not callable(function):
             raise UsageError(f"a pass is a function of a graph module and its inputs, not {type(function).__name__}")
         rest = dict(options)
@@ -44,7 +49,12 @@ class FxPass(Transform):
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[TransformedSide]:
-        """Give the side that runs what the pass returned for each captured graph."""
+        """Give the side that runs, in place of each captured graph, the callable that the pass makes of it.
+
+        The `seam` gets each graph before the pass. With `graph=export` the pass runs at once on the one exported graph,
+        and all calls count as transformed. Otherwise it runs as a backend of torch.compile, when the side is first
+        called.
+        """
         if self.traits.is_compiler:
             with self._compiler(seam).apply(side, draws_random=draws_random, lifted=lifted) as transformed:
                 yield transformed
@@ -54,7 +64,10 @@ class FxPass(Transform):
         yield TransformedSide.counting_calls(replace(exported, call=call, owner=_owner(call, exported)), captured=1)
 
     def _compiler(self, seam: Seam) -> Compiler:
-        """Return `torch.compile` with the pass as its backend, with this seam before the pass."""
+        """Return a compiler whose backend is the pass, with this seam before it; UsageError if an option is wrong.
+
+        With `graph=aten` the pass gets the forward, backward and inference graphs of AOTAutograd, otherwise dynamo's.
+        """
 
         def backend(graph_module: GraphModule, example_inputs: list[Any], **_: Any) -> Any:
             return self._run_pass(seam, graph_module, example_inputs, "dynamo")
@@ -65,7 +78,11 @@ class FxPass(Transform):
         return Compiler(graphs.after_aot(compiler) if self.graph == "aten" else backend, self.options)
 
     def _run_pass(self, seam: Seam, module: GraphModule, inputs: Sequence[Any], level: str) -> Callable[..., Any]:
-        """Hand a graph to the seam, and return the callable that the pass makes of it."""
+        """Hand a graph to the seam at this level, and return its callable: that which the pass makes of the graph.
+
+        If the pass returns None, it is the graph, changed in place. Raise TypeError if the pass returns something that
+        is not callable.
+        """
 
         def make(graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             return graphs.as_callable(self.function(graph, example_inputs), graph)
@@ -74,9 +91,10 @@ class FxPass(Transform):
 
 
 def _owner(call: Callable[..., Any], exported: Side) -> Callable[..., Any]:
-    """Return the module whose state a call changes.
+    """Return the module whose state a call changes: the graph behind the call, or the exported module.
 
-    Many passes copy their graph and return the copy. It is the owner if it has all of the exported module's state.
+    Many passes copy their graph and return the copy. It is the owner if it has all of the exported module's parameters
+    and buffers by name.
     """
     graph = graph_behind(call)
     if graph is None:

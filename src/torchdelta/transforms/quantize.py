@@ -66,7 +66,12 @@ class Quantize(Transform):
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[TransformedSide]:
-        """Give the side with its call exported, prepared, calibrated on the side's own inputs and converted."""
+        """Give the side with its call exported, prepared, calibrated on the side's own inputs and converted.
+
+        It runs under `no_grad`, and of the program's state it has only the buffers of the same name; a note says so
+        about the weights. The `seam` gets the exported graph with its handles. Calls count as transformed only if the
+        quantized graph quantizes a value.
+        """
         graph, names = export_with_handles(side)
         witness = Witness(captured=1)
         quantized: GraphModule = graph
@@ -86,7 +91,11 @@ class Quantize(Transform):
 def quantize_side(
     side: Side, quantizer: str | Callable[[], Quantizer], only: str | None = None
 ) -> tuple[GraphModule, GraphModule, Side]:
-    """Return the exported graph of a side, the quantized graph with its handles, and a side that runs the latter."""
+    """Return the exported graph of a side, its quantized copy, and the side that runs the copy under `no_grad`.
+
+    `quantizer` is a name as in `quantize:NAME`, or a function that builds one; `only` is the path of the one module to
+    quantize. Nodes of both graphs carry the handles that match them.
+    """
     factory = quantizer_factory(quantizer) if isinstance(quantizer, str) else quantizer
     reference, names = export_with_handles(side)
     candidate = quantize(reference, side, factory, only=only)
@@ -106,7 +115,11 @@ def has_levels(graph: GraphModule) -> bool:
 
 
 def quantizer_factory(name: str) -> Callable[[], Quantizer]:
-    """Return the function that builds the quantizer of that name; EnvironmentUnfit if torchao is not installed."""
+    """Return the function that builds the quantizer of that name, which is `x86` or `file.py:factory`.
+
+    EnvironmentUnfit if torchao is not installed; UsageError if the name is unknown, UsageError or ProgramError if the
+    factory cannot be loaded.
+    """
     _import_torchao(f"{_PT2E}.quantize_pt2e")
     if name == "x86":
         return _default_x86
@@ -128,7 +141,12 @@ def quantize(
     only: str | None = None,
     is_inside: IsInside = is_within,
 ) -> GraphModule:
-    """Return a quantized copy of a graph, calibrated on the side's inputs; `only` quantizes one module of it."""
+    """Return a quantized copy of a graph, calibrated by one run on a copy of the side's inputs.
+
+    `only` is the path of the one module to quantize, and `is_inside` tells which nodes belong to it; UsageError if no
+    node was traced in that module. Buffers are as before the calibration. The copy's nodes carry the handles of the
+    nodes that they come from. Raise ProgramError if `factory` raises, and UsageError if it does not return a quantizer.
+    """
     pt2e = _import_torchao(f"{_PT2E}.quantize_pt2e")
     quantizer = _build_quantizer(factory)
     if only is not None:
@@ -159,7 +177,11 @@ class QuantizedSubset:
         return getattr(self.quantizer, name)
 
     def annotate(self, model: GraphModule) -> GraphModule:
-        """Let the quantizer annotate the graph, and remove the annotations outside of the module; return the graph."""
+        """Let the quantizer annotate a graph in place, remove what lies outside of the module, and return the graph.
+
+        Removed are the annotations of nodes outside, and then all specs that take their parameters from a place that is
+        not quantized any more.
+        """
         annotated: GraphModule = self.quantizer.annotate(model) or model
         nodes = [node for node in annotated.graph.nodes if _ANNOTATION in node.meta]
         for node in nodes:
@@ -172,7 +194,10 @@ class QuantizedSubset:
 
 
 def _drop_dangling(nodes: list[Node]) -> bool:
-    """Remove specs that take their parameters from a place that is not quantized; tell whether there were any."""
+    """Remove the specs that take scale and zero point from a node or edge that is not quantized.
+
+    The annotations of `nodes` are changed in place. Return whether a spec was removed: others may dangle then.
+    """
     places: set[Any] = set()
     for node in nodes:
         annotation = node.meta[_ANNOTATION]
@@ -201,7 +226,7 @@ def _default_x86() -> Quantizer:
 
 
 def _import_torchao(module: str) -> Any:
-    """Return a module of torchao; EnvironmentUnfit if it does not import."""
+    """Import a module of torchao by its full name and return it; EnvironmentUnfit if it is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -211,7 +236,10 @@ def _import_torchao(module: str) -> Any:
 
 
 def _build_quantizer(factory: Callable[[], Quantizer]) -> Quantizer:
-    """Return the quantizer of a factory; ProgramError if that raises, UsageError if it returns something else."""
+    """Call the factory and return its quantizer.
+
+    Raise ProgramError if the factory raises, and UsageError if its result has no method `annotate`.
+    """
     name = getattr(factory, "__qualname__", repr(factory))
     try:
         quantizer = factory()
@@ -226,13 +254,17 @@ def _build_quantizer(factory: Callable[[], Quantizer]) -> Quantizer:
 
 
 def _require_module(graph: GraphModule, path: str) -> None:
+    """Raise UsageError with the nearest paths if no node is in the module of that path; an empty path is accepted."""
     if path and not any(is_within(node, path) for node in graph.graph.nodes):
         paths = dict.fromkeys(module_path(node) for node in graph.graph.nodes)
         raise UsageError(f"no node is in the module {path!r}: {nearest(path, filter(None, paths))}")
 
 
 def _forget_calibration(prepared: GraphModule, graph: GraphModule) -> None:
-    """Put buffers back, because batch norm counts the calibration as a call of the program."""
+    """Copy the buffers of `graph` into those of `prepared`, because batch norm counts the calibration as a call.
+
+    Buffers of `prepared` without one of the same name and shape in `graph` stay as they are.
+    """
     before = dict(graph.named_buffers())
     with torch.no_grad():
         for name, buffer in prepared.named_buffers():
@@ -241,7 +273,7 @@ def _forget_calibration(prepared: GraphModule, graph: GraphModule) -> None:
 
 
 def for_inference(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the call under `no_grad`, because rounding has no gradient."""
+    """Return a function that runs the call under `no_grad`, because rounding has no gradient."""
 
     def infer(*args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
@@ -254,7 +286,7 @@ def _share_handles_with_new_nodes(converted: GraphModule) -> None:
     """Give nodes that quantizing added the handles of the nodes that they were added for, so that they are matched.
 
     Scales and zero points get the handles of the node that they quantize. An input that is quantized for one reader
-    gets the handles of that reader.
+    gets the handles of that reader. Nodes with handles keep theirs.
     """
     quantizing = [node for node in handles.handled_nodes(converted) if handles.is_quantizing(node)]
     for node in reversed(quantizing):
@@ -267,6 +299,10 @@ def _share_handles_with_new_nodes(converted: GraphModule) -> None:
 
 
 def _with_buffers(side: Side, call: Callable[..., Any], graph: GraphModule, names: Mapping[str, str]) -> Side:
-    """Return the side that runs the graph; of the program's state it has the buffers of the same name."""
+    """Return the side with this call and the graph as the owner of its state.
+
+    Of the program's state it has the buffers of the same name; `names` has the program's name of each tensor by its
+    name in the graph.
+    """
     buffers = {name: names[name] for name, _ in graph.named_buffers() if name in names}
     return replace(side, call=call, owner=graph, names=buffers)

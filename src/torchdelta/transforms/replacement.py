@@ -39,7 +39,10 @@ class Replacement(Transform):
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[TransformedSide]:
-        """Give a side that runs a copy of the candidate on the inputs of this one."""
+        """Give a side that runs a copy of the candidate on the inputs of this one; all calls count as transformed.
+
+        If `lifted`, the copy's tensors are in float64; TypeError if torch.compile made the candidate.
+        """
         call = _copy_lifted(self.call) if lifted else copy_together(self.call, name="the candidate")
         yield TransformedSide.counting_calls(Side.of(call, side.args, side.kwargs))
 
@@ -60,6 +63,11 @@ class OtherModule(Transform):
     traits = Traits(keeps_names=False)
 
     def __init__(self, factory: str, options: Options) -> None:
+        """Load the factory, and the mapping that the option `state` names.
+
+        `state=same`, the default, takes the state dict as it is; `state=none` takes none. UsageError or ProgramError if
+        a name cannot be loaded.
+        """
         require_known("module", options, ("state",))
         self.factory_name = factory
         self.factory = load_callable(factory, what="module factory")
@@ -72,7 +80,12 @@ class OtherModule(Transform):
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[TransformedSide]:
-        """Give a side that runs the module, built anew with the reference's state, on the inputs of this one."""
+        """Give a side that runs the module, built anew with the reference's state, on the inputs of this one.
+
+        If the factory returns a tuple, its first item is the module. Another callable than a module gets no state.
+        Raise ProgramError if the factory raises, or if the program has no state dict or one that does not fit. If
+        `lifted`, the module is copied to float64; TypeError if torch.compile made it.
+        """
         try:
             built = self.factory()
         except errors.caught_from_user_code() as error:

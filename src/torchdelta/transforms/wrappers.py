@@ -37,7 +37,10 @@ class AppliedOnce(Transform):
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[TransformedSide]:
-        """Give a side that calls the first side's callable with the inputs of this one; TypeError if it is lifted."""
+        """Give this side with the first side's callable, witness and notes; TypeError if it is `lifted`.
+
+        Nothing is transformed again, so `draws_random` and `seam` are not used.
+        """
         if lifted:
             raise TypeError("a callable that was built for one side cannot be built in another precision")
         yield replace(self.transformed, side=replace(side, call=self.transformed.side.call))
@@ -45,7 +48,7 @@ class AppliedOnce(Transform):
 
 @contextmanager
 def applied_once(inner: Transform, side: Side, *, draws_random: bool) -> Iterator[AppliedOnce]:
-    """Apply a transform to a side without state; give a transform that runs the result on the inputs of others."""
+    """Apply a transform to a side without state; yield a transform that runs the result on the inputs of others."""
     with inner.apply(side, draws_random=draws_random) as transformed:
         yield AppliedOnce(inner, transformed)
 
@@ -73,7 +76,12 @@ class PrecompiledTransform(Transform):
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[TransformedSide]:
-        """Give a side that runs the callable; if it must draw eager's random numbers, it is compiled again for that."""
+        """Give the side with the callable as its call, counted as one graph; TypeError if it is `lifted`.
+
+        If `draws_random`, the call is instead one that `compile_again` builds with inductor's `fallback_random`, so
+        that it draws the numbers of eager, and a note says so. The setting holds while the context is open. `seam` is
+        not used.
+        """
         if lifted:
             raise TypeError("a graph that is compiled already cannot be compiled in another precision")
         if not draws_random:
@@ -96,7 +104,10 @@ class ObservedTransform(Transform):
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[TransformedSide]:
-        """Apply the transform with its own seam first and the caller's seam behind it."""
+        """Apply the inner transform, and give its transformed side.
+
+        Each graph passes the seam of this object first, and then that of the caller.
+        """
         both = chain_seams(self.seam, seam)
         with self.inner.apply(side, draws_random=draws_random, lifted=lifted, seam=both) as transformed:
             yield transformed
@@ -111,6 +122,11 @@ class ObservedAfterAot(ObservedTransform):
     def __init__(
         self, inner: Transform, seam: Seam = hand_on, *, decompose: bool = True, compile_graphs: bool = True
     ) -> None:
+        """Take the compiler, and the seam behind AOTAutograd.
+
+        Without `decompose` the backend's decompositions are left out; without `compile_graphs` the graphs run
+        uncompiled.
+        """
         super().__init__(inner, seam)
         self.decompose = decompose
         self.compile_graphs = compile_graphs
@@ -121,7 +137,10 @@ class ObservedAfterAot(ObservedTransform):
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[TransformedSide]:
-        """Apply the compiler with its own seam behind AOTAutograd; the caller's seam gets dynamo's graphs."""
+        """Apply the compiler with its own seam behind AOTAutograd; the caller's seam gets dynamo's graphs.
+
+        Give the compiler's transformed side. `self.interception` is replaced by the record of this application.
+        """
         intercepting = aot.intercepting(self.seam, decompose=self.decompose, compile_graphs=self.compile_graphs)
         with (
             intercepting as self.interception,

@@ -29,7 +29,7 @@ class SaveEverything(CustomPartitionerFn):
     def __call__(
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
-        """Split the joint graph, and return the forward and the backward graph."""
+        """Split the joint graph without recomputation, and return the forward and the backward graph."""
         kwargs.pop("compiler", None)
         return default_partition(gm, joint_inputs, **kwargs)
 
@@ -52,8 +52,9 @@ class Interception:
 def intercepting(seam: Seam, *, decompose: bool = True, compile_graphs: bool = True) -> Iterator[Interception]:
     """Hand every graph of AOTAutograd to the seam, while the context is open; yield a record of the graphs.
 
-    Without `decompose` the backend's own decompositions are left out; without `compile_graphs` its graphs run
-    uncompiled.
+    The seam gets forward, backward and inference graphs. Without `decompose` the backend's own decompositions are left
+    out; without `compile_graphs` its graphs run uncompiled. AOTAutograd's cache is off in this thread, because a graph
+    from it is not handed over.
     """
     stock = vars(common)["aot_module_simplified"]
     record = Interception()
@@ -88,7 +89,11 @@ def intercepting(seam: Seam, *, decompose: bool = True, compile_graphs: bool = T
 
 
 def _at_seam(compiler: Any, level: str, seam: Seam) -> Callable[..., Any]:
-    """Return a compiler that hands its graph to the seam, whose `make` calls the given compiler."""
+    """Return a compiler that hands its graph to the seam as a graph of this `level`; `make` there calls `compiler`.
+
+    The compiled graph takes its arguments in a list. If `make` gets a graph with more outputs than the original one,
+    the strides that the compiler reports for them are dropped.
+    """
 
     def compile_at_seam(graph_module: GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
         outputs = len(list(cast(Sequence[Any], graph_module.graph.output_node().args[0])))
@@ -105,7 +110,10 @@ def _at_seam(compiler: Any, level: str, seam: Seam) -> Callable[..., Any]:
 
 
 def boxed(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a callable that takes its arguments in a list, as AOTAutograd calls it; `run` may free them early."""
+    """Return a callable that takes its arguments in a list, as AOTAutograd calls it; `run` may free them early.
+
+    A callable that is marked as one for lists is returned as it is; the new one gets the mark.
+    """
     if getattr(run, "_boxed_call", False):
         return run
 
@@ -127,9 +135,10 @@ def run_uncompiled(graph_module: GraphModule, _: Any, **__: Any) -> Callable[...
 
 
 def _drop_strides_beyond(count: int) -> None:
-    """Drop the output strides that a compiler reported beyond the outputs of the graph itself.
+    """Drop the strides that a compiler reported for outputs beyond the first `count`, those of the graph itself.
 
     A graph with taps has more outputs, and AOTAutograd takes the last strides for those of the backward's inputs.
+    Nothing is done if no strides were reported.
     """
     context = TracingContext.try_get()
     if context is not None and context.output_strides is not None:

@@ -41,6 +41,11 @@ class AotTrace:
     def __init__(
         self, call: Callable[..., Any], *, dynamic: bool, functionalised: bool, partitioner: str, witness: Witness
     ) -> None:
+        """Take the callable to trace, and how; nothing is traced yet.
+
+        `dynamic` traces with symbolic sizes, `functionalised` without writes in place, and `partitioner` is a key of
+        `PARTITIONERS`. The `witness` counts the traced graphs and the calls.
+        """
         self.call = call
         self.dynamic = dynamic
         self.functionalised = functionalised
@@ -49,7 +54,7 @@ class AotTrace:
         self.traces: list[_Trace] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the first trace that fits these arguments, or a new one; return the outputs of the callable."""
+        """Run the first earlier trace that fits the call, or trace anew; return the result and count the call."""
         names, state = _state_of(self.call)
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [*state, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
@@ -64,10 +69,11 @@ class AotTrace:
     def _trace(
         self, names: Sequence[str], inputs: Sequence[torch.Tensor], plain: tuple[Any, ...], spec: TreeSpec
     ) -> _Trace:
-        """Return a trace for calls with such inputs; its first run traces.
+        """Return a trace for calls with such inputs; AOTAutograd does the tracing when it is first run.
 
         `names` are those of the module's state, which comes first among the inputs. `plain` and `spec` are the other
-        leaves and the structure of the arguments.
+        leaves and the structure of the arguments. The trace returns what the callable returns; outputs that are not
+        tensors or symbolic numbers are those of the tracing.
         """
         returns: list[tuple[TreeSpec, list[Any]]] = []
 
@@ -119,7 +125,10 @@ class AotTrace:
         )
 
     def _first_call(self, trace: _Trace, inputs: Sequence[torch.Tensor]) -> Any:
-        """Run a new trace under its own fake mode, keep it for later calls, and return the outputs."""
+        """Run a new trace under its own fake mode, keep it for later calls, and return the outputs.
+
+        A trace that raises is not kept.
+        """
         # AOTAutograd then uses this mode, whose guards `fits` evaluates
         with tracing(TracingContext(trace.mode)):
             returned = trace.run(*inputs)
@@ -144,7 +153,12 @@ class _Trace:
     fakes: Sequence[FakeTensor]
 
     def fits(self, inputs: Sequence[torch.Tensor], plain: tuple[Any, ...], spec: TreeSpec) -> bool:
-        """Tell whether the trace holds for a call with these inputs, whatever the values of the tensors are."""
+        """Tell whether the trace holds for a call with these inputs, whatever the values of the tensors are.
+
+        It does if the structure, the plain values, the dtypes and the sharing of memory are the same, and the shapes
+        too; a dynamic trace asks its guards on shapes instead. Strides, devices and `requires_grad` are not compared
+        here.
+        """
         if spec != self.spec or not _are_same(plain, self.plain) or _sharing(inputs) != self.sharing:
             return False
         if any(fake.dtype != tensor.dtype for fake, tensor in zip(self.fakes, inputs, strict=True)):
@@ -156,7 +170,10 @@ class _Trace:
 
 
 def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Tell whether two lists of plain values are equal, pair by pair."""
+    """Tell whether each value is identical to its partner, or of the same type and equal to it.
+
+    Values whose `==` returns anything but True, such as arrays, are not. ValueError if the lengths differ.
+    """
     # `is True`, because an array compares element by element
     return all(
         one is other or (type(one) is type(other) and (one == other) is True)
@@ -165,7 +182,7 @@ def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _sharing(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return for each tensor the position of the first one in the same memory."""
+    """Return for each tensor the position of the first one in the same memory, which may be its own."""
     keys = [storage_key(tensor) or -place for place, tensor in enumerate(tensors, 1)]
     return [keys.index(key) for key in keys]
 
@@ -184,7 +201,7 @@ def _swapped(value: Any, kind: type, swap: Callable[[Any], Any]) -> Any:
 
 
 def _state_of(call: Callable[..., Any]) -> tuple[list[str], list[torch.Tensor]]:
-    """Return the names and the tensors of a module's parameters and buffers; none of a function."""
+    """Return the names and the tensors of a module's parameters and buffers; two empty lists for a function."""
     if not isinstance(call, torch.nn.Module):
         return [], []
     named = {**dict(call.named_parameters()), **dict(call.named_buffers())}

@@ -27,7 +27,11 @@ _LOOKUP = "get_compiler_fn"
 
 @contextmanager
 def guarding_every(wrap: Wrap) -> Iterator[None]:
-    """Pass every backend through `wrap` while the context is open, except eager and the ones that torch uses inside."""
+    """Pass every backend through `wrap` while the context is open, except eager and the ones that torch uses inside.
+
+    `wrap` takes the backend and its name when dynamo looks it up, and returns the one to use. Torch is not imported
+    here: if dynamo is not imported yet, its function is wrapped as soon as it is.
+    """
     with ExitStack() as undo:
 
         def wrap_lookup(module: ModuleType) -> None:
@@ -45,7 +49,10 @@ def guarding_every(wrap: Wrap) -> Iterator[None]:
 
 
 def _look_up_and_wrap(look_up: Callable[[Any], Any], wrap: Wrap, requested: Any) -> Any:
-    """Return the backend that dynamo would use, wrapped unless it is eager or torch's own."""
+    """Look up the `requested` backend as dynamo does, and return it or a substitute that runs what `wrap` returns.
+
+    The backend itself is returned if it is eager or one that torch uses inside, or if `wrap` returns it unchanged.
+    """
     backend = look_up(requested)
     name = str(getattr(backend, "_compiler_name", None) or getattr(backend, "__name__", type(backend).__name__))
     if name == "eager" or _is_internal(backend):
@@ -55,7 +62,10 @@ def _look_up_and_wrap(look_up: Callable[[Any], Any], wrap: Wrap, requested: Any)
 
 
 def _is_internal(backend: Any) -> bool:
-    """Tell whether a backend is an unregistered function of torch: export and control flow capture with such ones."""
+    """Tell whether a backend is an unregistered function of torch: export and control flow capture with such ones.
+
+    The modules that count are those of dynamo, export and the higher-order operators.
+    """
     from torch._dynamo.backends.registry import _is_registered_backend
     from torch._dynamo.eval_frame import innermost_backend
 
@@ -91,7 +101,10 @@ class _WaitingFinder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of the awaited module; None for any other module."""
+        """Return the spec of the awaited module, whose loader calls the function after it has run the module.
+
+        None for any other module, and if the awaited one is not found.
+        """
         if name != self._name:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)

@@ -57,7 +57,10 @@ class Version:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the graph holds or computes weights that only a library for one processor can read."""
+        """Whether the graph or one inside of it holds an MKL-DNN tensor or calls an operator of `_PACKING`.
+
+        Such weights can only be read by a library for one processor.
+        """
         attributes = self.attributes.values()
         if any(isinstance(each, torch.Tensor) and each.is_mkldnn for each in attributes):
             return True
@@ -67,7 +70,10 @@ class Version:
 
     @property
     def draws(self) -> tuple[str, ...]:
-        """The calls that draw random numbers, in order: a version with other draws computes something else."""
+        """The calls that draw random numbers, in order, then those of inner graphs, each as a text.
+
+        A version with other draws computes something else.
+        """
         inside = (each.draws for each in self.attributes.values() if isinstance(each, Version))
         own = (f"{node.name} {node.target} {_plain(node.args)}" for node in self.graph.nodes if _draws(node))
         return (*own, *(drawn for drawn_inside in inside for drawn in drawn_inside))
@@ -88,7 +94,10 @@ class Chain:
     _key: str = ""
 
     def look(self, name: str) -> None:
-        """Add a version of this name if the graph has changed since the last one."""
+        """Add a version of this name if the graph has changed since the last one, or if there is none yet.
+
+        Two versions differ if their keys (`key_of`) do. A node keeps its handle from version to version.
+        """
         assert self.module is not None
         parts = list(_parts(self.module))
         # a changed node has new argument objects, so the same objects mean the same graph, and no key is needed
@@ -111,7 +120,12 @@ class Chain:
 
 
 def take_version(module: GraphModule, name: str, handle: Handle) -> Version:
-    """Return a copy of a graph's nodes and of its inner graphs' nodes; `handle` numbers each original node."""
+    """Return a copy of a graph's nodes as a version of this name; `handle` numbers each original node.
+
+    The copies carry that number as their handle, except inputs and the output. Nodes are sorted so that each comes
+    after its sources. Inner graphs become versions too; all other attributes are shared. Raise ValueError if the graph
+    has a cycle.
+    """
     attributes: dict[str, Any] = {}
     for target in sorted({str(node.target) for node in module.graph.nodes if node.op in _HOLDING}):
         value = graphs.attribute(module, target)
@@ -126,9 +140,10 @@ def take_version(module: GraphModule, name: str, handle: Handle) -> Version:
 
 
 def key_of(module: GraphModule, describe: Describe | None = None) -> str:
-    """Return a key that two graphs share exactly if they run the same calls, whatever their nodes are named.
+    """Return a hash that two graphs share exactly if they run the same calls, whatever their nodes are named.
 
-    `describe` gives the text of an attribute; without it, attributes are the same if they are one object.
+    `describe` gives the text of an attribute that is not a graph; without it, attributes are the same if they are one
+    object.
     """
     digest = hashlib.sha256()
     places: dict[Node, int] = {node: place for place, node in enumerate(module.graph.nodes)}
@@ -144,7 +159,10 @@ def key_of(module: GraphModule, describe: Describe | None = None) -> str:
 
 
 def _parts(module: GraphModule) -> Iterator[Any]:
-    """Yield the objects of a graph, at least one of which is another object after a change."""
+    """Yield the nodes, targets, arguments and attributes of a graph and of its inner graphs.
+
+    After a change at least one of them is another object.
+    """
     for node in module.graph.nodes:
         yield from (node, node.target, node.args, node.kwargs)
         if node.op in _HOLDING:
@@ -155,7 +173,10 @@ def _parts(module: GraphModule) -> Iterator[Any]:
 
 
 def _sources_first(graph: Graph) -> Iterator[Node]:
-    """Yield the nodes in order, but each after its sources, because a graph between two passes may be unsorted."""
+    """Yield the nodes in order, but each after its sources, because a graph between two passes may be unsorted.
+
+    Raise ValueError if the graph has a cycle.
+    """
     done: set[Node] = set()
     for node in graph.nodes:
         waiting = [node]
@@ -193,7 +214,10 @@ def _plain(value: Any, places: dict[Node, int] | None = None) -> str:
 
 
 def _draws(node: Node) -> bool:
-    """Tell whether a node draws random numbers."""
+    """Tell whether a node calls an operator that draws random numbers; other functions never count.
+
+    An operator with a dropout probability of 0 does not draw.
+    """
     if not isinstance(node.target, OpOverload):
         return False
     # inductor's own operators draw from seeds, and their tags do not say so

@@ -43,7 +43,8 @@ Failed = Callable[[str, Exception], None]
 def watching(done: Callable[[Chain], None], failed: Failed) -> Iterator[None]:
     """Follow every graph through inductor's passes; `done` gets the chain of versions when a phase is over.
 
-    Inductor's cache is bypassed, because no pass runs for a graph that comes from it.
+    Errors in following a graph go to `failed` and not to the compiler. All threads are followed. Inductor's cache is
+    bypassed, because no pass runs for a graph that comes from it. UsageError if passes are watched already.
     """
     # here, because the import takes seconds; a process that compiles imports it anyway
     from torch._inductor import compile_fx
@@ -83,7 +84,7 @@ def around_programs(around: Callable[[Callable[..., Any], GraphModule], Callable
     """Wrap the function of torch that gives a captured graph to AOTAutograd, while the context is open.
 
     `around` takes a function without arguments that compiles the graph, and the graph; it returns the callable to use
-    in place of the compiled one.
+    in place of the compiled one. Modules that are not graphs are compiled without it.
     """
     stock = vars(common)["aot_module_simplified"]
 
@@ -100,7 +101,7 @@ def around_programs(around: Callable[[Callable[..., Any], GraphModule], Callable
 
 
 def current_graph_number() -> int | None:
-    """Return AOTAutograd's number of the graph that it compiles now, or None.
+    """Return AOTAutograd's number of the graph that it compiles now, or None if it compiles none.
 
     A forward and its backward have the same number.
     """
@@ -110,10 +111,10 @@ def current_graph_number() -> int | None:
 
 
 def empty_input(node: Node, inputs: Sequence[Node], values: Mapping[str, Any]) -> torch.Tensor:
-    """Return an empty tensor of the shape, strides and dtype that the graph states for one of its inputs.
+    """Return an uninitialised tensor with the shape, strides, dtype and device that the graph states for an input.
 
-    Symbolic sizes get their numbers from the known values of the other inputs. Raise TorchDeltaError if the graph
-    states nothing.
+    The input is `node`; `inputs` are all inputs of the graph, and `values` those that are known, by name: symbolic
+    sizes get their numbers from them. Raise TorchDeltaError if the graph does not state that the input is a tensor.
     """
     fake = node.meta.get("val")
     if not isinstance(fake, torch.Tensor):
@@ -166,7 +167,11 @@ class _PassRecorder:
         return self.threads.__dict__.setdefault("functions", {})  # type: ignore[no-any-return]
 
     def phase(self, phase: str, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function that runs a phase, wrapped so that its graph gets a chain."""
+        """Return `stock`, the function of inductor for a phase of passes, wrapped so that its graph gets a chain.
+
+        At the end of the phase the chain goes to `done`; if `stock` raises, it is dropped. An inner graph, for which
+        the function calls itself, adds its changes to the chain of the outer one.
+        """
 
         @functools.wraps(stock)
         def watched(gm: GraphModule, *args: Any, **kwargs: Any) -> Any:
@@ -188,7 +193,12 @@ class _PassRecorder:
         return watched
 
     def methods(self, stock: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-        """Return the methods of an observer, wrapped so that the recorder knows which pass runs."""
+        """Return the methods of an observer by name, wrapped so that the recorder knows which pass runs.
+
+        `stock` has torch's own methods by name. Entering and leaving an observer add versions of a changed graph; the
+        `apply_…` methods remember the function that they apply. The wrapped `__enter__` has the mark that `is_watching`
+        reads.
+        """
 
         @functools.wraps(stock["__enter__"])
         def enter(observer: Any) -> Any:
@@ -217,7 +227,11 @@ class _PassRecorder:
         return {"__enter__": enter, "__exit__": leave} | {name: applying(name) for name in _METHODS[2:]}
 
     def _enter(self, observer: Any) -> None:
-        """Note that a pass begins, and take a version of a graph that was changed before it."""
+        """Note that a pass begins, and add a version of the graph to the chain if it was changed before the pass.
+
+        Only a pass outside of any other is counted. If the observer's graph is not part of the chain's, it replaces
+        that. Outside of a phase only the name is noted.
+        """
         name = _name_of(observer, self.functions.get(id(observer)))
         self.names.append(name)
         if not self.chains:
@@ -236,11 +250,15 @@ class _PassRecorder:
             self.names.pop()
 
     def _look(self, name: str) -> None:
+        """Add a version of a changed graph to the innermost chain, if any, by this name or that of the pass."""
         if self.chains:
             self.chains[-1].look(name or " > ".join(self.names) or "what comes between two passes")
 
     def _finish(self, chain: Chain, result: Any) -> None:
-        """Take the last version of a phase, whose result may be another graph, and pass the chain on."""
+        """Add the last version of a phase to its chain, end the chain, and pass it to `done`.
+
+        If the `result` of the phase is a graph, the last version is taken from that.
+        """
         if isinstance(result, GraphModule):
             chain.module = result
         chain.look("what comes after the last pass")
@@ -248,6 +266,7 @@ class _PassRecorder:
         self.done(chain)
 
     def _attempt(self, step: Callable[..., None], *args: Any) -> None:
+        """Call a step of the recorder; its exception goes to `failed` and is not raised."""
         try:
             step(*args)
         except Exception as error:
@@ -255,7 +274,11 @@ class _PassRecorder:
 
 
 def _name_of(observer: Any, applied: Any) -> str:
-    """Return the name of a pass; for a hook of inductor, also that of the user's function which it applies."""
+    """Return the name of the pass that an observer of torch runs.
+
+    If it is a hook for the user's passes ("custom" in its name), the name of the function `applied` follows in
+    brackets; `applied` is None if it is unknown.
+    """
     while isinstance(applied, functools.partial):
         applied = applied.func
     if applied is None or "custom" not in observer.passname:

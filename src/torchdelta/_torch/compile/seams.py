@@ -61,7 +61,10 @@ def hand_on(handed: HandedGraph) -> Callable[..., Any]:
 
 
 def chain_seams(first: Seam, second: Seam) -> Seam:
-    """Return a seam that hands a graph to the first seam, and the graph that this one hands on to the second."""
+    """Return a seam that hands a graph to the first seam, and the graph that this one hands on to the second.
+
+    If the second is `hand_on`, the first itself is returned.
+    """
     if second is hand_on:
         return first
 

@@ -21,7 +21,10 @@ _CONFIGS = (
 
 
 def changed_settings() -> dict[str, Any]:
-    """Return each setting that differs from its default, by its full name, except those no result depends on."""
+    """Return the value of each setting that differs from its default, by full name, except those no result depends on.
+
+    They are the settings of dynamo, AOTAutograd, inductor and fx; a config that is not imported has none.
+    """
     return {
         f"{name}.{key}": value
         for name in _CONFIGS
@@ -32,7 +35,10 @@ def changed_settings() -> dict[str, Any]:
 
 
 def _is_changed(config: Any, key: str, value: Any) -> bool:
-    """Tell whether a setting of a config module differs from its default, and may change a result."""
+    """Tell whether a setting of a config module differs from its default, and may change a result.
+
+    Aliases, hidden and private settings never count, nor those that torch leaves out of its cache keys.
+    """
     entry = config._config[key]
     # settings that torch leaves out of its cache keys change no result: folders, numbers of processes, traces
     idle = (*getattr(config, "_save_config_ignore", ()), *getattr(config, "_cache_config_ignore_prefix", ()))
@@ -42,7 +48,10 @@ def _is_changed(config: Any, key: str, value: Any) -> bool:
 
 
 def apply(settings: Mapping[str, Any]) -> None:
-    """Set settings from now on; raise LookupError for a setting that this torch does not have."""
+    """Set settings, by full name, from now on; raise LookupError for a setting that this torch does not have.
+
+    The settings before that one stay set.
+    """
     for full, value in settings.items():
         name = next((name for name in _CONFIGS if full.startswith(f"{name}.")), None)
         config = importlib.import_module(name) if name is not None else None
@@ -55,7 +64,10 @@ def apply(settings: Mapping[str, Any]) -> None:
 
 @contextmanager
 def applied(settings: Mapping[str, Any]) -> Iterator[None]:
-    """Set settings while the context is open; they come from `changed_settings`, here or in another process."""
+    """Set settings, by full name, while the context is open, and put the old values back.
+
+    They come from `changed_settings`, here or in another process.
+    """
     with ExitStack() as stack:
         for full, value in settings.items():
             name = next(name for name in _CONFIGS if full.startswith(f"{name}."))
