@@ -71,7 +71,7 @@ class Locator:
         bad = next((rung.name for rung in rungs if rung.verdict.is_failure), None)
         if findings.coverage is not None and findings.coverage.total and not findings.coverage.matched:
             self.notes.append(
-                f"no node of one side was findings on the other; the check as a whole says {report.verdict.value}"
+                f"no node of one side was found on the other; the check as a whole says {report.verdict.value}"
             )
         if self.mapping and (findings.coverage is None or "given" not in findings.coverage.how):
             self.notes.append(MAPPING_UNUSED)

@@ -56,8 +56,8 @@ _WIDE_COLUMNS = 72
 """Columns that leave room for the operation beside the drawing."""
 
 
-def print_location(location: Location, console: Console | None = None, *, show_all: bool = False) -> None:
-    """Print the location, by default on stdout; `show_all` shows every node, culprit, name and note."""
+def print_location(location: Location, console: Console | None = None, *, verbose: bool = False) -> None:
+    """Print the location, by default on stdout; `verbose` shows every node, culprit, name and note."""
     console = console or console_for_stdout()
     parts = [headline(location), Text(), remark_table(_finding_remarks(location, show_all=verbose))]
     if (drawing := draw_neighbourhood(location, width=console.width)) is not None:
