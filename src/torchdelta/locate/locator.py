@@ -175,7 +175,7 @@ class Locator:
 
 
 def _verdict(report: Report, findings: NodeFindings) -> Verdict:
-    """Return DIVERGED if only a node is wrong, INCONCLUSIVE if no node was matched, and else the check's verdict."""
+    """Return DIVERGED if only a culprit shows a failure, INCONCLUSIVE if no node was matched, or its verdict."""
     if findings.culprits and not report.verdict.is_failure:
         return Verdict.DIVERGED
     is_blind = findings.coverage is not None and findings.coverage.total > 0 and not findings.coverage.matched

@@ -124,7 +124,7 @@ class _OneByOne:
             return LayerEffect(module_path=path, ops=ops, reason=_words(error))
 
     def _effects(self, graph: GraphModule) -> tuple[Effect, ...]:
-        """Run a quantized graph on a copy of the program's inputs, and measure each tensor that it returns.
+        """Run a quantized graph on copies of the inputs, and return the measurement of each tensor that it returns.
 
         Tensors are measured against the reference's. An output that is not of a float dtype, or became another shape or
         not a tensor, is left out with a note; a reference that is not a tensor is left out without. SideFailed if the

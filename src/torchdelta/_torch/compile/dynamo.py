@@ -232,7 +232,7 @@ def witnessed(backend: Backend, witness: Witness) -> Backend:
 
 
 def _at_seam(backend: Backend, seam: Seam) -> Backend:
-    """Return a backend that hands each graph to the seam as one of the level `dynamo`, and runs what the seam returns.
+    """Return a backend that hands each graph to the seam, as one of the level `dynamo`, and returns its callable.
 
     The function `make` at the seam calls the given backend. If the seam is `hand_on`, the backend itself is returned.
     """
