@@ -207,7 +207,7 @@ def minify(
     """Find the smallest graph that fails as the program does, each query in a process of its own.
 
     Takes the keywords of `check` too. The best graph so far is kept in the directory `out`, and `resume` continues from
-    there. Without `isolated`, and with a transform that no other process can import, queries run in this process. The
+    there. Without `isolated`, or if no other process can import the transform, queries run in this process. The
     first query may take `timeout_s`; `queries` and `seconds` bound the whole search. Of several failures, the first
     whose signature matches the regular expression `match` is followed. NothingToMinify is raised if no graph of the
     program fails by itself. The level `aot` makes forward and backward graphs of AOTAutograd smaller instead of

@@ -175,7 +175,10 @@ class Locator:
 
 
 def _verdict(report: Report, findings: NodeFindings) -> Verdict:
-    """Return DIVERGED if only a culprit shows a failure, INCONCLUSIVE if no node was matched, or its verdict."""
+    """Return the check's verdict; DIVERGED if it did not fail and there is a culprit.
+
+    INCONCLUSIVE otherwise, whatever the check says, if there are nodes and none of them was matched.
+    """
     if findings.culprits and not report.verdict.is_failure:
         return Verdict.DIVERGED
     is_blind = findings.coverage is not None and findings.coverage.total > 0 and not findings.coverage.matched
