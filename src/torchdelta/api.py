@@ -206,13 +206,14 @@ def minify(
 ) -> MinifiedGraph:
     """Find the smallest graph that fails as the program does, each query in a process of its own.
 
-    Takes the keywords of `check` too. The best graph so far is kept in the directory `out`, and `resume` continues
-    from there. The first query may take `timeout_s`; `queries` and `seconds` bound the whole search. Of several
-    failures, the first whose signature matches the regular expression `match` is followed. NothingToMinify is raised
-    if no graph of the program fails by itself. The level `aot` makes forward and backward graphs of AOTAutograd
-    smaller instead of dynamo's. `workers` is a pool that was started earlier, and `clean` a process that waits for the
-    script. If `script` is the path to which the caller will write it, with or without `data`, the script is already
-    run while the last queries are.
+    Takes the keywords of `check` too. The best graph so far is kept in the directory `out`, and `resume` continues from
+    there. Without `isolated`, or if no other process can import the transform, queries run in this process. The
+    first query may take `timeout_s`; `queries` and `seconds` bound the whole search. Of several failures, the first
+    whose signature matches the regular expression `match` is followed. NothingToMinify is raised if no graph of the
+    program fails by itself. The level `aot` makes forward and backward graphs of AOTAutograd smaller instead of
+    dynamo's. `workers` is a pool that was started earlier, and `clean` a process that waits for the script. If `script`
+    is the path to which the caller will write it, with or without `data`, the script is already run while the last
+    queries are.
     """
     check_options = complete(program, CheckOptions.read(**options))
     minifier = Minifier(

@@ -80,7 +80,12 @@ class Diagnosis:
     minified: list[MinifiedGraph] = field(default_factory=list)
 
     def run(self) -> Report:
-        """Return the report; a mistake of the user or a lack of the machine is raised, all else is on the report."""
+        """Check, locate, minify and write the script; return the report, which is written to the directory `out` too.
+
+        A UsageError, EnvironmentUnfit, or any error of loading or checking the program is raised. Other errors of
+        locating and minifying become notes on the report. Workers are those of `workers`, or of a pool that ends with
+        this call.
+        """
         self.out.mkdir(parents=True, exist_ok=True)
         pool = (
             nullcontext(self.workers)
@@ -94,7 +99,11 @@ class Diagnosis:
             return self._run_steps()
 
     def _run_steps(self) -> Report:
-        """Return the report after all steps that apply, each of which writes it to the directory."""
+        """Check, locate and minify, and return the report; after a check that did not fail, return its report at once.
+
+        `report.json` is written after each step, and `found.json` after locating. With a report of an earlier diagnosis
+        there is no check, and a report that has culprits is not located again. At last `notes` are added to the report.
+        """
         report = self._read_earlier() or self._check()
         self._keep(report)
         if not report.verdict.is_failure:
@@ -108,7 +117,10 @@ class Diagnosis:
         return report
 
     def _read_earlier(self) -> Report | None:
-        """Return the report that an earlier diagnosis of the same case left, or None if there is none to resume."""
+        """Return the report in `found.json` of an earlier diagnosis, or None if there is none or `is_resumed` is False.
+
+        UsageError if it is about another case, ReportUnreadable if it cannot be read.
+        """
         path = self.out / FOUND
         if not self.is_resumed or not path.exists():
             return None
@@ -121,7 +133,12 @@ class Diagnosis:
         return report
 
     def _take_step(self, name: str, report: Report, step: Callable[[Report], Report]) -> Report:
-        """Return the report of one more step, or the one before with a note if the step fails."""
+        """Call `step` with the report, write the new report to `report.json` and return it; the old one if that fails.
+
+        UsageError and EnvironmentUnfit are raised. Any other error of torchdelta's becomes a note; any other exception
+        becomes a note too, and its traceback a file in the directory. `name` is the step's name in those and for
+        `progress`.
+        """
         self.progress(name)
         try:
             extended = step(report)
@@ -143,10 +160,11 @@ class Diagnosis:
         return plain_settings(settings.changed_settings())
 
     def _check(self) -> Report:
-        """Return the report of the check, made where a crash does no harm.
+        """Check the program where a crash does no harm, and return the report.
 
-        A named program is checked in a worker. A live one can only be checked here, so workers check its graphs first,
-        and if one of those kills its worker, that is the report.
+        A named program with named options is checked in a worker. Any other can only be checked here. So workers first
+        check its graphs one by one, if they can import the transform, and the report of the first graph that ends its
+        worker is returned instead. Graphs that were captured for that are kept in `subjects`.
         """
         if isinstance(self.program, str) and self.options.is_named:
             return check_isolated(
@@ -167,7 +185,12 @@ class Diagnosis:
         return self.check.run()
 
     def _locate(self, report: Report) -> Report:
-        """Return the report with the culprits of a divergence; graphs that the search captures are kept."""
+        """Search for culprits; return the report with them. It is returned unchanged unless its verdict is DIVERGED.
+
+        The report gets coverage and notes of the search too. A named program is searched in a worker, and any other in
+        this process. Graphs of dynamo that the search captures become `subjects`, if there are none yet and the level
+        to minify is `dynamo`.
+        """
         if report.verdict is not Verdict.DIVERGED:
             return report
         needs_graphs = self.subjects is None and self.limits.level == DYNAMO
@@ -192,7 +215,11 @@ class Diagnosis:
         return with_location(report, location)
 
     def _minifier(self, culprit: Culprit | None = None, number: int = 1) -> Minifier:
-        """Return the reduction of one group of failures, which begins with the culprit if there is one."""
+        """Return a minifier for one group of failures, not run yet; it begins with the culprit if there is one.
+
+        `number` counts groups from 1 and names the script and the directory, which is `minify`, then `minify-2` and so
+        on. The minifier resumes if the diagnosis does and that directory has a journal.
+        """
         out = self.out / ("minify" if number == 1 else f"minify-{number}")
         return Minifier(
             check=self.check,
@@ -211,7 +238,12 @@ class Diagnosis:
         )
 
     def _reproduce(self, report: Report) -> Report:
-        """Return the report with the reduction and script of its failures; NothingToMinify if no graph fails."""
+        """Minify each group of failures and write its script; return the report with the first reduction and script.
+
+        Without `does_all` only the first group is done, and a note counts them. Results are appended to `minified`, and
+        captured graphs are kept in `subjects`. NothingToMinify if no graph shows the first group; for a later one that
+        is a note.
+        """
         self.report = report
         groups: Sequence[Culprit | None] = groups_of(report.culprits) or [None]
         if len(groups) > 1 and not self.does_all:
@@ -235,7 +267,12 @@ class Diagnosis:
         return report
 
     def _write_script(self, report: Report, small: MinifiedGraph, number: int) -> Report:
-        """Write the script of one reduction; return the report with it, if it is the first."""
+        """Write the script of one reduction, and with `with_issue` the text of an issue beside it; return the report.
+
+        For `number` 1 the report gets the reduction, and the script if there is one; for others it is returned
+        unchanged. Notes are added: those of the reduction, other failures that were seen, and whether the script could
+        not be written or did not show the failure.
+        """
         self.notes += small.notes
         if small.also_seen:
             self.notes.append(f"also seen, and not followed: {'; '.join(map(str, small.also_seen))}")
@@ -271,7 +308,7 @@ def _read_captured(directory: Path) -> list[CapturedGraph]:
 
 
 def with_location(report: Report, location: Location) -> Report:
-    """Return the report with the culprits, coverage and notes of a location."""
+    """Return a copy of the report with the location's culprits and coverage, and with the notes of both."""
     return replace(
         report,
         culprits=location.culprits,

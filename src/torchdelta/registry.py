@@ -24,7 +24,10 @@ _MOST_NAMES = 40
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a sentence with the known names nearest to a wrong one, or with all of them if none is near."""
+    """Return a sentence on a wrong name: up to three known names that are near it, or all of them if none is near.
+
+    Of all names at most the first `_MOST_NAMES` are listed, and the others are counted.
+    """
     names = list(known)
     if near := difflib.get_close_matches(name, names, n=3, cutoff=0.5):
         return f"did you mean {' or '.join(near)}?"
@@ -47,7 +50,11 @@ class Registry(Generic[T]):
         return thing
 
     def get(self, name: str) -> T:
-        """Return the thing of that name; UsageError with the nearest names if there is none."""
+        """Return the thing of that name; UsageError with the nearest names if there is none.
+
+        A thing of an installed package is imported when it is first asked for, and kept; EnvironmentUnfit if that
+        fails.
+        """
         if name not in self:
             raise UsageError(f"unknown {self.kind} {name!r}: {nearest(name, self)}")
         if name not in self._known:

@@ -53,7 +53,10 @@ def class_of(tensor: torch.Tensor) -> type:
 
 
 def describe(tensor: torch.Tensor) -> str:
-    """Return layout, class and shape of a tensor in words, as in `sparse_coo tensor of shape (2, 2)`."""
+    """Return layout, class and shape of a tensor in words, as in `sparse_coo tensor of shape (2, 2)`.
+
+    The layout is left out if it is strided, and the shape if the tensor is nested. A parameter is called a tensor.
+    """
     layout = "" if tensor.layout is torch.strided else f"{str(tensor.layout).removeprefix('torch.')} "
     name = "tensor" if class_of(tensor) is torch.Tensor else class_of(tensor).__qualname__
     # a nested tensor has no shape, or one with a symbol that no other tensor has
@@ -79,9 +82,13 @@ def element(tensor: torch.Tensor, index: tuple[int, ...]) -> bool | int | float 
 
 
 def components(tensor: torch.Tensor) -> list[Component] | None:
-    """Return the named parts of a tensor whose elements cannot be read from one buffer; None of an ordinary tensor.
+    """Return (name, value) pairs of a tensor whose elements cannot be read from one buffer; None of an ordinary tensor.
 
-    Raise ValueError if the tensor is not initialized.
+    A name is the expression behind the tensor, such as `.indices()`. Values are tensors, and facts such as a scale or a
+    dtype. A nested tensor has its tensors; a sparse one indices and values; a quantized one integers, scale and zero
+    point; a dtype without arithmetic the raw bits; a wrapper its inner tensors or attributes, and dtype, device and
+    requires_grad of its own. Fake tensors, and other subclasses with memory of their own, are ordinary. ValueError if
+    the tensor is not initialized.
     """
     is_plain = type(tensor) in _PLAIN
     if is_plain and tensor.layout is torch.strided and tensor.dtype not in _SPECIAL and not tensor.is_nested:
@@ -149,7 +156,7 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 
 
 def _components_by_layout(tensor: torch.Tensor) -> list[Component]:
-    """Return the indices and values of a sparse tensor, or a dense copy of another layout."""
+    """Return the indices and values of a sparse tensor, coalesced if it is COO; of any other layout a dense copy."""
     if tensor.layout is torch.sparse_coo:
         merged = tensor.coalesce()
         return [(".indices()", merged.indices()), (".values()", merged.values())]
@@ -160,7 +167,7 @@ def _components_by_layout(tensor: torch.Tensor) -> list[Component]:
 
 
 def _quantizer_parameters(tensor: torch.Tensor) -> list[Component]:
-    """Return scale and zero point of a quantized tensor, or those of its channels."""
+    """Return the named scale and zero point of a quantized tensor; if it has channels, all of theirs and the axis."""
     if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
         return [(".q_scale()", tensor.q_scale()), (".q_zero_point()", tensor.q_zero_point())]
     return [

@@ -53,7 +53,10 @@ def read_sweep(
     ] = None,
     resume: Resume = False,
 ) -> dict[str, Any]:
-    """Return the options of a sweep as they were typed; None for those that were not."""
+    """Return the options of a sweep by name, as they were typed; None for those that were not.
+
+    UsageError if `workers` is below 1, or if there is `resume` without `out`.
+    """
     if workers is not None and workers < 1:
         raise UsageError(f"--workers is a number above 0, not {workers}")
     if resume and out is None:
@@ -70,7 +73,12 @@ def run_sweep(
     memory_bytes: int | None,
     progress: Callable[[str], None],
 ) -> Sweep:
-    """Return the result of the sweep that was typed; `words` are the questions about each operator."""
+    """Run the sweep that was typed, and return its result; options that are None get their defaults.
+
+    `typed` is the result of `read_sweep`, and `words` that of `read_questions`. The directory `out` is made.
+    `timeout_s` and `memory_bytes` hold for each operator. `progress` gets a line with the number of operators that are
+    done. Ctrl-C ends the sweep early, with the rows so far; UsageError if the request makes no sense.
+    """
     request = SweepRequest(
         operators=words_of(typed["opinfo"]),
         dtypes=DTYPES if typed["dtypes"] is None else words_of(typed["dtypes"]),
@@ -101,7 +109,10 @@ def read_call(
         list[str] | None, typer.Option("--import", help="A module or file that registers the operator.")
     ] = None,
 ) -> dict[str, Any]:
-    """Return the options of one call as they were typed; None for those that were not."""
+    """Return the options of one call (`args`, `inputs`, `import`) as they were typed; None for those that were not.
+
+    UsageError if both `args` and `inputs` were typed.
+    """
     if args is not None and inputs is not None:
         raise UsageError("--args and --inputs both give the arguments: leave one out")
     return {"args": args, "inputs": inputs, "import": imports or None}
@@ -114,7 +125,10 @@ def read_questions(
     gradients: Annotated[str, typer.Option(help="auto, yes or no.")] = "auto",
     seed: Seed = 0,
 ) -> dict[str, Any]:
-    """Return the questions about an operator."""
+    """Return the questions about an operator by name; probes and backends are tuples of names, empty by default.
+
+    UsageError if `gradients` is not auto, yes or no. Other values are not checked here.
+    """
     if gradients not in GRADIENTS:
         raise UsageError(f"--gradients is auto, yes or no, not {gradients!r}")
     words = {"probes": words_of(probes), "backends": words_of(backends), "policy": policy, "gradients": gradients}
@@ -184,7 +198,11 @@ def _check(
     *,
     verbose: bool,
 ) -> OpReport:
-    """Check one operator in a worker, print what that printed, and return the report."""
+    """Check one operator in a worker, print the worker's output and warnings or their number; return the report.
+
+    `call` is the result of `read_call`, `questions` that of `read_questions`, and `limits` has the time and the memory.
+    Without `args` and `inputs` the operator is called without arguments.
+    """
     result = check_op_isolated(
         name,
         arguments=None if call["inputs"] is not None else read_arguments(call["args"] or ""),

@@ -39,7 +39,11 @@ _OPENING = "_("
 
 
 def read_arguments(text: str) -> tuple[list[Any], dict[str, Any]]:
-    """Return descriptions of the positional and the keyword arguments; UsageError names the place of a mistake."""
+    """Return descriptions of the positional arguments, in a list, and of the keyword arguments, by name.
+
+    `text` is never evaluated. JSON can hold a description: `_Reader._value` has its forms. UsageError names the place
+    of a mistake, or says that the text is nested too deeply.
+    """
     reader = _Reader(text)
     try:
         return reader.read()
@@ -55,7 +59,10 @@ class _Reader:
         self.source = f"{_OPENING}{text}\n)"  # on its own line, because the text may end in a comment
 
     def read(self) -> tuple[list[Any], dict[str, Any]]:
-        """Return descriptions of the positional and the keyword arguments."""
+        """Return descriptions of the positional arguments, in a list, and of the keyword arguments, by name.
+
+        UsageError if the text does not parse, an argument cannot be described, a name comes twice, or for `**`.
+        """
         call = self._parsed()
         args = [self._value(node) for node in call.args]
         kwargs: dict[str, Any] = {}
@@ -68,7 +75,10 @@ class _Reader:
         return args, kwargs
 
     def _parsed(self) -> ast.Call:
-        """Return the call that the text, put between brackets, is; UsageError if it does not parse."""
+        """Parse the text as the arguments of a call, and return that call.
+
+        UsageError, with the place if it is known, if it does not parse or if a bracket in it closes the call itself.
+        """
         try:
             root = ast.parse(self.source, mode="eval").body
         except SyntaxError as error:
@@ -84,7 +94,7 @@ class _Reader:
         return root
 
     def _stray_bracket(self) -> UsageError | None:
-        """Return the error of the first bracket that closes more than was opened, or None if there is none."""
+        """Return an error, not raised, with the place of the first `)` that closes nothing; None if there is none."""
         for place, letter in enumerate(self.text):
             if letter == ")" and _reads(self.text[:place]):
                 before = self.source[: len(_OPENING) + place]
@@ -93,7 +103,12 @@ class _Reader:
         return None
 
     def _value(self, node: ast.expr) -> Any:
-        """Return the description of one argument; UsageError if it is not one that can be described."""
+        """Return the description of one argument; UsageError if it is not one that can be described.
+
+        A finite real number, a text, None and a truth value describe themselves, and a list is a list of descriptions.
+        All else is a dict with the kind as its one key: `tensor`, `tuple`, `dict` (a list of pairs), `complex`, `float`
+        (if not finite), `dtype`, `torch` (the name of a constant) or `device`.
+        """
         match node:
             case ast.Constant(value=value) if value is None or isinstance(value, (bool, int, float, complex, str)):
                 return _plain(value)
@@ -134,7 +149,11 @@ class _Reader:
         return [_plain(key.value), self._value(value)]
 
     def _number(self, node: ast.expr) -> complex:
-        """Return a number, which may have signs and, if it is complex, a real part."""
+        """Return the number that an expression stands for: an int, float or complex; UsageError if it is anything else.
+
+        It may be a literal, or `inf`, `nan` or `pi`, also as `torch.inf`; with signs; or a real number plus or minus an
+        imaginary literal. Nothing else is computed, and a truth value is not a number.
+        """
         match node:
             case ast.Constant(value=bool()):
                 pass
@@ -157,7 +176,10 @@ class _Reader:
         raise self._wrong(node, "it is not a number; nothing is computed here")
 
     def _named_by_torch(self, node: ast.expr, name: str) -> Any:
-        """Return the description of `torch.NAME`: a number, a dtype, a layout or a memory format."""
+        """Return the description of `torch.NAME`: a number, a dtype, a layout or a memory format.
+
+        UsageError with the nearest names for any other name.
+        """
         if name in _NUMBERS:
             return _plain(_NUMBERS[name])
         if name in DTYPES:
@@ -173,7 +195,12 @@ class _Reader:
         raise self._wrong(node, "a device is torch.device('cpu')")
 
     def _tensor(self, node: ast.expr) -> dict[str, Any]:
-        """Return the description of a tensor such as `f32(0, 1)[3, 4].t`."""
+        """Return the description of a tensor such as `f32(0, 1)[3, 4].t`: a dict that JSON can hold.
+
+        It has `dtype`, `sizes`, `bounds` (None is the default range), `requires_grad`, `transposed` and `device`. A
+        tensor is on the CPU, is not transposed, and requires grad if its dtype is float or complex, unless a modifier
+        changes that. UsageError if it is not a dtype with sizes, or if a part of it cannot be read.
+        """
         if isinstance(node, ast.Attribute):
             return self._modified(self._tensor(node.value), node)
         if not isinstance(node, ast.Subscript):
@@ -190,7 +217,10 @@ class _Reader:
         }
 
     def _dtype_and_bounds(self, node: ast.expr) -> tuple[str, list[float] | None]:
-        """Return the dtype of a tensor, and the range that its values are drawn from; None is the default range."""
+        """Return the full name of a tensor's dtype, and the range of its values (see `_bounds`), or None by default.
+
+        UsageError if the dtype is unknown or the range makes no sense.
+        """
         if isinstance(node, ast.Call):
             dtype, _ = self._dtype_and_bounds(node.func)
             return dtype, self._bounds(node, dtype)
@@ -202,7 +232,10 @@ class _Reader:
         raise self._wrong(node, "a tensor is a dtype and its sizes, such as f32[3, 4]")
 
     def _bounds(self, node: ast.Call, dtype: str) -> list[float]:
-        """Return the least value and the end of a range such as `(0, 10)`."""
+        """Return the two ends of a range such as `(0, 10)`: the least value, and the value below which all are.
+
+        UsageError if there are not two numbers in increasing order, if the dtype is bool, or if `_bound` refuses one.
+        """
         if len(node.args) != 2 or node.keywords:
             raise self._wrong(node, "a range of values is two numbers, such as i64(0, 10)[5]")
         if dtype == "bool":
@@ -213,7 +246,10 @@ class _Reader:
         return [low, high]
 
     def _bound(self, node: ast.expr, dtype: str) -> float:
-        """Return one end of a range; UsageError if the dtype cannot hold it."""
+        """Return one end of a range; UsageError if it is not a finite real number, or an integer dtype cannot have it.
+
+        For an integer dtype it is an int from the dtype's least value to one above its largest, but at most 2**63 - 1.
+        """
         number = self._number(node)
         if isinstance(number, complex) or not math.isfinite(number):
             raise self._wrong(node, "the bound of a range is a finite number")
@@ -236,7 +272,11 @@ class _Reader:
         raise self._wrong(node, "a size is a whole number, not less than 0")
 
     def _modified(self, tensor: dict[str, Any], node: ast.Attribute) -> dict[str, Any]:
-        """Return the description of a tensor with one modifier, such as `.t` or `.no_grad`."""
+        """Return a copy of a tensor's description with the modifier that `node` appends: `.t`, `.no_grad`, `.cuda`, …
+
+        UsageError if there is no such modifier, for `.t` on fewer than two sizes, and for `.requires_grad` on integers
+        or bool.
+        """
         name = node.attr
         if name not in _MODIFIERS:
             raise self._wrong(node, f"a tensor has no {name!r} here: {nearest(name, _MODIFIERS)}")
@@ -258,7 +298,11 @@ class _Reader:
         return ast.get_source_segment(self.source, node) or self.text
 
     def _place(self, line: int, column: int) -> str:
-        """Return a place in the user's text, in words."""
+        """Return a place in the user's text in words: `at column 3`, `at line 2, column 3` or `at its end`.
+
+        `line` (from 1) and `column` (from 0) are those of `source`, which has an opening bracket before the text. The
+        line is named if the text has several.
+        """
         if line > self.text.count("\n") + 1:  # the closing bracket, which is not the user's
             return "at its end"
         if line == 1:
@@ -284,7 +328,11 @@ def _is_whole(root: ast.expr) -> TypeGuard[ast.Call]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number or any other constant as data that strict JSON can hold."""
+    """Return a constant as data that strict JSON can hold; most are returned unchanged.
+
+    A complex number becomes `{"complex": [real, imaginary]}`; a float that is NaN or infinite becomes `{"float":
+    text}`.
+    """
     if isinstance(value, complex):
         return {"complex": [_plain(value.real), _plain(value.imag)]}
     if isinstance(value, float) and not math.isfinite(value):

@@ -92,7 +92,10 @@ def read_check_options(
     ] = CheckOptions.deterministic,
     anomaly: Annotated[bool, typer.Option("--anomaly", help="With autograd's anomaly mode.")] = CheckOptions.anomaly,
 ) -> CheckOptions:
-    """Return the options of a check that were typed, without the transform."""
+    """Return the options of a check that were typed, without the transform.
+
+    `strict_casts` adds `casts` to `strict`. UsageError if an option of the transform is not `key=value`.
+    """
     return CheckOptions.read(
         options=read_options(option),
         stages=stages,
@@ -114,7 +117,11 @@ Command = Callable[..., None]
 
 
 def taking(**readers: Callable[..., Any]) -> Callable[[Command], Command]:
-    """Return a decorator that gives a command the options of each reader; its result is the argument of that name."""
+    """Return a decorator that replaces an argument of a command by the options of the reader of that name.
+
+    The decorated command has the parameters of each reader in the argument's place, all of them keywords. When it is
+    called, each reader gets its own, and the command gets the reader's result as the argument.
+    """
     shared = {name: inspect.signature(read, eval_str=True).parameters for name, read in readers.items()}
 
     def decorate(command: Command) -> Command:
@@ -136,7 +143,11 @@ def taking(**readers: Callable[..., Any]) -> Callable[[Command], Command]:
 
 @contextmanager
 def running(transform: str, json_file: Path | None, *, verbose: bool) -> Iterator[Callable[[str], None]]:
-    """Surround a run: check the place of its result, count warnings, show the progress; yields what to tell that."""
+    """Surround a run with a spinner on stderr; yield a function that shows a text there behind the transform's name.
+
+    UsageError at once if `json_file` cannot be written. Without `verbose`, warnings are not shown, and their number is
+    printed at the end.
+    """
     if json_file is not None:
         require_writable(json_file)
     console = Console(stderr=True)
@@ -177,7 +188,7 @@ def read_option(text: str) -> tuple[str, Scalar]:
 
 
 def _scalar(text: str) -> Scalar:
-    """Return the truth value or number that a text reads as, or else the text."""
+    """Return the truth value (`true` or `false` in any case), int or float that a text reads as, or else the text."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):
@@ -189,7 +200,10 @@ def _scalar(text: str) -> Scalar:
 
 
 def read_bytes(text: str) -> int:
-    """Return the bytes of an amount of memory: `2GB`, `1.5 GiB`, or a number of bytes."""
+    """Return the bytes of an amount of memory: `2GB`, `1.5 GiB`, or a number of bytes.
+
+    GB and the like are powers of 1000, GiB of 1024. UsageError if it is malformed or less than a byte.
+    """
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.strip().lower())
     unit = _UNITS.get(match[2]) if match else None
     amount = int(float(match[1]) * unit) if match and unit else 0
@@ -199,7 +213,10 @@ def read_bytes(text: str) -> int:
 
 
 def read_mapping(path: Path) -> dict[str, str]:
-    """Return the pairs of node names, reference to candidate, of a file that has them as a JSON object."""
+    """Return the node names that a file has as a JSON object: from a name in the reference to one in the candidate.
+
+    UsageError if the file cannot be read, is not such an object, or has a name of the reference twice.
+    """
     try:
         pairs = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=lambda items: _unique(items, path))
     except (OSError, UnicodeDecodeError) as error:
@@ -219,7 +236,10 @@ def read_mapping(path: Path) -> dict[str, str]:
 
 
 def _unique(items: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
-    """Return the items of a JSON object as a dict; UsageError if a name comes twice."""
+    """Return the items of a JSON object as a dict; UsageError if a name comes twice.
+
+    `path` is the file that they are from, for the message.
+    """
     pairs = dict(items)
     for name in pairs:
         if (times := sum(name == other for other, _ in items)) > 1:
@@ -244,7 +264,10 @@ def print_warning_count(count: int, console: Console) -> None:
 
 
 def pass_on(output: str, texts: Sequence[str], *, verbose: bool) -> None:
-    """Print the output of a worker, which is that of the program, and the texts of its warnings or their number."""
+    """Print a worker's output, which is that of the program, to stdout; then, to stderr, warnings or their number.
+
+    The `texts` of the warnings are printed if `verbose`, and otherwise only how many there are.
+    """
     sys.stdout.write(output)
     for text in texts if verbose else ():
         sys.stderr.write(text)
@@ -253,7 +276,10 @@ def pass_on(output: str, texts: Sequence[str], *, verbose: bool) -> None:
 
 
 def require_writable(path: Path) -> None:
-    """Raise UsageError if the file cannot be written, before minutes of compiling are lost to that."""
+    """Raise UsageError if the file cannot be written, before minutes of compiling are lost to that.
+
+    Refused are a directory, and a file whose directory is missing or not writable. A pipe or device is always accepted.
+    """
     if path.is_dir():
         raise UsageError(f"cannot write {path}: it is a directory; name a file in it")
     if path.exists() and not path.is_file():  # a pipe or device is written to in place
@@ -294,7 +320,11 @@ def read_limits(
     seconds: Annotated[float | None, typer.Option(help="At most so long.")] = SearchLimits.seconds,
     memory: Memory = None,
 ) -> SearchLimits:
-    """Return which failure to follow and what that may cost; UsageError if a limit makes no sense."""
+    """Return which failure to follow and what that may cost.
+
+    UsageError if `timeout`, `queries` or `seconds` is not above 0, `match` is not a regular expression, `level` is
+    unknown, or `memory` is malformed.
+    """
     for name, value in (("timeout", timeout), ("queries", queries), ("seconds", seconds)):
         if value is not None and value <= 0:
             raise UsageError(f"--{name} is a number above 0, not {value:g}")
@@ -310,7 +340,13 @@ def read_limits(
 
 @contextmanager
 def workers_for(transform: str, *, what: str, preload: Sequence[str] = ()) -> Iterator[Pool]:
-    """Import torch once, for this process and its workers; yield the workers, which warm up while this one goes on."""
+    """Import torchdelta with torch into this process, start a pool of workers for the transform, and yield the pool.
+
+    The workers, which also import the modules `preload`, warm up meanwhile, and end with the context. They are forked
+    from this process if that was possible before torch was imported. EnvironmentUnfit if a package is missing; `what`
+    is the command's name in the message. Idle OpenMP threads of torch sleep from now on, and garbage is not collected
+    at exit.
+    """
     was_forkable = is_forkable()
     # torch reads this when it is imported: idle threads then sleep, and leave the cores to other workers
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -324,7 +360,10 @@ def workers_for(transform: str, *, what: str, preload: Sequence[str] = ()) -> It
 
 
 def require_directory(path: Path) -> None:
-    """Make a directory; UsageError if it cannot be made or written to, before minutes of compiling are lost to that."""
+    """Make a directory and its parents, unless it is there; UsageError if it cannot be made or written to.
+
+    This comes before minutes of compiling are lost to that.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -48,7 +48,10 @@ def read_guard_options(
     ] = None,
     policy: Policy = Case.policy,
 ) -> dict[str, Any]:
-    """Return the keywords of a guard; UsageError for a wrong one, before the script begins."""
+    """Return the keywords of a guard by name, in which `only_nodes` has become `only`, a pair of numbers or None.
+
+    UsageError for a value that makes no sense, before the script begins; the policy is not checked here.
+    """
     if every < 0:
         raise UsageError(f"--every is a number of calls from 0, not {every}")
     if budget is not None and budget <= 0:
@@ -120,7 +123,12 @@ def command(
 
 
 def _sum_up(compiles: GuardedCompiles, ending: ScriptEnding, *, strict: bool) -> ScriptEnding:
-    """Name culprits and print the summary; return how this process has to end."""
+    """Flush stdout, name culprits, print the summary to stderr, and return how this process has to end.
+
+    That is the script's ending itself; or with `strict` the status 1 if the script's is 0, but a guarded graph failed
+    or a watched pass changed a result. Culprits are not looked for after Ctrl-C, and nothing is printed if stderr is
+    closed.
+    """
     with contextlib.suppress(OSError, ValueError):  # Python itself reports a closed pipe when it exits
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -143,7 +151,10 @@ def _is_wrong(summary: GuardSummary, watched: PassSummary | None) -> bool:
 
 
 def _range(text: str) -> tuple[int, int]:
-    """Return the least and the largest number of nodes of a range `A:B`, in which either may be left out."""
+    """Return the least and the largest number of nodes of a range `A:B`, in which either may be left out.
+
+    They are then 0 and `sys.maxsize`. UsageError if the range is malformed or empty, or if both are left out.
+    """
     match = re.fullmatch(r"(\d*):(\d*)", text.strip())
     if match is None or text.strip() == ":":
         raise UsageError(f"malformed range of node counts {text!r}: write --only-nodes 10:500, 10: or :500")

@@ -60,7 +60,12 @@ _compile_sums = cast(
 
 
 def measure_span(reference: torch.Tensor, candidate: torch.Tensor, rtol: float, atol: float) -> Measurement:
-    """Return the measurement of two CPU tensors of the same shape, computed on this thread."""
+    """Return the measurement of two CPU tensors of the same shape, with elements, computed on this thread.
+
+    Only `beyond` depends on `rtol` and `atol`. Of complex tensors the components are elements, and `worst` is the index
+    of a component. `max_ulp` is None unless both have the same floating-point dtype. Tensors with integers beyond 2**53
+    are left to `torch_kernels`.
+    """
     if _has_huge_integers(reference) or _has_huge_integers(candidate):
         return torch_kernels.measure_span(reference, candidate, rtol, atol)
     tally = np.zeros(1, _TALLY_DTYPE)
@@ -78,7 +83,10 @@ def measure_span(reference: torch.Tensor, candidate: torch.Tensor, rtol: float, 
 
 
 def _can_read_in_place(reference: torch.Tensor, candidate: torch.Tensor) -> bool:
-    """Tell whether both tensors can be scanned as a whole: without a copy, or small enough to be widened at once."""
+    """Tell whether both tensors can be scanned as a whole: without a copy, or small enough to be widened at once.
+
+    Both have to be contiguous and without a conjugate or negative bit. Complex tensors have to have the same dtype.
+    """
     for side in (reference, candidate):
         if not side.is_contiguous() or side.is_conj() or side.is_neg():
             return False
@@ -98,9 +106,10 @@ def _has_huge_integers(tensor: torch.Tensor) -> bool:
 def _scan_contiguous(
     reference: torch.Tensor, candidate: torch.Tensor, by_value: bool, rtol: float, atol: float, tally: Array
 ) -> int:
-    """Add two contiguous real tensors to the tally.
+    """Add two contiguous real tensors to the tally; return by how many bits its `max_ulp` is shifted to the left.
 
-    Return by how many bits the ULP distance in the tally is shifted to the left, which is 0 unless bits were widened.
+    That is 0 unless the bits of a narrow float were widened. With `by_value`, only values are compared, and `max_ulp`
+    means nothing. Tensors of dtypes for which there is no loop are widened to float32 or float64.
     """
     dtype = reference.dtype
     if dtype == torch.bfloat16 and not by_value:
@@ -132,7 +141,10 @@ def _shifted_bits(tensor: torch.Tensor, shift: int) -> Array:
 
 @_compile
 def _scan(values: ArrayPair, bits: ArrayPair, by_value: bool, rtol: float, atol: float, tally: Any) -> None:
-    """Add two arrays to the tally, block by block; without `by_value` their bits are compared too."""
+    """Add two arrays to the tally, block by block; without `by_value` their bits are compared too.
+
+    `bits` has the same elements as `values`, as signed integers of the same size. `tally` is an array of one record.
+    """
     for start in range(0, values[0].size, _BLOCK):
         block = slice(start, start + _BLOCK)
         block_values = values[0][block], values[1][block]
@@ -141,7 +153,10 @@ def _scan(values: ArrayPair, bits: ArrayPair, by_value: bool, rtol: float, atol:
 
 @_compile
 def _scan_bfloat16(reference: Array, candidate: Array, rtol: float, atol: float, tally: Any) -> None:
-    """Do the same as `_scan` for bfloat16, whose bits are the upper half of a float32 with the same value."""
+    """Add two arrays of bfloat16, as int16, to the tally; compare values, and bits as the upper half of a float32.
+
+    So `max_ulp` in the tally is shifted by 16 bits.
+    """
     wide_reference = np.empty(_BLOCK, np.int32)
     wide_candidate = np.empty(_BLOCK, np.int32)
     for start in range(0, reference.size, _BLOCK):
@@ -161,7 +176,11 @@ def _widen_bfloat16(narrow: Array, wide: Array) -> Array:
 
 @_compile_inner
 def _scan_block(values: ArrayPair, bits: ArrayPair, by_value: bool, rtol: float, atol: float, tally: Any) -> None:
-    """Add one block to the tally."""
+    """Update every number of the tally, a `Measurement` in progress, by one block of elements.
+
+    If the sum of squares is not finite, NaN and Inf are counted and replaced by zeros first. With `by_value`, elements
+    mismatch if their values differ, and `max_ulp` means nothing; otherwise they mismatch if their bits differ.
+    """
     tally.finite += values[0].size
     sums = _sums(values[0], values[1], tally.max_abs, tally.max_rel)
     # squares of finite float32 never overflow in float64; those of float64 may, which only costs a second look
@@ -194,9 +213,11 @@ def _scan_block(values: ArrayPair, bits: ArrayPair, by_value: bool, rtol: float,
 
 @_compile_sums
 def _sums(reference: Array, candidate: Array, max_abs: float, max_rel: float) -> tuple[float, float, float, float, int]:
-    """Return the sums over a block, and how many elements exceed `max_abs`, or `max_rel` by more than an ulp.
+    """Return four sums over a block, and how many elements may have a larger error than those before.
 
-    The sums are those of the squared error, of both sides' squares, and of the products.
+    The sums are those of squared errors, of the reference's squares, of the candidate's squares, and of the products.
+    The elements counted are those whose error exceeds `max_abs`, or exceeds `max_rel` times |reference| as far as
+    rounding allows to tell.
     """
     square_error = 0.0
     square_reference = 0.0
@@ -220,7 +241,11 @@ def _sums(reference: Array, candidate: Array, max_abs: float, max_rel: float) ->
 
 @_compile_inner
 def _find_records(reference: Array, candidate: Array, tally: Any) -> None:
-    """Search a block for new largest absolute and relative errors, and write them to the tally."""
+    """Search a block for larger absolute and relative errors than the tally has, and write them to the tally.
+
+    `worst` becomes the place of a new largest absolute error, unless a misplaced element was found before. The relative
+    error is infinite where only the reference is zero.
+    """
     max_abs = tally.max_abs
     max_rel = tally.max_rel
     for i in range(reference.size):
@@ -239,7 +264,11 @@ def _find_records(reference: Array, candidate: Array, tally: Any) -> None:
 
 @_compile_inner
 def _count_beyond(reference: Array, candidate: Array, rtol: float, atol: float) -> int:
-    """Return how many elements differ by more than the tolerances allow."""
+    """Return the number of elements with |candidate − reference| > atol + rtol·|reference|.
+
+    Both arrays are finite, because the caller has replaced NaN and Inf by zeros. With both tolerances 0 these are the
+    elements whose values differ.
+    """
     beyond = 0
     for i in range(reference.size):
         r = np.float64(reference[i])
@@ -249,9 +278,10 @@ def _count_beyond(reference: Array, candidate: Array, rtol: float, atol: float) 
 
 @_compile_inner
 def _compare_bits(reference: Array, candidate: Array, max_ulp: Any) -> tuple[int, bool, bool]:
-    """Return how many bit patterns differ, whether any two have different signs, and whether any exceed `max_ulp`.
+    """Return how many pairs of bits differ, if any pair has different signs, and if any is more than `max_ulp` apart.
 
-    The last one is valid only if all signs agree.
+    A pair is the bits of an element in the reference and in the candidate. The last answer is valid only if all signs
+    agree.
     """
     integer = reference.dtype.type
     lowest = np.iinfo(reference.dtype).min
@@ -271,7 +301,7 @@ def _compare_bits(reference: Array, candidate: Array, max_ulp: Any) -> tuple[int
 
 @_compile_inner
 def _max_ulp(reference: Array, candidate: Array) -> np.uint64:
-    """Return the largest distance in representable numbers between the floats with these bits."""
+    """Return the largest distance of two elements with these bits, in representable numbers; 0.0 and -0.0 are equal."""
     integer = reference.dtype.type
     # distances need an unsigned integer; lowered by this they fit in a signed one, in the same order
     lowest = np.iinfo(reference.dtype).min
@@ -286,7 +316,13 @@ def _max_ulp(reference: Array, candidate: Array) -> np.uint64:
 
 @_compile_inner
 def _split_off_non_finite(values: ArrayPair, bits: ArrayPair, tally: Any) -> tuple[ArrayPair, ArrayPair]:
-    """Count the NaN and Inf of a block in the tally, and return values and bits with zeros in their place."""
+    """Count the NaN and Inf of each side of a block in the tally; return copies of values and bits without them.
+
+    Where an element is NaN or Inf on one side or both, both sides have zeros in the copies, and the tally's `finite` is
+    one less. NaN and NaN, or the same Inf, agree. Any other such element counts as misplaced, as a mismatch and as
+    beyond; the first of the whole tensor becomes `worst`. An Inf against a number or against the other Inf counts for
+    `max_ulp`.
+    """
     finite_values = np.zeros_like(values[0]), np.zeros_like(values[1])
     finite_bits = np.zeros_like(bits[0]), np.zeros_like(bits[1])
     for i in range(values[0].size):

@@ -26,10 +26,11 @@ _compile_sums = cast(
 
 
 def scan(truth: torch.Tensor, run: torch.Tensor, length: int, mask: float, squares: Array) -> ScanResult:
-    """Return the largest error, its position and the numbers of skipped elements, as `spread.scan_with_torch` does.
+    """Write the mean square error of each block of `length` elements to `squares`; return a `ScanResult`.
 
-    The mean square error of each block of `length` elements is written to `squares`; elements whose truth exceeds
-    `mask` are skipped.
+    That is the largest |run − truth|, its index or -1 if there is no error, how many elements are not finite on at
+    least one side, and for how many others |truth| exceeds `mask`. Elements of both counts have an error of zero. Both
+    tensors are flat and on the CPU; the truth is float64, and the run float32, float64 or bfloat16.
     """
     if run.dtype == torch.bfloat16:
         result = _scan_bfloat16(truth.numpy(), run.view(torch.int16).numpy(), length, mask, squares)
@@ -40,7 +41,7 @@ def scan(truth: torch.Tensor, run: torch.Tensor, length: int, mask: float, squar
 
 @_compile
 def _scan(truth: Array, run: Array, length: int, mask: float, squares: Array) -> ScanResult:
-    """Do the work of `scan` for numpy arrays of float32 or float64."""
+    """Do the work of `scan` for numpy arrays of float32 or float64; `squares` has one element for each block."""
     state = np.zeros(4)
     state[1] = -1.0
     for block in range(squares.size):
@@ -51,7 +52,7 @@ def _scan(truth: Array, run: Array, length: int, mask: float, squares: Array) ->
 
 @_compile
 def _scan_bfloat16(truth: Array, run: Array, length: int, mask: float, squares: Array) -> ScanResult:
-    """Do the same as `_scan` for bfloat16, whose bits are the upper half of a float32 with the same value."""
+    """Do the same as `_scan` for bfloat16 as int16, whose bits are the upper half of a float32 with the same value."""
     state = np.zeros(4)
     state[1] = -1.0
     wide = np.empty(length, np.int32)
@@ -66,7 +67,11 @@ def _scan_bfloat16(truth: Array, run: Array, length: int, mask: float, squares: 
 
 @_compile
 def _scan_block(truth: Array, run: Array, start: int, mask: float, squares: Array, block: int, state: Array) -> None:
-    """Write the mean square error of one block to `squares`, and update the `ScanResult` in `state`."""
+    """Write the mean square error of one block to `squares[block]`, and update the `ScanResult` in `state`.
+
+    `start` is the index of the block's first element. Elements that are not finite, or whose truth exceeds `mask`,
+    count as errors of zero.
+    """
     square, largest, largest_truth = _sums(truth, run)
     # NaN and Inf show in the sum of squares, a mask constant in the largest truth
     if not np.isfinite(square) or largest_truth > mask:
@@ -82,7 +87,10 @@ def _scan_block(truth: Array, run: Array, start: int, mask: float, squares: Arra
 
 @_compile_sums
 def _sums(truth: Array, run: Array) -> tuple[float, float, float]:
-    """Return the sum of squared errors, the largest error, and the largest absolute truth of a block."""
+    """Return the sum of squared errors, the largest absolute error, and the largest absolute truth of a block.
+
+    With NaN or Inf in the block the sum is not finite.
+    """
     square = 0.0
     largest = 0.0
     largest_truth = 0.0
@@ -97,9 +105,10 @@ def _sums(truth: Array, run: Array) -> tuple[float, float, float]:
 
 @_compile
 def _sums_of_finite(truth: Array, run: Array, mask: float, state: Array) -> tuple[float, float]:
-    """Return the sum of squared errors and the largest error without elements that are not finite or masked.
+    """Return the sum of squared errors and the largest absolute error without elements that are not finite or masked.
 
-    Those are counted in `state`.
+    Those that are not finite on one side or both are counted in `state[2]`, and others whose |truth| exceeds `mask` in
+    `state[3]`.
     """
     square = 0.0
     largest = 0.0

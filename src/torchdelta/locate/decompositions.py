@@ -34,7 +34,11 @@ class Decompositions:
     notes: list[str] = field(default_factory=list)
 
     def __call__(self, handed: HandedGraph) -> Callable[..., Any]:
-        """Return the compiled graph; on its first call the decompositions are judged too."""
+        """Compile the graph; return a callable that runs the result, and on its first call judges decompositions too.
+
+        They are judged on copies of that call's arguments, in a run of the original graph before the compiled one. The
+        results are added to `nodes`, `total` and `notes`; torch's random generators are as before afterwards.
+        """
         graph = graphs.copy_graph(handed.graph)
         compiled = handed.on()
         has_run = False
@@ -50,7 +54,11 @@ class Decompositions:
         return call
 
     def _judged(self, graph: GraphModule, inputs: Sequence[Any], level: str) -> Iterator[TappedNode]:
-        """Run the graph, and yield each node that has a decomposition, judged, unless it draws random numbers."""
+        """Run the graph node by node on `inputs`, and yield the judgement of each node that `table` can decompose.
+
+        `inputs` are the values of the placeholders, in order. Nodes that draw random numbers are skipped. `total` grows
+        by one for each node that is yielded, also if it could not be judged; `level` is stored with it.
+        """
         interpreter = Interpreter(graph, garbage_collect_values=False)
         feed = iter(inputs)
         values: dict[Node, Any] = {}
@@ -69,7 +77,11 @@ class Decompositions:
     def _judged_node(
         self, region: Region, decomposition: Callable[..., Any], values: Mapping[Node, Any], level: str
     ) -> TappedNode:
-        """Return the node with the judgement of its decomposition on these values, or unjudged if it does not run."""
+        """Run a node's decomposition on copies of its inputs; return the node with the comparison to its own value.
+
+        `region` is the node alone, and `values` has the value of each node so far. If the decomposition raises, a note
+        is added and the node is returned as not judged; if it returns NotImplemented, the same without a note.
+        """
         node = region.result
         args, kwargs = copy_tensors(map_arg((node.args, node.kwargs), values.__getitem__))
         inputs = {source: values[source] for source in region.reads}

@@ -31,10 +31,13 @@ def locate_isolated(
     graphs: Path | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Location:
-    """Return the location of the culprit in a named program, whose check has this report.
+    """Search for the culprit of a named program in a worker, and return the location.
 
-    If the search runs the graphs that dynamo captures, they are written into the directory `graphs`. SearchFailed if
-    the search ended its worker.
+    `report` is that of the check, which is not run again; `options` must be named. `settings` are compiler settings
+    that the worker has during the search. If the search runs the graphs that dynamo captures, they are written into the
+    directory `graphs`; None writes none. `progress` gets the name of each part. SearchFailed if the worker died, or
+    exceeded the time or memory of `limits`. Raises what `Outcome.read` raises: a TorchDeltaError of the search itself,
+    or RuntimeError.
     """
     request = {
         "program": program,

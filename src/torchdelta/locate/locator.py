@@ -57,7 +57,12 @@ class Locator:
     notes: list[str] = field(default_factory=list)
 
     def run(self) -> Location:
-        """Return the location: check if there is no report yet, then search in the precision in which that failed."""
+        """Run the check if there is no report yet, search for culprits, and return the location.
+
+        Nodes are judged in float64 if a comparison of the float64 question diverged, and otherwise natively. Each
+        culprit gets the name of the first rung that fails. The location has the notes of the report, of the search and
+        of the walk, each once. Random generators, flags and settings are as before the search.
+        """
         report = self.report
         if report is None:
             report = self.check.run()
@@ -93,7 +98,14 @@ class Locator:
         )
 
     def _look(self, report: Report) -> tuple[NodeFindings, tuple[Rung, ...]]:
-        """Return the findings about nodes, and the rungs up to the first that fails."""
+        """Return the findings about nodes, and the rungs up to the first that fails; no rungs unless the check failed.
+
+        If the candidate crashed or timed out, nodes are judged only for a transform that is not a compiler and has a
+        seam. If a compiler fails at `dynamo` or `aot`, the findings are only a note. If it fails at `decomposed`, each
+        decomposition is judged; otherwise each node is. If it fails at `backend`, a cause by setting is looked for,
+        too, if there is no culprit, if taps changed the result, or with `with_cause`. `walk.has_aot` is set if there
+        are rungs to climb.
+        """
         transform = self.check.transform
         rungs: tuple[Rung, ...] = ()
         if report.verdict.is_failure:
@@ -113,7 +125,11 @@ class Locator:
         return findings, rungs
 
     def _ask_rung(self, step: LadderStep) -> tuple[Verdict, str]:
-        """Return verdict and reason of a rung; graphs of the rung `dynamo` are recorded, unless they are in float64."""
+        """Compare a rung with the eager program, and return its verdict and reason.
+
+        If there is a `recorder`, it records the graphs of the rung `dynamo`, in as many calls as the check has
+        iterations; but not if the walk is in float64.
+        """
         recorder = self.recorder
         if recorder is None or step.name != CAPTURED or self.walk.is_lifted:
             return self.walk.ask(step.transform)
@@ -121,14 +137,22 @@ class Locator:
         return self.walk.ask(RecordedTransform(step.transform, recorder))
 
     def _by_decomposition(self, transform: Transform) -> NodeFindings:
-        """Return what each decomposed operator shows when it runs whole and decomposed on the same inputs."""
+        """Run the graphs after AOTAutograd uncompiled; return the findings about each operator that is decomposed.
+
+        An operator that the backend would decompose runs whole and decomposed on the same inputs.
+        """
         seam = Decompositions(judge=self.walk.judge(), table=lambda: watched.interception.decompositions)
         watched = ObservedAfterAot(transform, seam, decompose=False, compile_graphs=False)
         self.walk.run(watched)
         return findings_from_taps(seam.nodes, seam.total, seam.notes)
 
     def _with_cause(self, transform: Transform, findings: NodeFindings, report: Report) -> NodeFindings:
-        """Return the findings with the setting that causes the failure; it becomes the culprit if no node is one."""
+        """Look for the setting that causes the failure, and return the findings with it; unchanged if no setting does.
+
+        Each culprit gets the cause. If there is no culprit, the cause becomes one: it names no node, and has the error,
+        noise and reason of the report's worst diverged comparison and the first diverged stage; a note says that no
+        node is wrong by itself. `compiles` grows by the number of settings that `find_cause` counts.
+        """
         cause, tried = find_cause(transform, self.walk.ask)
         self.compiles += tried
         if cause is None:
@@ -151,7 +175,10 @@ class Locator:
 
 
 def _verdict(report: Report, findings: NodeFindings) -> Verdict:
-    """Return the check's verdict, `diverged` if a node is wrong by itself, or `inconclusive` if no node was matched."""
+    """Return the check's verdict; DIVERGED if it did not fail and there is a culprit.
+
+    INCONCLUSIVE otherwise, whatever the check says, if there are nodes and none of them was matched.
+    """
     if findings.culprits and not report.verdict.is_failure:
         return Verdict.DIVERGED
     is_blind = findings.coverage is not None and findings.coverage.total > 0 and not findings.coverage.matched
@@ -169,7 +196,10 @@ def locate(
     cause: bool = False,
     progress: Progress = lambda _: None,
 ) -> Location:
-    """Return the location of the first operation that goes wrong; `torchdelta.locate` explains the parameters."""
+    """Check a program, search for the first operation that goes wrong, and return its location.
+
+    `torchdelta.locate` explains the parameters. UsageError if `memory_bytes` is not a whole number from 0.
+    """
     if memory_bytes is not None and (not isinstance(memory_bytes, int) or memory_bytes < 0):
         raise UsageError(f"memory_bytes is a number of bytes, not {memory_bytes!r}")
     check = prepare(program, args, kwargs, options=options, progress=progress)

@@ -40,7 +40,9 @@ def measure_sensitivity(
 ) -> Sensitivity:
     """Quantize each module alone that the quantizer would quantize, and return the effect on every output.
 
-    Stages and policy mean nothing here. The module that loses most is first. `torchdelta.sensitivity` explains more.
+    Only the stage `forward` runs, and stages and policy of `options` mean nothing here. The module that loses most is
+    first. UsageError if the transform is not a quantizer; ProgramError if the program fails eagerly, or the quantizer
+    on all of it. `torchdelta.sensitivity` explains more.
     """
     check = prepare(program, args, kwargs, options=replace(options, stages=("forward",)), progress=progress)
     if not isinstance(check.transform, Quantize):
@@ -62,7 +64,12 @@ class _OneByOne:
     notes: dict[str, None] = field(default_factory=dict)
 
     def run(self) -> Sensitivity:
-        """Quantize the whole program and then each module alone; return the effects, the largest loss first."""
+        """Quantize the whole program and then each module alone; return the effects, the largest loss first.
+
+        Modules whose effect is not known come last. A note says if nothing is quantized. Raise ProgramError if the
+        program fails eagerly or the quantizer fails on the whole of it, and SideFailed if the whole quantized program
+        fails when run.
+        """
         start = time.perf_counter()
         baseline = self.check.baseline
         _ = baseline.reference  # a program that fails eagerly is reported before the quantizer is blamed
@@ -87,7 +94,11 @@ class _OneByOne:
         )
 
     def _quantize_all(self, graph: GraphModule, side: Side) -> GraphModule:
-        """Return the quantized program; ProgramError if the quantizer fails on it."""
+        """Return a copy of the graph with everything quantized that the transform's `only` allows.
+
+        `side` has the inputs to calibrate on. A TorchDeltaError passes through; any other exception becomes a
+        ProgramError.
+        """
         try:
             return quantize(graph, side, self.transform.quantizer_factory, only=self.transform.only)
         except TorchDeltaError:
@@ -97,7 +108,11 @@ class _OneByOne:
             raise ProgramError(f"{name} fails on {self.check.case.program} as a whole: {_words(error)}") from error
 
     def _quantize_one(self, graph: GraphModule, side: Side, path: str, ops: tuple[str, ...]) -> LayerEffect:
-        """Return the effect of quantizing one module alone, or the reason why that is not known."""
+        """Quantize the module at `path` alone, without its submodules; return its effect, or why that is not known.
+
+        The reason is the exception of the quantizer or of the run, or that nothing was quantized; no exception is
+        raised. `ops` are only stored in the result.
+        """
         try:
             quantized = quantize(graph, side, self.transform.quantizer_factory, only=path, is_inside=_is_directly_in)
             if not has_levels(quantized):
@@ -109,7 +124,12 @@ class _OneByOne:
             return LayerEffect(module_path=path, ops=ops, reason=_words(error))
 
     def _effects(self, graph: GraphModule) -> tuple[Effect, ...]:
-        """Return the measured difference of each output of a quantized graph; outputs without one become notes."""
+        """Run a quantized graph on copies of the inputs, and return the measurement of each tensor that it returns.
+
+        Tensors are measured against the reference's. An output that is not of a float dtype, or became another shape or
+        not a tensor, is left out with a note; a reference that is not a tensor is left out without. SideFailed if the
+        graph raises.
+        """
         baseline = self.check.baseline
         fresh = Side.copied_from(baseline.program, with_callable=False)
         side = replace(fresh, call=for_inference(graph), owner=graph, names={})
@@ -128,7 +148,10 @@ class _OneByOne:
 
 
 def _readers(graph: GraphModule) -> dict[str, tuple[str, ...]]:
-    """Return the operations that read a quantized value, by the module that they are in."""
+    """Return the names of the operations that read a dequantized value, each once, by the path of their module.
+
+    The output node does not count.
+    """
     readers: dict[str, dict[str, None]] = {}
     for node in handled_nodes(graph):
         if is_dequantizing(node):

@@ -38,7 +38,10 @@ class Witness:
     is_compiler: bool = False
 
     def eager_reasons(self) -> list[str]:
-        """Return why parts of the program ran eagerly, in the compiler's own words; nothing if it is not a compiler."""
+        """Return why parts of the program ran eagerly, in the compiler's own words; nothing if it is not a compiler.
+
+        Each is the first line of a message that dynamo has counted since the last `compiling` began, and comes once.
+        """
         if not self.is_compiler:
             return []
         messages = [message for category in ("graph_break", "unimplemented") for message in counters[category]]
@@ -50,7 +53,7 @@ class Witness:
 
 
 def uncompiled(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the original of a callable that torch.compile wrapped; any other callable unchanged."""
+    """Return the original of a callable that torch.compile wrapped, even repeatedly; any other callable itself."""
     while True:
         inner = vars(call).get("_torchdynamo_orig_callable") if hasattr(call, "__dict__") else None
         if isinstance(call, torch._dynamo.OptimizedModule):
@@ -90,7 +93,11 @@ def mode_config(mode: str, *, dynamic: bool | None) -> dict[str, Any]:
 
 
 def config_of(*, mode: str | None = None, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the inductor settings that a mode and options of torch.compile stand for; the options win."""
+    """Return the inductor settings that a mode and options of torch.compile stand for; the options win.
+
+    Dashes in names of options become underscores. UsageError if the mode or an option is unknown, or a value has a
+    wrong type.
+    """
     settings = {name.replace("-", "_"): value for name, value in (options or {}).items()}
     require_known_config(settings)
     return {**(mode_config(mode, dynamic=None) if mode else {}), **settings}
@@ -103,7 +110,10 @@ def hint_of(value: Any) -> Any:
 
 
 def require_known_config(settings: Mapping[str, Any]) -> None:
-    """Raise UsageError if inductor has no setting of a name, or if a value has another type than the present one."""
+    """Raise UsageError if inductor has no setting of a name, or if a value has another type than the present one.
+
+    `settings` has values by name. The type counts only if the present value is a bool, int, float or str.
+    """
     known = torch._inductor.config.get_config_copy()
     for name, value in settings.items():
         if name not in known:
@@ -124,10 +134,13 @@ def compiling(
     lifted: bool = False,
     seam: Seam = hand_on,
 ) -> Iterator[tuple[Callable[..., Any], Witness]]:
-    """Yield the callable compiled afresh with the backend, and a witness of it; the settings hold in the context.
+    """Yield the callable compiled afresh with the backend, and a witness that counts its graphs and compiled calls.
 
-    Compilation is lazy, also that of the backward, so all runs must be inside of the context. `lifted` rewrites each
-    captured graph so that nothing in it rounds below float64. Then the graph comes to the `seam`.
+    Compilation is lazy, also that of the backward, so all runs must be inside of the context. The inductor settings
+    `config` hold there, and a failure of the compiler is raised even if the user's settings suppress it. Dynamo is
+    reset at both ends, which drops all compiled code, and its counters are cleared at the beginning. `lifted` rewrites
+    each captured graph so that nothing in it rounds below float64. Then the graph comes to the `seam`, and from there
+    to the backend.
     """
     backend = _at_seam(backend, seam)
     if lifted:
@@ -173,9 +186,11 @@ class GraphOrigin:
 
 
 def origin_of(backend: str | Backend) -> GraphOrigin:
-    """Return the origin of a backend, given by name or as torch.compile wrapped it.
+    """Return the backend without the wrappers of torch.compile, its name, and the settings that were passed with it.
 
-    A backend of the user may be any callable: its `config` counts only if it is a mapping, and it need not be hashable.
+    A text is the name of a registered backend: UsageError if there is none. A backend of the user may be any callable,
+    and need not be hashable. Its name is its `compiler_name`, or else that of the function or class. Its `config` and
+    those of its wrappers count if they are mappings.
     """
     if isinstance(backend, str):
         return GraphOrigin(backend=backend_named(backend), name=backend, config={})
@@ -195,7 +210,7 @@ def origin_of(backend: str | Backend) -> GraphOrigin:
 
 
 def unfit_reason(error: BaseException) -> str | None:
-    """Return a sentence on the tool that this machine lacks, if a compiler failed for that; else None."""
+    """Return a sentence if an error, or one that caused it, says that inductor finds no C++ compiler; else None."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, InvalidCxxCompiler) or "InvalidCxxCompiler" in str(cause):
@@ -217,7 +232,10 @@ def witnessed(backend: Backend, witness: Witness) -> Backend:
 
 
 def _at_seam(backend: Backend, seam: Seam) -> Backend:
-    """Return a backend that hands its graphs to the seam, whose `make` calls the given backend."""
+    """Return a backend that hands each graph to the seam, as one of the level `dynamo`, and returns its callable.
+
+    The function `make` at the seam calls the given backend. If the seam is `hand_on`, the backend itself is returned.
+    """
     if seam is hand_on:
         return backend
 

@@ -22,7 +22,11 @@ _LOCK = threading.Lock()
 
 @contextmanager
 def eager_here() -> Iterator[None]:
-    """Run the body eagerly, code that was compiled before included; other threads are not affected."""
+    """Run the body eagerly in this thread, code that was compiled before included; other threads are not affected.
+
+    Torch's stance is replaced in the meantime. Afterwards it is the one from before, or one that was set later and is
+    in use.
+    """
     namespace = vars(eval_frame)
     with _LOCK:
         namespace[_ATTRIBUTE] = own = _ThreadStance(namespace[_ATTRIBUTE])
