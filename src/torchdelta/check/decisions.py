@@ -351,7 +351,7 @@ def _is_like(leaf: object, value: object) -> TypeGuard[torch.Tensor]:
 
 
 def _explained(comparison: Comparison, followed: Comparison | None, semantic: Comparison | None) -> Comparison:
-    """Return `followed`, the comparison with the runs that followed the candidate, if it is equivalent.
+    """Return a copy of `followed`, the comparison with the runs that followed the candidate, if it is equivalent.
 
     Its details then say so, and have error and noise of the float64 question if `semantic` is there. Return
     `comparison` itself if it is not a suspect, or if `followed` is None or not equivalent.
@@ -595,11 +595,12 @@ def _noise(truth: torch.Tensor, runs: Sequence[torch.Tensor]) -> torch.Tensor:
 def settle_steps(
     sides: Sequence[Leaves], truth: Observation, runs: Sequence[Observation]
 ) -> tuple[list[Leaves], dict[str, int]]:
-    """Return copies of the sides' leaves of `steps`, with the truth's elements where an undecided gradient made them.
+    """Return the sides' leaves of `steps` with the truth's elements in parameters whose gradient is undecided there.
 
-    The second value is the number of such elements, by path. A parameter's element is undecided if the truth's gradient
-    is within noise of zero, by the differences between the correct `runs`; it then stays undecided in all later steps.
-    Buffers, optimizer state, and parameters whose gradients are not known are not changed.
+    The second value is the number of such elements, by path. An element is undecided if the truth's gradient is within
+    noise of zero, by the differences between truth and the correct `runs`; it then stays undecided in all later steps.
+    Buffers, optimizer state, and parameters whose gradients are not known are not changed. `sides` are not changed
+    either.
     """
     counts: dict[str, int] = {}
     settled = [dict(leaves) for leaves in sides]
@@ -653,7 +654,8 @@ def _with_truth(leaf: object, truth: torch.Tensor, where: torch.Tensor) -> objec
 def _gradient(side: Observation, step: int, name: str) -> torch.Tensor | None:
     """Return the gradient that a step of a side took; None if it was not recorded or is not a tensor.
 
-    `name` is the parameter's, in brackets and quotes as in a path. The first step takes that of the stage `gradients`.
+    `name` is the parameter's, in brackets and quotes as in a path. If `steps` has none for the first step, it is that
+    of the stage `gradients`.
     """
     gradient = side.stages.get("steps", {}).get(f"steps[{step}].gradients{name}")
     if gradient is None and step == 0:

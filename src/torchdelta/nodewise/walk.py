@@ -155,7 +155,7 @@ class NodeWalk:
         return replace(findings, culprits=())
 
     def _without_seam(self, transform: Transform) -> NodeFindings:
-        """Return the findings of lockstep if both sides are graphs, or else those of their modules.
+        """Transform a copy of the program; return the findings of lockstep if both sides are graphs, else of modules.
 
         Both sides of a cast are exported first; if that fails, a note says why.
         """

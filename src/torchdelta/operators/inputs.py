@@ -209,7 +209,7 @@ class OpInputs:
 
     @property
     def why_no_sizes(self) -> str:
-        """Why `resized` is empty, as a text. Ask only if it is."""
+        """Why `resized` is empty: no input has a size to change, inputs share memory, or it rejects all tries."""
         if not self.can_be_resized:
             return "no input has a size that can change"
         if self.are_shared:

@@ -33,11 +33,11 @@ _USE_STRIDES = "gradients come in any layout: begin the backward with grad = gra
 
 
 def backward(subject: OpSubject) -> Probe:
-    """Run the backward on gradients in several memory layouts, and return whether it is one that autograd can use.
+    """Run the backward on gradients in several memory layouts, and judge what it writes to and what it returns.
 
-    DIVERGED if it writes to a tensor that it gets, or returns another gradient for another layout of the same values.
-    CRASHED if it raises for another layout. INCONCLUSIVE if it raises for a contiguous gradient or draws random
-    numbers. Otherwise EQUIVALENT.
+    DIVERGED if it writes to a tensor that it gets, or if its results for two layouts of the same values differ by more
+    than rounding. CRASHED if it raises for a layout that is not contiguous. INCONCLUSIVE if it raises for a contiguous
+    one or draws random numbers. Otherwise EQUIVALENT.
     """
     baseline = subject.inputs.own
     for plain_layout, layouts in _LAYOUTS:

@@ -99,9 +99,9 @@ def repeat(subject: OpSubject) -> Probe:
 
 
 def _is_rounding(first: Any, second: Any) -> bool:
-    """Tell whether two results are as near as those of a sum that is not always taken in the same order.
+    """Tell whether two tensors of floats differ by at most `ROUNDINGS` eps, as a share of the first's largest element.
 
-    Results that are not both tensors of floats are not.
+    That near are the results of a sum that is not always taken in the same order. It is False for any other values.
     """
     if not (is_tensor(first) and is_tensor(second) and is_inexact(first.dtype)):
         return False
@@ -111,8 +111,9 @@ def _is_rounding(first: Any, second: Any) -> bool:
 def registration(subject: OpSubject) -> Probe:
     """Ask whether the operator's gradient is registered with the dispatcher, where a compiler sees it.
 
-    EQUIVALENT if there is an autograd kernel for every device of the inputs, or if no output is of floats. Otherwise
-    the operator was called: DIVERGED if gradients are recorded inside of its kernel, and INCONCLUSIVE if none are.
+    EQUIVALENT if there is an autograd kernel for every device of the inputs. Otherwise the operator is called once:
+    EQUIVALENT if no output is of floats, DIVERGED if gradients are recorded inside of its kernel, INCONCLUSIVE if none
+    are.
     """
     op, own = subject.inputs.op, subject.inputs.own
     program = own.program

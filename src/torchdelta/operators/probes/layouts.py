@@ -35,8 +35,9 @@ REMEDY = (
 def layout(subject: OpSubject) -> Probe | str:
     """Ask whether the operator returns the same, but for rounding, for every memory layout of its inputs.
 
-    EQUIVALENT or DIVERGED; INCONCLUSIVE if it raises when called once more. Return a text if there is nothing to ask:
-    no other layout is accepted, or the operator draws random numbers or does not repeat itself.
+    EQUIVALENT or DIVERGED; INCONCLUSIVE if it raises when called once more. The reason also tells of a layout that it
+    rejects. Return a text if there is nothing to ask: no other layout is accepted, or the operator draws random numbers
+    or does not repeat itself.
     """
     inputs, own = subject.inputs, subject.inputs.own
     if not inputs.laid_out:
