@@ -52,7 +52,8 @@ def audit(
     """Plant faults in a program, check each under these options, and return all outcomes.
 
     Without `kinds`, faults of all kinds are planted; `per_kind` is the number of places that are tried for each.
-    `progress` is called with a few words before each kind.
+    `progress` is called with a few words before the check without a fault and before each kind. Raise UsageError if a
+    kind is unknown or `per_kind` is below 1, and ProgramError if the program cannot be exported.
     """
     chosen_kinds = [FAULTS.get(kind).name for kind in dict.fromkeys(kinds)] or list(FAULTS)
     if per_kind < 1:
@@ -70,7 +71,11 @@ class _Auditor:
     """The check of the program without a fault."""
 
     def run(self, kinds: Sequence[str], per_kind: int, progress: Callable[[str], None]) -> Audit:
-        """Return the control's verdict, the trials of all kinds, and the kinds that have no place in the program."""
+        """Return the control's verdict, the trials of all kinds, and the kinds that have no place in the program.
+
+        At most `per_kind` places are tried for each kind, and `progress` is called before each. Raise ProgramError if
+        the program cannot be exported, because a fault is planted in an exported graph.
+        """
         progress("without a fault")
         if failure := self._clean.failure:
             raise ProgramError(
@@ -95,7 +100,12 @@ class _Auditor:
         )
 
     def _trials(self, kind: str, limit: int) -> Iterator[FaultTrial]:
-        """Yield the outcome of a fault of this kind at one place after the other, at `limit` places at most."""
+        """Yield the trial of a fault of this kind at one place after the other, at `limit` places at most.
+
+        The outcome is CRASHED if the faulty program fails without the transform, NO_EFFECT if it computes the same bits
+        as without the fault, and otherwise that of the check under the transform. Nothing more is yielded when the
+        program has no further place.
+        """
         seed, transform = self.control.case.seed, self.control.transform
         used_nodes: list[str] = []
         while len(used_nodes) < limit:
@@ -132,7 +142,7 @@ class _Auditor:
 
 
 def _has_same_values(clean: Observation, faulty: Observation) -> bool:
-    """Tell whether two observations are bitwise equal in all stages."""
+    """Tell whether two observations have the same stages and leaves, and all leaves are bitwise equal."""
     if clean.stages.keys() != faulty.stages.keys():
         return False
     judge = Judge(policy=Bitwise())
@@ -144,7 +154,10 @@ def _has_same_values(clean: Observation, faulty: Observation) -> bool:
 
 
 def _reason_for(report: Report) -> str:
-    """Return the reason of the worst leaf of the worst stage; empty if all stages are equivalent."""
+    """Return worst stage, path of its worst leaf, and its reason as one text; empty if all stages are equivalent.
+
+    If no leaf has the stage's verdict, the text has the reason of the stage. It is empty without stages too.
+    """
     worst = max(report.stages, key=lambda stage: stage.verdict.severity, default=None)
     if worst is None or worst.verdict is Verdict.EQUIVALENT:
         return ""

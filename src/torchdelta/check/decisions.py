@@ -75,7 +75,8 @@ def replay_reference(
     """Run the truth and a noisy run with the reference's choices, where those are within rounding.
 
     Return the yardstick with these two runs, and the number of indices that the truth would have chosen otherwise.
-    Return None if the truth makes the same choices by itself, or if the program fails with them.
+    Return None if the program chooses nothing, if the truth makes the same choices by itself, or if the program fails
+    with them; only the last adds a note to the baseline.
     """
     record = DecisionRecord()
     with baseline.timed("replay"):
@@ -139,8 +140,9 @@ class DecisionFollower:
     def explain(self, stages: list[Stage]) -> list[Stage]:
         """Return the stages with explained leaves equivalent, and leaves that may be explained inconclusive.
 
-        Only leaves are looked at that diverged in the native question, and nothing is if float64 diverged anywhere:
-        then the candidate is another function.
+        Only leaves are looked at that diverged in the native question. The stages are returned unchanged if there are
+        none, if float64 diverged anywhere, because then the candidate is another function, or if the program fails with
+        the candidate's decisions, which is noted.
         """
         suspects = [stage.name for stage in stages if _has_suspects(stage)]
         if not suspects or any(_has_diverged(leaves.values()) for leaves in self.semantic.values()):
@@ -159,7 +161,11 @@ class DecisionFollower:
         return [self._doubt(stage) for stage in stages]
 
     def _compare_again(self, stages: list[Stage], *, has_steps: bool) -> list[Stage]:
-        """Return the stages with every leaf that runs with the candidate's decisions explain, and note how many."""
+        """Return the stages with each suspect leaf equivalent that agrees with runs which decide as the candidate did.
+
+        These runs, of truth, reference and noise, are made here, with the stage `steps` if `has_steps`. Other leaves
+        keep their comparison. A note says how many leaves were explained, and by which decisions.
+        """
         signs = FollowedSigns(
             candidate=self.candidate,
             truth=self.baseline.truth or Observation(),
@@ -191,9 +197,11 @@ class DecisionFollower:
         return results
 
     def _doubt(self, stage: Stage) -> Stage:
-        """Return the stage with leaves inconclusive that choices may explain which were not tried.
+        """Return the stage with suspect leaves inconclusive that choices may explain which were not tried.
 
-        Not tried are choices beyond the first `TRIED`, and all choices of later steps.
+        Not tried are choices beyond the first `TRIED`, and all choices of later steps; without such choices the stage
+        is returned unchanged. A leaf stays as it is if float64 has no answer for it, or if it is not in `steps` and its
+        error is more than `FAR` times the allowed one.
         """
         is_open = len(self.close_rows) > TRIED or (bool(self.close_rows) and stage.name == "steps")
         if not is_open or not stage.comparisons:
@@ -213,7 +221,12 @@ class DecisionFollower:
         return Stage.of(stage.name, tuple(map(with_doubt, stage.comparisons)), stage.reason)
 
     def _exchange_choices(self) -> None:
-        """Find the choices within noise, and exchange those that bring the truth closer to the candidate."""
+        """Find the choices within noise, try each the other way, and keep those that bring truth and candidate closer.
+
+        Set `close_rows`, `exchanged` and the indices that later runs are forced to choose. The truth's forward runs
+        once for each try, at most `TRIED` times, and its distance from the candidate counts. After an exchange, the
+        choices behind it are looked for anew.
+        """
         truth, choices = self._run_forward(lifted=True)
         others = [self._run_forward()[1], self._run_forward(noise=Noisy(seed=self.baseline.plan.seed))[1]]
         noises = _noises(choices, others)
@@ -238,13 +251,22 @@ class DecisionFollower:
     def _run_forward(
         self, *modes: AbstractContextManager[object], lifted: bool = False, noise: Noisy | None = None
     ) -> tuple[Observation, list[Choice]]:
-        """Run the forward without other stages; return its observation, and the choices that the program made."""
+        """Run only the program's forward within these modes; return its observation and its choices, in order.
+
+        Choices that a replay among the modes forced are returned as forced. With `lifted` it runs in float64, with
+        `noise` its roundings are moved.
+        """
         record = DecisionRecord()
         plan = replace(self.baseline.plan, stages=("forward",))
         return self.baseline.observe(*modes, record, lifted=lifted, noise=noise, plan=plan), record.choices
 
     def _distance(self, truth: Observation) -> float:
-        """Return how far the candidate's outputs are from this truth, each in units of the reference's distance."""
+        """Return how far the candidate's forward is from this truth: the sum of the squared distances of its leaves.
+
+        The distance of a leaf is a root mean square, in units of the reference's distance from the baseline's truth.
+        Only tensors of floats that all sides have in one shape count, and of these only where that unit is not 0.
+        Return infinity if the sum is not finite.
+        """
         total = 0.0
         first_truth = self.baseline.truth or truth
         for path, value in truth.stages["forward"].items():
@@ -257,7 +279,11 @@ class DecisionFollower:
         return total if math.isfinite(total) else math.inf
 
     def _run_followers(self, signs: FollowedSigns, has_steps: bool) -> Yardstick[Observation]:
-        """Return truth, reference and noise, run with the candidate's decisions; without steps unless `has_steps`."""
+        """Return truth, reference and `RUNS` noisy runs, run anew with the candidate's decisions.
+
+        Choices are forced only if some were exchanged. `signs` changes gradients before each step: the truth leads and
+        the others follow. The stage `steps` is left out unless `has_steps`.
+        """
         plan = self.baseline.plan
         if not has_steps:
             plan = replace(plan, stages=tuple(name for name in plan.stages if name != "steps"))
@@ -273,7 +299,11 @@ class DecisionFollower:
 
 
 def _noises(choices: Sequence[Choice], others: Sequence[Sequence[Choice]]) -> list[float]:
-    """Return for each choice by how much other correct runs move its values."""
+    """Return for each choice by how much other correct runs move its values; 0 if none has it in the same shape.
+
+    `others` are the choices of these runs. A row moves by its largest difference, a choice by the median of its rows,
+    and the run that moves it most counts.
+    """
     noises = []
     for index, choice in enumerate(choices):
         rows = choice.rows
@@ -287,7 +317,10 @@ def _noises(choices: Sequence[Choice], others: Sequence[Sequence[Choice]]) -> li
 
 
 def _close_rows(choices: Sequence[Choice], noises: Sequence[float]) -> Iterator[_CloseRow]:
-    """Yield every row of a choice whose margin is within noise."""
+    """Yield every row of a choice whose margin is within noise; `noises` has the noise of each choice.
+
+    A choice without noise has no such rows.
+    """
     for position, (choice, noise) in enumerate(zip(choices, noises, strict=False)):
         margins, pairs = choice.nearest_exchanges()
         for row in (margins <= CLOSE * noise).nonzero()[:, 0].tolist() if noise > 0.0 else ():
@@ -295,7 +328,7 @@ def _close_rows(choices: Sequence[Choice], noises: Sequence[float]) -> Iterator[
 
 
 def _is_suspect(comparison: Comparison) -> bool:
-    """Tell whether values diverged in the native question alone."""
+    """Tell whether values diverged in the native question alone: by a finite error, without a broken contract."""
     is_native = comparison.details.get("question") == "native"
     is_finite = comparison.error is not None and math.isfinite(comparison.error)
     return is_native and is_finite and comparison.verdict is Verdict.DIVERGED and not _breaks_contract(comparison)
@@ -318,7 +351,11 @@ def _is_like(leaf: object, value: object) -> TypeGuard[torch.Tensor]:
 
 
 def _explained(comparison: Comparison, followed: Comparison | None, semantic: Comparison | None) -> Comparison:
-    """Return the comparison with the runs that followed if that is equivalent, else the comparison itself."""
+    """Return a copy of `followed`, the comparison with the runs that followed the candidate, if it is equivalent.
+
+    Its details then say so, and have error and noise of the float64 question if `semantic` is there. Return
+    `comparison` itself if it is not a suspect, or if `followed` is None or not equivalent.
+    """
     if followed is None or not _is_suspect(comparison) or followed.verdict is not Verdict.EQUIVALENT:
         return comparison
     details = {**followed.details, "followed": True}
@@ -342,12 +379,20 @@ class _LeafMargins:
 def excuse_integers(
     stages: list[Stage], baseline: Baseline, candidate: Observation, noisy: list[Observation]
 ) -> list[Stage]:
-    """Return the stages with every integer inconclusive whose margin is within noise; its margin is the evidence."""
+    """Return the stages with every integer leaf inconclusive that diverged, but that rounding may explain.
+
+    The evidence is its margin, or without one the number of elements in which correct runs differ: see `_excuse_leaf`.
+    `noisy` are noisy runs of the reference. Without a truth the stages are returned unchanged.
+    """
     return [_excuse_stage(stage, baseline, candidate, noisy) for stage in stages]
 
 
 def _excuse_stage(stage: Stage, baseline: Baseline, candidate: Observation, noisy: list[Observation]) -> Stage:
-    """Return the stage with excused integers; only those of the forward have known margins."""
+    """Return the stage with excused integers inconclusive; unchanged if no integer diverged or there is no truth.
+
+    Margins are measured for the forward alone, by running the program again. If it fails then, a note is added to the
+    baseline, and integers are excused as in the other stages, without margins.
+    """
     suspects = [comparison for comparison in stage.comparisons if _is_suspect_integer(comparison)]
     if not suspects or baseline.truth is None:
         return stage
@@ -377,10 +422,13 @@ def _is_suspect_integer(comparison: Comparison) -> bool:
 
 
 def _excuse_leaf(comparison: Comparison, leaves: list[Any], known: _LeafMargins | None) -> Comparison:
-    """Return the comparison, inconclusive if the candidate is as the truth is or as far off as correct runs are.
+    """Return the comparison of an integer leaf that diverged, inconclusive if rounding may explain it.
 
-    `leaves` are those of truth, reference, candidate and noisy runs. With known margins, these decide; else the number
-    of elements in which correct runs differ does.
+    `leaves` are those of truth, reference, candidate and noisy runs. It is inconclusive if the candidate equals the
+    truth. Otherwise, with `known` margins, it is so if the largest margin of the elements that differ is at most
+    `CLOSE_INTEGER` times its noise; reason and details have the margin in either case. Without them, it is so if the
+    candidate differs from the truth in fewer than twice as many elements as a correct run does. Without a truth of the
+    same shape it is unchanged.
     """
     truth, reference, candidate, *noisy = leaves
     if not isinstance(truth, torch.Tensor) or truth.shape != reference.shape:
@@ -409,7 +457,8 @@ def _excuse_leaf(comparison: Comparison, leaves: list[Any], known: _LeafMargins 
 def _margins_of_outputs(baseline: Baseline) -> dict[str, _LeafMargins]:
     """Run the forward in float64, natively and with noise; return the margins of its integer outputs, by path.
 
-    By how much a margin moves between these runs is its noise. A watch knows the output tensors themselves, not copies.
+    By how much a margin moves between these runs is its noise. An output is left out if no operation is known that
+    decided it. A watch knows the output tensors themselves, not copies. Raise what the program raises.
     """
     in_truth, *in_others = MarginWatch(), MarginWatch(), MarginWatch()
     truth = baseline.outputs(in_truth, lifted=True)
@@ -451,7 +500,11 @@ class SignFlips:
         self.generator = torch.Generator().manual_seed(self.seed)
 
     def flip(self, step: int, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Give each undecided element a random sign, in place."""
+        """Give each undecided element of the gradients a random sign, in place; `gradients` has them by parameter name.
+
+        Undecided is where the truth's gradient of that step is within noise of zero. Nothing changes without a truth,
+        nor in a gradient that truth or reference do not have.
+        """
         if self.truth is None:
             return
         for name, gradient in gradients.items():
@@ -481,7 +534,13 @@ class FollowedSigns:
     """Elements whose step the candidate took the other way."""
 
     def lead(self, step: int, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Find the undecided elements in the truth's gradients, and follow the candidate there, in place."""
+        """Find the undecided elements of the truth's gradients at a step, and put the candidate's in their place.
+
+        `gradients` has the gradients by parameter name, and is changed in place. An element is undecided if it and the
+        candidate's are within noise of zero and differ. `undecided` gets the mask of each parameter, and `count` grows
+        by the elements with another sign. A parameter whose gradient the candidate or the correct runs lack is left as
+        it is.
+        """
         for name, gradient in gradients.items():
             key = f"[{name!r}]"
             of_truth, *of_runs = (_gradient(side, 0, key) for side in (self.truth, *self.runs))
@@ -496,7 +555,10 @@ class FollowedSigns:
         self.follow(step, gradients)
 
     def follow(self, step: int, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Follow the candidate where the truth did, in place."""
+        """Give the elements that `lead` found undecided at this step the candidate's gradients, in place.
+
+        `gradients` has the gradients of a run by parameter name. Those for which `lead` found nothing are not changed.
+        """
         for name, gradient in gradients.items():
             near, of_candidate = self.undecided.get((step, name)), _gradient(self.candidate, step, f"[{name!r}]")
             if near is not None and of_candidate is not None:
@@ -507,7 +569,7 @@ class FollowedSigns:
 def is_near_zero(truth: torch.Tensor, runs: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return for each element of a gradient whether the truth is within noise of zero, and not zero in every run.
 
-    The noise is that of the element's block in these runs.
+    The noise of an element is that of its block in these runs; up to `CLOSE` times the noise is within it.
     """
     if not truth.numel():
         return torch.zeros_like(truth, dtype=torch.bool)
@@ -517,7 +579,10 @@ def is_near_zero(truth: torch.Tensor, runs: Sequence[torch.Tensor]) -> torch.Ten
 
 
 def _noise(truth: torch.Tensor, runs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return for each element the noise of its block in these runs."""
+    """Return for each element the noise of its block: the largest root mean square of run − truth among these runs.
+
+    It is a float64 tensor of the truth's shape. A difference of NaN counts as 0.
+    """
     length = max(block_length(truth.shape), 1)
     wide = truth.detach().double()
     noise = torch.zeros(wide.numel() // length, 1, dtype=torch.float64, device=truth.device)
@@ -530,9 +595,12 @@ def _noise(truth: torch.Tensor, runs: Sequence[torch.Tensor]) -> torch.Tensor:
 def settle_steps(
     sides: Sequence[Leaves], truth: Observation, runs: Sequence[Observation]
 ) -> tuple[list[Leaves], dict[str, int]]:
-    """Return the sides' leaves of `steps` with the truth wherever an undecided gradient made a parameter.
+    """Return the sides' leaves of `steps` with the truth's elements in parameters whose gradient is undecided there.
 
-    The second value is the number of such elements, by path.
+    The second value is the number of such elements, by path. An element is undecided if the truth's gradient is within
+    noise of zero, by the differences between truth and the correct `runs`; it then stays undecided in all later steps.
+    Buffers, optimizer state, and parameters whose gradients are not known are not changed. `sides` are not changed
+    either.
     """
     counts: dict[str, int] = {}
     settled = [dict(leaves) for leaves in sides]
@@ -558,7 +626,10 @@ def settle_steps(
 
 
 def with_count(comparison: Comparison, counts: Mapping[str, int]) -> Comparison:
-    """Return the comparison with the number of its elements that `settle_steps` replaced."""
+    """Return the comparison with the number of its elements that `settle_steps` replaced, in its reason and details.
+
+    `counts` has the numbers by path; a comparison whose path it lacks is returned unchanged.
+    """
     if comparison.path not in counts:
         return comparison
     count = counts[comparison.path]
@@ -567,7 +638,11 @@ def with_count(comparison: Comparison, counts: Mapping[str, int]) -> Comparison:
 
 
 def _with_truth(leaf: object, truth: torch.Tensor, where: torch.Tensor) -> object:
-    """Return a copy of a leaf with the truth's elements where the mask is set; the leaf if the shapes differ."""
+    """Return a copy of a leaf with the truth's elements where the mask `where` is set.
+
+    It has the leaf's dtype, strides and `requires_grad`. A leaf that is not a tensor of the truth's shape is returned
+    itself.
+    """
     if not isinstance(leaf, torch.Tensor) or leaf.shape != truth.shape:
         return leaf
     settled = torch.empty_like(leaf, memory_format=torch.preserve_format)
@@ -577,7 +652,11 @@ def _with_truth(leaf: object, truth: torch.Tensor, where: torch.Tensor) -> objec
 
 
 def _gradient(side: Observation, step: int, name: str) -> torch.Tensor | None:
-    """Return the gradient that a step took, or None; the first step takes that of the stage before."""
+    """Return the gradient that a step of a side took; None if it was not recorded or is not a tensor.
+
+    `name` is the parameter's, in brackets and quotes as in a path. If `steps` has none for the first step, it is that
+    of the stage `gradients`.
+    """
     gradient = side.stages.get("steps", {}).get(f"steps[{step}].gradients{name}")
     if gradient is None and step == 0:
         gradient = side.stages.get("gradients", {}).get(f"parameters{name}.grad")

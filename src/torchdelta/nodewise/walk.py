@@ -72,7 +72,13 @@ class NodeWalk:
     notes: list[str] = field(default_factory=list)
 
     def look_at_nodes(self, report: Report) -> NodeFindings:
-        """Return the findings on every node that can be reached, in the way that this transform allows."""
+        """Return the findings on every node that can be reached, in the way that this transform allows.
+
+        Without a seam, graphs run in lockstep or modules are compared. Other transforms than compilers run in lockstep.
+        A compiler gets taps on the graphs behind AOTAutograd, or on those at its seam if it does not use AOTAutograd.
+        `report` is that of the check: taps have to keep its verdict, and its stages say whether gradients are compared.
+        `notes`, `compiles` and `is_disturbed` are updated.
+        """
         transform = self.transform
         if not transform.traits.has_seam:
             return self._without_seam(transform)
@@ -90,7 +96,12 @@ class NodeWalk:
         return findings if candidates[-1].interception.programs else self._in_black_box(transform, report)
 
     def between_graphs(self, transform: Transform, report: Report) -> NodeFindings:
-        """Return the findings of running the graphs before and after the transform in lockstep."""
+        """Run the candidate, and the graphs before and after the transform in lockstep; return the findings.
+
+        Gradients are judged if the transform has a backward and the report has a stage behind `forward`. If the
+        transform returned something that is not a graph, the findings are those of taps. Raise UsageError if `mapping`
+        names nodes that are not there.
+        """
         has_gradients = transform.traits.has_backward and any(stage.name != "forward" for stage in report.stages)
         seam = LockstepSeam(judge=self.judge(), mapping=self.mapping, with_gradients=has_gradients)
         self.run(ObservedTransform(transform, seam))
@@ -100,7 +111,11 @@ class NodeWalk:
         return findings_from_lockstep(seam.comparisons, sorted(seam.judge.notes))
 
     def _in_black_box(self, transform: Transform, report: Report) -> NodeFindings:
-        """Return the findings of taps on the graph at the seam, and of gates if gradients alone are wrong."""
+        """Return the findings of taps on the graphs at the seam, joined with those of gates if they are needed.
+
+        Gates judge gradients. They need another run, which is made if taps show no culprit and the report compared
+        gradients or steps.
+        """
         findings = self._by_taps(lambda seam: ObservedTransform(transform, seam), report)
         if findings.culprits or not any(stage.name != "forward" and stage.comparisons for stage in report.stages):
             return findings
@@ -112,9 +127,11 @@ class NodeWalk:
         return join_findings(findings, slopes)
 
     def _by_taps(self, observe: Callable[[Seam], Transform], report: Report) -> NodeFindings:
-        """Return the findings of taps with which the report's verdict is still the same; others name no culprit.
+        """Return the findings of taps that leave the report's verdict the same; without culprits if all taps change it.
 
-        `observe` returns the transform with the taps at its seam.
+        `observe` returns the transform with the taps at its seam. First every node has a tap, then every second, then
+        every fourth. Each try that changes the verdict adds a note and sets `is_disturbed`, and each compilation is
+        counted. If no node can have a tap, the first findings are returned.
         """
         findings = NodeFindings()
         for every in THINNINGS:
@@ -138,7 +155,10 @@ class NodeWalk:
         return replace(findings, culprits=())
 
     def _without_seam(self, transform: Transform) -> NodeFindings:
-        """Return the findings of lockstep if both sides are graphs or can be exported, or else those of modules."""
+        """Transform a copy of the program; return the findings of lockstep if both sides are graphs, else of modules.
+
+        Both sides of a cast are exported first; if that fails, a note says why.
+        """
         side = Side.copied_from(self.program, with_callable=transform.traits.reads_program)
         with transform.apply(side, draws_random=self.draws_random) as transformed:
             ours, theirs = Side.copied_from(self.program), transformed.side
@@ -155,7 +175,12 @@ class NodeWalk:
             return self._by_modules(ours, theirs)
 
     def _in_lockstep(self, ours: Side, theirs: Side) -> NodeFindings:
-        """Return the findings of running the graphs of both sides in lockstep, each on its own inputs."""
+        """Run the graph modules of both sides in lockstep, each on its own side's inputs, and return the findings.
+
+        Both inputs are flattened as the reference's graph takes them. Node outputs are judged, and gradients too if the
+        case has the stage `gradients` and the transform does not lower precision. The owner of each side has to be a
+        graph module.
+        """
         assert isinstance(ours.owner, GraphModule)
         assert isinstance(theirs.owner, GraphModule)
         inputs = [graphs.flat_inputs(ours.owner, side.args, side.kwargs) for side in (ours, theirs)]
@@ -173,7 +198,11 @@ class NodeWalk:
         return findings_from_lockstep([comparison], sorted(judge.notes))
 
     def _by_modules(self, ours: Side, theirs: Side) -> NodeFindings:
-        """Return the findings of comparing the modules of both sides, each fed the reference's inputs."""
+        """Compare the modules of both sides, each fed the reference's inputs; return the findings.
+
+        They include modules without a partner. Gradients are compared too if the case has that stage. Raise
+        ProgramError if the reference fails.
+        """
         case = self.case
         result = locate_modules(ours, theirs, seed=case.seed, gradients="gradients" in case.stages, policy=self.policy)
         return replace(
@@ -184,7 +213,11 @@ class NodeWalk:
         )
 
     def judge(self) -> LocalJudge:
-        """Return a judge of single nodes, natively or in float64."""
+        """Return a new judge of single nodes, natively or in float64; another kind of judge if the transform quantizes.
+
+        It has the case's seed and the transform's lower dtype. It has the policy only if that needs no truth, and
+        otherwise judges by noise.
+        """
         # a quantized layer is off by its own steps, which do not follow from a dtype
         kind = QuantizedJudge if self.transform.traits.rounds_to_levels else LocalJudge
         return kind(

@@ -30,8 +30,9 @@ def program_of(op: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
     """Return the program that calls the operator with these arguments.
 
     A check copies the inputs, and a copy is an autograd leaf, which cannot be written to if it requires grad. So the
-    program clones some inputs before it calls the operator, and returns the clones as further outputs: inputs that
-    require grad and are not leaves, or that the operator declares to change.
+    program clones some of the inputs that require grad before it calls the operator: those that are not leaves, and
+    those that the operator declares to change. Then it returns a pair: the operator's outputs, and a list of the
+    clones.
     """
     cloned = _places_to_clone(op, args, kwargs)
 
@@ -49,7 +50,11 @@ def program_of(op: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def call_on_copies(side: Side, baseline: Baseline, *, seed: int | None = None) -> Leaves:
-    """Call a side once on copies of its inputs; return the leaves of its outputs and of its inputs afterwards."""
+    """Call a side eagerly on copies of its inputs; return copies of its outputs and of its input tensors afterwards.
+
+    They are leaves by path, which starts with `outputs`, `args` or `kwargs`. All generators are seeded with `seed`, or
+    with that of the baseline's plan. The side's own inputs are not changed.
+    """
     args, kwargs = copy_together((side.args, side.kwargs), name=baseline.program.name)
     runtime.seed_everything(baseline.plan.seed if seed is None else seed)
     with baseline.eager_scope():
@@ -62,9 +67,10 @@ def call_on_copies(side: Side, baseline: Baseline, *, seed: int | None = None) -
 
 
 def _places_to_clone(op: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the places of the input leaves to clone: they require grad, and are not leaves or are written to.
+    """Return the places, among all leaves of args and kwargs, of the inputs that `program_of` clones.
 
-    A tensor that occurs twice is listed at its first place only.
+    These are tensors that require grad and either are not autograd leaves or are declared as written to. A tensor that
+    occurs twice is listed at its first place only.
     """
     positions = schemas.positions_of(op)
     written = [
@@ -109,9 +115,10 @@ class OpInputs:
 
     @cached_property
     def own(self) -> Baseline:
-        """The operator with the user's own inputs; ProgramError if it does not take them.
+        """The operator with the user's own inputs, after an eager run; ProgramError if it does not take them.
 
-        If only the backward raises, the baseline is of the forward alone, and so are those of all other inputs.
+        If only the backward raises, the baseline is of the forward alone, and so are those of all other inputs:
+        `stages` and `backward_error` are set.
         """
         program = program_of(self.op, self.args, self.kwargs)
         baseline = self._baseline(program)
@@ -133,7 +140,10 @@ class OpInputs:
 
     @cached_property
     def resized(self) -> list[Baseline]:
-        """The operator with other sizes; empty if it accepts none, and `why_no_sizes` says why."""
+        """The operator with other sizes, those of `others` if the user gave some; empty if it accepts none.
+
+        The user's have to be accepted: ProgramError otherwise. `why_no_sizes` says why there are none.
+        """
         if self.others:
             return [self._other(place) for place in range(len(self.others))]
         kinds = examples.resize(self.own.program, seed=self.seed + 1)
@@ -141,7 +151,10 @@ class OpInputs:
 
     @cached_property
     def laid_out(self) -> dict[str, Baseline]:
-        """The forward with the same values in other memory layouts that it accepts, by the name of the layout."""
+        """The forward with the same values in each other memory layout that it accepts, by the name of the layout.
+
+        If it rejects layouts, `layout_error` is set to the error of the last one.
+        """
         baselines = {}
         for name, program in examples.relayout(self.own.program):
             baseline = self._baseline(program, FORWARD)
@@ -167,7 +180,10 @@ class OpInputs:
         return [baseline for baseline in self.resized if _kinds_of(baseline.program) == kinds]
 
     def _other(self, place: int) -> Baseline:
-        """Return the operator with one of the user's other arguments; ProgramError if it does not take them."""
+        """Return the operator with the arguments `others[place]`, after an eager run.
+
+        Raise ProgramError, which names the place, if the operator does not take them.
+        """
         args, kwargs = self.others[place]
         baseline = self._baseline(program_of(self.op, tuple(args), dict(kwargs or {})))
         try:
@@ -193,7 +209,7 @@ class OpInputs:
 
     @property
     def why_no_sizes(self) -> str:
-        """Why `resized` is empty."""
+        """Why `resized` is empty: no input has a size to change, inputs share memory, or it rejects all tries."""
         if not self.can_be_resized:
             return "no input has a size that can change"
         if self.are_shared:
@@ -207,9 +223,10 @@ class OpInputs:
         return [leaf for leaf in tensors if leaf.is_floating_point() or leaf.is_complex()]
 
     def _first_accepted(self, programs: Iterator[Program]) -> Baseline | None:
-        """Return the first program that runs eagerly, or None if none does.
+        """Return the baseline of the first program that runs eagerly in all stages, or None if none does.
 
-        If no backward runs but a forward does, return the first such forward alone.
+        If a forward runs but its backward raises, later programs are tried. If the backward of none runs, return the
+        first such forward alone. `other_backward_error` is set to the error of that program, even if a later one runs.
         """
         forward: Baseline | None = None
         for program in programs:
@@ -224,7 +241,10 @@ class OpInputs:
         return forward
 
     def _run_forward(self, program: Program) -> Baseline | None:
-        """Return the baseline of the program's forward alone, or None if it raises or was all that was asked."""
+        """Return the baseline of the program's forward alone, after an eager run.
+
+        Return None if the forward raises, or if the forward is all that was asked about.
+        """
         if self.stages == FORWARD:
             return None
         baseline = self._baseline(program, FORWARD)

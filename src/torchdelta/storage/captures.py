@@ -114,7 +114,11 @@ class Capture:
         return next((batch.failure for batch in self.batches if batch.failure), "")
 
     def _load(self, leaves: Leaves) -> Leaves:
-        """Return leaves with tensors in the place of those that are in files; views of one storage share it."""
+        """Return the leaves with a tensor, read from its file, in the place of each `StoredTensor`.
+
+        Leaves that were views of one storage share it again. If nothing is stored in a file, `leaves` itself is
+        returned. Raise ReportUnreadable, with the name of the file, if a tensor cannot be read.
+        """
         rows: dict[int, list[int]] = {}
         for leaf in leaves.values():
             if isinstance(leaf, StoredTensor):
@@ -140,6 +144,7 @@ class CaptureWriter:
     """Writes a capture to an empty directory while the graph runs: tensors a group at a time, the JSON last."""
 
     def __init__(self, directory: Path) -> None:
+        """Create the directory if it is not there; raise UsageError if it cannot be created or is not empty."""
         self.directory = directory
         self.files: list[TensorTable] = []
         self._waiting: list[tuple[Leaves, str]] = []
@@ -163,7 +168,12 @@ class CaptureWriter:
         return self._waiting_bytes >= GROUP_BYTES
 
     def flush(self) -> None:
-        """Write the tensors that wait to the next file, and put a `StoredTensor` in the place of each."""
+        """Write the tensors that wait to one new file, and put a `StoredTensor` in the place of each in its leaves.
+
+        Afterwards none waits, and `files` has the table of the new file. A place that holds something else by now is
+        left as it is, and a tensor that no file can hold becomes an `Unreadable`. No file is written if no tensor
+        remains. Raise UsageError if the file cannot be written.
+        """
         group = TensorWriter()
         rows: list[tuple[Leaves, str, int]] = []
         with outside.outside_modes():
@@ -184,7 +194,10 @@ class CaptureWriter:
         self.files.append(table)
 
     def finish(self, capture: Capture) -> None:
-        """Write everything but the tensors; raise UsageError if that is impossible."""
+        """Write `capture.json`: everything in the capture but its tensors. Raise UsageError if it cannot be written.
+
+        The tensors have to be flushed before, because a leaf that is still a tensor raises Unwritable.
+        """
         header = _Header(
             keep=capture.keep,
             environment=capture.environment,
@@ -199,7 +212,7 @@ class CaptureWriter:
 def read_capture(path: str | os.PathLike[str]) -> Capture:
     """Return the capture in a directory; its tensors are read when they are needed.
 
-    Raise ReportUnreadable if there is no capture, or if it is damaged or of another version.
+    Raise ReportUnreadable if there is no finished capture, or if its JSON is damaged or of another version.
     """
     directory = Path(path)
     file = directory / _MANIFEST
@@ -243,9 +256,10 @@ def _name_file(directory: Path, number: int) -> Path:
 
 
 def _prepare(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as it is written: on the CPU, and copied if its storage is more than twice as large as itself.
+    """Return a tensor as it is written: on the CPU, negated if that was pending, and without a much larger storage.
 
-    Reading a view reads its storage, so a small view of a large storage would make files large and reading slow.
+    It is copied if its storage is more than twice as large as itself: reading a view reads its storage, so a small view
+    of a large storage would make files large and reading slow. A tensor that needs none of this is returned itself.
     """
     plain = tensor.resolve_neg().cpu()
     is_small_part = 2 * plain.numel() * plain.itemsize < plain.untyped_storage().nbytes()
@@ -261,7 +275,11 @@ def _encode_batch(batch: Batch) -> dict[str, Any]:
 
 
 def _decode_batch(data: Any, where: str, header: _Header) -> Batch:
-    """Return the batch that was encoded; raise ReportUnreadable, with the place, if it is damaged."""
+    """Return the batch that `_encode_batch` encoded as `data`; its tensors stay `StoredTensor`.
+
+    Raise ReportUnreadable if an entry is missing, unknown or damaged; `where` is the place that the message names.
+    `header` has the tables of tensors that a leaf may refer to.
+    """
     entries = expect(data, dict, where)
     if unknown := entries.keys() - {"values", "results", "failure"}:
         raise ReportUnreadable(f"{where}: unknown {', '.join(sorted(unknown))}")
@@ -278,7 +296,11 @@ def _encode_leaves(leaves: Leaves) -> dict[str, Any]:
 
 
 def _decode_leaves(data: Any, where: str, header: _Header) -> Leaves:
-    """Return the leaves that were encoded; raise ReportUnreadable if one refers to a tensor that no table has."""
+    """Return the leaves that `_encode_leaves` encoded as `data`, by path; tensors stay `StoredTensor`.
+
+    Raise ReportUnreadable if a leaf is damaged, is of an unknown kind, or refers to a tensor that no table of `header`
+    has. `where` is the place that the message names.
+    """
 
     def fetch(tag: str, content: Any, place: str) -> Any:
         """Return the leaf that is a record."""

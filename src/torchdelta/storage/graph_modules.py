@@ -48,7 +48,11 @@ class ModuleWriter:
         """The attributes that nodes read, as (id of the module, name)."""
 
     def add(self, module: torch.nn.Module, path: str = "") -> int:
-        """Return the number of a module's row; raise UsageError if something in it cannot be written."""
+        """Return the number of a module's row; a new module gets one, after the rows of the modules inside of it.
+
+        `path` is the module's place in the outermost graph, for messages. Raise UsageError if something in it cannot be
+        written.
+        """
         if id(module) not in self._rows:
             record = self._describe(module, path)
             self._rows[id(module)] = len(self.records)
@@ -56,7 +60,12 @@ class ModuleWriter:
         return self._rows[id(module)]
 
     def _describe(self, module: torch.nn.Module, path: str) -> dict[str, Any]:
-        """Return the row of a module; raise UsageError if it has hooks, or attributes that are not data."""
+        """Return the row of a module; first add the modules inside of it to the table, and its tensors to the file.
+
+        The row refers to both by number. Of a graph, the attributes that its nodes read are remembered before, and the
+        guards that export adds are left out. Raise UsageError if the module has hooks, attributes that are not data, or
+        nodes that cannot be written; `path` is its place, for the message.
+        """
         where = path or "the graph"
         _refuse_hooks(module, where)
         state = vars(module)
@@ -88,7 +97,11 @@ class ModuleWriter:
             ) from error
 
     def _describe_graph(self, module: GraphModule, path: str) -> dict[str, Any]:
-        """Return the entries that only the row of a graph has; raise Unwritable if its code cannot be described."""
+        """Return the entries that only the row of a graph has: its encoded nodes, calling convention and plain `meta`.
+
+        Nodes that call export's guards, and `meta` that is not plain data, are left out. Raise Unwritable if the
+        calling convention cannot be described, and UsageError if a node cannot be written; `path` is the graph's place.
+        """
         try:
             convention = descriptions.describe_convention(
                 module.graph, lambda context: encode_value(context, refer_to_callable)
@@ -102,7 +115,11 @@ class ModuleWriter:
         }
 
     def _describe_attributes(self, module: torch.nn.Module) -> dict[str, Any]:
-        """Return the encoded attributes of a module; raise Unwritable if one is not data."""
+        """Return the encoded attributes of a module by name, without those that torch keeps in every module.
+
+        Of a graph, only those are returned that a node of a graph reads. Tensors among them are added to the file.
+        Raise Unwritable if an attribute is not data.
+        """
         own = {name: value for name, value in vars(module).items() if name not in _MACHINERY}
         if isinstance(module, GraphModule):
             # the other attributes of a graph belong to its tracer
@@ -113,7 +130,11 @@ class ModuleWriter:
         return None if value is None else self._tensors.add(value)
 
     def _refer(self, value: Any) -> dict[str, Any] | None:
-        """Return the reference to a tensor or a callable; None if the value is neither."""
+        """Return the reference to a tensor, a weak reference to one, or a callable; None if the value is none of these.
+
+        A tensor is added to the file. Raise Unwritable if it cannot be written, or if another process could not find
+        the callable.
+        """
         if isinstance(value, torch.Tensor):
             return {"tensor": self._tensors.add(value)}
         if isinstance(value, weakref.ref) and isinstance(value(), torch.Tensor):
@@ -123,7 +144,11 @@ class ModuleWriter:
 
 
 def read_modules(records: Any, tensors: Sequence[torch.Tensor], find: Find) -> GraphModule:
-    """Return the outermost graph of a table; raise ReportUnreadable if a row is not a module."""
+    """Return the outermost graph of a table of modules, which is its last row; all rows before it are read as well.
+
+    `tensors` are those of the file, by row, and `find` returns a callable by its name. Raise ReportUnreadable if a row
+    is damaged, or if the last one is not a graph.
+    """
     modules: list[torch.nn.Module] = []
     expect(records, list, "modules")
     builder = descriptions.ValueBuilder()
@@ -142,7 +167,12 @@ def _read_module(
     find: Find,
     builder: descriptions.ValueBuilder,
 ) -> torch.nn.Module:
-    """Return the module of a row, given the modules of the rows before it."""
+    """Return the module of a row, with its children, tensors and attributes, and the nodes if it is a graph.
+
+    `modules` are those of the rows before it and `tensors` those of the file: the row refers to both by number. Raise
+    ReportUnreadable if the row is damaged, or has an attribute of torch's own; `where` is the place that the message
+    names.
+    """
     if not isinstance(record, dict):
         raise ReportUnreadable(f"{where}: {reprlib.repr(record)} is not a module")
 
@@ -175,7 +205,11 @@ def _read_module(
 
 
 def _create_empty(record: Mapping[str, Any], where: str, find: Find) -> torch.nn.Module:
-    """Return an instance of a row's class without attributes; raise ReportUnreadable if it is not a module's class."""
+    """Return an instance of a row's class with only what torch keeps in every module; no constructor of the class runs.
+
+    A row with nodes becomes an empty `GraphModule` of the row's name. Raise ReportUnreadable if that is not a name, or
+    if the class of another row is not one of modules.
+    """
     if "nodes" in record:
         name = record.get("name")
         if not isinstance(name, str) or not name.isprintable():
@@ -192,7 +226,11 @@ def _create_empty(record: Mapping[str, Any], where: str, find: Find) -> torch.nn
 def _read_graph(
     module: GraphModule, record: Mapping[str, Any], where: str, find: Find, builder: descriptions.ValueBuilder
 ) -> None:
-    """Give a graph module its nodes and meta; raise ReportUnreadable if torch cannot generate code for them."""
+    """Give a graph module the nodes, calling convention and `meta` of its row, and let torch generate its code.
+
+    Raise ReportUnreadable if one of them is damaged, if a node reads or calls an attribute that no module has, or if
+    torch cannot generate code for the nodes.
+    """
     graph = read_nodes(record["nodes"], f"{where}.nodes", find, builder)
     place = f"{where}.convention"
 
@@ -215,7 +253,11 @@ def _read_graph(
 
 
 def _find_attributes(module: GraphModule, graph: Graph | None = None) -> Iterator[tuple[Any, str]]:
-    """Yield each attribute that a graph's nodes read or call, as (the module that it belongs to, name)."""
+    """Yield each attribute that a graph's nodes read or call, as (the module that it belongs to, name).
+
+    The nodes are those of `graph`, or the module's own if it is None. The first value is None if no module is at the
+    path.
+    """
     for node in (graph or module.graph).nodes:
         if node.op in ("get_attr", "call_module"):
             *path, name = str(node.target).split(".")
@@ -226,7 +268,10 @@ def _find_attributes(module: GraphModule, graph: Graph | None = None) -> Iterato
 
 
 def _has(owner: Any, name: str) -> bool:
-    """Tell whether a module has an attribute, a parameter, a buffer, a module or a method of that name."""
+    """Tell whether a module has an attribute, a parameter, a buffer, a module or a method of that name.
+
+    It is False if `owner` is not a module.
+    """
     if not isinstance(owner, torch.nn.Module):
         return False
     state = vars(owner)
@@ -242,7 +287,7 @@ def _pick(table: Sequence[Any], index: Any, where: str) -> Any:
 
 
 def _refuse_hooks(module: torch.nn.Module, where: str) -> None:
-    """Raise UsageError if a module has hooks, other than those that export adds."""
+    """Raise UsageError if a module has hooks; those that export adds to a graph module are accepted."""
     for name in _HOOKS:
         hooks = (vars(module)[name] or {}).values()
         foreign = [hook for hook in hooks if not (isinstance(module, GraphModule) and _is_of_export(hook))]
@@ -258,7 +303,7 @@ def _is_of_export(value: Any) -> bool:
 
 
 def _is_guard(node: Node) -> bool:
-    """Tell whether a node calls the checks that export adds."""
+    """Tell whether a node calls the input checks that export adds, and nothing reads its result."""
     owner = node.graph.owning_module
     return (
         node.op == "call_module"

@@ -36,9 +36,10 @@ Find = Callable[[str, str], Any]
 
 
 def write_nodes(graph: Graph, where: str, is_left_out: Callable[[Node], bool]) -> list[dict[str, Any]]:
-    """Return the nodes of a graph in their order, without those left out; raise UsageError if one cannot be written.
+    """Return a record of each node of a graph, in order, except those for which `is_left_out` is true.
 
-    `where` is put in front of a node's name in the message.
+    `where` is put in front of a node's name in messages. Raise UsageError if a node cannot be written, or reads one
+    that was left out or comes later.
     """
     written: set[Node] = set()
     records = []
@@ -50,7 +51,11 @@ def write_nodes(graph: Graph, where: str, is_left_out: Callable[[Node], bool]) -
 
 
 def read_nodes(records: Any, where: str, find: Find, builder: descriptions.ValueBuilder) -> Graph:
-    """Return a graph of the nodes that were written; raise ReportUnreadable if a record is not a node."""
+    """Return a new graph of the nodes that `write_nodes` wrote; raise ReportUnreadable if a record is not a node.
+
+    `find` returns a callable by its name, `builder` makes the fake values in `meta`, and `where` is the place for
+    messages.
+    """
     graph = Graph()
     nodes: dict[str, Node] = {}
     for index, record in enumerate(expect(records, list, where)):
@@ -62,9 +67,10 @@ def read_nodes(records: Any, where: str, find: Find, builder: descriptions.Value
 
 
 def refer_to_callable(value: Any) -> dict[str, Any] | None:
-    """Return the reference to a callable, a member of an enumeration or a pytree's structure; None of other values.
+    """Return the reference to a callable, a member of an enumeration or a pytree's structure; None for other values.
 
-    Raise Unwritable if another process could not find the callable.
+    The reference is a dict of one entry, `target`, `enum` or `tree`. Devices, modules and tensors count as other
+    values. Raise Unwritable if another process could not find the callable or class.
     """
     if descriptions.is_tree_spec(value):
         return {"tree": descriptions.describe_tree(value, lambda context: encode_value(context, refer_to_callable))}
@@ -77,7 +83,11 @@ def refer_to_callable(value: Any) -> dict[str, Any] | None:
 
 
 def make_fetch(find: Find) -> Fetch:
-    """Return the function that reads the references of `refer_to_callable`."""
+    """Return a function that reads a reference of `refer_to_callable` and returns the value it stands for.
+
+    It takes the reference's tag, its content and its place for messages. It raises ReportUnreadable if the tag is
+    another one or the content is damaged. `find` returns a callable by its name.
+    """
 
     def fetch(tag: str, data: Any, where: str) -> Any:
         """Return the callable, the member or the structure that a reference stands for."""
@@ -98,7 +108,11 @@ def make_fetch(find: Find) -> Fetch:
 
 
 def _read_member(data: Any, where: str, find: Find) -> Any:
-    """Return the member of an enumeration that [class, name] refers to; raise ReportUnreadable if there is none."""
+    """Return the member of an enumeration that `data`, [name of the class, name of the member], refers to.
+
+    Raise ReportUnreadable if there is none, or if the class is not an enumeration; `where` is the place for the
+    message.
+    """
     if not isinstance(data, list) or len(data) != 2 or not all(isinstance(part, str) for part in data):
         raise ReportUnreadable(f"{where}: {reprlib.repr(data)} is not a member of an enumeration")
     kind = find(data[0], where)
@@ -108,7 +122,11 @@ def _read_member(data: Any, where: str, find: Find) -> Any:
 
 
 def _write_node(node: Node, where: str, written: Set[Node]) -> dict[str, Any]:
-    """Return the record of a node, given those before it; raise UsageError if it cannot be written."""
+    """Return the record of a node: op, name, target, arguments, and type and `meta` if they have something to write.
+
+    Raise UsageError if it reads a node that is not in `written`, the nodes before it, if it calls a function that
+    another process would not find, or if an argument cannot be written. `where` is the node's name in the message.
+    """
     for source in node.all_input_nodes:
         if source not in written:
             raise UsageError(
@@ -152,7 +170,11 @@ def _name(value: Any) -> str:
 
 
 def _read_node(graph: Graph, record: dict[str, Any], where: str, nodes: Mapping[str, Node], find: Find) -> Node:
-    """Add the node of a record to a graph and return it; raise ReportUnreadable if the record is not a node."""
+    """Add the node of a record, without its `meta`, to the end of a graph and return it.
+
+    `nodes` are those before it, by name, which its arguments may refer to; `find` returns a callable by its name. Raise
+    ReportUnreadable if the record is damaged, or if a name in it is taken or could be more than a name in code.
+    """
     if unknown := record.keys() - {"op", "name", "target", "args", "kwargs", "type", "meta"}:
         raise ReportUnreadable(f"{where}: unknown {', '.join(sorted(unknown))}")
     op, name, target = (expect(record.get(key), str, f"{where}.{key}") for key in ("op", "name", "target"))
@@ -186,7 +208,11 @@ def _read_node(graph: Graph, record: dict[str, Any], where: str, nodes: Mapping[
 
 
 def _refuse_strange_names(op: str, target: str, kwargs: Mapping[str, Any], where: str) -> None:
-    """Raise ReportUnreadable if a target or keyword could be more than a name in the code that torch generates."""
+    """Raise ReportUnreadable if a target or keyword could be more than a name in the code that torch generates.
+
+    Keywords, methods and placeholders have to be identifiers. The path of an attribute or module may have any printable
+    characters but quotes and backslashes. The target of a function is not looked at, because it is never code.
+    """
     parts = [target.lstrip("*")] if op == "placeholder" else target.split(".")
     if op in ("get_attr", "call_module"):
         is_fine = all(part.isprintable() and not set(part) & {'"', "\\"} and part for part in parts)
@@ -200,7 +226,7 @@ def _refuse_strange_names(op: str, target: str, kwargs: Mapping[str, Any], where
 
 
 def _write_annotation(annotation: Any) -> str | None:
-    """Return the name of an annotation that is a class of torch's or Python's own; None of any other.
+    """Return the name of an annotation that is a class of torch's or Python's own; None for any other.
 
     Others are left out because an annotation computes nothing.
     """
@@ -218,7 +244,11 @@ def _read_annotation(data: Any, where: str, find: Find) -> Any:
 
 
 def _write_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a node's `meta` that have a meaning in another process, encoded."""
+    """Return the encoded entries of a node's `meta` that have a meaning in another process; others are left out.
+
+    Traced values are described without their elements, and classes in module stacks are given by name. Of `custom`,
+    only the entries that are plain data are kept.
+    """
     entries: dict[str, Any] = {}
     for key, value in meta.items():
         try:
@@ -243,9 +273,9 @@ def _name_class(place: Any) -> Any:
 
 
 def _refer_to_member(value: Any) -> dict[str, Any] | None:
-    """Return the reference to a member of an enumeration; None of other values.
+    """Return the reference to a member of an enumeration; None for other values.
 
-    Raise Unwritable if a reader may not look the enumeration up.
+    Raise Unwritable if the enumeration is not one of torch's or Python's own, because a reader may not look it up.
     """
     if not isinstance(value, enum.Enum):
         return None
@@ -257,7 +287,11 @@ def _refer_to_member(value: Any) -> dict[str, Any] | None:
 
 
 def _read_meta(data: Any, where: str, find: Find, builder: descriptions.ValueBuilder) -> dict[str, Any]:
-    """Return the `meta` of a node; raise ReportUnreadable if an entry is damaged."""
+    """Return the `meta` that `_write_meta` wrote as `data`; raise ReportUnreadable if an entry is damaged.
+
+    A described value becomes a fake value of `builder`; a class in a module stack stays a name. `find` returns a class
+    by its name, and `where` is the place for messages.
+    """
 
     def fetch(tag: str, content: Any, place: str) -> Any:
         """Return the member of an enumeration, or the fake value of a description."""

@@ -50,7 +50,8 @@ _FORMAT = FileFormat(kind="graph", version=1, remedy="write the graph again")
 def write_graph(graph_module: GraphModule, path: str | os.PathLike[str]) -> None:
     """Write a graph with its tensors and handles: JSON to the path, tensors to `<path>.safetensors`.
 
-    Raise UsageError if something in the graph cannot be written; then no file is touched.
+    Raise UsageError if it is not a graph or something in it cannot be written; then no file is touched. Raise it too if
+    a file cannot be written.
     """
     if not isinstance(graph_module, GraphModule):
         raise UsageError(f"{type(graph_module).__name__} is not a graph: trace it, or take the `module()` of an export")
@@ -66,7 +67,8 @@ def write_graph(graph_module: GraphModule, path: str | os.PathLike[str]) -> None
 def read_graph(path: str | os.PathLike[str], *, allow: Iterable[str] = ()) -> GraphModule:
     """Return the graph in a file; `allow` names the packages beyond torch whose functions and classes it may use.
 
-    Raise ReportUnreadable if the file is damaged, or if the graph uses a function that is not allowed.
+    Raise ReportUnreadable if a file is missing or damaged, or if the graph uses a function that is not allowed. Raise
+    EnvironmentUnfit if a tensor was on a device that this machine lacks, and UsageError if `allow` is a single text.
     """
     if isinstance(allow, str):
         raise UsageError(f"allow is a sequence of packages: pass ({allow!r},)")
@@ -86,7 +88,10 @@ def read_graph(path: str | os.PathLike[str], *, allow: Iterable[str] = ()) -> Gr
 
 
 def modules_named(graph_module: GraphModule) -> list[str]:
-    """Return the modules of the functions and classes that a graph uses: a reader elsewhere has to allow them."""
+    """Return the sorted names of the Python modules that a graph's functions and module classes are in.
+
+    Nested graphs count too; operators are in no module. A reader elsewhere has to allow those that are not torch's own.
+    """
     inner = list(graph_module.modules())
     nodes = (node for module in inner if isinstance(module, GraphModule) for node in module.graph.nodes)
     functions = (node.target for node in nodes if node.op == "call_function")
@@ -95,7 +100,7 @@ def modules_named(graph_module: GraphModule) -> list[str]:
 
 
 def _find_module(target: Any) -> str | None:
-    """Return the module that a function is named to be in; None if it is an operator or has no name."""
+    """Return the module that a function or class is named to be in; None if it is an operator or has no name."""
     try:
         kind, _, rest = targets.name_target(target).partition(" ")
     except ValueError:  # a callable without a name cannot be written either, and `write_graph` says so
@@ -109,7 +114,11 @@ def tensors_path(path: str | os.PathLike[str]) -> Path:
 
 
 def _make_finder(allow: tuple[str, ...]) -> Callable[[str, str], Any]:
-    """Return a function that finds a callable by its name, and looks each name up once."""
+    """Return a function that finds a callable by its name, and remembers it; `allow` names packages beyond torch.
+
+    It takes the name and its place in the file. It raises ReportUnreadable if there is no such callable or it is not
+    allowed.
+    """
     callables: dict[str, Any] = {}
 
     def find(name: str, where: str) -> Any:
@@ -135,7 +144,7 @@ def read_values(path: str | os.PathLike[str], *, allow: Iterable[str] = ()) -> A
 
 
 def require_writable(value: Any) -> None:
-    """Raise Unwritable if `write_values` could not write a value."""
+    """Raise Unwritable if `write_values` could not write a value; write nothing."""
 
     def refer(inner: Any) -> dict[str, Any] | None:
         if not isinstance(inner, torch.Tensor):
@@ -147,7 +156,10 @@ def require_writable(value: Any) -> None:
 
 
 def _graph_returning(values: Any) -> GraphModule:
-    """Return a graph without inputs that returns the values, with their tensors as its attributes."""
+    """Return a graph without inputs that returns the values, with their tensors themselves as its attributes.
+
+    Tensors in tuples, lists and dicts are found; any other value, such as a named tuple, stays as it is.
+    """
     graph, root = Graph(), torch.nn.Module()
     numbers = itertools.count()
 

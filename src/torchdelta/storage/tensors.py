@@ -74,7 +74,10 @@ class TensorWriter:
         self._rows: dict[int, int] = {}
 
     def add(self, tensor: torch.Tensor) -> int:
-        """Return the number of the row that a tensor will have; raise Unwritable if no file can hold it."""
+        """Return the number of the row that a tensor will have; the same tensor always has the same row.
+
+        Raise Unwritable if no file can hold it. The tensor is not copied, and its bytes are read by `write`.
+        """
         if id(tensor) not in self._rows:
             refuse_special(tensor)
             self._rows[id(tensor)] = len(self._tensors)
@@ -82,7 +85,10 @@ class TensorWriter:
         return self._rows[id(tensor)]
 
     def write(self, path: Path) -> TensorTable:
-        """Write the bytes of every tensor to a file, and return the table; raise UsageError if that is impossible."""
+        """Write the bytes of every tensor to a file, in one step, and return the table that describes the tensors.
+
+        Raise UsageError if the file cannot be written.
+        """
         table, contents = self._describe()
         try:
             replace_file(path, lambda file: save_file(contents, file))
@@ -91,7 +97,10 @@ class TensorWriter:
         return table
 
     def _describe(self) -> tuple[TensorTable, dict[str, torch.Tensor]]:
-        """Return the table, and the bytes of each storage by the name that it has in the file: its row's number."""
+        """Return the table, and the bytes of each storage by its name in the file, which is the number of its row.
+
+        A storage has only the bytes that its tensors can reach. One on the meta device has a row and no bytes.
+        """
         members_by_storage: dict[Any, list[int]] = {}
         for index, tensor in enumerate(self._tensors):
             members_by_storage.setdefault(tensors.storage_reference(tensor), []).append(index)
@@ -118,9 +127,10 @@ class TensorWriter:
 
 
 def read_tensors(path: Path, table: TensorTable, rows: Iterable[int] | None = None) -> list[torch.Tensor]:
-    """Return the tensors of a file, all of them or those of some rows; only the storages that they need are read.
+    """Return the tensors of a file: all, or those of `rows` in that order; only the storages that they need are read.
 
-    Raise ReportUnreadable if the file does not hold them, EnvironmentUnfit if this machine lacks a device.
+    Tensors of one storage share it. Raise ReportUnreadable if the file does not hold them or their bytes were changed,
+    and EnvironmentUnfit if this machine lacks a device.
     """
     indices = range(len(table.tensors)) if rows is None else list(rows)
     needed = {table.tensors[index].storage for index in indices}
@@ -138,7 +148,11 @@ def read_tensors(path: Path, table: TensorTable, rows: Iterable[int] | None = No
 
 
 def refuse_special(tensor: torch.Tensor) -> None:
-    """Raise Unwritable if a tensor is more than a view of a storage."""
+    """Raise Unwritable if a tensor is more than a view of a storage.
+
+    That is so if it is of a subclass other than a parameter, sparse or nested, quantized, computed under autograd, or a
+    view that is negated lazily. A lazy conjugate is accepted.
+    """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise Unwritable(f"a tensor is of class {type(tensor).__qualname__}, and only plain tensors can be kept")
     description = tensors.describe(tensor)
@@ -173,7 +187,10 @@ def _read_bytes(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 
 def _describe_tensor(tensor: torch.Tensor, storage: int, start: int) -> TensorRow:
-    """Return the row of a tensor in a storage that is kept from byte `start` on."""
+    """Return the row of a tensor in the storage of number `storage`, of which the bytes from `start` on are kept.
+
+    The offset counts elements from `start`; that of an empty tensor is 0.
+    """
     # an empty view may lie anywhere, also outside of the bytes that are kept
     offset = int(tensor.storage_offset()) - start // tensor.itemsize if tensor.numel() else 0
     return TensorRow(
@@ -189,7 +206,11 @@ def _describe_tensor(tensor: torch.Tensor, storage: int, start: int) -> TensorRo
 
 
 def _load_storage(index: int, row: StorageRow, content: torch.Tensor | None) -> torch.UntypedStorage:
-    """Return a storage on its device, filled with the content that the file has for it (None: it has none)."""
+    """Return a new storage on the row's device, filled with the content that the file has for it (None: it has none).
+
+    A storage on the meta device needs no content. Raise ReportUnreadable if content is missing, has another size or
+    does not match the checksum, and EnvironmentUnfit if this machine lacks the device. `index` is the row's number.
+    """
     where = f"storages[{index}]"
     try:
         device = torch.device(row.device)
@@ -209,7 +230,11 @@ def _load_storage(index: int, row: StorageRow, content: torch.Tensor | None) -> 
 
 
 def _build_tensor(where: str, row: TensorRow, memory: dict[int, torch.UntypedStorage]) -> torch.Tensor:
-    """Return the tensor of a row; raise ReportUnreadable if its storage cannot hold it."""
+    """Return the tensor of a row, a leaf that views its storage in `memory` (storages by number) without a copy.
+
+    It is a parameter or a lazy conjugate if the row says so. Raise ReportUnreadable, with the place `where`, if there
+    is no such storage or dtype, or if the tensor does not fit into the storage.
+    """
     try:
         if row.offset < 0 or min((*row.shape, *row.stride), default=0) < 0:
             raise ValueError("a negative number")

@@ -56,7 +56,11 @@ def fetch_nothing(tag: str, _: Any, where: str) -> NoReturn:
 
 
 def encode_value(value: Any, refer: Refer = refer_to_nothing) -> Any:
-    """Return a value as JSON's own types; raise Unwritable if it, or a value inside it, has no encoding."""
+    """Return a value as JSON's own types; raise Unwritable if it, or a value inside it, has no encoding.
+
+    `refer` is asked about every value but None and plain booleans, integers, floats and texts; a reference that it
+    returns stands for the value. A named tuple has no encoding; a subclass of list or dict is encoded as a plain one.
+    """
     if value is None or type(value) in (bool, int):
         return value
     if type(value) is str:
@@ -80,7 +84,7 @@ def encode_value(value: Any, refer: Refer = refer_to_nothing) -> Any:
 
 
 def decode_value(data: Any, where: str, fetch: Fetch = fetch_nothing) -> Any:
-    """Return the value that `encode_value` was given.
+    """Return the value that `encode_value` was given; `fetch` returns the value of a reference.
 
     Raise ReportUnreadable if `data` encodes no value; `where` is the place that the message names.
     """
@@ -112,7 +116,7 @@ def decode_value(data: Any, where: str, fetch: Fetch = fetch_nothing) -> Any:
 
 
 def is_plain(value: Any) -> bool:
-    """Tell whether a value is plain data: `encode_value` takes it without references."""
+    """Tell whether a value is plain data: `encode_value` takes it, and every value inside it, without references."""
     try:
         encode_value(value)
     except Unwritable:
@@ -128,7 +132,10 @@ def expect(data: Any, kind: type, where: str) -> Any:
 
 
 def _encode_atom(value: Any) -> dict[str, Any]:
-    """Return a value that contains no others as a tagged object; raise Unwritable if there is no tag for its type."""
+    """Return an ellipsis, complex number, device, dtype, layout, memory format or qscheme as a tagged object.
+
+    Raise Unwritable for a value of any other type.
+    """
     if value is Ellipsis:
         return {"ellipsis": None}
     if type(value) is complex:
@@ -158,7 +165,7 @@ def _decode_complex(parts: Sequence[Any]) -> complex:
 
 
 def _decode_device(content: Any, where: str) -> torch.device:
-    """Return the device of that name; raise ReportUnreadable if this torch has none."""
+    """Return the device of that name; raise ReportUnreadable if it is not a text or this torch has no such device."""
     try:
         if isinstance(content, str):
             return torch.device(content)

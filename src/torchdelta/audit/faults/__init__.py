@@ -55,7 +55,8 @@ def plant(
 
     The seed chooses the node among the eligible ones, without those named in `excluding`. After the transform was
     applied, its `place` is the chosen node. `then` is the transform under test, which gets the faulty program. If many
-    faults in one program share `exports`, the program is traced only once.
+    faults in one program share `exports`, the program is traced only once. Raise UsageError if the kind is unknown, or
+    if `then` does not start from the program.
     """
     following = None if then is None else transforms.build(then, {})
     return Planted(FAULTS.get(kind), seed=seed, then=following, excluding=excluding, exports=exports)

@@ -61,7 +61,10 @@ def _drop_bias(node: Node) -> None:
 
 
 def _is_swappable(node: Node) -> bool:
-    """Tell whether the node multiplies by a square weight, or multiplies two square matrices of one shape."""
+    """Tell whether the node is a linear or addmm with a square weight, or a product of square matrices of one shape.
+
+    The product is a matmul or bmm. It is False if a shape is not known.
+    """
     if is_call(node, *_WEIGHT):
         weight = tensor_of(node.args[_WEIGHT[node.target]])
         return weight is not None and weight.shape[0] == weight.shape[1]
@@ -74,7 +77,7 @@ def _is_swappable(node: Node) -> bool:
 
 
 def _swap_operands(node: Node) -> None:
-    """Transpose the weight, or swap the two operands of a matmul."""
+    """Transpose the weight of a linear or addmm, or swap the two operands of a matmul or bmm, in the graph itself."""
     if is_call(node, *_WEIGHT):
         add_before(node, _WEIGHT[node.target], aten.t.default)
     else:

@@ -25,14 +25,20 @@ def attention_one_ahead(
     is_causal: bool = True,  # noqa: ARG001 — that is the fault
     **options: Any,
 ) -> torch.Tensor:
-    """Return causal attention in which every query sees one key too many."""
+    """Return causal attention in which every query sees one key too many: the next one.
+
+    `attn_mask` and `is_causal` are ignored. `options` are the other keyword arguments of the operator, such as `scale`.
+    """
     size = query.shape[-2], key.shape[-2]
     mask = torch.ones(size, dtype=torch.bool, device=query.device).tril(1)
     return functional.scaled_dot_product_attention(query, key, value, mask, dropout_p, **options)
 
 
 def _is_scaled(node: Node) -> bool:
-    """Tell whether the node is an attention, or scales the product of a matmul by a constant."""
+    """Tell whether the node is a scaled dot product attention, or scales a product of matrices by a constant.
+
+    The product comes from a matmul or bmm, and is multiplied or divided by a float other than 1.
+    """
     if is_call(node, _SDPA):
         return True
     if not is_call(node, *_SCALINGS):
@@ -49,7 +55,10 @@ def _drop_scale(node: Node) -> None:
 
 
 def _is_causal(node: Node) -> bool:
-    """Tell whether the node is a causal attention, or computes a causal mask."""
+    """Tell whether the node is an attention with `is_causal`, or may compute a causal mask.
+
+    Taken for a mask is the result of tril, triu or `<=` that has two dimensions or more; `<=` must not compare floats.
+    """
     if is_call(node, _SDPA):
         return bool(arguments(node)["is_causal"])
     mask = tensor_of(node)
@@ -60,7 +69,11 @@ def _is_causal(node: Node) -> bool:
 
 
 def _look_ahead(node: Node) -> None:
-    """Shift the causal mask by one, so that every query sees the next key."""
+    """Change a causal attention or mask in the graph, so that every query sees the next key too.
+
+    An attention calls `attention_one_ahead`, the diagonal of a tril or triu is increased by 1, and 1 is added to the
+    second operand of `<=`.
+    """
     if is_call(node, _SDPA):
         node.target = attention_one_ahead
     elif is_call(node, *_TRIANGLES):

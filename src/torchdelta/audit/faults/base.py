@@ -70,7 +70,7 @@ def eligible_nodes(fault: Fault, graph: Graph) -> list[Node]:
 
 
 def _live_nodes(graph: Graph) -> set[Node]:
-    """Return the nodes that an output or a change of state depends on."""
+    """Return the nodes that an output or a change of state depends on, the output node and those changes included."""
     waiting = [node for node in graph.nodes if node.op != "placeholder" and node.is_impure(impure_random=False)]
     live: set[Node] = set()
     while waiting:
@@ -82,9 +82,10 @@ def _live_nodes(graph: Graph) -> set[Node]:
 
 
 def place_of(fault: Fault, node: Node, names: Mapping[str, str] | None = None) -> Place:
-    """Return the place of a node: its operation, module and source line.
+    """Return the place of a node as a record: kind of fault, node, operation, module and source line.
 
-    `names` maps names of state in the graph module to those in the program, so that the module's path is the program's.
+    `names` maps names of state in the graph module to those in the program, so that the module's path is the program's;
+    without it, the path is the graph's.
     """
     return Place(
         kind=fault.name,
@@ -96,7 +97,12 @@ def place_of(fault: Fault, node: Node, names: Mapping[str, str] | None = None) -
 
 
 def _path_in_program(path: str, names: Mapping[str, str]) -> str:
-    """Return the path of a module in the program; export may have wrapped the program, which adds a first name."""
+    """Return the path of a module in the program, given its path in the exported graph.
+
+    Export may have wrapped the program, which adds a first name to the path; it is replaced by the program's own name
+    for that module. `names` maps names of state in the graph to those in the program. A path is returned unchanged if
+    no state there begins with its first name.
+    """
     head, _, rest = path.partition(".")
     for own, original in names.items():
         if head and own.startswith(f"{head}."):
@@ -114,7 +120,10 @@ def is_call(value: object, *operators: Any) -> TypeGuard[Node]:
 
 
 def tensor_of(value: object) -> torch.Tensor | None:
-    """Return the tensor of a node, real or fake; None if it is not a node or has no tensor."""
+    """Return the tensor of a node, real or fake, from its metadata or the attribute that it reads.
+
+    Return None if the value is not a node, or if the node has no tensor there.
+    """
     if not isinstance(value, Node):
         return None
     known = value.meta.get("val")
@@ -143,7 +152,11 @@ def is_arithmetic(node: Node) -> bool:
 
 
 def is_sum_of_two(node: Node) -> bool:
-    """Tell whether the node adds two floating-point tensors of one shape, as a residual connection does."""
+    """Tell whether the node adds two different floating-point tensors, as a residual connection does.
+
+    They have the same shape, of two dimensions or more, and the same dtype. A sum with keyword arguments (alpha) does
+    not count.
+    """
     if not is_call(node, aten.add.Tensor, aten.add_.Tensor) or node.kwargs:
         return False
     first, second = map(tensor_of, node.args[:2])
@@ -161,7 +174,10 @@ def is_sum_of_two(node: Node) -> bool:
 
 
 def replace_call(functions: Mapping[Any, Callable[..., Any]]) -> Callable[[Node], None]:
-    """Return a `Fault.plant` that lets a node call another function; `functions` maps operators to replacements."""
+    """Return a `Fault.plant` that lets a node call another function with the same arguments.
+
+    `functions` maps operators to replacements; the node's operator has to be among them.
+    """
 
     def plant(node: Node) -> None:
         node.target = functions[node.target]
@@ -170,9 +186,10 @@ def replace_call(functions: Mapping[Any, Callable[..., Any]]) -> Callable[[Node]
 
 
 def add_after(node: Node, *calls: tuple[Any, ...]) -> None:
-    """Add calls after a node, so that its readers read the last of them.
+    """Add calls after a node, one after the other, so that its readers read the last of them.
 
-    Each call is an operator and its arguments; the first argument is left out, because it is the call before.
+    Each call is an operator and its arguments; the first argument is left out, because it is the call before, or the
+    node for the first call.
     """
     readers = list(node.users)
     last = node
@@ -201,7 +218,10 @@ def _new_call(origin: Node, operator: Any, *arguments: Any) -> Node:
 
 
 def result_fault(name: str, summary: str, *calls: tuple[Any, ...], without: torch.dtype | None = None) -> Fault:
-    """Return a fault that adds calls after any floating-point operation, except if its result has dtype `without`."""
+    """Return a fault that adds calls after any operation with a floating-point result of two elements or more.
+
+    The calls are those of `add_after`. Results of dtype `without` are not eligible.
+    """
     return Fault(
         name=name,
         summary=summary,
@@ -218,7 +238,10 @@ def needs_result(without: torch.dtype | None = None) -> str:
 
 
 def has_result(without: torch.dtype | None = None) -> Callable[[Node], bool]:
-    """Return the `Fault.is_eligible` of a fault in any floating-point result, except of the dtype `without`."""
+    """Return a `Fault.is_eligible`: the node computes a floating-point tensor of two elements or more.
+
+    A result of dtype `without` does not count, and neither do operators that only pass values on or make constants.
+    """
 
     def is_eligible(node: Node) -> bool:
         tensor = tensor_of(node)
@@ -228,7 +251,7 @@ def has_result(without: torch.dtype | None = None) -> Callable[[Node], bool]:
 
 
 def call_fault(name: str, summary: str, needs: str, functions: Mapping[Any, Callable[..., Any]]) -> Fault:
-    """Return a fault that replaces any call of an operator in `functions` by its replacement."""
+    """Return a fault that replaces the operator of a call; `functions` maps eligible operators to replacements."""
     return Fault(
         name=name,
         summary=summary,

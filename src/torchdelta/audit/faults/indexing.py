@@ -44,7 +44,10 @@ def with_stale_tail(x: torch.Tensor) -> torch.Tensor:
 
 
 def _is_part_of_tensor(node: Node) -> bool:
-    """Tell whether the node takes a proper part of a floating-point tensor by a slice or an index."""
+    """Tell whether the node takes a proper part of a floating-point tensor, by a slice or one index of a dimension.
+
+    A slice has to leave elements out, and the dimension of an index to have more than one element.
+    """
     if not (is_call(node, aten.slice.Tensor, aten.select.int) and is_floating(node)):
         return False
     whole, part, dim = tensor_of(node.args[0]), tensor_of(node), int(arguments(node)["dim"])
@@ -54,7 +57,10 @@ def _is_part_of_tensor(node: Node) -> bool:
 
 
 def _shift_part(node: Node) -> None:
-    """Shift a slice by one element, or replace an index by its neighbour."""
+    """Change a slice in the graph to begin and end one element earlier, or an index to the next one.
+
+    Before the first element comes the last one. The last index becomes the one before it.
+    """
     if is_call(node, aten.slice.Tensor):
         node.target = slice_one_earlier
         return
@@ -66,7 +72,10 @@ def _shift_part(node: Node) -> None:
 
 
 def _reorders_before_reshape(node: Node) -> bool:
-    """Tell whether the node changes the order of dimensions, and a reader depends on the order of elements."""
+    """Tell whether the node is a transpose, permute or t of floats that changes the shape, and its order is relied on.
+
+    It is relied on if a reader is a reshape, view, flatten, contiguous or clone.
+    """
     if not (is_call(node, *_REORDERS) and is_floating(node)):
         return False
     before, after = tensor_of(node.args[0]), tensor_of(node)
@@ -91,7 +100,7 @@ def _is_integer_count(node: Node) -> bool:
 
 
 def _miscount(node: Node) -> None:
-    """Make a count smaller by one, or let a floor division round too late."""
+    """Subtract 1 from every count, but not below 0, or add 1 to the dividend of a floor division."""
     if is_call(node, aten.floor_divide.default):
         add_before(node, 0, aten.add.Tensor, 1)
     else:

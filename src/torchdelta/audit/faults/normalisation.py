@@ -33,9 +33,10 @@ def layer_norm_variant(
     correction: int = 0,
     adds_to_deviation: bool = False,
 ) -> torch.Tensor:
-    """Return a layer norm whose variance divides by n - `correction`.
+    """Return a layer norm, in the dtype of `x`, whose variance divides by n - `correction`.
 
-    Epsilon is added to the variance, or to the standard deviation if `adds_to_deviation`.
+    Epsilon is added to the variance, or to the standard deviation if `adds_to_deviation`. Half precision is computed in
+    float32, as the operator does.
     """
     # the operator computes half precision in float32: doing less would be another fault
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
@@ -47,7 +48,10 @@ def layer_norm_variant(
 
 
 def _epsilon(node: Node) -> float | None:
-    """Return the epsilon of a norm, or of an addition that looks like a part of one; otherwise None."""
+    """Return the epsilon of a norm, or the constant of an addition that looks like a part of one; otherwise None.
+
+    It has to be a float above 0 and at most `_LARGEST_EPSILON`, and the addition one of floating-point tensors.
+    """
     if is_call(node, *_NORMS):
         epsilon = arguments(node)["eps"]
     elif is_call(node, aten.add.Tensor) and is_floating(node):
@@ -58,7 +62,7 @@ def _epsilon(node: Node) -> float | None:
 
 
 def _change_epsilon(change: Callable[[float], float]) -> Callable[[Node], None]:
-    """Return a `Fault.plant` that applies `change` to the epsilon of a node."""
+    """Return a `Fault.plant` that replaces the epsilon of a node by `change(epsilon)`; the node has to have one."""
 
     def plant(node: Node) -> None:
         epsilon = _epsilon(node)
@@ -69,7 +73,7 @@ def _change_epsilon(change: Callable[[float], float]) -> Callable[[Node], None]:
 
 
 def _layer_norm_fault(name: str, summary: str, **options: Any) -> Fault:
-    """Return a fault that calls `layer_norm_variant` with these options in place of a layer norm."""
+    """Return a fault that calls `layer_norm_variant` in place of a layer norm, with `options` as further arguments."""
 
     def plant(node: Node) -> None:
         node.target = layer_norm_variant
@@ -85,7 +89,7 @@ def _layer_norm_fault(name: str, summary: str, **options: Any) -> Fault:
 
 
 def _epsilon_fault(name: str, summary: str, change: Callable[[float], float]) -> Fault:
-    """Return a fault that changes the epsilon of a norm."""
+    """Return a fault that replaces the epsilon of a norm, or of an addition as in a norm, by `change(epsilon)`."""
     return Fault(
         name=name,
         summary=summary,

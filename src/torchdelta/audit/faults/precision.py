@@ -37,7 +37,11 @@ def linear_in_low_precision(x: torch.Tensor, weight: torch.Tensor, bias: torch.T
 
 
 def matmul_in_low_precision(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the product of operands rounded to bfloat16; in half precision the partial sums are rounded instead."""
+    """Return the product of operands rounded to bfloat16, in their own dtype.
+
+    Operands in bfloat16 or float16 are not rounded. Instead, up to `_BLOCKS` partial sums are computed and added in
+    that dtype.
+    """
     if x.dtype not in _HALF_DTYPES:
         return torch.matmul(x.to(torch.bfloat16).to(x.dtype), y.to(torch.bfloat16).to(y.dtype))
     width = -(-x.shape[-1] // _BLOCKS)
@@ -56,7 +60,10 @@ def addmm_in_low_precision(
 
 
 def rsqrt_by_newton(x: torch.Tensor, steps: int) -> torch.Tensor:
-    """Return the inverse square root by a guess from its bits and Newton steps; the gradient is as inexact."""
+    """Return the inverse square root by a guess from the bits of the number and so many Newton steps.
+
+    At zero and below it is exact: infinity or NaN. The gradient has the same relative error.
+    """
     exact = torch.rsqrt(x)
     wide = x.detach().double()
     guess = (_RSQRT_MAGIC - (wide.view(torch.int64) >> 1)).view(torch.float64)
@@ -68,7 +75,10 @@ def rsqrt_by_newton(x: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def round_toward_zero(x: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with its last bit cleared; float64 is not changed, because the truth is computed in it."""
+    """Return the tensor with the last bit of each finite element cleared; the gradient passes unchanged.
+
+    A tensor that is not float32, float16 or bfloat16 is returned itself, because the truth is computed in float64.
+    """
     if x.dtype not in _INTEGER_DTYPES:
         return x
     cut = (x.detach().contiguous().view(_INTEGER_DTYPES[x.dtype]) & -2).view(x.dtype)
@@ -93,7 +103,10 @@ def _is_product(node: Node) -> bool:
 
 
 def _cast_fault(dtype: torch.dtype) -> Fault:
-    """Return a fault that casts a result to the dtype and back."""
+    """Return a fault that casts a floating-point result to the dtype and back.
+
+    Eligible are results of two elements or more that have another dtype.
+    """
 
     def plant(node: Node) -> None:
         tensor = tensor_of(node)
@@ -111,7 +124,10 @@ def _cast_fault(dtype: torch.dtype) -> Fault:
 
 
 def _newton_fault(name: str, steps: int, error: str) -> Fault:
-    """Return a fault that computes an inverse square root by so many Newton steps; `error` is its relative error."""
+    """Return a fault that calls `rsqrt_by_newton` with so many steps in place of an inverse square root.
+
+    `error` is the relative error of that, as text for the summary.
+    """
 
     def plant(node: Node) -> None:
         node.target = rsqrt_by_newton

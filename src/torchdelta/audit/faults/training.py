@@ -18,7 +18,10 @@ def _is_trained(node: Node) -> bool:
 
 
 def _freeze(node: Node) -> None:
-    """Let the readers of a parameter read a copy of its current value, a buffer without a gradient."""
+    """Let the readers of a parameter read a detached copy of its current value.
+
+    The copy is added to the module as a buffer `stale_NAME`, so it has no gradient and is not trained.
+    """
     module = node.graph.owning_module
     assert module is not None
     name = f"stale_{node.name}"

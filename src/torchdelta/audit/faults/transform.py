@@ -38,7 +38,12 @@ class Planted(Transform):
         excluding: Collection[str] = (),
         exports: Exports | None = None,
     ) -> None:
-        """Prepare to plant the fault where the seed chooses; properties of `then` become those of this transform."""
+        """Keep what the transform needs; nothing is planted before it is applied.
+
+        The seed chooses the node, and those named in `excluding` are left out. `exports` keeps the traced program for
+        other faults. The traits of `then` become those of this transform, except that it has a seam. Raise UsageError
+        if `then` does not start from the program.
+        """
         if isinstance(then, (OtherModule, Replacement)):
             raise UsageError(
                 f"{fault.name} cannot be planted under {type(then).__name__}, which runs something else than the "
@@ -57,7 +62,12 @@ class Planted(Transform):
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[TransformedSide]:
-        """Export the side, plant the fault, and yield the result; if lifted, at the node of the native program."""
+        """Export the side, plant the fault at one node, apply `then` if there is one, and yield the transformed side.
+
+        The node is chosen by the seed and kept in `place`; if `lifted`, it is the node in `place`, if one was chosen. A
+        note names it. Without `then` the graph passes the seam before the fault is planted. Raise NotPlantable if there
+        is no place for the fault, and PlaceLost if the lifted program does not have the node.
+        """
         exports = self.exports or Exports()
         module, faulty = exports.of(side, lifted=lifted)
         drop_metadata_assertions(module)
@@ -89,14 +99,20 @@ class Planted(Transform):
             yield replace(transformed, side=renamed_side, notes=[note, *transformed.notes])
 
     def _with_program_names(self, side: Side, names: Mapping[str, str]) -> Side:
-        """Return the side with the program's names for its state, if the transform keeps names."""
+        """Return the side with the program's names for its state; `names` maps the graph module's names to them.
+
+        State without such a name is left out. The side is returned unchanged if the transform does not keep names.
+        """
         if not self.traits.keeps_names:
             return side
         module_names = side.names if side.names is not None else {name: name for name in names}
         return replace(side, names={own: names[name] for own, name in module_names.items() if name in names})
 
     def _choose_node(self, module: GraphModule) -> Node:
-        """Return the eligible node that the seed chooses; raise NotPlantable if there is none."""
+        """Return the eligible node that the seed chooses, the same in every process.
+
+        Raise NotPlantable if there is none, or if all of them are in `excluding`.
+        """
         eligible = eligible_nodes(self.fault, module.graph)
         if not eligible:
             raise NotPlantable(
@@ -112,7 +128,10 @@ class Planted(Transform):
         return random.Random(f"{self.fault.name} {self.seed}").choice(candidates)
 
     def _find_again(self, module: GraphModule, place: Place) -> Node:
-        """Return the node of a place in the program exported again; raise PlaceLost if it is not there."""
+        """Return the node of a place, with the same name and operation, in the program exported in float64.
+
+        Raise PlaceLost if there is no such node.
+        """
         node: Node
         for node in module.graph.nodes:
             if node.name == place.node and place_of(self.fault, node).op == place.op:

@@ -33,7 +33,12 @@ _USE_STRIDES = "gradients come in any layout: begin the backward with grad = gra
 
 
 def backward(subject: OpSubject) -> Probe:
-    """Ask whether the backward writes to a tensor that it gets, and whether it depends on a gradient's layout."""
+    """Run the backward on gradients in several memory layouts, and judge what it writes to and what it returns.
+
+    DIVERGED if it writes to a tensor that it gets, or if its results for two layouts of the same values differ by more
+    than rounding. CRASHED if it raises for a layout that is not contiguous. INCONCLUSIVE if it raises for a contiguous
+    one or draws random numbers. Otherwise EQUIVALENT.
+    """
     baseline = subject.inputs.own
     for plain_layout, layouts in _LAYOUTS:
         try:
@@ -64,7 +69,10 @@ def backward(subject: OpSubject) -> Probe:
 
 
 def _expand(axes: slice, gradient: torch.Tensor, _: int) -> torch.Tensor:
-    """Return the gradient's first elements expanded along the axes, as the backward of `sum` over them returns it."""
+    """Return a copy of the gradient's first elements along the axes, expanded to the gradient's shape.
+
+    The backward of `sum` over these axes returns such a gradient. Its values are not those of `gradient`.
+    """
     chosen = range(gradient.dim())[axes]
     first = gradient[tuple(slice(0, 1) if axis in chosen else slice(None) for axis in range(gradient.dim()))]
     return first.clone().expand(gradient.shape)
@@ -101,7 +109,11 @@ class _Backward:
 
     @classmethod
     def run(cls, baseline: Baseline, lay_out: Layout) -> _Backward:
-        """Run a copy of the program and its backward, with the cotangents laid out by `lay_out`."""
+        """Run a copy of the program and its backward; return the gradients of its inputs, and the tensors it wrote to.
+
+        The cotangents of all outputs that require grad are random numbers, laid out by `lay_out`. Watched for writes of
+        the backward are the cotangents, the outputs and the inputs. Raise what the program or its backward raises.
+        """
         side = Side.copied_from(baseline.program)
         seed = baseline.plan.seed
         runtime.seed_everything(seed)
@@ -136,7 +148,7 @@ class _Backward:
 
 
 def _report_writes(places: Sequence[str]) -> Probe:
-    """Return the divergence of a backward that writes to these tensors."""
+    """Return a DIVERGED probe for a backward that writes to the tensors at these places."""
     return Probe(
         name="backward",
         verdict=Verdict.DIVERGED,

@@ -52,8 +52,9 @@ NO_SLOPE = "along these it has no derivative that differences tell (a kink, a st
 def derivative(subject: OpSubject) -> Probe:
     """Compare the backward with differences of the function: at the user's inputs, at fresh values, at other sizes.
 
-    A gradient that is wrong at any of these inputs diverges. It is inconclusive only if the function has no derivative
-    at any of them.
+    DIVERGED if a gradient is wrong at any of these. INCONCLUSIVE if the operator does not run in float64 with the
+    user's inputs, or if the derivative along some input is known at none of these. Otherwise EQUIVALENT. Other inputs
+    that the operator does not take are skipped.
     """
     own = subject.inputs.own
     unknown: set[str] | None = None
@@ -86,7 +87,7 @@ def derivative(subject: OpSubject) -> Probe:
 
 
 def _other_inputs(subject: OpSubject) -> list[tuple[str, Baseline]]:
-    """Return other inputs with a description of each; none if the operator takes integers.
+    """Return fresh values and other sizes as (words for a message, baseline); empty if a tensor input is not of floats.
 
     Fresh integers may select an element twice, and the function may then have no derivative.
     """
@@ -124,9 +125,9 @@ class Slope:
 
 
 def slopes(baseline: Baseline) -> list[Slope]:
-    """Return a slope for each input that requires grad, in float64; raise what the operator raises there.
+    """Run the operator and its backward in float64; return the slope of each input tensor that requires grad.
 
-    Return an empty list if no output requires grad in float64.
+    Return an empty list if no output requires grad in float64. Raise what the operator raises there.
     """
     function = _Function(baseline)
     here = function.at({})
@@ -141,6 +142,10 @@ class _Function:
     """The function that is differentiated: the sum of all outputs, each element times a random cotangent's."""
 
     def __init__(self, baseline: Baseline) -> None:
+        """Copy the program in float64, and find the inputs that require grad, each tensor at its first path only.
+
+        `starts` has copies of their values, because a backward may write to them. Their `grad` is cleared.
+        """
         self.seed = baseline.plan.seed
         # casts inside of the function do not round in this scope
         self.scope = baseline.lifted_scope(baseline.drawn_in)
@@ -157,7 +162,12 @@ class _Function:
             earlier.add(id(leaf))
 
     def at(self, moved: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Return the summands of the function, with the inputs of these ids replaced. A call writes only to copies."""
+        """Call the program and return the function's summands: all elements of the outputs, each times its cotangent's.
+
+        They are one flat tensor. `moved` has values to use in place of inputs that require grad, by the id of the
+        input. Only outputs of floats that require grad count; without any, the result is empty. A call writes only to
+        copies of the other inputs.
+        """
 
         def replace_input(tensor: torch.Tensor) -> torch.Tensor:
             return moved.get(id(tensor), tensor) if tensor.requires_grad else tensor.clone()
@@ -174,7 +184,12 @@ class _Function:
         return torch.cat(products) if products else torch.zeros(0, dtype=torch.float64)
 
     def slope(self, path: str, leaf: torch.Tensor, here: torch.Tensor) -> Slope:
-        """Return the gradient of one input and the derivative by differences, along a random direction."""
+        """Return the gradient of one input, and the derivative by differences, both along one random direction.
+
+        `leaf` is the input at `path`. Its gradient has to be in `leaf.grad` already; None counts as zero. `here` has
+        the summands at the start, as `at` returns them. The slope is not known if the differences do not settle on a
+        derivative, or if the function's values are so large that float64 has lost their last digits.
+        """
         start = self.starts[path]
         direction = _draw_direction(start, path)
 
@@ -216,7 +231,7 @@ class _Difference:
 
     @classmethod
     def of(cls, here: torch.Tensor, ahead: torch.Tensor, behind: torch.Tensor, step: float) -> _Difference:
-        """Return the central difference of the function's values here, a step ahead and a step behind."""
+        """Return the central difference of a function, given its summands here, a step ahead and a step behind."""
         slopes = (ahead - behind) / (2.0 * step)
         return cls(
             step=step,
@@ -238,7 +253,12 @@ class _Estimate:
 
 
 def _estimate(differences: Sequence[_Difference]) -> _Estimate:
-    """Return the derivative by the step that agrees best with its neighbours, and whether that determines it."""
+    """Return the derivative by the step that agrees best with its neighbours, its error, and whether it is known.
+
+    `differences` are in the order of `STEPS`, the largest step first. The derivative is not known at a kink, on a
+    staircase, if smaller steps disagree by more than rounding explains, if its error may be too large to decide
+    anything, or if it is not finite.
+    """
     spread, place = min(
         (max(abs(differences[place].slope - differences[place + side].slope) for side in (-1, 1)), place)
         for place in range(1, len(differences) - 1)
@@ -264,7 +284,10 @@ def _estimate(differences: Sequence[_Difference]) -> _Estimate:
 
 
 def _draw_direction(start: torch.Tensor, path: str) -> torch.Tensor:
-    """Return a random direction whose elements are as large as those of the input in the root mean square."""
+    """Return a random direction, the same for the same path and shape, as large as the input in the root mean square.
+
+    If no element of the input is finite, or all are zero, the size is 1.
+    """
     drawn = cotangent_for(start, path, seed=1)
     finite = start[torch.isfinite(start)]
     size = float(finite.abs().square().mean().sqrt()) if finite.numel() else 1.0

@@ -36,7 +36,9 @@ ROUNDINGS = 4
 def schema(subject: OpSubject) -> Probe:
     """Watch what the operator writes to and returns, and compare it with what its schema declares.
 
-    It is called several times: with the user's inputs, with fresh values, with other sizes and in other layouts.
+    DIVERGED if it did anything undeclared, otherwise EQUIVALENT. It is called several times: with the user's inputs,
+    with fresh values, with other sizes and in other layouts. Raise what it raises for the user's inputs; others that it
+    does not take are skipped.
     """
     inputs, own = subject.inputs, subject.inputs.own
     watch = schemas.DeclaredEffects(inputs.op)
@@ -70,7 +72,11 @@ def schema(subject: OpSubject) -> Probe:
 
 
 def repeat(subject: OpSubject) -> Probe:
-    """Call the operator twice with the same inputs and seed, and compare its outputs and its inputs afterwards."""
+    """Call the operator twice with the same inputs and seed; compare outputs, and inputs afterwards, bit by bit.
+
+    EQUIVALENT if nothing differs. If the worst difference is small enough for a sum in another order, INCONCLUSIVE, and
+    otherwise DIVERGED.
+    """
     own = subject.inputs.own
     side = Side.copied_from(own.program)
     first, second = call_on_copies(side, own), call_on_copies(side, own)
@@ -93,14 +99,22 @@ def repeat(subject: OpSubject) -> Probe:
 
 
 def _is_rounding(first: Any, second: Any) -> bool:
-    """Tell whether two results are as near as those of a sum that is not always taken in the same order."""
+    """Tell whether two tensors of floats differ by at most `ROUNDINGS` eps, as a share of the first's largest element.
+
+    That near are the results of a sum that is not always taken in the same order. It is False for any other values.
+    """
     if not (is_tensor(first) and is_tensor(second) and is_inexact(first.dtype)):
         return False
     return distance(first, second) <= ROUNDINGS * torch.finfo(first.dtype).eps
 
 
 def registration(subject: OpSubject) -> Probe:
-    """Ask whether the operator's gradient is registered with the dispatcher, where a compiler sees it."""
+    """Ask whether the operator's gradient is registered with the dispatcher, where a compiler sees it.
+
+    EQUIVALENT if there is an autograd kernel for every device of the inputs. Otherwise the operator is called once:
+    EQUIVALENT if no output is of floats, DIVERGED if gradients are recorded inside of its kernel, INCONCLUSIVE if none
+    are.
+    """
     op, own = subject.inputs.op, subject.inputs.own
     program = own.program
     devices = {leaf.device.type for leaf in tree_leaves((program.args, dict(program.kwargs))) if is_tensor(leaf)}
@@ -130,7 +144,12 @@ def registration(subject: OpSubject) -> Probe:
 
 
 def gradients(subject: OpSubject) -> Probe | str | None:
-    """Report why nothing is known about the gradients; None if they can be compared, which the other probes do."""
+    """Report why nothing is known about the gradients; None if they can be compared, which the other probes do.
+
+    INCONCLUSIVE if no input requires grad, if the backward raises for the user's inputs, or if it raises for other
+    sizes that the forward takes. If no output requires grad: EQUIVALENT, because a trace has to refuse a backward too;
+    with `gradients="auto"` a text that says so.
+    """
     inputs = subject.inputs
     if has_input_with_grad(subject):
         return Probe(

@@ -33,7 +33,12 @@ REMEDY = (
 
 
 def layout(subject: OpSubject) -> Probe | str:
-    """Ask whether the operator returns the same for every memory layout of its inputs; or say why not asked."""
+    """Ask whether the operator returns the same, but for rounding, for every memory layout of its inputs.
+
+    EQUIVALENT or DIVERGED; INCONCLUSIVE if it raises when called once more. The reason also tells of a layout that it
+    rejects. Return a text if there is nothing to ask: no other layout is accepted, or the operator draws random numbers
+    or does not repeat itself.
+    """
     inputs, own = subject.inputs, subject.inputs.own
     if not inputs.laid_out:
         return inputs.why_no_layouts
@@ -59,7 +64,11 @@ def layout(subject: OpSubject) -> Probe | str:
 
 
 def fake_layout(subject: OpSubject) -> Probe | str:
-    """Compare fake and real results for every memory layout of the inputs; return the worst answer, or why none."""
+    """Compare fake and real results for every memory layout of the inputs; return the worst answer.
+
+    If they differ already for the user's own layout, return that answer, because the layout is not the cause. Return a
+    text if no other layout is accepted.
+    """
     inputs = subject.inputs
     if not inputs.laid_out:
         return inputs.why_no_layouts
@@ -77,7 +86,11 @@ def _answer(subject: OpSubject, verdict: Verdict, reason: str, remedy: str = "")
 
 
 def _call_with_moved_bits(own: Baseline, sign: int) -> Leaves:
-    """Return the results for inputs whose last bits are moved; empty if the operator does not take such inputs."""
+    """Call the operator on inputs in which about half of the floats are moved by one unit in the last place.
+
+    Return its results, which show how much rounding is normal; empty if the operator raises. A `sign` of 1 moves the
+    floats away from zero, -1 towards zero.
+    """
     program = own.program
     try:
         args, kwargs = tree_map_only(torch.Tensor, partial(_move, sign), (program.args, dict(program.kwargs)))
