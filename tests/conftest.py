@@ -40,7 +40,7 @@ def same_numbers_whatever_ran_before():
 @pytest.fixture(scope="session")
 def workers():
     """Workers that many tests share, because they take longer to get ready than most queries take."""
-    from torchdelta.minify.workers import pool_for
+    from torchdelta.minify.warm_workers import pool_for
 
     with pool_for("inductor") as pool:
         yield pool

@@ -38,7 +38,7 @@ from torchdelta.minify.minifier import Minifier
 from torchdelta.minify.queries import plain_settings, spec_of
 from torchdelta.minify.result import MinifiedGraph
 from torchdelta.minify.subject import Subject
-from torchdelta.minify.workers import pool_for
+from torchdelta.minify.warm_workers import pool_for
 from torchdelta.records.case import DYNAMO, CheckOptions, SearchLimits
 from torchdelta.records.codec import read_report, write_report
 from torchdelta.records.location import Location

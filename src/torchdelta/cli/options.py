@@ -32,7 +32,7 @@ from torchdelta.errors import EnvironmentUnfit, UsageError
 from torchdelta.isolate.pool import Pool
 from torchdelta.isolate.worker import import_all
 from torchdelta.isolate.zygote_start import is_forkable
-from torchdelta.minify.workers import pool_for
+from torchdelta.minify.warm_workers import pool_for
 from torchdelta.records.case import CheckOptions, SearchLimits
 from torchdelta.records.comparison import Scalar
 from torchdelta.records.verdict import Verdict

@@ -32,7 +32,7 @@ from torchdelta.minify.result import Draft, MinifiedGraph
 from torchdelta.minify.search import Answer, Oracle, Predictor, Search
 from torchdelta.minify.speculation import Speculation
 from torchdelta.minify.subject import Subject
-from torchdelta.minify.workers import pool_for
+from torchdelta.minify.warm_workers import pool_for
 from torchdelta.records.case import DYNAMO, SearchLimits
 from torchdelta.records.failure import Signature
 from torchdelta.records.report import Culprit, Reduction, Report

@@ -24,7 +24,7 @@ from torchdelta.isolate.pool import Pool, Query, wait_for_any
 from torchdelta.isolate.supervisor import Outcome
 from torchdelta.minify.search import Answer, Predictor
 from torchdelta.minify.subject import Subject
-from torchdelta.minify.workers import WORKER
+from torchdelta.minify.warm_workers import WORKER
 from torchdelta.program.programs import load_object
 from torchdelta.records.case import Case, CheckOptions
 from torchdelta.records.codec import encode
