@@ -85,7 +85,10 @@ class Baseline:
         return observe(side, plan or self.plan, self.original, scope, convert, keeps=keeps, before_step=before_step)
 
     def outputs(self, *modes: Mode, lifted: bool = False, noise: Noisy | None = None) -> Leaves:
-        """Call a copy of the program once, as `observe` would, and return the leaves of its outputs, not copied."""
+        """Call a copy of the program once, as `observe` would; return the leaves of its outputs by path, not copied.
+
+        An exception of the program is raised as it is, and not as SideFailed.
+        """
         side, _, scope = self._prepare(modes, lifted=lifted, noise=noise)
         runtime.seed_everything(self.plan.seed)
         with scope():
@@ -128,9 +131,9 @@ class Baseline:
         noise: Noisy | None,
         draws: torch.dtype | None = None,
     ) -> tuple[Side, Convert, Scope]:
-        """Return a fresh copy of the program, the conversion of its dtypes, and the scope to run it in.
+        """Return a fresh copy of the program, the conversion of its dtypes, and a maker of the context to run it in.
 
-        The scope has the case's flags outermost, then float64 if `lifted`, then the noise, then the modes. With
+        The context has the case's flags outermost, then float64 if `lifted`, then the noise, then the modes. With
         `noise`, the parameters and inputs of the copy are moved already. `draws` is the dtype of random numbers in
         float64; None is `drawn_in`.
         """
@@ -172,8 +175,8 @@ class Baseline:
     def truth(self) -> Observation | None:
         """The program run in float64, or None if it does not run there; `no_truth` then has the reason.
 
-        Float dtypes among the program's own tensors that have no float64 are added to `unlifted`. If anything is in
-        `unlifted`, a note says that the truth is not all in float64.
+        Operations, casts and given tensors that have no float64 are added to `unlifted`, in words. If there are any and
+        the program runs, a note says that the truth is not all in float64.
         """
         with self.timed("truth"):
             run, self.no_truth = self._run_lifted(self.drawn_in)
@@ -296,9 +299,10 @@ class Baseline:
             yield
 
     def lifted_scope(self, draws: torch.dtype) -> Scope:
-        """Return a scope in which nothing rounds below float64, and random numbers are drawn in the dtype `draws`.
+        """Return a function without arguments that makes a context: nothing in it rounds below float64.
 
-        It includes `eager_scope`. An operation that has no float64 runs natively, and its name is added to `unlifted`.
+        Random numbers are drawn in the dtype `draws` there. The context includes `eager_scope`. An operation that has
+        no float64 runs in `draws`, and its name is added to `unlifted`.
         """
 
         @contextmanager
@@ -312,8 +316,8 @@ class Baseline:
     def timed(self, part: str) -> Iterator[None]:
         """Report the part to `progress`, run the block, and add its seconds to `seconds` under the name of the part.
 
-        The time of a part within this one counts for the inner part alone. Afterwards, even if the block raises,
-        garbage is collected and cached accelerator memory is released.
+        The time of a part that is timed within the block counts for that inner part alone. Afterwards, even if the
+        block raises, garbage is collected and cached accelerator memory is released.
         """
         self.progress(part)
         started = time.perf_counter()

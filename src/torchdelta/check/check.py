@@ -75,9 +75,10 @@ class Check(JudgingSteps[Observation]):
     def _report(self) -> Report:
         """Run reference, candidate and truth, and the candidate in float64; judge every stage, and return the report.
 
-        After the steps of `judge`, decisions are followed, and leaves become inconclusive whose reference is unsteady
-        or whose noise is as large as their values. The verdict is the worst of the stages. Without a truth, the float64
-        question is not asked. Sets `unmatched`, `layers`, `candidate`, `lifted` and `needs_noise`, and adds to `notes`.
+        After the steps of `judge`, decisions are followed, and leaves become inconclusive if the reference differs in
+        them between two runs, or if their noise is as large as their values. The verdict is the worst of the stages.
+        Without a truth, the float64 question is not asked. Sets `unmatched`, `layers`, `candidate`, `lifted` and
+        `needs_noise`, and adds to `notes`.
         """
         baseline = self.baseline
         reference = baseline.reference  # before the candidate runs, which must not be able to change it
@@ -164,10 +165,11 @@ class Check(JudgingSteps[Observation]):
     def compare_stages(self, yardstick: Yardstick[Observation]) -> list[Stage]:
         """Return every stage of the case up to the one in which the candidate failed, compared for the first time.
 
-        That last stage is `crashed`, without comparisons. A stage that has no gradients becomes what
-        `_without_gradients` returns. A stage is at best inconclusive if nothing with elements was compared, if calls
-        ran untransformed, or if fewer iterations ran than planned. After the first stage, a default stage in which
-        nothing was compared because names differ is left out, with a note. Adds to `unmatched` and `notes`.
+        That last stage is `crashed`, without comparisons. A stage that the reference does not have, or that needs a
+        backward which the candidate lacks, becomes what `_without_gradients` returns. A stage is at best inconclusive
+        if nothing with elements was compared, if calls ran untransformed, or if fewer iterations ran than planned. A
+        later stage that the user did not name, and in which nothing was compared because names differ, is left out,
+        with a note. Adds to `unmatched` and `notes`.
         """
         candidate, baseline, keeps_names = self.candidate, self.baseline, self.transform.traits.keeps_names
         stages: list[Stage] = []
@@ -199,7 +201,7 @@ class Check(JudgingSteps[Observation]):
         return stages
 
     def _without_gradients(self, name: str) -> list[Stage]:
-        """Return one inconclusive stage that says why it cannot be compared, or no stage and add a note instead.
+        """Return a list of one inconclusive stage that says why it is not compared, or add a note and return no stage.
 
         The note is for a stage that the user did not name. If the user gave a loss and the candidate has a backward,
         there is always a stage.
@@ -221,9 +223,9 @@ class Check(JudgingSteps[Observation]):
     ) -> tuple[list[Comparison], list[UnmatchedLeaf], list[UnmatchedLeaf]]:
         """Return the comparisons of a stage, the leaves without a partner, and the state whose name one side lacks.
 
-        A leaf without a partner has a comparison, which diverged; state with another name has none. In `steps`, with a
-        truth and noisy runs, elements whose gradient is within noise of zero are replaced by the truth's on all sides,
-        and the comparison says how many.
+        A leaf without a partner has a comparison, which diverged; state with another name has none. In the stage
+        `steps`, with a truth and noisy runs, elements of parameters whose gradient is within noise of zero are replaced
+        by the truth's on all sides, and the comparison says how many.
         """
         judge = Judge(policy=self._judging_policy, terms=self._terms, is_stepped=stage == "steps")
         reference, truth, candidate = yardstick.reference, yardstick.truth, self.candidate.observation
@@ -250,8 +252,8 @@ class Check(JudgingSteps[Observation]):
     def ask_in_float64(self, stages: list[Stage], yardstick: Yardstick[Observation]) -> list[Stage]:
         """Return the stages with the answers to the float64 question; set `semantic_question` and `answers`.
 
-        Before it, leaves whose noise is nearly as large as their values are judged with replayed choices, and narrowing
-        casts that were left out are noticed, because an answer in float64 replaces neither.
+        Before that, leaves whose noise is nearly as large as their values are judged with replayed choices, and
+        narrowing casts that the candidate left out are noticed, because an answer in float64 replaces neither.
         """
         stages = self._notice_casts(self._replay_choices(stages, yardstick))
         self.semantic_question, self.answers = semantic.judge_lifted(

@@ -74,9 +74,9 @@ def replay_reference(
 ) -> tuple[Yardstick[Observation], int] | None:
     """Run the truth and a noisy run with the reference's choices, where those are within rounding.
 
-    Return the yardstick with these two runs, and the number of indices that the truth would have chosen otherwise.
-    Return None if the program chooses nothing, if the truth makes the same choices by itself, or if the program fails
-    with them; only the last adds a note to the baseline.
+    Return a copy of the yardstick with these two in place of its own truth and noisy runs, and the number of indices
+    that the truth would have chosen otherwise. Return None if the program chooses nothing, if the truth makes the same
+    choices by itself, or if the program fails with them; only the last adds a note to the baseline.
     """
     record = DecisionRecord()
     with baseline.timed("replay"):
@@ -138,11 +138,12 @@ class DecisionFollower:
     """The indices of every choice, as the candidate seems to have made them."""
 
     def explain(self, stages: list[Stage]) -> list[Stage]:
-        """Return the stages with explained leaves equivalent, and leaves that may be explained inconclusive.
+        """Return the stages with leaves equivalent that the candidate's decisions explain, inconclusive if they may.
 
-        Only leaves are looked at that diverged in the native question. The stages are returned unchanged if there are
-        none, if float64 diverged anywhere, because then the candidate is another function, or if the program fails with
-        the candidate's decisions, which is noted.
+        Only leaves that `_is_suspect` are looked at: their values diverged in the native question alone. The stages are
+        returned unchanged if there are none, if float64 diverged anywhere, because then the candidate is another
+        function, or if the program fails with the candidate's decisions, which is noted. Sets `close_rows` and
+        `exchanged`.
         """
         suspects = [stage.name for stage in stages if _has_suspects(stage)]
         if not suspects or any(_has_diverged(leaves.values()) for leaves in self.semantic.values()):
@@ -163,8 +164,9 @@ class DecisionFollower:
     def _compare_again(self, stages: list[Stage], *, has_steps: bool) -> list[Stage]:
         """Return the stages with each suspect leaf equivalent that agrees with runs which decide as the candidate did.
 
-        These runs, of truth, reference and noise, are made here, with the stage `steps` if `has_steps`. Other leaves
-        keep their comparison. A note says how many leaves were explained, and by which decisions.
+        A leaf is suspect if `_is_suspect` says so: its values diverged in the native question alone. Other leaves keep
+        their comparison, and so do those that do not agree. The runs, of truth, reference and noise, are made here,
+        with the stage `steps` if `has_steps`. A note says how many leaves were explained, and by which decisions.
         """
         signs = FollowedSigns(
             candidate=self.candidate,
@@ -197,11 +199,11 @@ class DecisionFollower:
         return results
 
     def _doubt(self, stage: Stage) -> Stage:
-        """Return the stage with suspect leaves inconclusive that choices may explain which were not tried.
+        """Return the stage; its suspect leaves become inconclusive if choices that were not tried may explain them.
 
-        Not tried are choices beyond the first `TRIED`, and all choices of later steps; without such choices the stage
-        is returned unchanged. A leaf stays as it is if float64 has no answer for it, or if it is not in `steps` and its
-        error is more than `FAR` times the allowed one.
+        There are such choices if more than `TRIED` are within noise, or if any is and the stage is `steps`. Otherwise
+        the stage is returned unchanged. A leaf stays as it is if `_is_suspect` denies it, if float64 has no answer for
+        it, or if its error is more than `FAR` times the allowed one, except in the stage `steps`.
         """
         is_open = len(self.close_rows) > TRIED or (bool(self.close_rows) and stage.name == "steps")
         if not is_open or not stage.comparisons:
@@ -251,10 +253,10 @@ class DecisionFollower:
     def _run_forward(
         self, *modes: AbstractContextManager[object], lifted: bool = False, noise: Noisy | None = None
     ) -> tuple[Observation, list[Choice]]:
-        """Run only the program's forward within these modes; return its observation and its choices, in order.
+        """Run only the program's forward within these modes; return its observation and the choices it made, in order.
 
-        Choices that a replay among the modes forced are returned as forced. With `lifted` it runs in float64, with
-        `noise` its roundings are moved.
+        Choices that a `DecisionReplay` among the modes forced are returned as forced. With `lifted` the program runs in
+        float64, with `noise` its roundings are moved. Raise SideFailed if it raises.
         """
         record = DecisionRecord()
         plan = replace(self.baseline.plan, stages=("forward",))
@@ -317,9 +319,9 @@ def _noises(choices: Sequence[Choice], others: Sequence[Sequence[Choice]]) -> li
 
 
 def _close_rows(choices: Sequence[Choice], noises: Sequence[float]) -> Iterator[_CloseRow]:
-    """Yield every row of a choice whose margin is within noise; `noises` has the noise of each choice.
+    """Yield every row of a choice whose margin is at most `CLOSE` times the choice's noise.
 
-    A choice without noise has no such rows.
+    `noises` has the noise of each choice. A choice with a noise of 0 has no such rows.
     """
     for position, (choice, noise) in enumerate(zip(choices, noises, strict=False)):
         margins, pairs = choice.nearest_exchanges()
@@ -353,8 +355,8 @@ def _is_like(leaf: object, value: object) -> TypeGuard[torch.Tensor]:
 def _explained(comparison: Comparison, followed: Comparison | None, semantic: Comparison | None) -> Comparison:
     """Return a copy of `followed`, the comparison with the runs that followed the candidate, if it is equivalent.
 
-    Its details then say so, and have error and noise of the float64 question if `semantic` is there. Return
-    `comparison` itself if it is not a suspect, or if `followed` is None or not equivalent.
+    The details of the copy say so, and have error and noise of the float64 question if `semantic` has an error. Return
+    `comparison` itself if `_is_suspect` denies it, or if `followed` is None or not equivalent.
     """
     if followed is None or not _is_suspect(comparison) or followed.verdict is not Verdict.EQUIVALENT:
         return comparison
@@ -379,19 +381,21 @@ class _LeafMargins:
 def excuse_integers(
     stages: list[Stage], baseline: Baseline, candidate: Observation, noisy: list[Observation]
 ) -> list[Stage]:
-    """Return the stages with every integer leaf inconclusive that diverged, but that rounding may explain.
+    """Return the stages with each leaf of integers or booleans inconclusive that diverged and rounding may explain.
 
     The evidence is its margin, or without one the number of elements in which correct runs differ: see `_excuse_leaf`.
-    `noisy` are noisy runs of the reference. Without a truth the stages are returned unchanged.
+    For the margins the program runs again. `noisy` are noisy runs of the reference. Without a truth the stages are
+    returned unchanged.
     """
     return [_excuse_stage(stage, baseline, candidate, noisy) for stage in stages]
 
 
 def _excuse_stage(stage: Stage, baseline: Baseline, candidate: Observation, noisy: list[Observation]) -> Stage:
-    """Return the stage with excused integers inconclusive; unchanged if no integer diverged or there is no truth.
+    """Return the stage with diverged integers and booleans inconclusive where `_excuse_leaf` excuses them.
 
-    Margins are measured for the forward alone, by running the program again. If it fails then, a note is added to the
-    baseline, and integers are excused as in the other stages, without margins.
+    It is returned unchanged if none diverged or there is no truth. Margins are measured for the stage `forward` alone,
+    by running the program again. If it fails then, a note is added to the baseline, and integers are excused as in the
+    other stages, without margins.
     """
     suspects = [comparison for comparison in stage.comparisons if _is_suspect_integer(comparison)]
     if not suspects or baseline.truth is None:
@@ -424,11 +428,11 @@ def _is_suspect_integer(comparison: Comparison) -> bool:
 def _excuse_leaf(comparison: Comparison, leaves: list[Any], known: _LeafMargins | None) -> Comparison:
     """Return the comparison of an integer leaf that diverged, inconclusive if rounding may explain it.
 
-    `leaves` are those of truth, reference, candidate and noisy runs. It is inconclusive if the candidate equals the
-    truth. Otherwise, with `known` margins, it is so if the largest margin of the elements that differ is at most
-    `CLOSE_INTEGER` times its noise; reason and details have the margin in either case. Without them, it is so if the
-    candidate differs from the truth in fewer than twice as many elements as a correct run does. Without a truth of the
-    same shape it is unchanged.
+    `leaves` are those of truth, reference, candidate and noisy runs, in this order. It is inconclusive if the candidate
+    equals the truth. Otherwise, with `known` margins, it is so if the largest margin of the elements that differ is at
+    most `CLOSE_INTEGER` times its noise; reason and details have the margin in either case. Without them, it is so if
+    the candidate differs from the truth in fewer than twice as many elements as a correct run does. Without a truth of
+    the same shape it is unchanged.
     """
     truth, reference, candidate, *noisy = leaves
     if not isinstance(truth, torch.Tensor) or truth.shape != reference.shape:
@@ -455,12 +459,14 @@ def _excuse_leaf(comparison: Comparison, leaves: list[Any], known: _LeafMargins 
 
 
 def _margins_of_outputs(baseline: Baseline) -> dict[str, _LeafMargins]:
-    """Run the forward in float64, natively and with noise; return the margins of its integer outputs, by path.
+    """Run the forward in float64, natively and with noise; return the margins of its decided outputs, by path.
 
-    By how much a margin moves between these runs is its noise. An output is left out if no operation is known that
-    decided it. A watch knows the output tensors themselves, not copies. Raise what the program raises.
+    These are the outputs that an operation is known to have decided: integers, booleans and rounded floats. Others are
+    left out. The margins are those in float64. Their noise is the largest change of one between float64 and the other
+    two runs, or 0 if those have none. Raise what the program raises.
     """
     in_truth, *in_others = MarginWatch(), MarginWatch(), MarginWatch()
+    # not `observe`: a watch knows the output tensors themselves, not copies of them
     truth = baseline.outputs(in_truth, lifted=True)
     others = [
         baseline.outputs(in_others[0]),
@@ -500,10 +506,11 @@ class SignFlips:
         self.generator = torch.Generator().manual_seed(self.seed)
 
     def flip(self, step: int, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Give each undecided element of the gradients a random sign, in place; `gradients` has them by parameter name.
+        """Multiply each undecided element of the gradients by a random 1 or −1, in place.
 
-        Undecided is where the truth's gradient of that step is within noise of zero. Nothing changes without a truth,
-        nor in a gradient that truth or reference do not have.
+        `gradients` has them by parameter name. Undecided is where the truth's gradient of that step is within noise of
+        zero; the noise is that of the reference and of this gradient. Nothing changes without a truth, nor in a
+        gradient that truth or reference do not have.
         """
         if self.truth is None:
             return
@@ -534,12 +541,12 @@ class FollowedSigns:
     """Elements whose step the candidate took the other way."""
 
     def lead(self, step: int, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Find the undecided elements of the truth's gradients at a step, and put the candidate's in their place.
+        """Replace undecided elements of the truth's gradients in a step by the candidate's, and remember them.
 
-        `gradients` has the gradients by parameter name, and is changed in place. An element is undecided if it and the
-        candidate's are within noise of zero and differ. `undecided` gets the mask of each parameter, and `count` grows
-        by the elements with another sign. A parameter whose gradient the candidate or the correct runs lack is left as
-        it is.
+        `gradients` has the truth's gradients by parameter name, and is changed in place. An element is undecided if it
+        is at most `CLOSE` times the noise of the first step, the candidate's at most twice that, and the two differ.
+        `undecided` gets the mask of each parameter, and `count` grows by the undecided elements of another sign. A
+        parameter whose gradient the candidate, the first truth or the correct runs lack is left as it is.
         """
         for name, gradient in gradients.items():
             key = f"[{name!r}]"
@@ -555,9 +562,10 @@ class FollowedSigns:
         self.follow(step, gradients)
 
     def follow(self, step: int, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Give the elements that `lead` found undecided at this step the candidate's gradients, in place.
+        """Put the candidate's gradients in place of the elements that `lead` found undecided at this step.
 
-        `gradients` has the gradients of a run by parameter name. Those for which `lead` found nothing are not changed.
+        `gradients` has the gradients of a run by parameter name, and is changed in place. A parameter without a mask
+        from `lead` is left as it is.
         """
         for name, gradient in gradients.items():
             near, of_candidate = self.undecided.get((step, name)), _gradient(self.candidate, step, f"[{name!r}]")
@@ -567,9 +575,10 @@ class FollowedSigns:
 
 
 def is_near_zero(truth: torch.Tensor, runs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return for each element of a gradient whether the truth is within noise of zero, and not zero in every run.
+    """Return a mask of the elements of a gradient at which the truth is within noise of zero.
 
-    The noise of an element is that of its block in these runs; up to `CLOSE` times the noise is within it.
+    That is at most `CLOSE` times the noise of the element's block, which is how far these `runs` are from the truth.
+    Elements that are 0 in the truth and in every run are not in the mask.
     """
     if not truth.numel():
         return torch.zeros_like(truth, dtype=torch.bool)
@@ -595,12 +604,12 @@ def _noise(truth: torch.Tensor, runs: Sequence[torch.Tensor]) -> torch.Tensor:
 def settle_steps(
     sides: Sequence[Leaves], truth: Observation, runs: Sequence[Observation]
 ) -> tuple[list[Leaves], dict[str, int]]:
-    """Return the sides' leaves of `steps` with the truth's elements in parameters whose gradient is undecided there.
+    """Return the sides with the truth's elements in parameters whose gradient is undecided, and their number by path.
 
-    The second value is the number of such elements, by path. An element is undecided if the truth's gradient is within
-    noise of zero, by the differences between truth and the correct `runs`; it then stays undecided in all later steps.
-    Buffers, optimizer state, and parameters whose gradients are not known are not changed. `sides` are not changed
-    either.
+    Each side has its leaves of the stage `steps`; the sides are copied, not changed. An element is undecided if the
+    truth's gradient of a step is within noise of zero, by the differences between truth and the correct `runs`; it then
+    stays undecided in all later steps. Buffers, optimizer state, and parameters whose gradients are not known stay as
+    they are.
     """
     counts: dict[str, int] = {}
     settled = [dict(leaves) for leaves in sides]
@@ -638,9 +647,9 @@ def with_count(comparison: Comparison, counts: Mapping[str, int]) -> Comparison:
 
 
 def _with_truth(leaf: object, truth: torch.Tensor, where: torch.Tensor) -> object:
-    """Return a copy of a leaf with the truth's elements where the mask `where` is set.
+    """Return a copy of a tensor with the truth's elements where the mask `where` is set.
 
-    It has the leaf's dtype, strides and `requires_grad`. A leaf that is not a tensor of the truth's shape is returned
+    It has the tensor's dtype, strides and `requires_grad`. A leaf that is not a tensor of the truth's shape is returned
     itself.
     """
     if not isinstance(leaf, torch.Tensor) or leaf.shape != truth.shape:
@@ -654,8 +663,8 @@ def _with_truth(leaf: object, truth: torch.Tensor, where: torch.Tensor) -> objec
 def _gradient(side: Observation, step: int, name: str) -> torch.Tensor | None:
     """Return the gradient that a step of a side took; None if it was not recorded or is not a tensor.
 
-    `name` is the parameter's, in brackets and quotes as in a path. If `steps` has none for the first step, it is that
-    of the stage `gradients`.
+    Steps count from 0. `name` is the parameter's in brackets and quotes, such as `['weight']`. If the stage `steps` has
+    none for step 0, it is that of the stage `gradients`.
     """
     gradient = side.stages.get("steps", {}).get(f"steps[{step}].gradients{name}")
     if gradient is None and step == 0:

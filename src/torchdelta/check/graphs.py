@@ -122,10 +122,11 @@ def capture_graphs(check: Check, level: str = DYNAMO) -> list[CapturedGraph]:
 
 
 def _record(check: Check, level: str) -> list[CapturedGraph]:
-    """Run the program with a recorder at the compiler's seam; return each graph with the inputs of one of its calls.
+    """Run the program with a recorder at the compiler's seam; return each recorded call: its graph, inputs and level.
 
-    At the level of dynamo, only the stage `forward` runs; at the level `aot`, all stages except `steps` do, and inputs
-    are detached. Raise ProgramError, with the failure if there is one, if nothing was recorded.
+    A graph has up to `CALLS` of them. The transform's own backend does not run. At the level of dynamo, only the stage
+    `forward` runs; at the level `aot`, all stages except `steps` do, and inputs are detached. Raise ProgramError, with
+    the failure if there is one, if nothing was recorded.
     """
     baseline = check.baseline
     is_dynamo = level == DYNAMO
@@ -155,7 +156,7 @@ def _capturing_like(transform: Transform) -> Compiler:
 
 
 def _export(check: Check) -> CapturedGraph:
-    """Return the exported program as one graph, with flat inputs; ProgramError if torch cannot export it."""
+    """Return the exported program as one graph, with flat copied inputs; ProgramError if torch cannot export it."""
     side = Side.copied_from(check.baseline.program)
     try:
         module, lowered = export_side(side, strict=False)
@@ -186,8 +187,8 @@ def write_graphs(captured: Sequence[CapturedGraph], directory: Path) -> None:
 def read_graphs(directory: Path) -> list[CapturedGraph]:
     """Return the graphs that `write_graphs` wrote; ReportUnreadable if the file of a graph or its inputs is damaged.
 
-    The list is empty if there is no index, which `write_graphs` writes last. Functions of the modules in the index are
-    allowed.
+    The list is empty if there is no index, which `write_graphs` writes last. A graph may call functions of the modules
+    that the index names for it, besides torch's own.
     """
     path = directory / _INDEX
     rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []

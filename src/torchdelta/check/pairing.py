@@ -26,8 +26,8 @@ def pair_stage(
 ) -> tuple[Leaves, Leaves, list[UnmatchedLeaf]]:
     """Return the leaves of a stage to compare, of reference and candidate, and the state whose name one side lacks.
 
-    With `keeps_names` these are all leaves, and there is no such state. Without it, such state is left out of the
-    leaves.
+    With `keeps_names` these are all leaves, and the list of such state is empty. Without it, such state is left out of
+    the leaves, as `common_state` does.
     """
     if keeps_names:
         return reference.stages.get(stage, {}), candidate.stages.get(stage, {}), []
@@ -37,8 +37,8 @@ def pair_stage(
 def has_differences(reference: Observation, candidate: Observation) -> bool:
     """Tell whether any two tensors of the same stage and path differ: without a difference no noise is needed.
 
-    Leaves that are not tensors or have no partner do not count. Tensors that `_is_equal` cannot compare count as
-    different.
+    Leaves that are not tensors or have no partner do not count, nor does one tensor object on both sides. Tensors that
+    `_is_equal` cannot compare count as different.
     """
     return any(
         isinstance(leaf, torch.Tensor) and isinstance(other, torch.Tensor) and not _is_equal(leaf, other)
@@ -49,10 +49,10 @@ def has_differences(reference: Observation, candidate: Observation) -> bool:
 
 
 def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Tell whether two tensors are equal in shape, dtype, device and values.
+    """Tell whether two tensors are equal in shape, dtype, device and values; a NaN equals nothing.
 
     Return False for tensors that are not compared: those without a plain buffer (sparse, nested, fake), and dtypes of
-    one byte.
+    one byte, such as bool.
     """
     if first.shape != second.shape or first.dtype != second.dtype or first.device != second.device:
         return False
@@ -68,8 +68,8 @@ def common_state(
 ) -> tuple[Leaves, Leaves, list[UnmatchedLeaf]]:
     """Return the leaves of reference and candidate without the state whose name only one side knows, and that state.
 
-    State means parameters, buffers, attributes and optimizer state. A name is known to a side if it is in its
-    `state_names`.
+    State means parameters, buffers, attributes, optimizer state, and the leaf `.grad` of a parameter. A name is known
+    to a side if it is in its `state_names`. All other leaves, such as outputs, are returned even without a partner.
     """
     common: list[Leaves] = []
     renamed: list[UnmatchedLeaf] = []

@@ -33,9 +33,10 @@ def prepare(
 ) -> Check:
     """Return the check of a program under these options; UsageError or ProgramError if there can be none.
 
-    Nothing of the check runs yet. Options that are left open come from the program's recording, if it is one. A named
-    program is imported and built with the seed of the case; settings that its module makes on import stay, but the
-    caller's random generators are restored. `progress` gets the name of each part of the check as it begins.
+    Nothing of the check runs yet. If the program is a recorded directory, options that are left open come from its
+    record; ReportUnreadable if that cannot be read. A named program is imported and built with the seed of the case;
+    settings that its module makes on import stay, but the caller's random generators are restored. `progress` gets the
+    name of each part of the check as it begins.
     """
     options = complete(program, options)
     case = case_of(program, options)
@@ -72,7 +73,8 @@ def prepare(
 def _load(program: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Program:
     """Return the program that a name stands for, or one of the callable with these arguments.
 
-    A named program brings its own arguments: UsageError if any are given.
+    UsageError if a named program is given arguments, because it brings its own. ProgramError or UsageError if it cannot
+    be loaded, and ProgramError if the arguments do not fit the callable.
     """
     if isinstance(program, str):
         if args or kwargs:
@@ -82,9 +84,10 @@ def _load(program: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: Mapp
 
 
 def _optimizer(optimizer: str | OptimizerFactory) -> OptimizerFactory:
-    """Return the factory itself, or the one that `file.py:factory` or a registered name stands for.
+    """Return the factory itself, or the one that a text names.
 
-    UsageError if the name is unknown; UsageError or ProgramError if the factory cannot be loaded.
+    The text is `file.py:factory`, `package.module:factory`, or a registered name such as `sgd`. UsageError if the name
+    is unknown; UsageError or ProgramError if the factory cannot be loaded.
     """
     if not isinstance(optimizer, str):
         return optimizer

@@ -34,9 +34,11 @@ class LayerwisePolicy(Policy):
     reason: str
 
     def judge(self, sample: Sample) -> Judgement:
-        """Return the verdict of the layers; identical values are right, and a NaN or Inf out of place is wrong.
+        """Return the verdict of the layers as that of the leaf, with its error and SQNR; there are three exceptions.
 
-        Equivalent layers leave a leaf inconclusive if its error is beyond `COARSEST` of the reference's values.
+        Identical values are EQUIVALENT, and a NaN or Inf out of place is DIVERGED, whatever the layers are. If the
+        layers are EQUIVALENT and the leaf's error is more than `COARSEST` of the reference's values, it is
+        INCONCLUSIVE.
         """
         pair = sample.measurement
         share = relative(pair.rms_error, pair.rms_reference) or 0.0
@@ -80,11 +82,11 @@ class LayerwiseCheck:
 
     @cached_property
     def policy(self) -> LayerwisePolicy | None:
-        """The policy with the verdict of the layers once the candidate has run, or None if they are not observed.
+        """The policy with the verdict of the layers, or None if they are not observed.
 
-        Unless a layer diverged or no graph was observed, `ask` also checks the graph before it is quantized. If that
-        check is inconclusive, so is the policy; if it diverged, crashed or timed out, the policy is diverged, with the
-        check's reason.
+        It is to be read after the candidate has run. Unless a layer diverged or no graph was observed, `ask` also
+        checks the graph before it is quantized. If that check is inconclusive, so is the policy; if it diverged,
+        crashed or timed out, the policy is diverged, with the check's reason.
         """
         if self.seam is None:
             return None
@@ -115,8 +117,9 @@ class NoQuantizedLayer(ObservedTransform):
 def policy_of_layers(comparisons: Sequence[GraphComparison], notes: Sequence[str] = ()) -> LayerwisePolicy:
     """Return the policy that gives the program the verdict of its layers, from the comparisons of its graphs.
 
-    It is DIVERGED if a node is wrong by itself. It is INCONCLUSIVE if no node was judged, if a graph has notes because
-    not every node could be, or if a node is undecided; the first of `notes` then explains why. Else it is EQUIVALENT.
+    It is INCONCLUSIVE if no node was judged; DIVERGED if a node is wrong by itself; INCONCLUSIVE if a graph has a note
+    on nodes that could not be judged, or if a comparison of a node is not equivalent, in which case the first of
+    `notes` is added to the reason; and else EQUIVALENT.
     """
     judged = [each for graphs in comparisons for each in graphs.judgements]
     if not judged:

@@ -89,11 +89,12 @@ def run_lifted(baseline: Baseline, transform: Transform) -> LiftedRun:
 
 
 def judge_lifted(lifted: LiftedRun, baseline: Baseline, *, keeps_names: bool) -> tuple[str, Answers]:
-    """Return `asked`, or why the answers do not count, and the answers of float64 by stage and path.
+    """Return the text `asked`, or why the float64 question was not asked, and its answers by stage and path.
 
-    There are no answers if `lifted` has no runs. Noisy runs in float64 are made only if the noise of a native run does
-    not explain a difference. If a divergence remains, and parts of the candidate ran between graphs, no answer counts.
-    Without `keeps_names`, differences as small as those of a constant in float32 pass.
+    Without runs in `lifted`, the text is the reason that it has, and there are no answers. Noisy runs in float64 are
+    made only if something diverges by the noise of a native run. If it diverges even then, and parts of the candidate
+    ran between a compiler's graphs, where they round, the answers are dropped, and the text says so. Without
+    `keeps_names`, differences as small as those of a constant in float32 pass.
     """
     # a leaf that a run did not change is kept as the program's own tensor
     unchanged = frozenset(map(id, started_from(baseline.original)))
@@ -127,12 +128,12 @@ def _compare_stage(
     unchanged: frozenset[int],
     keeps_names: bool,
 ) -> dict[str, Comparison]:
-    """Return the answers of float64 for one stage, by path.
+    """Return the answers of float64 for one stage, by path: each compares the candidate with the yardstick's reference.
 
     `lifted` is the candidate in float64, and `unchanged` has the ids of the program's own tensors. A leaf that the
-    candidate alone left unchanged is not compared. Only float64 and complex128 leaves have answers, and leaves that
-    diverged without being measured, such as those of one side only. In `steps`, elements whose gradient is within noise
-    of zero are taken from the reference on both sides.
+    candidate left unchanged and the reference did not is not compared. Only float64 and complex128 leaves have answers,
+    and leaves that diverged without being measured, such as those of one side only. In the stage `steps`, elements of
+    parameters whose gradient is within noise of zero are taken from the reference on both sides.
     """
     reference, candidate, _ = pair_stage(stage, yardstick.reference, lifted, keeps_names=keeps_names)
     # torch 2.13 drops some writes of single numbers in float64 alone; writes that are dropped natively show there
@@ -173,13 +174,12 @@ def add_answers(stage: Stage, answers: Mapping[str, Comparison], baseline: Basel
 def _add_answer(native: Comparison, answer: Comparison | None, is_foreign: Callable[[str], bool]) -> Comparison:
     """Return a native comparison with its answer in float64; one that diverged natively stays as it is.
 
+    - A native leaf that was not measured is returned unchanged too, and so is one without an answer.
+    - An answer that could not be measured makes the comparison inconclusive; one without an error changes nothing.
     - A diverged answer replaces verdict, reason and numbers; the result is inconclusive if `is_foreign` says of the
       path that the program is another function in float64.
-    - An answer that could not be measured makes the comparison inconclusive.
     - Any other answer adds its error and noise to the details. An equivalent leaf far from its truth becomes
-      inconclusive if the path is foreign.
-    - Without an answer or an error in it, and if the native leaf was not measured, the comparison is returned
-      unchanged.
+      inconclusive if `is_foreign` says so of its path.
     """
     if answer is None or native.verdict is Verdict.DIVERGED or native.measurement is None:
         return native
@@ -206,10 +206,11 @@ def _add_answer(native: Comparison, answer: Comparison | None, is_foreign: Calla
 
 
 def _is_of_another_program(baseline: Baseline, stage: str, path: str) -> bool:
-    """Tell whether the truth is further from the reference than noise is, because the program branches on its dtype.
+    """Tell whether the truth is much further from the reference than noise is, as if the program branched on its dtype.
 
-    In `steps` the path is ignored: the answer is that of any leaf before the first step, its gradients included. After
-    a step the distance says nothing: a gradient within rounding of zero takes the steps of two correct programs apart.
+    `_is_further_than_noise` decides that of the leaf at the path. In the stage `steps` the path is ignored, and any
+    leaf before the first step counts, its gradients included. After a step the distance says nothing: a gradient within
+    rounding of zero takes the steps of two correct programs apart.
     """
     if stage != "steps":
         return _is_further_than_noise(baseline, stage, path)
@@ -222,10 +223,10 @@ def _is_of_another_program(baseline: Baseline, stage: str, path: str) -> bool:
 
 
 def _is_further_than_noise(baseline: Baseline, stage: str, path: str) -> bool:
-    """Tell whether one leaf of the truth is `FOREIGN` times further from the reference than a noisy run is.
+    """Tell whether a leaf of the truth is over `FOREIGN` times further from the reference than a noisy run is.
 
-    A distance below the rounding of the values counts as that rounding. Return False without a truth or a noisy run,
-    for integers and non-tensors, and if the truth has another shape.
+    The noisy run counts as at least the rounding of the values away. Return False without a truth or a noisy run, for
+    integers and non-tensors, and if the truth has another shape.
     """
     reference = baseline.reference.stages[stage][path]
     truth = baseline.truth.stages[stage].get(path) if baseline.truth else None

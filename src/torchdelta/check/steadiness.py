@@ -30,9 +30,9 @@ SUSPECT = 100.0
 def rests_on_steadiness(comparison: Comparison) -> bool:
     """Tell whether a verdict is right only if the reference is the same each time it runs.
 
-    That holds for a divergence. It also holds if the values differ and their noise is more than `SUSPECT` times
-    rounding: a reference that draws other numbers each time is far from the truth too, and would let any candidate
-    pass.
+    That holds for a divergence. It also holds if the values differ and their noise is more than `SUSPECT` times the
+    rounding of a single operation: a reference that draws other numbers each time is far from the truth too, and would
+    let any candidate pass.
     """
     floor = float(comparison.details.get("floor", 0.0))
     is_suspect = comparison.noise is not None and comparison.noise > SUSPECT * floor
@@ -43,8 +43,8 @@ def doubt_coarse(stage: Stage) -> Stage:
     """Return the stage with the leaves inconclusive that passed only because their noise is as large as their values.
 
     Only equivalent leaves whose values differ are looked at. A leaf that passed in float64 too stays equivalent. So
-    does a gradient that is zero in exact arithmetic: it is all noise too, but tiny beside the largest values of the
-    stage.
+    does a leaf whose noise is tiny beside the largest values of the stage, such as a gradient that is zero in exact
+    arithmetic.
     """
     details = [comparison.details for comparison in stage.comparisons]
     scales = [float(each["rms_of_truth"]) for each in details if "rms_of_truth" in each]
@@ -91,10 +91,10 @@ def _differs(comparison: Comparison) -> bool:
 
 
 def differing_runs(first: Observation, second: Observation) -> dict[tuple[str, str], Comparison]:
-    """Return the comparisons of the leaves in which two runs of the same side differ, by stage and path.
+    """Return the comparisons of the leaves in which two runs of the same side differ, by (stage, path).
 
-    Leaves differ if a bit or a clause of the contract does, or if only one run has the leaf. Stages are those of
-    `first`.
+    Leaves differ if a bit or a clause of the contract does, or if only one run has the leaf. Stages that only `second`
+    has are not looked at.
     """
     judge = Judge(policy=Bitwise())
     return {
@@ -106,10 +106,10 @@ def differing_runs(first: Observation, second: Observation) -> dict[tuple[str, s
 
 
 def excuse(stage: Stage, unsteady: dict[tuple[str, str], Comparison]) -> Stage:
-    """Return the stage with every unsteady leaf inconclusive; a broken contract stays broken.
+    """Return the stage with every leaf inconclusive, whatever its verdict, in which two runs of the reference differ.
 
-    `unsteady` has the comparisons of two runs of the reference, by stage and path. A leaf also keeps its verdict if the
-    difference of these runs is negligible.
+    `unsteady` has the comparisons of these runs that differ, by stage and path. A leaf keeps its verdict if it breaks a
+    clause of the contract that is not excused, or if the difference of the runs is negligible.
     """
 
     def excuse_leaf(comparison: Comparison) -> Comparison:

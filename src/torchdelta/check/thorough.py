@@ -40,7 +40,8 @@ def node_walk(
     """Return a walk over the nodes of a check's two sides, natively or in float64; it does not start yet.
 
     `mapping` has the user's matches, from names of the reference's nodes to the candidate's. `limit_bytes` is the
-    memory that taps may hold. The walk appends its notes to the list `notes`, one of them if a native candidate fails.
+    memory that taps may hold. The walk appends its notes to the list `notes`, or to a new one if it is None. There is a
+    note if a native candidate fails.
     """
     notes = notes if notes is not None else []
 
@@ -84,9 +85,9 @@ def _ask(check: Check, transform: Transform, *, is_lifted: bool) -> tuple[Verdic
 
 
 def _run_candidate(check: Check, transform: Transform, *, is_lifted: bool) -> str:
-    """Run a candidate so that the observer at its seam sees it; return a note if it failed, or else an empty text.
+    """Run the program under the transform, so that an observer at its seam sees it; return a note if that fails.
 
-    In float64 the text is always empty.
+    Otherwise, and always in float64, the text is empty.
     """
     baseline = check.baseline
     if is_lifted:

@@ -31,7 +31,10 @@ def check_program(request: Mapping[str, Any], place: QueryDirectory) -> dict[str
 
 @contextmanager
 def collected_warnings() -> Iterator[list[str]]:
-    """Keep the block's warnings from the terminal; the list that is given has their texts once the block has ended."""
+    """Keep the block's warnings from the terminal; yield a list, which gets their texts when the block ends.
+
+    If the block raises, the list stays empty.
+    """
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
