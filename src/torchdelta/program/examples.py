@@ -34,8 +34,8 @@ MOST_ELEMENTS = 2**20
 def redraw(program: Program, *, seed: int) -> Iterator[Program]:
     """Yield up to `ATTEMPTS` programs with other input values of the same kind, each nearer to the given values.
 
-    A draw that equals the given values is skipped, so there is nothing if no input has values to change. The inputs are
-    copies.
+    Integers and booleans change only in the first. A draw that equals the given values is skipped, so nothing is
+    yielded if no input has values to change. The inputs are copies.
     """
     inputs = _inputs(program)
     for attempt in range(ATTEMPTS):
@@ -50,7 +50,8 @@ def resize(program: Program, *, seed: int) -> Iterator[Iterator[Program]]:
     In the first kind, equal sizes stay equal. In the second kind, sizes grow threefold. Its first tries make equal
     sizes different, which shows code that holds only for equal or nearby sizes; its last tries keep them equal. If an
     input has integers, those first tries are left out, because few kernels check how many indices they get. Sizes 0 and
-    1 stay. Nothing is yielded if inputs share memory, which has one size.
+    1 stay; if there are no others, the tries have the old sizes. Nothing is yielded if inputs share memory, which has
+    one size.
     """
     inputs = _inputs(program)
     if not are_shared(program):
@@ -60,10 +61,10 @@ def resize(program: Program, *, seed: int) -> Iterator[Iterator[Program]]:
 
 
 def relayout(program: Program) -> Iterator[tuple[str, Program]]:
-    """Yield the name of each layout with the program in that layout; its input values are unchanged.
+    """Yield the name of each layout in `LAYOUTS`, with the program in that layout; its input values are unchanged.
 
-    A layout that changes no strides is left out. Nothing is yielded if inputs share memory. Subclasses, and tensors
-    with attributes or without a plain buffer, stay as they are.
+    A layout that changes no input's strides is left out. Nothing is yielded if inputs share memory. Subclasses, and
+    tensors with attributes or without a plain buffer, stay as they are.
     """
     inputs = _inputs(program)
     if are_shared(program):
@@ -91,7 +92,7 @@ Change = Callable[[int, int], int]
 
 
 def _equal_changes(sizes: list[int]) -> Iterator[Change]:
-    """Yield changes under which equal sizes stay equal; `sizes` are the different sizes of the inputs.
+    """Yield functions from a size to another size, under which equal sizes stay equal; `sizes` are those of the inputs.
 
     The first two add one to all sizes, and double them. If there are several sizes, the others do both to one size at a
     time.
@@ -112,7 +113,7 @@ def _grow_apart(size: int, place: int) -> int:
 
 
 def _tries(program: Program, changes: Iterable[Change], seed: int) -> Iterator[Program]:
-    """Yield the program with its sizes changed in each way: first with new values, then with repeated old ones.
+    """Yield the program twice for each change of its sizes: first with new values, then with repeated old ones.
 
     A change is skipped if a tensor would grow too large (`MOST_ELEMENTS`). A tensor that is passed twice stays one
     tensor.
@@ -229,7 +230,8 @@ def _vary_constants(inputs: Any, drawn: Any, seed: int) -> None:
     """Change the drawn tensors that equal their inputs a little, in place: a constant has no range to draw from.
 
     Booleans are negated, positive integers decreased by one and others increased, and floats get noise of a tenth of
-    their largest value. A single float, complex values and tensors without a plain buffer stay.
+    their largest value, or of 0.1 if they are zeros. A single float, complex values, unsigned integers of more than one
+    byte and tensors without a plain buffer stay.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -300,9 +302,9 @@ def randomise(inputs: Any, *, seed: int) -> None:
 def _draw_like(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Return random values with the range of the given ones, and for floats also with their mean and deviation.
 
-    They are on the CPU: int64 for integers, float64 for floats, complex128 for complex values. Booleans keep their
-    share of True. NaN and infinities stay, and so do values that are all equal; a single float is multiplied by 0.5 to
-    1.5.
+    They are on the CPU: float64 for floats, complex128 for complex values, int64 for integers unless these are all
+    equal. Booleans keep their share of True. NaN and infinities stay in their places, and so do values that are all
+    equal; a single float is multiplied by 0.5 to 1.5.
     """
     if values.is_complex():
         return torch.view_as_complex(_draw_like(torch.view_as_real(values), generator).contiguous())

@@ -48,7 +48,8 @@ def import_program(spec: str) -> None:
 def import_place(place: str) -> None:
     """Import a module by file or by name, or the modules that a recording needs if `place` is a recorded directory.
 
-    The compiler settings of a recording are applied too. Raise ProgramError if a module does not import.
+    The compiler settings of a recording are applied too. Raise ProgramError if a module does not import, and
+    ReportUnreadable if a directory has no readable record.
     """
     recording = recording_of(place)
     if recording is None:

@@ -139,7 +139,8 @@ def read(directory: str | os.PathLike[str]) -> tuple[Program, Recording]:
 
     The program runs under the autocast that was recorded, and without gradients if they were off. `make_ready` is
     called for it, so imports and compiler settings of the recording last for the rest of the process. Raise
-    ProgramError if the recording lacks its graph or an input, ReportUnreadable if its files are damaged.
+    ProgramError if the recording lacks its graph or an input, or if a module does not import, and ReportUnreadable if
+    its files are damaged.
     """
     place = Path(directory)
     recording = read_recording(place)
@@ -291,8 +292,9 @@ def _as_leaf(value: Any, *, keeps_grad: bool) -> Any:
 def _add_owners(graph_module: GraphModule, recording: Recording, needs: _Needs) -> None:
     """Add to `needs` the modules that define the graph's functions, and that of the backend it was recorded for.
 
-    The backend counts if the transform is `backend:NAME` and not torch's own. A module that another process cannot
-    import, and a function whose module is unknown, add a sentence to `needs.lacks`.
+    The backend counts if the transform is `backend:NAME` and not torch's own; UsageError if there is none of that name.
+    A module that another process cannot import, and a function whose module is unknown, add a sentence to
+    `needs.lacks`.
     """
     owners, problems = owners_of(graph_module)
     for module in owners:
@@ -308,8 +310,9 @@ def _add_owners(graph_module: GraphModule, recording: Recording, needs: _Needs) 
 def _make_absolute(spec: str | None, needs: _Needs) -> str | None:
     """Return a transform's name so that a process in any directory finds it; None if no other process can.
 
-    A file gets its absolute path, and a module that is loaded its name or file, with its folder added to `needs.path`.
-    Any other name, and None, is returned as it is. If no other process can import it, `needs.lacks` says so.
+    Of `file.py:name` the file becomes absolute; of `module:name`, if it is loaded, the module becomes its name or file,
+    and its folder is added to `needs.path`. Any other name, and None, is returned as it is. If no other process can
+    import it, `needs.lacks` says so.
     """
     place, _, name = (spec or "").rpartition(":")
     if place.endswith(".py"):

@@ -95,7 +95,8 @@ def _remember(container: Any, contents: dict[int, tuple[Any, Any]], copies: dict
 def _copy(tensor: torch.Tensor, copies: dict[int, Any]) -> None:
     """Add the memory behind a tensor, with a copy of it, to `copies`, once for each piece of memory.
 
-    A tensor without a plain buffer adds nothing.
+    The key is `storage_key`; the value is a pair of a flat tensor of the whole memory and its clone. A tensor without a
+    plain buffer adds nothing.
     """
     key = tensors.storage_key(tensor)
     if key and key not in copies:

@@ -193,7 +193,8 @@ class _Observer:
     def _draw_inputs(self, iteration: int) -> None:
         """Overwrite the side's input tensors in place with random values, drawn in the original's dtypes.
 
-        So every side gets the same ones. An input whose shape an earlier call has changed stays as it is.
+        Seed and iteration choose the values, so every side gets the same ones. An input whose shape an earlier call has
+        changed stays as it is.
         """
         drawn = copy_together(_inputs(self.original), name="the inputs")
         randomise(drawn, seed=self.plan.seed + iteration)
@@ -206,10 +207,10 @@ class _Observer:
     def _record_forward(self, outputs: Any, prefix: str) -> None:
         """Record the outputs, the inputs and state after the call, and which outputs share memory with them.
 
-        Inputs, parameters and buffers that did not change are represented by the original's tensor, or left out if
-        `keeps` says so. Plain inputs and unregistered attributes are recorded only if they changed, and `grad` of leaf
-        tensors only in the first iteration, if they have one. Paths begin with `prefix`. Also fills `aliases` and
-        `state_names`.
+        Inputs, parameters and buffers for which `keeps` returns False are left out, and those that did not change are
+        represented by the original's tensor. Plain inputs and unregistered attributes are recorded only if they
+        changed, and `grad` of leaf tensors only in the first iteration, if they have one. Paths begin with `prefix`.
+        Also fills `aliases` and `state_names`.
         """
         leaves = self._leaves("forward")
         for path, value in leaves_of(outputs, "outputs").items():
@@ -252,11 +253,11 @@ class _Observer:
         )
 
     def _backward(self, stage: str, outputs: Any, prefix: str = "") -> None:
-        """Run a backward from the loss, or from every differentiable output with a random cotangent.
+        """Run a backward from the loss, or from every differentiable output with a random cotangent; return nothing.
 
-        Gradients of earlier backwards are cleared first. `is_differentiable` of the observation is set; if it is False,
-        no backward runs. The gradients stay in `grad` of the tensors. `prefix` and path choose the cotangent, and
-        SideFailed names the `stage`.
+        The gradients are then in `grad` of the tensors; those of earlier backwards are cleared first.
+        `is_differentiable` of the observation is set; if it is False, no backward runs. Seed, `prefix` and the output's
+        path choose the cotangent. If user code raises, SideFailed names the `stage`.
         """
         for tensor in self._trained().values():
             tensor.grad = None
@@ -288,8 +289,8 @@ class _Observer:
         """Take the optimizer's steps; record gradients before each, and parameters, buffers and optimizer state after.
 
         The first step uses the gradients of the last iteration, which are recorded here only if the stage `gradients`
-        is not planned. `before_step` is called in between, and may change the gradients. Nothing happens if no
-        parameter requires grad.
+        is not planned. `before_step` is called after the gradients are recorded and before the optimizer steps, and may
+        change them. Nothing happens if no parameter requires grad.
         """
         trained = {name: tensor for name, tensor in self.side.state.parameters.items() if tensor.requires_grad}
         if not trained:
@@ -315,9 +316,9 @@ class _Observer:
 
 
 def cotangent_for(output: torch.Tensor, path: str, seed: int) -> torch.Tensor:
-    """Return a random cotangent for an output: the same numbers for the same path and seed, in any dtype.
+    """Return a random cotangent for an output: the same numbers for the same path, shape and seed, in any dtype.
 
-    It has the output's shape, dtype and device; its values are exact in bfloat16.
+    It has the output's shape, dtype and device; its values are exact in bfloat16. Complex outputs get other numbers.
     """
     generator = torch.Generator().manual_seed(seed ^ zlib.crc32(path.encode()))
     shape = (*output.shape, 2) if output.is_complex() else tuple(output.shape)
