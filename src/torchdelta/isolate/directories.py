@@ -70,9 +70,9 @@ class QueryDirectory:
             directory.mkdir(mode=0o700)
 
     def tell(self, part: str) -> None:
-        """Append to the file of parts that the task begins this part, so that the parent knows where a worker died.
+        """Append a part's name to the file of parts, as a line, so that the parent knows where a worker died.
 
-        Each line break or run of spaces in the name becomes one space.
+        A task calls this when the part begins. Each run of white space in the name becomes one space, also line breaks.
         """
         # one unbuffered write: the line is in the file even if the next instruction crashes
         descriptor = os.open(self._parts, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -137,7 +137,7 @@ class PoolDirectory:
 
 
 def sweep(root: Path) -> None:
-    """Remove the directories of pools whose process has ended."""
+    """Remove the directories of pools in `root` that no open pool has locked, and their lock files."""
     for path in root.glob(f"pool-*{_LOCK_SUFFIX}"):
         lock = _open_locked(path)
         if lock is not None:
@@ -156,9 +156,10 @@ def _require_own(root: Path) -> None:
 
 
 def _open_locked(path: Path) -> IO[bytes] | None:
-    """Return the file, opened and locked, or None if another process holds the lock or has just removed the file.
+    """Return the file, opened and locked, or None if it is locked already or was removed or replaced meanwhile.
 
-    The file is made if it does not exist. It is closed again if None is returned.
+    The file is made if it does not exist. A lock of another pool in this process counts too. If None is returned, the
+    file is closed again.
     """
     file = path.open("ab")
     try:
@@ -171,9 +172,10 @@ def _open_locked(path: Path) -> IO[bytes] | None:
 
 
 def _try_lock(file: IO[bytes]) -> bool:
-    """Lock a file without waiting, and return whether that worked; False if another process has it locked.
+    """Lock a file without waiting, and return whether that worked; False if it is locked already, or cannot be.
 
-    The system unlocks the file when it is closed or this process ends.
+    Another open file of this process may hold the lock too. The system unlocks the file when it is closed or this
+    process ends.
     """
     try:
         if sys.platform == "win32":

@@ -69,7 +69,7 @@ class Query:
         self._future.cancel()
 
     def result(self) -> Outcome:
-        """Wait for the outcome and return it. The outcome of a query that was cancelled is the failure `cancelled`.
+        """Wait for the outcome and return it; a query that was cancelled before it had one has the failure `cancelled`.
 
         After a failure no process of the query is left. After an answer the worker may still be exiting. Raise
         EnvironmentUnfit if no worker could be started.
@@ -107,7 +107,7 @@ class Pool:
         from_here: bool = False,
         root: Path | None = None,
     ) -> None:
-        """Store the settings, and this process's import path as it is now; processes start when the pool is entered.
+        """Store the settings, and a copy of `sys.path` for the workers; processes start when the pool is entered.
 
         `workers` is how many queries run at once. `root` is the directory in which the pool makes its own; None is the
         user's one for temporary files. The class describes the other parameters.
@@ -127,7 +127,7 @@ class Pool:
 
         It does not wait until workers are ready. While the pool is open, several SIGINTs that arrive together are one
         (`merge_interrupts`). At the end of the pool, all queries are cancelled, all processes end, and the directory is
-        removed.
+        removed. Raise EnvironmentUnfit if the root of the directory belongs to another user.
         """
         with ExitStack() as stack:
             stack.enter_context(merge_interrupts())
@@ -156,11 +156,12 @@ class Pool:
         return self._directory.path
 
     def submit(self, task: str, request: Message, *, deadline_s: float, memory_bytes: int | None = None) -> Query:
-        """Queue a task and return its query at once. The deadline counts from when a worker starts on it.
+        """Queue a task, named `package.module:function`, and return its query at once.
 
-        Without `memory_bytes` the limit is three quarters of the machine's memory. Raise UsageError if another process
-        cannot import the task or a limit is not positive, and ValueError or TypeError if the request is not strict
-        JSON.
+        The deadline counts from when a worker starts on it. If `memory_bytes` is None or 0, the limit is three quarters
+        of the machine's memory. Raise UsageError if the name has no function, its module is `__main__` or a limit is
+        not positive, and ValueError or TypeError if the request is not strict JSON. Whether the task can be imported is
+        seen only by the worker.
         """
         module, _, function = task.partition(":")
         if not function or module == "__main__":
@@ -184,7 +185,7 @@ class Pool:
         memory_bytes: int | None = None,
         progress: Callable[[str], None] = lambda _: None,
     ) -> Outcome:
-        """Run a task, wait for its outcome and return it; None for `deadline_s` means that there is no deadline.
+        """Run a task, wait for its outcome and return it; without `deadline_s` (None) the deadline is a month.
 
         Meanwhile `progress` is called with the name of the part that the task began last, each time that it has
         changed; very short parts may be skipped. An exception while it waits, such as a KeyboardInterrupt, cancels the
@@ -206,10 +207,10 @@ class Pool:
             raise
 
     def _run(self, place: QueryDirectory, question: bytes, limits: Limits, is_cancelled: threading.Event) -> Outcome:
-        """Run one query in a worker, and once more if the zygote died with it; return the outcome.
+        """Run one query in a worker, and once more if its zygote died before an answer; return the outcome.
 
-        This is what a thread of the pool does for a query. `question` is the content of the file `request.json`. The
-        query's directory is removed afterwards, in the background.
+        A cancelled query is not run again. This is what a thread of the pool does for a query. `question` is the
+        content of the file `request.json`. The query's directory is removed afterwards, in the background.
         """
         outcome, is_lost = self._run_once(place, question, limits, is_cancelled)
         if is_lost and not is_cancelled.is_set():
@@ -223,9 +224,9 @@ class Pool:
     def _run_once(
         self, place: QueryDirectory, question: bytes, limits: Limits, is_cancelled: threading.Event
     ) -> tuple[Outcome, bool]:
-        """Make the query's directory, run the query in a worker, and return its outcome and whether it was lost.
+        """Make the query's directory, run the query in a worker, and return (outcome, whether the query was lost).
 
-        It is lost if the worker ended without an answer because its zygote had ended.
+        A query is lost if its worker ended without an answer because the zygote had ended.
         """
         place.create()
         place.request.write_bytes(question)
@@ -240,14 +241,12 @@ class Pool:
 
 @contextmanager
 def merge_interrupts() -> Iterator[None]:
-    """Raise one KeyboardInterrupt for several SIGINTs that arrive together, while the block runs.
+    """Return a context manager in which several SIGINTs that arrive together raise one KeyboardInterrupt.
 
-    A SIGINT within `SAME_INTERRUPT_S` of one that was raised is dropped. A terminal and a parent process may both send
-    one for the same Ctrl-C. A second KeyboardInterrupt while the first is handled can leave one of Python's locks taken
-    for ever, and the next thread that needs the lock hangs.
-
-    Only the main thread with Python's default handler is changed, and has it back afterwards; a handler of the user's
-    stays.
+    A SIGINT within `SAME_INTERRUPT_S` of one that raised is dropped: a terminal and a parent process may both send one
+    for the same Ctrl-C, and a second KeyboardInterrupt while the first is handled can leave a lock of Python's taken
+    for ever. Nothing is changed outside of the main thread, or if SIGINT has another handler than Python's default one.
+    Afterwards the default handler is back, unless the block has set another.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

@@ -83,9 +83,10 @@ def adopt_orphans() -> bool:
 
 
 def exit_when_closed(descriptor: int) -> None:
-    """Start a thread that kills this process once the other end of the pipe `descriptor` is closed, and return at once.
+    """Start a thread that ends this process once the other end of the pipe `descriptor` is closed, and return at once.
 
-    If this process leads its group, the whole group is killed. Bytes that arrive in the pipe are ignored.
+    If this process leads its group, the whole group gets SIGKILL; otherwise this process alone exits, with status 1.
+    Bytes that arrive in the pipe are ignored.
     """
 
     def watch() -> None:
@@ -118,7 +119,7 @@ def _group_of(process: int) -> int | None:
 
 
 def _parent_of(process: int) -> int | None:
-    """Return the id of a process's parent, or None if the process has ended."""
+    """Return the id of a process's parent, or None if the process has ended or the system has no /proc."""
     try:
         text = (_PROC / str(process) / "stat").read_text(errors="replace")
     except OSError:
@@ -130,7 +131,7 @@ def _parent_of(process: int) -> int | None:
 def _anonymous_bytes(process: int) -> int:
     """Return the bytes in memory of a process that do not belong to a file, shared memory included.
 
-    Return 0 if the process has ended.
+    Return 0 if the process has ended or its memory cannot be read.
     """
     try:
         lines = (_PROC / str(process) / "status").read_text(errors="replace").splitlines()

@@ -86,7 +86,7 @@ def start_log(directory: Path) -> Path:
 
 
 def read_start_log(directory: Path) -> str:
-    """Return the end of that file, which says why a process did not start."""
+    """Return the last `_LOG_BYTES` of the file `start_log`, which say why a process did not start."""
     return read_tail(start_log(directory), _LOG_BYTES)
 
 
@@ -127,10 +127,11 @@ class ForkingStarter:
             return self._zygote
 
     def _replace(self) -> None:
-        """Start a new zygote in place of a dead one, without waiting until it is ready. Raise CancelledError if closed.
+        """Start a new zygote in place of the one that died, without waiting until it is ready.
 
         If the dead one was never ready, no zygote from now on warms up a compiler, because that may be what crashed.
-        Raise EnvironmentUnfit, with the end of the log, if the dead one did not warm one up either.
+        Raise EnvironmentUnfit, with the end of the log, if it was never ready and had no compiler to warm up, and
+        CancelledError if this starter is closed.
         """
         if self._is_closed:
             raise CancelledError
@@ -185,7 +186,8 @@ class _ZygoteHandle:
     def __init__(self, directory: Path, readiness: Readiness, *, from_here: bool = False) -> None:
         """Start a zygote, tell it what to import, and start the thread that reads its reports; do not wait for it.
 
-        With `from_here` the zygote is a fork of this process, otherwise a new Python.
+        With `from_here` the zygote is a fork of this process if that has one thread. Otherwise it is a new Python. It
+        prints to the start log in `directory`.
         """
         self._directory = directory
         self._numbers = itertools.count()
@@ -220,7 +222,7 @@ class _ZygoteHandle:
         return forked
 
     def send(self, message: Message) -> None:
-        """Send a message; do nothing if the zygote has ended or was closed."""
+        """Send a message to the zygote; do nothing if it has ended or was closed."""
         assert self._process.stdin is not None
         try:
             with self._lock:
@@ -252,8 +254,8 @@ class _ZygoteHandle:
     def _listen(self) -> None:
         """Handle the zygote's reports until it ends; then kill the workers that are left, and record their end.
 
-        Runs in a thread. These workers get no exit status, which marks them as lost. A caller that waits in `is_ready`
-        goes on.
+        Runs in a thread. These workers get no exit status, which marks them as lost. From then on `start` returns None,
+        and a caller that waits in `is_ready` goes on.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -384,7 +386,8 @@ class SpawnedWorker:
         """Return the exit status once the worker and its group are gone, or None if that takes longer than `seconds`.
 
         Meanwhile the group gets SIGKILL when the time that `end` set has come. If the worker has ended and others of
-        its group have not, they are ended too. Without process groups (Windows) only the worker counts.
+        its group have not, they are ended too. Without process groups (Windows) only the worker's end is waited for.
+        The pipes are closed once the worker has ended.
         """
         until = time.monotonic() + seconds
         while time.monotonic() < until:

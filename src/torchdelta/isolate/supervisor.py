@@ -53,13 +53,14 @@ class Outcome:
         program: str,
         runs_candidate: Callable[[str], bool] = lambda _: True,
     ) -> Answer | Failure:
-        """Return the answer's field, decoded as a `kind`, or the failure by which the candidate ended the worker.
+        """Return the answer's `field`, decoded as a `kind`, or the failure by which the candidate ended the worker.
 
         The failure's traceback is what the worker printed. `program` is the name for messages. `runs_candidate` tells
         by the name of a part whether the candidate runs in it. Raises:
         - the TorchDeltaError that the task raised;
         - RuntimeError if the task raised anything else, because a task catches what a candidate raises;
-        - ProgramError if the worker died in a part without a candidate. A timeout is returned from any part.
+        - ProgramError if the worker died in a part without a candidate; but a timeout is returned from any part;
+        - ReportUnreadable if the field encodes no `kind`.
         """
         if self.answer is not None:
             answer: Answer = decode(kind, self.answer[field], field)
@@ -118,8 +119,9 @@ def supervise(
 ) -> Outcome:
     """Wait for an answer or the worker's end, end the worker if it exceeds a limit, and return the outcome.
 
+    A worker with an answer is dismissed; if it cannot be, the wait goes on until its end, within the same limits.
     Setting `is_cancelled` ends the worker like a limit. A complete answer counts even if the worker was ended
-    meanwhile. `abandon` is called, once, if the worker is still there some seconds after it was told to end; the wait
+    meanwhile. `abandon` is called, once, if the worker is still there `_PATIENCE_S` after it was told to end; the wait
     then goes on.
     """
     started = time.monotonic()

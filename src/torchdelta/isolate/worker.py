@@ -56,7 +56,7 @@ def run_query(order: Order) -> NoReturn:
 
 
 def import_all(names: list[str]) -> None:
-    """Import modules, and call the functions among `names` (those with a colon), before the first query needs them.
+    """Import the modules among `names`, and call the functions (`package.module:function`), before a query needs them.
 
     Afterwards Python's garbage collector ignores all objects that exist by then. Exceptions are passed on.
     """
@@ -75,7 +75,7 @@ def import_all(names: list[str]) -> None:
 
 
 def main() -> NoReturn:
-    """Run a spawned worker: import the modules of the first message, report `ready`, wait for the order, and run it.
+    """Run a spawned worker: import what the first message names, report `ready`, wait for the order, run it, and exit.
 
     Messages come in at stdin, and the report goes out at stdout. The process exits if stdin closes before the order,
     and is killed with its group if stdin closes afterwards, because then the parent has ended.
@@ -100,9 +100,10 @@ def main() -> NoReturn:
 
 
 def _answer(question: Message, place: QueryDirectory, order: Order) -> Message:
-    """Call the task, and return the message with its answer or a description of its exception (`_describe`).
+    """Import and call the task, and return `{"answer": …}` or a description of its exception (`_describe`).
 
-    An answer that is not a dict, or not strict JSON, counts as an exception of the task. SystemExit is passed on.
+    `question` has the task's name as `task`, and what it is called with, besides `place`, as `request`. An answer that
+    is not a dict, or not strict JSON, counts as an exception of the task. SystemExit is passed on.
     """
     try:
         answer = {"answer": _load_function(question["task"])(question["request"], place)}
@@ -129,10 +130,10 @@ def _load_function(task: str) -> Callable[..., Any]:
 
 
 def _describe(error: BaseException, order: Order) -> Message:
-    """Return the message about a task's exception: its type, message and traceback under the key `raised`.
+    """Return the message about a task's exception: a dict with its type, message, traceback and `error` under `raised`.
 
-    Its `error` is the name of the torchdelta error that the exception is, or None. Running out of memory under a limit
-    is the message `{"memory": text}` instead.
+    `error` is the name of the class of `torchdelta.errors` that the exception belongs to, or None. If memory ran out
+    and the order has a limit for it, the message is `{"memory": text}` instead.
     """
     if order.memory_bytes is not None and _is_out_of_memory(error):
         return {"memory": str(error)}

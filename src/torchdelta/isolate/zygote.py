@@ -71,10 +71,10 @@ class _Zygote:
         signal.set_wakeup_fd(self._wakeup_writer, warn_on_full_buffer=False)
 
     def get_ready(self) -> None:
-        """Read the first message, import what it names, fork the first worker, and report that orders may come.
+        """Read the first message, import what it names, fork the worker in reserve, and report that orders may come.
 
-        A compiler is warmed up if the message says so. Orders that came with the message are carried out. The process
-        exits if the parent closes the pipe before.
+        A compiler is warmed up if the message names one. Orders that came with the message are carried out. The process
+        exits if the parent closes the pipe before the first message.
         """
         messages: list[Message] = []
         while not messages:
@@ -122,9 +122,10 @@ class _Zygote:
         self._end_all()
 
     def _carry_out(self, order: Message) -> None:
-        """Do what one message of the parent says: start, end or dismiss the worker of a number.
+        """Do what one message of the parent says: start a worker under a number, or end or dismiss the one with it.
 
-        A dismissed worker has a grace period to exit by itself before SIGKILL. A number without a worker is ignored.
+        To end means SIGTERM now, and SIGKILL after a grace period. A dismissed worker, which is exiting by itself, gets
+        only the SIGKILL. A number without a worker is ignored.
         """
         if "start" in order:
             self._start(order["start"], order["order"])
@@ -218,7 +219,10 @@ class _Zygote:
             child.kill_at = time.monotonic() + process_groups.GRACE_S
 
     def _kill_overdue_and_report_ended(self) -> None:
-        """Send SIGKILL to groups whose time is up; report and forget the workers whose whole group is gone."""
+        """Send SIGKILL to groups whose time is up; report and forget the workers whose whole group is gone.
+
+        If there are any, `_do_idle_work` looks for strays.
+        """
         now = time.monotonic()
         for child in list(self._workers.values()):
             if child.kill_at is not None and now >= child.kill_at:
@@ -229,7 +233,11 @@ class _Zygote:
                 self._may_have_strays = True
 
     def _do_idle_work(self) -> None:
-        """While no message waits: end daemons that ended workers left behind, and fork the reserve if there is none."""
+        """Kill the daemons that ended workers left behind, and fork the worker in reserve if there is none.
+
+        `serve` calls this while no message waits. Daemons are looked for only if a worker has ended since the last
+        time.
+        """
         if self._may_have_strays:
             self._may_have_strays = False
             self._end_strays()
@@ -251,9 +259,10 @@ class _Zygote:
                 os.waitpid(stray, 0)
 
     def _end_all(self) -> None:
-        """End every worker, the one in reserve and all strays, and forget them; return when they are gone.
+        """End every worker, and then the one in reserve and all strays; forget them, and return when they are gone.
 
-        Workers get SIGTERM and a grace period, the others SIGKILL at once.
+        Workers get SIGTERM, and SIGKILL after a grace period; the others only SIGKILL (`_end_strays`). Without /proc
+        the others are not found, and nothing waits for the SIGKILL.
         """
         deadline = time.monotonic() + process_groups.GRACE_S
         for child in self._workers.values():
@@ -303,9 +312,10 @@ def _drain(descriptor: int) -> None:
 
 
 def main() -> None:
-    """Run as a zygote until the parent closes the pipe, and exit: orders come in at stdin, reports go out at stdout.
+    """Run as a zygote until the parent closes the pipe or ends, and exit: orders come at stdin, reports go to stdout.
 
-    Interrupts (SIGINT) are ignored. What imported code prints goes to stderr.
+    Interrupts (SIGINT) are ignored. What imported code prints goes to stderr. On Linux this process adopts those whose
+    parents, its workers, have ended.
     """
     # threads without work sleep, and leave the machine to the other workers
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

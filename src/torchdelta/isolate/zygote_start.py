@@ -86,9 +86,9 @@ class ForkedZygote:
                 os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for its end. Raise subprocess.TimeoutExpired if that takes longer than `timeout` seconds.
+        """Wait for the zygote's end. Raise subprocess.TimeoutExpired if that takes longer than `timeout` seconds.
 
-        Without a timeout, wait for ever.
+        With None, wait for ever. The status is not returned.
         """
         until = float("inf") if timeout is None else time.monotonic() + timeout
         while not self._is_reaped():
@@ -98,7 +98,7 @@ class ForkedZygote:
             time.sleep(_SOON_S)
 
     def _is_reaped(self) -> bool:
-        """Return whether the process has ended, and collect its status if so; do not wait.
+        """Return whether the process has ended, without waiting; if so, have the system drop it, and remember that.
 
         It also counts as ended if other code in this process has collected its status.
         """

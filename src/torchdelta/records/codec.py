@@ -86,10 +86,10 @@ def from_json(text: str, kind: type[_Saved]) -> _Saved: ...
 @overload
 def from_json(text: str, kind: None) -> Saved: ...
 def from_json(text: str, kind: Any = Report) -> Saved:
-    """Return the report that `to_json` turned into `text`; raise ReportUnreadable if the text is not one.
+    """Return the record of the class `kind` that `to_json` turned into `text`; None reads any kind of record.
 
-    `kind` is the class of the record that is expected instead; with None any kind is read. A record of another kind or
-    another schema version is refused too.
+    Raise ReportUnreadable if the text is not strict JSON, or a record of another kind or another schema version, or
+    damaged.
     """
     try:
         data = from_text(text)
@@ -140,7 +140,7 @@ def read_report(path: str | os.PathLike[str], kind: type[_Saved]) -> _Saved: ...
 @overload
 def read_report(path: str | os.PathLike[str], kind: None) -> Saved: ...
 def read_report(path: str | os.PathLike[str], kind: Any = Report) -> Saved:
-    """Return the report in a file, or the record of another class `kind` (None: of any kind).
+    """Return the record of the class `kind` in a file that `write_report` wrote; None reads any kind of record.
 
     Raise ReportUnreadable, with the name of the file, if it cannot be read or holds no such record.
     """
@@ -212,9 +212,10 @@ def decode(hint: Any, data: Any, where: str) -> Any:
 
 
 def _decode_union(members: tuple[Any, ...], data: Any, where: str) -> Any:
-    """Return the value that `data` encodes of an optional type (`X | None`) or of a `Scalar`.
+    """Return the value that `data` encodes of an optional type (`X | None`) or of a `Scalar` (also `Scalar | None`).
 
-    `members` are the types of the union. Raise ReportUnreadable if `data` is of none of them.
+    `members` are the types of the union. In a `Scalar` the words "nan", "inf" and "-inf" are floats. Raise
+    ReportUnreadable if `data` encodes a value of none of the types.
     """
     if data is None and type(None) in members:
         return None
@@ -243,7 +244,7 @@ def _decode_plain(data: Any) -> Any:
 
 
 def _decode_float(data: Any, where: str) -> float:
-    """Return a number as a float, also one that is not finite; raise ReportUnreadable if it is not a number.
+    """Return a number, or the word of one ("nan", "inf", "-inf"), as a float; raise ReportUnreadable for other data.
 
     A bool is not a number here, and an integer that is too large for a float is refused as well.
     """

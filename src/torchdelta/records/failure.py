@@ -36,8 +36,8 @@ def essence(message: str) -> str:
     """Return the part of a message that says what is wrong: a compiler's first error, or the first paragraph.
 
     If a line contains " error: ", that is the text behind it in the first such line. If the first line is that of a
-    wrapper (`… raised:`), it is the next line that is not empty. Otherwise it is the first paragraph as one line,
-    without the dump of arguments that inductor appends.
+    wrapper (`… raised:`), it is the next line that is not empty, if there is one. Otherwise it is the first paragraph
+    as one line, without the dump of arguments that inductor appends.
     """
     lines = [line.strip() for line in message.strip().splitlines()]
     if errors := [line.partition(" error: ")[2] for line in lines if " error: " in line]:
@@ -66,7 +66,7 @@ class Signature:
         return f"{self.kind}/{self.stage}/{self.type}{': ' if self.message else ''}{self.message}{beyond}"
 
     def is_like(self, other: Signature) -> bool:
-        """Tell whether a part of a program that fails with `other` may be the cause that the whole fails with this.
+        """Tell whether this failure and `other` may have the same cause, if one is of a program, and one of its part.
 
         Kind, type and message must be equal, and for divergences the stage too; `where` and the magnitude do not
         matter.
@@ -78,7 +78,8 @@ class Signature:
         """Tell whether another failure is this one: kind, type, message and `where` are equal, and so is the stage.
 
         The stage counts for exceptions and divergences only. The error of another divergence may be larger or smaller,
-        but if this one is clear (`CLEAR`), the other must be clear too.
+        but if this one is clear (`CLEAR`), the other must be clear too. If one of them has no magnitude, the errors do
+        not count.
         """
         is_same = (self.kind, self.type, self.message, self.where) == (
             other.kind,

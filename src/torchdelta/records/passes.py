@@ -51,9 +51,9 @@ class PassRow:
     def effect(self) -> str:
         """The effect on the graph in a word or two: `not run`, `unchanged`, `inherited`, `not asked`, or a verdict.
 
-        `unchanged` is the word for a pass that did not fail either. `inherited` means that the graph fails against the
-        original one, but not against the one before this pass. Otherwise the word is the verdict `introduced`, or `not
-        asked` if it is None.
+        - `unchanged`: the pass left the graph as it was, and did not fail.
+        - `inherited`: the graph fails against the original one, and `introduced` is no failure, or None.
+        - Otherwise the verdict `introduced`, or `not asked` if that is None.
         """
         if not self.has_run:
             return "not run"
@@ -107,8 +107,8 @@ class PassFinding:
 def _lines(pipeline: Pipeline) -> Iterator[str]:
     """Yield the text of a pipeline: a headline, one line for each pass, and the notes.
 
-    The headline names the first guilty pass, if there is one. A pass that changed nothing and did not fail has no
-    culprit or reason on its line, but its note.
+    The headline names the first guilty pass, if there is one. The line of a pass has its number, name, effect, culprit,
+    reason and note. If the pass changed nothing and did not fail, culprit and reason are left out.
     """
     first = pipeline.first
     where = f", and {first.name} is the first to go wrong" if first is not None else ""

@@ -68,9 +68,9 @@ class Recording:
 
 
 def recording_of(program: object) -> Recording | None:
-    """Return the record of a program that is the path of a recorded directory, or None if it is any other program.
+    """Return the record of a program that is a text, the path of a recorded directory; None for any other program.
 
-    ReportUnreadable if the program is a directory without a record, or with one that cannot be read.
+    ReportUnreadable if the text names a directory without a record, or with one that cannot be read.
     """
     if not isinstance(program, str) or not os.path.isdir(program):
         return None
@@ -83,9 +83,9 @@ def write_recording(recording: Recording, directory: str | os.PathLike[str]) -> 
 
 
 def read_recording(directory: str | os.PathLike[str]) -> Recording:
-    """Return the record in a directory; raise ReportUnreadable if there is none, or none that can be read.
+    """Return the record in a directory; raise ReportUnreadable if it is missing or cannot be read.
 
-    The message tells a missing record from one that cannot be read.
+    The message says which, and why: the record may be damaged, or of another version.
     """
     path = Path(directory) / RECORDING
     try:

@@ -177,9 +177,10 @@ def environment_without_torch() -> Environment:
 
 
 def reason_of(report: Report) -> str:
-    """Return one line: the failure, else the first reason that a stage has, else the reason of the worst comparison.
+    """Return the failure, else the first reason that a stage has, else the reason of the worst comparison, as text.
 
-    Return an empty text if there is none of them. Of a failure it is the type and the first line of the message.
+    The failure is its type and the first line of its message; reasons are not cut. An equivalent report has the reason
+    of a comparison too. Return an empty text if there is none of them.
     """
     if report.failure is not None:
         return f"{report.failure.type}: {report.failure.message}".splitlines()[0]
@@ -193,11 +194,11 @@ def diverged_comparisons(report: Report) -> list[Comparison]:
 
 
 def explain_verdict(report: Report) -> str:
-    """Return one line on why a report is not equivalent: the stage, the leaf, the reason and the values there.
+    """Return one line on why a report has its verdict: the stage, the leaf, the reason and the worst element's values.
 
     The stage is the first of those with the worst verdict, and the leaf its worst with the same verdict; if no leaf has
-    it, the line has the stage's own reason. For a report with a failure it is `reason_of`. The report must have a
-    failure or a stage.
+    that verdict, the line has the stage and its own reason. Of a report with a failure, the line is `reason_of`. Raise
+    ValueError if the report has neither a failure nor a stage.
     """
     if report.failure is not None:
         return reason_of(report)

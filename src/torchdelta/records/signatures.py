@@ -47,9 +47,10 @@ def diverged_leaves(report: Report) -> tuple[tuple[Signature, str], ...]:
 
 
 def keep_only(report: Report, wanted: Signature) -> Report:
-    """Return a copy of the report without the leaves that diverged with another signature than `wanted`.
+    """Return a copy of the report without the leaves that diverged otherwise than `wanted` (`Signature.is_same_as`).
 
-    Leaves that did not diverge stay, and so do all verdicts. A report with a failure is returned unchanged.
+    Leaves that did not diverge stay, and so do the verdicts of report and stages. A report with a failure is returned
+    unchanged.
     """
     if report.failure is not None:
         return report
@@ -70,8 +71,8 @@ def keep_only(report: Report, wanted: Signature) -> Report:
 def _describe(comparison: Comparison, stage: str) -> Signature:
     """Return the signature of a leaf that diverged; `stage` is the name of its stage.
 
-    Its type are the broken clauses that are not excused, with commas between them. If there are none, it is `not
-    finite` (a NaN or Inf is misplaced) or `values`, and the signature has the order of magnitude of the error.
+    Its type are the broken clauses that are not excused, with commas between them; then it has no magnitude. If there
+    are none, the type is `not finite` (a NaN or Inf is misplaced) or `values`, and `_magnitude` is the magnitude.
     """
     clauses = sorted({breach.clause for breach in comparison.contract if not breach.excused})
     if clauses:
@@ -87,9 +88,9 @@ def _describe(comparison: Comparison, stage: str) -> Signature:
 
 
 def _magnitude(comparison: Comparison) -> int:
-    """Return the order of magnitude of error over allowed error, from 0 to MOST.
+    """Return the order of magnitude of error over allowed error, from 0 (also if it is below 1) to MOST.
 
-    It is also MOST if the ratio is infinite, or zero because nothing was measured.
+    It is MOST also if the ratio is infinite, and if it is 0, because nothing was measured.
     """
     ratio = comparison.ratio
     if ratio == 0.0 or math.isinf(ratio):  # an exact comparison knows only equal and different

@@ -33,9 +33,10 @@ _ESCAPE = "\\"
 
 
 def to_text(data: Any, *, indent: int | None = None, is_compact: bool = False) -> str:
-    """Return JSON's own types as strict JSON, on one line unless `indent` is set; compact text has no spaces.
+    """Return data as strict JSON, on one line unless `indent` is set; `is_compact` drops the spaces after `,` and `:`.
 
-    Raise ValueError or TypeError if `data` holds any other value, such as a NaN.
+    A tuple becomes a list, and a key that is a number, a bool or None becomes a text. Raise ValueError for a NaN, an
+    infinity or a cycle, and TypeError for an object that JSON does not have.
     """
     separators = (",", ":") if is_compact else None
     return json.dumps(data, allow_nan=False, indent=indent, separators=separators)
@@ -80,7 +81,7 @@ def read_json(path: Path, *, remedy: str) -> Any:
 def write_json(path: Path, data: Any, *, indent: int | None = None) -> None:
     """Replace a file by strict JSON, compact unless `indent` is set; raise UsageError if it cannot be written.
 
-    ValueError or TypeError if `data` holds anything but JSON's own types, or a NaN; then the file is as before.
+    ValueError or TypeError if strict JSON cannot hold the data (`to_text`). After an error the file is as before.
     """
     text = to_text(data, indent=indent, is_compact=indent is None) + "\n"
     try:
@@ -92,8 +93,8 @@ def write_json(path: Path, data: Any, *, indent: int | None = None) -> None:
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a new file and move it to `path`: a reader sees the old content or all of the new.
 
-    `write` gets the path of the new file, which is beside the old one. Errors of `write` are passed on; then the old
-    content is still there, and the new file is removed.
+    `write` gets the path of the new file, which is in the same directory and does not exist yet. Errors are passed on;
+    then the old content is still there, and the new file is removed. A link at `path` is replaced, not followed.
     """
     # not from `tempfile`, whose files are private: a report is as readable as any other file of the user
     unfinished = path.parent / f".torchdelta-{os.urandom(8).hex()}"
@@ -120,7 +121,7 @@ class FileFormat:
         write_json(path, {**header, **content}, indent=indent)
 
     def read(self, path: Path) -> dict[str, Any]:
-        """Return the content of a file, a dict, without the entries for format and version.
+        """Return the dict that a file of this format holds, without the entries for format and version.
 
         Raise ReportUnreadable if it cannot be read, is not strict JSON, is of another format or has another version.
         """

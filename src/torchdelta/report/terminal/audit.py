@@ -44,8 +44,9 @@ def print_audit(audit: Audit, console: Console | None = None, *, verbose: bool =
 def _parts(audit: Audit, *, verbose: bool) -> Iterator[RenderableType]:
     """Yield the parts of the report in order: catch rate, settings, control, table, and faults that were not caught.
 
-    Before the last part come the kinds of fault that the program has no place for. Faults that were missed,
-    inconclusive or crashed are listed one by one if `verbose`; otherwise a line says that `--verbose` shows them.
+    Before the last part come the kinds of fault that the program has no place for. Not caught are those that were
+    missed, inconclusive or crashed: they are listed one by one if `verbose`; otherwise a line says that `--verbose`
+    shows them. Without trials there is no table.
     """
     case = audit.case
     yield Text.assemble((_catch_rate_text(audit), "bold"), f"  {case.program} under {case.transform}")

@@ -80,10 +80,10 @@ def _stage_lines(report: Report) -> Iterator[Text]:
 
 
 def _stage_summary(stage: Stage) -> str:
-    """Return how many leaves were compared, and how many of them have which verdict other than equivalent.
+    """Return a text: how many leaves were compared, and how many of them have which verdict other than equivalent.
 
-    If all are equivalent, return how many are bitwise identical, and the resolution (`_resolution_text`). Leaves
-    without a measurement count as identical. The text for a stage without comparisons is "nothing compared".
+    If all are equivalent, it says instead how many are bitwise identical, and the resolution (`_resolution_text`).
+    Leaves without a measurement count as identical. Without comparisons the text is "nothing compared".
     """
     if not stage.comparisons:
         return "nothing compared"
@@ -102,7 +102,10 @@ def _stage_summary(stage: Stage) -> str:
 
 
 def _resolution_text(stage: Stage) -> str:
-    """Return the smallest relative error that would have been seen, as the median of all measured leaves."""
+    """Return the smallest relative error that would have been seen, as the median of all measured leaves.
+
+    The text is empty if no leaf has one.
+    """
     resolutions = [
         comparison.resolution for comparison in stage.comparisons if comparison.measurement and comparison.resolution
     ]
@@ -116,10 +119,11 @@ def _worst_first(report: Report) -> list[tuple[str, Comparison]]:
 
 
 def _comparison_parts(report: Report, *, width: int, verbose: bool) -> Iterator[RenderableType]:
-    """Yield the worst comparisons of all stages, as a table or on lines of their own, and how many are not shown.
+    """Yield the worst comparisons of all stages, as a table or on lines of their own, and how many were cut off.
 
-    The table needs a `width` of at least TABLE_COLUMNS. Without `verbose`, leaves that were not measured are left out,
-    and only the first few others are shown, fewer if the report is equivalent. Yield nothing if there is no comparison.
+    The table needs a `width` of at least TABLE_COLUMNS. Without `verbose`, comparisons without a measurement are left
+    out and not counted, and only the first few others are shown, fewer if the report is equivalent. Yield nothing if no
+    comparison is left.
     """
     rows = [comparison for _, comparison in _worst_first(report) if verbose or comparison.measurement is not None]
     limit = _ROWS_WHEN_EQUIVALENT if report.verdict is Verdict.EQUIVALENT else _ROWS_OTHERWISE
@@ -199,8 +203,9 @@ def _reduction_remarks(report: Report) -> Iterator[tuple[str, str]]:
 def _reason_remarks(report: Report, *, verbose: bool) -> Iterator[tuple[str, str]]:
     """Yield the reasons of stages, then those of the leaves that are not equivalent, the worst first, as (label, text).
 
-    Stages with the same reason share a remark, and only the first statement of it is shown. Without `verbose` there are
-    at most `_REASONS` leaves, with the number of those left out, and a hint if there is a traceback.
+    Stages with the same reason share a remark, and only the first line of it is shown, or two if the first ends in a
+    colon. Without `verbose` there are at most `_REASONS` leaves, with the number of those left out, and a hint if there
+    is a traceback.
     """
     stages_of: dict[str, list[str]] = {}
     for stage in report.stages:
@@ -225,8 +230,9 @@ def _reason_remarks(report: Report, *, verbose: bool) -> Iterator[tuple[str, str
 def _note_remarks(report: Report, *, verbose: bool) -> Iterator[tuple[str, str]]:
     """Yield the notes of the report, and notes on excused clauses, the float64 question and captured graphs.
 
-    Each is (label, text). The float64 question has a note only if it was wanted and the report says why it was not
-    asked or not answered. Without `verbose` only the first `_NOTES` are shown, with the number of those left out.
+    Each is (label, text). The float64 question has a note only if it was wanted, the candidate did not fail, and the
+    report says why it was not asked or not answered; a comparison of two values has none. Without `verbose` only the
+    first `_NOTES` are shown, with the number of those left out.
     """
     notes = list(report.notes)
     excused_clauses = sorted(

@@ -87,7 +87,10 @@ def _count_remarks(summary: GuardSummary, watched: PassSummary | None) -> Iterat
 
 
 def _passes_text(watched: PassSummary) -> str:
-    """Return how many passes ran over how many graphs, and how many of them change results; or that no pass ran."""
+    """Return a text: how many passes ran over how many graphs, and how many change results; or that no pass ran.
+
+    Of the graphs it also says how many were changed and checked.
+    """
     if not watched.passes:
         return "none: inductor ran no pass"
     finding_count = len(watched.findings)
@@ -101,10 +104,10 @@ def _passes_text(watched: PassSummary) -> str:
 
 
 def _finding_part(graph: GuardedGraphRecord) -> RenderableType:
-    """Return a checked graph's verdict, its culprit or reason, and where its report and repro are.
+    """Return a checked graph's verdict, its culprit or else its reason, and where its report and repro are.
 
-    The verdict comes with the call that it is about. The origin of the graph is shown if there is no culprit.
-    `graph.verdict` must not be None.
+    The verdict comes with the call that it is about. The origin of the graph is shown only if there is no culprit.
+    What the graph does not have is left out, but `graph.verdict` must not be None.
     """
     assert graph.verdict is not None
     when = (
@@ -144,7 +147,7 @@ def _reason_remarks(culprit: Culprit | None, reason: str) -> list[Remark]:
 def _closing_remarks(summary: GuardSummary, watched: PassSummary | None) -> Iterator[Remark]:
     """Yield the first few notes on graphs and passes, the path of the index of findings, and the time of the checks.
 
-    The path and the time are left out if there are none.
+    Of further notes only the number is shown. The path and the time are left out if there are none.
     """
     notes = [*summary.notes, *(watched.notes if watched is not None else ())]
     yield from _limit_remarks([("note", note) for note in notes])

@@ -70,10 +70,10 @@ def print_location(location: Location, console: Console | None = None, *, verbos
 
 
 def _finding_remarks(location: Location, *, show_all: bool) -> Iterator[Remark]:
-    """Yield the ladder, the reason of the check, and the culprits, or that none was found and why.
+    """Yield remarks: the ladder of rungs, the reason of the check, and the culprits, or that none was found and why.
 
-    `show_all` shows every culprit, not only the first few. A location without rungs or without a reason has no such
-    remark.
+    `show_all` shows every culprit, not only the first few. The ladder is left out without rungs, and the reason if it
+    is empty.
     """
     if location.rungs:
         yield "ladder", _ladder_text(location)
@@ -104,7 +104,7 @@ def _explain_missing_culprit(location: Location) -> Iterator[str]:
     """Yield sentences on what was compared without finding a culprit, and what to try next.
 
     They depend on the kind of comparison (captures show no node by itself), on whether any pair was compared, and on
-    the verdict.
+    the verdict: of an equivalent location they say that there is nothing to locate.
     """
     nodes = _noun(location)
     if location.case.stages == (VALUES,):
@@ -133,7 +133,7 @@ def _explain_missing_culprit(location: Location) -> Iterator[str]:
 
 
 def _suggestions(location: Location) -> Iterator[str]:
-    """Yield options and commands that may lead further when all compared pairs are right by themselves.
+    """Yield sentences on options and commands that may lead further if all compared pairs are right by themselves.
 
     `--cause` if the ladder reached a backend. Then one of: `--mapping` for unmatched nodes, a look at unmatched
     modules, or `check --verbose`.
@@ -152,8 +152,9 @@ def _suggestions(location: Location) -> Iterator[str]:
 def _worst_node_parts(location: Location, *, width: int, show_all: bool) -> Iterator[RenderableType]:
     """Yield the worst nodes, as a table or on lines of their own, and how many are not shown.
 
-    The table needs a `width` of at least TABLE_COLUMNS. Without `show_all`, pairs that were judged and do not differ
-    are left out, and at most `_MOST_ROWS` are shown. Yield nothing if no pair is left.
+    The table needs a `width` of at least TABLE_COLUMNS. Without `show_all`, pairs without a difference
+    (`has_difference`) are left out, and at most `_MOST_ROWS` are shown; both numbers are told. Yield nothing if no pair
+    is left.
     """
     nodes = _noun(location)
     candidates = location.table if show_all else [row for row in location.table if has_difference(row)]
@@ -284,7 +285,7 @@ def _noun(location: Location) -> str:
 
 
 def draw_neighbourhood(location: Location, *, width: int) -> Table | None:
-    """Return a drawing of the nodes around the first culprit, or None if there is no culprit or it is not a node.
+    """Return a drawing of the nodes around the first culprit; None if there is no culprit, or the first has no node.
 
     The nodes that it reads are above it, and those that read it below, each with its own error. A column for operations
     needs a `width` of `_WIDE_COLUMNS`; a column for inherited errors appears if any were measured.
@@ -376,8 +377,9 @@ class _Neighbourhood:
     def of(cls, location: Location, culprit: Culprit) -> _Neighbourhood:
         """Return the neighbourhood of a culprit among all nodes of the reference, matched ones first.
 
-        The culprit is the node of its name, one that is wrong by itself if there are several. It is added, without
-        inputs, if there is none. If its own row is not wrong, it gets the culprit's error as text.
+        Its centre is the node of the culprit's name; if several have it, the first that is wrong by itself, or else the
+        first. If none has it, a node without inputs is added. Unless the centre's row is wrong by itself, the centre
+        gets the culprit's error as text.
         """
         nodes = [_DrawnNode(row.reference, row) for row in location.table]
         nodes += [_DrawnNode(record, is_unmatched=True) for record in location.unmatched_reference]
@@ -398,7 +400,7 @@ class _Neighbourhood:
         return any(node.record.inputs for node in self.nodes)
 
     def above(self) -> list[_DrawnLine]:
-        """Return the lines for the nodes that the culprit reads, or for the two before it if no edges are known.
+        """Return the lines for the nodes that the culprit reads, or for the two before it if no node has known inputs.
 
         The first line is the farthest from the culprit. Where there is room, the nodes that these read are shown too.
         """
@@ -422,10 +424,10 @@ class _Neighbourhood:
         return sorted(producers, key=lambda each: each.row is None)
 
     def _consumers(self, node: _DrawnNode) -> list[_DrawnNode]:
-        """Return the nodes that read a node: those behind it in the same graph, and unmatched ones, some of them twice.
+        """Return the nodes that read a node: those behind it in the same graph, then all unmatched ones that read it.
 
-        The same graph ends where another node has the same name, because a backward graph follows its forward graph.
-        For a node that was not judged, the search starts at the first node.
+        An unmatched one can come twice. The same graph ends where another judged node has the same name, because a
+        backward graph follows its forward graph. For a node without a row, the search starts at the first node.
         """
         consumers = []
         start = 0 if node.row is None else self._place_of(node) + 1
@@ -457,8 +459,8 @@ def _branches(centre: _DrawnNode, neighbours_of: Callable[[_DrawnNode], list[_Dr
     """Return the neighbours of the culprit as lines of a tree, with their own neighbours if there is room.
 
     `neighbours_of` returns the neighbours of a node, in one direction. No node is drawn twice. There are at most
-    `_MOST_LINES` lines; if the first neighbours need more, the last line says how many are left out. The neighbours of
-    a neighbour are drawn if they are informative and all of them fit.
+    `_MOST_LINES` lines; if the culprit's neighbours need more, the last line says how many are left out. Of a
+    neighbour's own neighbours those that are informative are drawn below it, if all of these fit, or none.
     """
     drawn_names = {centre.record.name}
     neighbours = _undrawn(neighbours_of(centre), drawn_names)
@@ -497,7 +499,7 @@ def own_comparisons(row: Row) -> tuple[Comparison, ...]:
 
 
 def own_verdict(row: Row) -> Verdict:
-    """Return the worst verdict of a node by itself.
+    """Return the worst verdict of a node by itself: that of `own_comparisons`.
 
     Without any comparison it is inconclusive if the row has a reason why it could not be judged, otherwise equivalent.
     """
@@ -516,8 +518,9 @@ def has_difference(row: Row) -> bool:
 def own_error(row: Row) -> str:
     """Return the error of a node on the reference's inputs as text, in multiples of its noise if that is known.
 
-    The worst of its own comparisons counts; "(gradients)" follows if it is one of a gradient. Without any comparison
-    the text is "not judged" if the row has a reason for that, otherwise "identical".
+    It is that of the worst of `own_comparisons` (`_own_error_of`), which may also be "identical" or "other dtype";
+    "(gradients)" follows if it is one of a gradient. Without any comparison the text is "not judged" if the row has a
+    reason for that, otherwise "identical".
     """
     worst = worst_comparison(own_comparisons(row))
     if worst is None:
@@ -529,8 +532,9 @@ def own_error(row: Row) -> str:
 def _own_error_of(comparison: Comparison) -> str:
     """Return the error of one comparison as text.
 
-    That is, the first that applies: "other dtype and shape" for clauses that are broken and not excused; "identical";
-    the verdict, if there is no error in numbers; the error in multiples of the noise; the error itself.
+    That is, the first that applies: "other" with the clauses that are broken and not excused ("other dtype and shape");
+    "identical"; the verdict, if there is no error in numbers; the error in multiples of the noise, if that is known;
+    the error itself.
     """
     if broken_clauses := [breach.clause for breach in comparison.contract if not breach.excused]:
         return f"other {' and '.join(broken_clauses)}"
@@ -584,9 +588,9 @@ def other_differences(row: Row) -> str:
 
 
 def _other_differences_of(comparison: Comparison) -> Iterator[str]:
-    """Yield a text for each difference in the counts of NaN and Inf, and for each broken clause that is worth showing.
+    """Yield a text for each difference in the counts of NaN and Inf, and for each broken clause that `_is_relevant`.
 
-    Yield the reason of a comparison that is not equivalent and has neither a measurement nor broken clauses.
+    If there is neither a measurement nor a broken clause, yield the comparison's reason, unless it is equivalent.
     """
     if numbers := comparison.measurement:
         if numbers.nan_reference != numbers.nan_candidate:
@@ -613,8 +617,9 @@ def sort_worst_first(rows: Iterable[Row]) -> list[Row]:
 def _rank(row: Row) -> tuple[tuple[float, ...], float, float]:
     """Return the sort key of a row, higher for worse: own failure, inherited loss of signal, and own error ratio.
 
-    The first is the rank of the worst own comparison, or empty if that is equivalent; the second is in dB, and minus
-    infinity without any inherited comparison.
+    The first is the rank of the worst own comparison, or empty if that is equivalent or missing. The second is the
+    largest in dB, and minus infinity without any inherited comparison. The third is error over allowed error of the
+    worst own comparison, or 0 without one.
     """
     worst = worst_comparison(own_comparisons(row))
     failure_rank = worst.rank if worst is not None and worst.verdict is not Verdict.EQUIVALENT else ()
@@ -628,8 +633,8 @@ def _rank(row: Row) -> tuple[tuple[float, ...], float, float]:
 def _signal_loss(comparison: Comparison) -> float:
     """Return the loss of signal in dB, which is minus the SQNR.
 
-    A comparison without a measurement, or with a misplaced NaN or Inf, loses minus infinity if it is equivalent,
-    otherwise infinity.
+    For a comparison without a measurement, or with a misplaced NaN or Inf, it is minus infinity if that is equivalent,
+    otherwise infinity. It is infinity also if the SQNR is NaN.
     """
     if comparison.measurement is None or comparison.measurement.misplaced:
         return -math.inf if comparison.verdict is Verdict.EQUIVALENT else math.inf

@@ -57,7 +57,7 @@ def _operator_parts(report: OpReport, *, verbose: bool) -> Iterator[RenderableTy
 def _probe_lines(probe: Probe, width: int, *, verbose: bool) -> Iterator[Text]:
     """Yield a line with the verdict's mark, the name and the reason of a probe, and a line for each line of its remedy.
 
-    The name is padded to `width`. Without `verbose` only the first line of the reason is shown.
+    The name is padded to `width`. Without `verbose` only the first line of the reason is shown, cut off if it is long.
     """
     reason = probe.reason if verbose else _first_line(probe.reason)
     mark = (MARK[probe.verdict], STYLE[probe.verdict])
@@ -104,7 +104,7 @@ def _verdicts_by_dtype(sweep: Sweep) -> Iterator[tuple[str, Counter[Verdict]]]:
 
 
 def _verdicts_by_probe(sweep: Sweep) -> Iterator[tuple[str, Counter[Verdict]]]:
-    """Yield each probe with the number of rows (an operator in a dtype) that have each verdict for it."""
+    """Yield (probe, counts) for each probe: how many rows (an operator in a dtype) have each verdict for it."""
     counts: dict[str, Counter[Verdict]] = {}
     for each in sweep.swept:
         for probe, verdict in each.probes.items():
@@ -131,7 +131,7 @@ def _table(label: str, rows: Iterable[tuple[str, Mapping[Verdict, int]]]) -> Tab
 def _failure_lines(swept: Sequence[SweepRow]) -> Iterator[RenderableType]:
     """Yield a line for each operator and dtype that failed, the worst verdicts first.
 
-    Each verdict begins with an empty line. Inconclusive ones are not failures.
+    An empty line comes before those of each verdict. Inconclusive ones are not failures.
     """
     for verdict in _WORST_FIRST:
         failures = [each for each in swept if each.verdict is verdict]
@@ -143,7 +143,8 @@ def _failure_lines(swept: Sequence[SweepRow]) -> Iterator[RenderableType]:
 def _undecided_parts(swept: Sequence[SweepRow], *, verbose: bool) -> Iterator[RenderableType]:
     """Yield the inconclusive operators one by one if `verbose`, otherwise the most frequent reasons with their numbers.
 
-    Yield nothing if none is inconclusive. The reasons are followed by a hint at `--verbose`.
+    An empty line comes first. The reasons, each behind its probe, are followed by the number of other operators and a
+    hint at `--verbose`. Yield nothing if none is inconclusive.
     """
     undecided = [each for each in swept if each.verdict is Verdict.INCONCLUSIVE]
     if not undecided:
@@ -161,7 +162,7 @@ def _undecided_parts(swept: Sequence[SweepRow], *, verbose: bool) -> Iterator[Re
 
 
 def _sweep_line(each: SweepRow) -> Text:
-    """Return one line for an operator and dtype: the verdict's mark, the probe, the sample and the reason.
+    """Return one line: the verdict's mark, the operator, its dtype, the probe, the sample and the reason.
 
     Only the first line of the reason is shown; without a probe the line says "its samples".
     """
@@ -174,7 +175,10 @@ def _sweep_line(each: SweepRow) -> Text:
 
 
 def _skipped_samples(swept: Sequence[SweepRow]) -> Iterator[str]:
-    """Yield how many samples were left out, for each reason, and how many eager itself rejects."""
+    """Yield a text on how many samples were left out, for each reason, and one on how many eager itself rejects.
+
+    Yield nothing if all samples were checked.
+    """
     reasons: Counter[str] = Counter()
     for each in swept:
         reasons.update(each.left_out)

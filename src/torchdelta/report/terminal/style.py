@@ -67,8 +67,9 @@ def headline(report: Report | Location) -> RenderableType:
 def _settings(case: Case) -> Iterator[str]:
     """Yield the settings of a case that matter for its verdict, each in a few words.
 
-    The policy, the seed and all options of the transform are always there. Other settings are there if they differ from
-    the default, and the optimizer if its steps are compared.
+    The options of the transform, the policy and the seed are always there. Ignored and strict clauses, iterations, the
+    loss, deterministic algorithms and anomaly mode are there if they differ from the default, and the optimizer if the
+    stage `steps` is compared. Other settings are not shown.
     """
     yield from (f"{name}={value}" for name, value in case.options.items())
     yield f"policy {case.policy}"
@@ -145,7 +146,7 @@ def culprit_remarks(culprits: Sequence[Culprit], *, show_all: bool) -> Iterator[
 def _culprit_line(culprit: Culprit) -> Text:
     """Return the operation, node, module, stage and rung of a culprit on one line, as far as they are known.
 
-    A culprit without a node is called "no single node", with its stage and rung.
+    A culprit without a node is called "no single node", with its stage (`forward` if it is not known) and its rung.
     """
     if not culprit.node:
         return Text.assemble(("no single node", "bold"), f", in {culprit.stage or 'forward'}{_rung_suffix(culprit)}")
@@ -174,9 +175,9 @@ def _culprit_details(culprit: Culprit) -> Iterator[Text]:
 
 
 def _error_text(culprit: Culprit) -> str:
-    """Return a culprit's own error, its noise, and its reason or else the error in multiples of the noise.
+    """Return a text with a culprit's own error, its noise, and its reason or else the error in multiples of the noise.
 
-    Without noise there is only the error, and the reason if there is one.
+    Without noise (0) there is only the error, and the reason if there is one.
     """
     error = f"error {number(culprit.local_error)} by itself"
     if not culprit.noise:
