@@ -258,8 +258,9 @@ class ScriptMain:
 def ask_values(divergence: Divergence, sides: ScriptSides, bound: Bound) -> ScriptMain:
     """Return the source of a `main` that tells whether any element of the leaf differs by more than the bound.
 
-    It prints the worst element on all sides. NaN on both sides counts as equal, and NaN on one side as beyond any
-    bound. Sides of another shape are an error of the script.
+    It compares the candidate with the reference, and prints the worst element of both, and of the truth if there is
+    one. NaN on both sides counts as equal, and NaN on one side as beyond any bound. Sides of different shapes are an
+    error of the script.
     """
     wide = "to(torch.complex128)" if (divergence.comparison.dtype or "").startswith("complex") else "double()"
     truth = ", {truth[worst].item()} in float64" if sides.truth else ""
