@@ -50,7 +50,10 @@ class Edit:
     """Whether the reducer will probably accept the edit; None if that cannot be predicted."""
 
     def merge(self, other: Edit) -> Edit:
-        """Return one edit that does both. Where they contradict each other, `other` decides; `guess` is None."""
+        """Return one edit that does both: their sets and mappings joined. Where they contradict, `other` decides.
+
+        Its `guess` is None.
+        """
         return Edit(
             cut=self.cut | other.cut,
             replacements={**self.replacements, **other.replacements},
@@ -66,8 +69,9 @@ class Edit:
     def apply(self, subject: Subject) -> Subject | None:
         """Return the changed subject as a new one, or None if no operation is left in it; `subject` is not changed.
 
-        Inputs and nodes that neither an output nor an effect needs are removed. Tensors that were drawn are drawn again
-        for their new shape, unless the edit has another value for them. The result has no `origin`.
+        Inputs and nodes that neither an output nor an effect needs are removed. A node in `cut` whose value is a number
+        becomes a literal, and one whose value is neither that nor a tensor is not cut. Tensors that were drawn are
+        drawn again for their new shape, unless the edit has another value for them. The result has no `origin`.
         """
         names = {node.name for node in subject.graph.graph.nodes}
         cut = {name: subject.values[name] for name in cuttable(subject, self.cut & names)}
@@ -119,8 +123,8 @@ def merge_edits(edits: Iterable[Edit]) -> Edit:
 def keep_only(subject: Subject, names: Sequence[str]) -> Edit:
     """Return the edit that keeps the named nodes and removes every other node, effects included.
 
-    The nodes read the reference's values as inputs, and the graph returns their tensors that it returned before or that
-    removed nodes read.
+    What the kept nodes read of removed nodes becomes an input with the reference's value. The graph then returns the
+    tensors of kept nodes that it returned before or that removed nodes read.
     """
     outside = frozenset(node.name for node in subject.nodes) - set(names)
     return Edit(cut=cuttable(subject, outside), outputs=region_outputs(subject, names), dropped=outside)
@@ -169,10 +173,10 @@ def _narrow(value: Any, sizes: Mapping[int, int]) -> Any:
 
 
 def _resize_arguments(node: Node, sizes: Mapping[int, int], all_sizes: set[int]) -> None:
-    """Change a node's integer arguments in place that equal a changed size, or its product with another size.
+    """Change a node's integer arguments in place that equal a changed size, or its product with one of `all_sizes`.
 
-    `sizes` maps old sizes to new ones; `all_sizes` are the sizes of all inputs before the change. Integers in nested
-    lists, tuples and dicts are changed too.
+    `sizes` maps old sizes to new ones; `all_sizes` are the sizes above one of all inputs before the change. Integers in
+    nested lists, tuples and dicts are changed too.
     """
     numbers = dict(sizes)
     for old, new in sizes.items():

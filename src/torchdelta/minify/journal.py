@@ -75,7 +75,8 @@ class Journal:
     def read(self, *, allow: Sequence[str] = ()) -> tuple[Subject, Entry]:
         """Return the best subject and the entry; raise ReportUnreadable if the files are missing or damaged.
 
-        `allow` names the modules whose functions the subject may call; raise ReportUnreadable also if it calls another.
+        `allow` names the modules whose functions the subject may call; raise ReportUnreadable also if it calls one of
+        another module.
         """
         path = self.directory / _FILE
         try:

@@ -80,7 +80,8 @@ class Minifier:
 
         With `is_resumed`, the reduction continues from the best subject in `out`; raise NothingToMinify if that does
         not fail any more. If the failure turns out to be flaky, the reduction begins again, and asks several times
-        about each subject. With `out`, the best subject is kept there; `notes` are added to.
+        about each subject; raise NothingToMinify if it is too rare for that. With `out`, the best subject is kept
+        there; `notes` are added to.
         """
         self.started = time.monotonic()
         entry: Entry | None = None
@@ -120,10 +121,11 @@ class Minifier:
         return self.subjects
 
     def _resumed(self, subjects: Sequence[Subject]) -> tuple[Subject, Entry]:
-        """Return the best subject of an earlier reduction of these subjects, and its entry in the journal.
+        """Return the best subject of an earlier reduction, and its entry in the journal in `out`.
 
-        Raise UsageError if there is no directory `out`, or its graph is of another level; raise ReportUnreadable if it
-        cannot be read.
+        `subjects` are those of the program: the best subject may call functions of their modules only. Raise UsageError
+        if `out` is None, or its graph is of another level; raise ReportUnreadable if the journal or the subject cannot
+        be read.
         """
         best, entry = self._journal.read(allow=[name for subject in subjects for name in subject.modules])
         level = self.limits.level
@@ -142,8 +144,9 @@ class Minifier:
     def _guess(self, subject: Subject) -> Predictor:
         """Return a predictor of the queries that the reduction will most likely need, before the failure is known.
 
-        The predictor assumes a divergence of values in forward, until the first predicted query is answered; from then
-        on the failure in that answer. It returns None if that answer shows no failure, or one that needs gradients.
+        The predictor is a function without arguments. It returns the next subject to ask about, under the assumption
+        that values diverge in forward; once the first predicted query is answered, that the failure is the one in its
+        answer. It then returns None if that answer shows no failure, or one that needs gradients.
         """
         assert isinstance(self.ask, WorkerOracle)
         find = partial(self.ask.find, case=replace(self.ask.case, stages=FORWARD))
@@ -185,8 +188,8 @@ class Minifier:
     def _asking(self) -> Iterator[WorkerOracle | InProcessOracle]:
         """Yield the oracle that answers questions; afterwards end its queries, and the pool unless it was passed in.
 
-        The oracle asks workers; or this process, with a note, if `is_isolated` is false or no other process can import
-        the transform.
+        The oracle asks workers. If `is_isolated` is false or no other process can import the transform, it asks in this
+        process instead, and a note says so.
         """
         spec = spec_of(self.transform)
         if spec is None or not self.is_isolated:
@@ -212,11 +215,12 @@ class Minifier:
                 workers.end()
 
     def _reduced(self, chosen: FailingGraph, ask: Oracle, entry: Entry | None) -> MinifiedGraph:
-        """Return the smallest graph that the reducer finds below the chosen one; `entry` is that of a resumed run.
+        """Return the smallest graph that the reducer finds below the chosen one.
 
-        `ask` answers the queries. With `out`, each new best subject and at last a twin are written there. Adds notes
-        about the twin and about a result that may not be the smallest. Raise FlakyFailure if the failure does not come
-        again; then, as after any error, a script whose run has begun is dropped.
+        `ask` answers the queries; `entry` is that of a resumed run, or None. With `out`, each new best subject, and at
+        last a neighbour that passes (a twin), are written there. Adds notes about the twin and about a result that may
+        not be the smallest. Raise FlakyFailure if the failure does not come again; then, as after any error, a script
+        whose run has begun is dropped.
         """
         subject = chosen.subject
         budget = Budget(queries=self.limits.queries, seconds=self.limits.seconds)
@@ -306,10 +310,10 @@ class Minifier:
         return self.ask.begun + (entry.queries if entry is not None else 0)
 
     def _keeping(self, reducer: Reducer, before: int, resumed: Entry | None) -> Callable[[Subject, Answer], None]:
-        """Return a callback that writes the best subject so far, and the reducer's state, into the journal.
+        """Return a function that writes a best subject, its argument, and the reducer's state into the journal.
 
-        `before` is the number of nodes before the reduction; `resumed` is the entry of an earlier run, whose costs are
-        added.
+        Its second argument, the answer, is not used. `before` is the number of nodes before the reduction; `resumed` is
+        the entry of an earlier run, whose costs are added, or None.
         """
 
         def keep(best: Subject, _: Answer) -> None:

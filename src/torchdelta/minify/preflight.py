@@ -36,7 +36,8 @@ SURE = 0.02
 def stages_of(wanted: Signature, subject: Subject) -> tuple[str, ...]:
     """Return the stages that have to run for a failure to show: `forward`, or `forward` and `gradients`.
 
-    Both if the failure is in `gradients`, or if its process died in an unknown stage and an input requires grad.
+    Both if the failure is in the stage `gradients`, or if an input requires grad and the failure's stage is neither
+    `forward` nor `transform`, for instance unknown, because the process died.
     """
     has_gradients = any(isinstance(value, torch.Tensor) and value.requires_grad for value in subject.inputs)
     is_late = wanted.stage == "gradients" or (has_gradients and wanted.stage not in ("forward", "transform"))
@@ -73,12 +74,12 @@ class Preflight:
     """The culprit cut out alone and the answer about it, if that was asked."""
 
     def choose(self, subjects: Sequence[Subject]) -> FailingGraph:
-        """Return the first graph that shows a failure to follow, and that failure; NothingToMinify if none does.
+        """Return the first graph that shows a failure to follow, and that failure; raise NothingToMinify if none does.
 
-        That is one of `expected`, or any failure if those are empty; in both cases `limits.match` must allow it. The
-        semantic question is asked in a second round only. If only other failures than the expected show, the first of
-        them is followed, with a note. If none shows, but some are expected, the last round is repeated up to `TRIALS -
-        1` times. The answers are asked of `ask`, whose `case` has only the stages that the failure needs afterwards.
+        To follow is one of `expected`, or any failure if there are none; `limits.match` must allow it. The semantic
+        question, if the case asks it, is asked in a second round only. If only other failures than the expected show,
+        the first of them is followed, with a note. If none shows, but some are expected, the last round is repeated up
+        to `TRIALS - 1` times. Afterwards the case of `ask` has only the stages that the failure needs.
         """
         case = self.ask.case
         others: list[tuple[int, FailingGraph]] = []
@@ -117,10 +118,10 @@ class Preflight:
         return self.ask.ask(subject, self.guess(subject), replace(self.ask.case, stages=FORWARD))
 
     def _wanted(self, subject: Subject, meant: Sequence[Signature]) -> Signature:
-        """Return the first failure of `meant` that the culprit alone shows too, or else the first of all.
+        """Return the first failure of `meant` that the culprit alone shows too, or else the first of `meant`.
 
-        The culprit is asked about only if there are several failures and the graph has the culprit; `culprit_answer`
-        keeps the answer.
+        The culprit is cut out and asked about only if `meant` has several failures and the graph has the culprit;
+        `culprit_answer` keeps the answer.
         """
         culprits = nodes_of(self.culprit, subject) if self.culprit is not None and len(meant) > 1 else ()
         cut = keep_only(subject, culprits[:1]).apply(subject) if culprits else None
@@ -133,8 +134,9 @@ class Preflight:
     def _chosen(self, number: int, subjects: Sequence[Subject], failing: FailingGraph) -> FailingGraph:
         """Return the failing graph itself; from now on only the stages that its failure needs are asked.
 
-        `number` is its place among the `subjects`, from 1: a note tells it if there are several. The oracle of workers
-        gets the answer about the culprit alone, if there is one, for the reduction's first question.
+        `number` is its place among the `subjects`, from 1; if there are several, a note tells it. If `culprit_answer`
+        is known and the oracle asks workers, the oracle remembers it, so that the reduction's first question is
+        answered.
         """
         if len(subjects) > 1:
             which = f" ({failing.subject.origin})" if failing.subject.origin else ""

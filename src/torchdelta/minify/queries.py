@@ -45,7 +45,10 @@ class PendingQuery:
     """A question about a subject that a worker is answering; calling it waits for the answer."""
 
     def __init__(self, query: Query, case: Case, answered: Callable[[Outcome], Answer]) -> None:
-        """Set up a question for a query that was submitted; `answered` turns its outcome into the answer, once."""
+        """Set up a question for a query that was submitted; `answered` turns its outcome into the answer or raises.
+
+        It is called once, when the answer is first read.
+        """
         self.query, self.case = query, case
         self._answered = answered
         self._answer: Answer | None = None
@@ -56,9 +59,9 @@ class PendingQuery:
         return self.query.is_done()
 
     def __call__(self) -> Answer:
-        """Wait for the answer and return it; if there is none, raise the same error each time.
+        """Wait for the query's end and return the answer; if it gives none, raise the same error each time.
 
-        The answer is remembered. An interrupt of the waiting cancels the query.
+        Answer and error are remembered. An interrupt of the waiting cancels the query.
         """
         if self._error is not None:
             raise self._error
@@ -135,10 +138,10 @@ class WorkerOracle:
         return self._needed(subject)()
 
     def ask(self, subject: Subject, predict: Predictor, case: Case | None = None) -> Answer:
-        """Return the answer about a subject; meanwhile ask idle workers about the subjects that `predict` returns.
+        """Return the answer about a subject under the oracle's case; meanwhile ask idle workers what `predict` returns.
 
-        Those are asked under `case`, or under the oracle's case if it is None, and are kept in `ahead`. An error of a
-        prediction is ignored.
+        The predicted subjects are asked under `case`, or under the oracle's case if it is None, and are kept in
+        `ahead`. An error of a prediction is ignored.
         """
         needed = self._needed(subject)
         while not needed.is_done():
@@ -148,9 +151,10 @@ class WorkerOracle:
         return needed()
 
     def _has_begun(self, predict: Predictor, case: Case | None) -> bool:
-        """Begin to ask about the next predicted subject, under `case`, and keep the question in `ahead`.
+        """Begin to ask about the next predicted subject and return True; the question is kept in `ahead`.
 
-        Return False if there is none, or if the prediction or the start of its query raises.
+        It is asked under `case`, or under the oracle's case if that is None. Return False if nothing is predicted, or
+        if the prediction or the start of its query raises.
         """
         try:
             predicted = predict()
@@ -161,9 +165,10 @@ class WorkerOracle:
         return predicted is not None
 
     def find(self, subject: Subject, case: Case | None = None) -> PendingQuery | AnswerCache | None:
-        """Return the question about a subject that is needed now or was asked ahead, or None; it stays where it is.
+        """Return the question about a subject that is needed now or was asked ahead, or None if there is none.
 
-        It must have been asked under the same case: `case`, or the oracle's own if that is None.
+        It must have been asked under the same case: `case`, or the oracle's own if that is None. It stays where it is,
+        in `now` or `ahead`.
         """
         of_subject = [self.now[1]] if self.now is not None and self.now[0] == subject.key else []
         if subject.key in self.ahead:
@@ -177,8 +182,8 @@ class WorkerOracle:
     def begin(self, subject: Subject, case: Case | None = None) -> PendingQuery:
         """Send a subject to a worker and return the question, without waiting; `case` replaces the oracle's case.
 
-        The subject is written to a directory of its own, which is removed when the answer is read. Files of queries
-        that were given up and have ended are removed first.
+        The subject is written to a directory of its own, which is removed when the answer is read. The query is counted
+        in `begun`, and may take `deadline_s`. Files of queries that were given up and have ended are removed first.
         """
         self._sweep()
         # in the pool's own directory, which is removed even if this process is killed
@@ -227,7 +232,7 @@ class WorkerOracle:
         """Return the question about a subject, and keep it as `now`: the one that was asked ahead, or a new one.
 
         A question that was asked ahead is taken out of `ahead`. If a new one is begun, all questions ahead that are
-        still running are cancelled and forgotten.
+        still running are cancelled and forgotten; those that have ended stay.
         """
         self.now = None
         question = self.find(subject)
@@ -293,9 +298,9 @@ def prepare_subject(
 
 
 def answer_of(outcome: Outcome, case: Case) -> Answer:
-    """Return the answer about a subject that a worker's outcome gives.
+    """Return the answer about a subject that a worker's outcome gives: that of its report, if it has one.
 
-    A death or timeout of the candidate is a failure in the answer; the answer is empty if the subject fails or hangs
+    A death or timeout of the candidate is a failure in the answer. The answer is empty if the subject fails or hangs
     eagerly. Raise any other error of the worker's task: a TorchDeltaError as it is, everything else as RuntimeError.
     """
     runs_candidate = CANDIDATE_PARTS.__contains__
@@ -309,9 +314,10 @@ def answer_of(outcome: Outcome, case: Case) -> Answer:
 
 
 def answer_from(report: Report) -> Answer:
-    """Return the answer that a report gives about a subject: its failures, its leaves that diverged, and the report.
+    """Return the answer that a report gives: the signatures of its failures, the leaves that diverged, and the report.
 
-    It has passed only if the verdict is EQUIVALENT. Its message is empty without a failure.
+    It has passed only if the verdict is EQUIVALENT. Its message is that of the report's failure, or empty if leaves
+    diverged instead or nothing failed.
     """
     return Answer(
         signatures=signatures_of(report),
@@ -341,7 +347,7 @@ def spec_of(transform: object) -> str | None:
 
 
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings whose values JSON can carry to another process unchanged; all others are left out."""
+    """Return the settings that JSON carries to another process unchanged; all others, such as tuples, are left out."""
 
     def is_plain(value: Any) -> bool:
         try:

@@ -175,8 +175,9 @@ class Reducer:
     def _predictor(self, strategies: Sequence[Pass]) -> Predictor | None:
         """Return a predictor of the queries to come, or None without a pool; `strategies` are those still to run.
 
-        It starts from a copy of the search as it is now, and predicts nothing if the queries so far, with those on
-        unused predictions, have reached the budget.
+        The predictor is a function without arguments that returns a subject or None. It starts from a copy of the
+        search as it is now, and returns None if the queries so far, with those on unused predictions, have reached the
+        budget.
         """
         if self.pool is None:
             return None
@@ -197,9 +198,10 @@ class Reducer:
         return predict
 
     def _run_strategy(self, strategy: Pass, predict: Predictor | None) -> None:
-        """Run a strategy, which may make the subject larger on its way; undo it if its end is not simpler.
+        """Run a strategy, which may make the subject larger on its way; undo it if the subject is not simpler then.
 
-        If it is, the new best subject is saved. Both also happen if the budget is spent on the way.
+        If it is simpler, it is saved as the new best subject. Both also happen if the budget is spent or an error is
+        raised on the way.
         """
         before = self.search.subject, self.search.answer
         try:
@@ -228,10 +230,10 @@ class Reducer:
     def _test(self, edit: Edit, name: str, predict: Predictor | None, *, is_strategy: bool) -> bool:
         """Ask about one edit, and return whether it was accepted: whether the edited subject is the new best one.
 
-        Nothing is asked about an edit that `apply_edit` decides, or about a subject that was asked about before, which
-        is refused. A broken query refuses the edit and sets `unanswered`. Raise BudgetExhausted if the budget is spent
-        or too many queries in a row broke; raise FlakyFailure if a repeat has ended without the failure. `name` is the
-        pass, for the progress.
+        Nothing is asked about an edit that `apply_edit` decides, or about a subject that was asked about before: that
+        is refused, whatever its answer was. A broken query refuses the edit and sets `unanswered`. Raise
+        BudgetExhausted if the budget is spent or too many queries in a row broke; raise FlakyFailure if a repeat has
+        ended without the failure. `name` is the pass, for the progress.
         """
         edited = apply_edit(edit, self.search, is_strategy=is_strategy)
         if isinstance(edited, bool):
@@ -254,8 +256,9 @@ class Reducer:
     def _record(self, edited: Subject, answer: Answer, *, is_strategy: bool) -> bool:
         """Remember an answer, make the subject the best one if it shows the failure, and return whether it does.
 
-        Other failures are counted in `also_seen`, and a subject that passes becomes the `twin`. A strategy's best
-        subject is not saved here, because the strategy may be undone.
+        Other failures are counted in `also_seen`, and a subject that passes becomes the `twin`. A strategy's answer is
+        kept in `answers` and counted for the repeats; its best subject is not saved here, because the strategy may be
+        undone.
         """
         shows = self.outcomes[edited.key] = answer.shows(self.wanted)
         if is_strategy:
@@ -297,7 +300,7 @@ class Reducer:
     def _check_repeats(self, *, wait: bool = False) -> None:
         """Read and remove the repeats that are done, or all if `wait`; FlakyFailure if one does not show the failure.
 
-        A repeat that broke is ignored.
+        Repeats are queries that ask again about a subject that showed it. A repeat that broke is ignored.
         """
         for subject, query in [each for each in self.repeats if wait or each[1].is_done()]:
             self.repeats.remove((subject, query))
@@ -306,9 +309,9 @@ class Reducer:
                 raise FlakyFailure(subject)
 
     def _attempt(self, query: Callable[[], T]) -> T | None:
-        """Return the result of a query, or None if it raised an exception; its text is appended to `query_errors`.
+        """Return the result of calling `query`, or None if it raises an exception.
 
-        A query that raises nothing clears `query_errors`.
+        The text of the exception is appended to `query_errors`; a query that raises nothing clears `query_errors`.
         """
         try:
             result = query()

@@ -98,9 +98,9 @@ Pass = Callable[[Search], Proposals]
 
 
 def propose_by_halves(edits: Sequence[Edit]) -> Proposals:
-    """Propose all edits merged into one; if that is refused, do the same with each half, down to single edits.
+    """Propose all edits merged into one; if that is refused, do the same with the first half and then with the second.
 
-    Without edits, nothing is proposed.
+    It ends at single edits. Without edits, nothing is proposed.
     """
     if not edits:
         return
@@ -123,11 +123,12 @@ def next_edit(proposals: Proposals, was_accepted: bool | None) -> Edit | None:
 
 
 def apply_edit(edit: Edit, search: Search, *, is_strategy: bool) -> Subject | bool:
-    """Return the subject that has to be asked about, or, if no query is needed, whether the edit is accepted.
+    """Apply an edit; return the subject that has to be asked about, or, without a query, whether it is accepted.
 
-    An edit that leaves no operation is refused. An edit that changes nothing but makes the subject simpler (the same
-    values, now drawn) is accepted at once, and `search.subject` is replaced. An edit that does not make the subject
-    simpler is refused, unless a strategy proposed it: a strategy may take a detour.
+    It is applied to `search.subject`. True only for an edit that changes neither graph nor values but makes the subject
+    simpler (the same values, now drawn); `search.subject` is then replaced. False for an edit that leaves no operation
+    or changes nothing; and for one whose result is not simpler, unless a strategy proposed it: a strategy may take a
+    detour.
     """
     result = edit.apply(search.subject)
     if result is None:
@@ -141,10 +142,11 @@ def apply_edit(edit: Edit, search: Search, *, is_strategy: bool) -> Subject | bo
 
 
 def complexity(subject: Subject) -> tuple[float, ...]:
-    """Return a tuple that is smaller for a simpler subject.
+    """Return a tuple that is smaller for a simpler subject; its first items count most.
 
-    In this order, less is simpler: nodes; inputs and outputs; the sum of integers in the nodes' arguments; elements of
-    the inputs; inputs that are not contiguous, are floats other than float32, require grad, or are not drawn.
+    They are: the number of nodes that compute; of inputs and outputs; the sum of integers in the nodes' arguments; the
+    number of elements of the inputs; and of inputs that are not contiguous, that are floats other than float32, that
+    require grad, and that are not drawn, in this order.
     """
     tensors = [value for value in subject.inputs if isinstance(value, torch.Tensor)]
     return (
@@ -172,9 +174,10 @@ def _sum_integers(value: Any) -> int:
 
 
 def failing_outputs(search: Search) -> list[str]:
-    """Return the names of the outputs that show the wanted failure, worst first; empty if no leaf shows it.
+    """Return the names of the outputs whose leaves show the wanted failure, worst first; empty if none does.
 
-    If an input shows it (by a write or by its gradient), the outputs that are computed from that input are returned.
+    If an input's leaf shows it (by a write or by its gradient), the outputs that are computed from that input are
+    returned in its place.
     """
     subject = search.subject
     input_names = [node.name for node in placeholders(subject.graph.graph)]
@@ -192,7 +195,7 @@ def failing_outputs(search: Search) -> list[str]:
 
 
 def _outputs_computed_from(subject: Subject, name: str) -> list[str]:
-    """Return the names of the outputs that depend on the named node, itself included."""
+    """Return the names of the outputs that depend on the named node, and its own name if it is an output."""
     dependents = {name}
     for node in subject.nodes:
         if any(source.name in dependents for source in node.all_input_nodes):

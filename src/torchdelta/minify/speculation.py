@@ -40,10 +40,10 @@ class Speculation:
     """For each history, the result of its next edit and the best subject after it. A large subject is slow to edit."""
 
     def __call__(self) -> Subject | None:
-        """Return the next subject to ask about, or None if it cannot be predicted or all queries are started.
+        """Return the next subject to ask about, or None if it cannot be predicted or all predicted queries are begun.
 
-        The replay runs on a copy of `search`. As in the reducer, a strategy that ends with a subject that is not
-        simpler is undone.
+        The strategies and passes are replayed on a copy of `search`, with known answers and guesses. As in the reducer,
+        a strategy that ends with a subject that is not simpler is undone.
         """
         replay = _Replay(**vars(self.search))
         try:
@@ -85,10 +85,10 @@ class Speculation:
     def _test(self, edit: Edit, edited: Subject, replay: _Replay, *, is_strategy: bool) -> bool:
         """Return whether the reducer accepts the edit: by its answer, or by the edit's guess while the query runs.
 
-        An accepted subject becomes the replay's best one; a guess sets `is_guessed`. A subject that was asked about in
-        a pass is refused. Raise _EndOfReplay with the subject as prediction if it has no query yet; without a
-        prediction if there is neither answer nor guess, if an earlier guess was wrong, or if a pass needs a query after
-        a guess.
+        `edited` is the edited subject; if accepted, it becomes the replay's best one. A guess sets `is_guessed`. A
+        subject of `outcomes` without an answer is refused. Raise _EndOfReplay with the subject as prediction if it has
+        no query yet. Raise it without a prediction if there is neither an answer nor a guess, if the guess is True for
+        several operations, if an earlier guess proves wrong, or if a pass needs an answer after a guess.
         """
         answer = self.answers.get(edited.key)
         if answer is None and edited.key in self.outcomes:
@@ -113,7 +113,8 @@ class Speculation:
     def _read_answer(self, edited: Subject) -> Answer | None:
         """Return the answer about a subject, or None if its query is still running; it never waits.
 
-        Raise _EndOfReplay with the subject as prediction if no query was started; without one if the query broke.
+        Raise _EndOfReplay with the subject as prediction if no query was started; without a prediction if the query
+        broke.
         """
         query = self.find(edited)
         if query is None:

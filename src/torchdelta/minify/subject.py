@@ -44,9 +44,9 @@ class Draw:
     """The seed of the generator that random numbers come from."""
 
     def like(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a new tensor of the same shape, dtype, device and `requires_grad`, filled with these numbers.
+        """Return a contiguous tensor of the same shape, dtype, device and `requires_grad`, filled with these numbers.
 
-        Random numbers come from a generator of its own, in float32 or complex64, and are then cast.
+        Random numbers come from a generator of its own, seeded by `seed`, in float32 or complex64, and are then cast.
         """
         if self.by == "randn":
             dtype = torch.complex64 if value.is_complex() else torch.float32
@@ -82,8 +82,8 @@ class Subject:
     def of(cls, graph_module: GraphModule, inputs: Sequence[Any]) -> Subject:
         """Return the normal form of a graph; `inputs` are flat, one for each placeholder in order.
 
-        Tensors that the graph reads as attributes become inputs too. Inputs that no output or effect needs are left
-        out.
+        Tensors that the graph reads as attributes become inputs too. The outputs become one flat tuple, with each node
+        once and without literals. Inputs and nodes that no output or effect needs are left out.
         """
         readers = {node.name: node for node in graph_module.graph.nodes if _is_constant(node, graph_module)}
         constants = {name: graphs.attribute(graph_module, str(node.target)) for name, node in readers.items()}
@@ -143,8 +143,8 @@ class Subject:
     def key(self) -> str:
         """A hash of the graph and its inputs, which is the same for equal subjects in every process.
 
-        Names of nodes, `drawn`, devices and attributes of the graph module do not count. Of an input without a plain
-        buffer, such as a sparse one, the elements do not count.
+        Names of nodes, `drawn`, `origin`, devices and attributes of the graph module do not count. Of an input without
+        a plain buffer, such as a sparse one, the elements do not count.
         """
         names: dict[Node, str] = {}
 
@@ -181,12 +181,12 @@ def rebuild(
     instead: Mapping[str, Any] | None = None,
     dropped: frozenset[str] = frozenset(),
 ) -> Subject:
-    """Return a subject of the nodes that the outputs need, and of nodes with an effect that are not in `dropped`.
+    """Return a subject of the nodes that the outputs need, and of nodes that have an effect; `source` is not changed.
 
-    `inputs` has a value for each placeholder and constant; those that are not needed are left out. A node in `cut`
-    becomes an input of that value for its readers; the node itself stays only if it is returned or has an effect.
-    `instead` replaces a node by another one, as a `Name`, or by a literal; a literal is not returned. `source` is not
-    changed. The result has neither `drawn` nor `origin`.
+    Nodes with an effect are left out if they are in `dropped` or `instead`. `inputs` has a value for each placeholder
+    and constant; those that are not needed are left out. A node in `cut` becomes an input of that value for its
+    readers; the node itself stays only if it is returned or has an effect. `instead` replaces a node by another one, as
+    a `Name`, or by a literal; a literal is not returned. The result has neither `drawn` nor `origin`.
     """
     ordered = list(source.graph.nodes)
     cut, other = cut or {}, instead or {}
@@ -246,7 +246,7 @@ def as_inputs(value: Any) -> Any:
     """Return a copy of a value that can be an input instead: tensors become leaves with the same memory layout.
 
     They keep `requires_grad`. Tuples and lists are copied item by item; subclasses of them and all other values are
-    returned themselves.
+    returned themselves, not copied.
     """
     if isinstance(value, (tuple, list)):
         return type(value)(as_inputs(item) for item in value) if type(value) in (tuple, list) else value
@@ -257,7 +257,7 @@ def as_inputs(value: Any) -> Any:
 
 
 def _take_free_name(name: str, taken: set[str]) -> str:
-    """Return a name that is not in `taken`, and add it: `name`, or `name` with `_given` as often as needed.
+    """Return `name`, with `_given` behind it as often as needed until it is not in `taken`, and add it to `taken`.
 
     It is for the input that replaces a node which stays in the graph.
     """
@@ -274,10 +274,11 @@ def _find_needed(
     cut: Mapping[str, Any],
     resolve: Callable[[str], Any],
 ) -> tuple[set[str], set[str]]:
-    """Return the nodes that the wanted ones need, themselves included, and the cut nodes that those read.
+    """Return the names of the nodes that the wanted ones need, themselves included, and of the cut nodes they read.
 
-    The search does not go beyond a node in `inputs` or `cut`. `resolve` returns the `Name` or the literal that replaces
-    a node, or its own `Name`; a literal needs nothing.
+    A wanted node is needed even if it is in `cut`. Any other node in `cut` is only read, and what it was computed from
+    is not needed for that. The search ends at nodes in `inputs`. `resolve` returns the `Name` or the literal that
+    replaces a node, or its own `Name`; a literal needs nothing.
     """
     needed: set[str] = set()
     read_cut: set[str] = set()

@@ -59,8 +59,8 @@ def write_program(graph_module: GraphModule, inputs: tuple[Any, ...], imports: t
     """Return the source text of a graph as a program; raise ReproUnwritable if a node or a called module has no code.
 
     `inputs` has one value for each placeholder, in order. The values only help to choose names: neither they nor the
-    values of the graph's tensors are written here. `imports` are modules that the script imports in any case; modules
-    that the code needs are added to them.
+    values of the graph's tensors are written here; the tensors themselves are in `tensors` of the result. `imports` are
+    modules that the script imports in any case; modules that the code needs are added to them in the result.
     """
     source = ProgramSource(imports=set(imports))
     names = Names()
@@ -78,9 +78,9 @@ def _name_tensors_and_modules(graph_module: GraphModule, source: ProgramSource) 
     """Add every tensor that the graph reads and every module that it calls to `source`, each under a new name.
 
     Parameters and buffers of a called module are added under its name (`linear.weight`). A tensor that is read at two
-    paths has one name. Inner graphs get no name here, because they become functions, but the tensors and modules that
-    they use are added. Attributes that are not tensors are skipped. Raise ReproUnwritable if a called module cannot be
-    built.
+    paths has one name; a module that is called at two paths has it at the first path only. Inner graphs get no name,
+    because they become functions, but the tensors and modules that they use are added. Attributes that are not tensors
+    are skipped. Raise ReproUnwritable if a called module cannot be built.
     """
     names = Names()
     known: dict[int, str] = {}
@@ -105,10 +105,10 @@ def _name_tensors_and_modules(graph_module: GraphModule, source: ProgramSource) 
 
 
 def _reads(graph_module: GraphModule, prefix: str) -> Iterator[tuple[str, Node, GraphModule]]:
-    """Yield path, node and owning graph for every `call_module` node and then for every `get_attr` node.
+    """Yield (path, node, owning graph) for every `call_module` node, and then for every `get_attr` node.
 
     `prefix` begins each path: empty for the outermost graph, `inner.` for an inner one. A node that names an inner
-    graph is followed by the nodes of that graph. The call of export's guards is left out.
+    graph is followed at once by the nodes of that graph. The call of export's guards is left out.
     """
     readers = [
         node for node in graph_module.graph.nodes if node.op in ("get_attr", "call_module") and not _is_guard(node)
@@ -146,11 +146,11 @@ class _Body:
         """The name of each inner graph's function, by the graph's attribute."""
 
     def lines(self) -> Iterator[str]:
-        """Yield the statements, with a comment wherever the user's source line changes.
+        """Yield the statements of the graph, with a comment wherever the user's source line changes.
 
         Each inner graph is defined as a function before its first reader. Attributes, and a call that is the whole
         output, are written into their readers. A node without readers is a statement without a name; any other gets a
-        name, which `text` remembers. Raise ReproUnwritable, with the node, if a node has no code.
+        name, which `text` remembers. Raise ReproUnwritable, with the node's name in its message, if a node has no code.
         """
         place = ""
         body = [node for node in self.graph_module.graph.nodes if node.op != "placeholder" and not _is_guard(node)]
@@ -193,10 +193,10 @@ class _Body:
         return write_call(node, self._refer, self.source.imports)
 
     def _attribute(self, node: Node) -> str:
-        """Return the expression of the attribute that a node reads or calls.
+        """Return the expression of the attribute that a `get_attr` or `call_module` node names.
 
-        That is the name of an inner graph's function, `self.name` for a tensor or module of the program, or else a
-        literal. Raise ReproUnwritable if the attribute has no literal.
+        It is the name of an inner graph's function, `self.name` for a tensor or module of the program, or else the
+        attribute's value as a literal. Raise ReproUnwritable if it has no literal.
         """
         target = str(node.target)
         if target in self.functions:
@@ -206,10 +206,10 @@ class _Body:
         return write_value(attribute(self.graph_module, target))
 
     def _functions_of(self, node: Node) -> Iterator[str]:
-        """Yield the lines that define a function for the inner graph that a node reads or calls.
+        """Yield the lines that define a function for the inner graph that a `get_attr` or `call_module` node names.
 
-        The function's name is kept in `functions`. Nothing is yielded if the node names no inner graph, or one that is
-        defined already.
+        The function's name is kept in `functions`. Nothing is yielded for any other node, if the node names something
+        else than a graph, or if the graph's function is defined already.
         """
         if node.op not in ("get_attr", "call_module") or str(node.target) in self.functions:
             return
@@ -240,7 +240,7 @@ def _only_returned(body: list[Node]) -> Node | None:
 
 
 def place_of(node: Node) -> str:
-    """Return where a node comes from, as `model.py:12 in forward, module layers.0`.
+    """Return where a node comes from, as text: `model.py:12 in forward, module layers.0`.
 
     The file is named without its folders. Parts that are unknown are left out; the text is empty if all are.
     """
@@ -310,10 +310,10 @@ def is_statement(node: Node) -> bool:
 
 
 def _import_registration(target: Any, imports: set[str]) -> None:
-    """Add the module that registers a custom operator to `imports`; torch's own operators and functions need none.
+    """Add the module that registers a custom operator to `imports`; torch's own operators, and functions, need none.
 
-    If the module is unknown, one of the `imports` is taken to register the operator. Raise ReproUnwritable if there are
-    none.
+    If the module is unknown, nothing is added: one of the `imports` is taken to register the operator. Raise
+    ReproUnwritable if there are none.
     """
     try:
         module = registered_by(target)
@@ -332,8 +332,9 @@ def _operand(text: str) -> str:
 def write_module(module: nn.Module, name: str) -> str:
     """Return an expression that builds a module of the same class and settings, with new parameters and buffers.
 
-    It ends with `.eval()` if the module is not in training mode. `name` is the module's path, for messages. Raise
-    ReproUnwritable if the module is not of torch.nn, or its repr does not say all that it was built with.
+    It is the module's repr, which is tried here; a `Sequential` is built from its parts. It ends with `.eval()` if the
+    module is not in training mode. `name` is the module's path, for messages. Raise ReproUnwritable if the module or a
+    part is not of torch.nn, or its repr does not say all that it was built with.
     """
     kind = type(module)
     if getattr(nn, kind.__name__, None) is not kind:
@@ -365,9 +366,9 @@ def _builds(text: str, module: nn.Module) -> bool:
 
 
 def _traits(module: nn.Module) -> tuple[Any, ...]:
-    """Return a module's traits for a comparison: the shapes of its tensors by name, and its plain attributes by name.
+    """Return the traits to compare modules by: the shapes of its tensors and its plain attributes, both by name.
 
-    Plain are public numbers, texts, tuples and None; `training` is left out.
+    Plain are public numbers, bools, texts, tuples and None; `training` is left out.
     """
     state = {name: tuple(tensor.shape) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     plain = (bool, int, float, str, tuple, type(None))
@@ -426,8 +427,9 @@ class Names:
 def wishes_for_input(node: Node, value: Any) -> Iterator[str]:
     """Yield names for a placeholder, the best first; `value` is its input.
 
-    For a tensor with a name of a tracer (`arg0_1`): the arguments of operators that it is read as, then `x`, `y`, …;
-    for the integer of a symbolic size (`s0`): `size`. The parts of its own name come last, for every input.
+    First, for a tensor that a tracer named (`arg0_1`): the names of the operators' arguments that it is passed as, then
+    `x`, `y`, …; for the integer of a symbolic size (`s0`): `size`. At the end, for every input, the names that
+    `wishes_for_path` makes of its own name.
     """
     # the reducer adds this suffix to a node that it turns into an input
     target = str(node.target).removesuffix("_given")

@@ -112,7 +112,8 @@ class CleanProcess:
         """Wait for the script's end and return its outcome, with status None if it took longer than `deadline_s`.
 
         The time counts from `begin`, which must have been called. Of the output, the last `KEPT` bytes are returned. In
-        any case the process is over afterwards, and all its children are killed.
+        any case the process is over afterwards, all processes of its group are killed, and its output is gone: it can
+        be waited for only once.
         """
         assert self._started_at is not None
         status: int | None = None
@@ -146,7 +147,7 @@ def confirm(path: Path, *, deadline_s: float, clean: CleanProcess | None = None)
 
 
 def _end(process: subprocess.Popen[bytes], output: IO[bytes]) -> None:
-    """Kill the process with its group, and close its pipe and its output file."""
+    """Kill the process with its group, wait for its end, and close its pipe and its output file."""
     _kill(process)
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it ended before it had read everything
@@ -155,7 +156,10 @@ def _end(process: subprocess.Popen[bytes], output: IO[bytes]) -> None:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process with its group, if they still live, and wait for the end of the process."""
+    """Kill a process that leads its own group, with the group, if they still live; wait for the end of the process.
+
+    A process that leads no group is not killed, only waited for. Without groups (Windows) the process alone is killed.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if hasattr(os, "killpg"):
             os.killpg(process.pid, signal.SIGKILL)

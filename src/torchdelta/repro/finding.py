@@ -104,10 +104,11 @@ class Bound:
 
 
 def divergence_of(report: Report, outputs: Mapping[str, str], state: Mapping[str, str]) -> Divergence:
-    """Return the worst diverged leaf that a script can reach, of the first stage that has one.
+    """Return the worst diverged leaf that a script can reach, of the first stage that has such a leaf.
 
-    `outputs` has the expression of each output leaf by its path in the report, `state` that of each parameter and
-    buffer by its name. Raise ReproUnwritable if no leaf diverged, or if none of those that did has an expression.
+    `outputs` has the script's expression of each output leaf by its path in the report, `state` that of each parameter,
+    buffer and attribute by its name; arguments need none. Raise ReproUnwritable if no leaf diverged, or if a script can
+    reach none of those that did.
     """
     unreachable = ""
     for stage in report.stages:
@@ -127,10 +128,10 @@ def divergence_of(report: Report, outputs: Mapping[str, str], state: Mapping[str
 
 
 def bound_of(divergence: Divergence, error: float) -> Bound:
-    """Return the largest difference that a script accepts in a leaf; `error` is the largest difference that was seen.
+    """Return the largest difference that a script accepts in a leaf, and why; `error` is the largest that was seen.
 
-    It is the geometric mean of the comparison's `allowed` and `error`; half of `error` if `allowed` is unknown, zero or
-    not below it; and for an `error` of NaN or Inf, `allowed` itself, or 0 if that is unknown or not finite.
+    It is the geometric mean of the comparison's `allowed` and `error`. If `allowed` is None, zero or not below `error`,
+    it is half of `error`. If `error` is NaN or Inf, it is `allowed`, or 0 if that is None or not finite.
     """
     allowed = divergence.comparison.allowed
     if not math.isfinite(error):
@@ -153,8 +154,8 @@ def key_of(failure: Failure) -> str:
 def _expression(path: str, outputs: Mapping[str, str], state: Mapping[str, str]) -> str | None:
     """Return the script's expression for a leaf at a path of the report, or None if a script cannot reach it.
 
-    Arguments (`args[0]`, `args[0].grad`) and outputs that are not in `outputs` have their path as expression. `state`
-    has the expressions of parameters, buffers and attributes by name; a gradient is that with `.grad`.
+    Outputs that are not in `outputs`, and arguments (`args[0]`, `args[0].grad`), have their path as expression. `state`
+    has the expressions of parameters, buffers and attributes by name; that of a gradient is followed by `.grad`.
     """
     if path in outputs:
         return outputs[path]

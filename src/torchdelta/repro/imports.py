@@ -23,11 +23,11 @@ class ImportLines:
 
 
 def import_named(spec: str, script: Path) -> ImportLines:
-    """Return how a script imports the object that `path/file.py:name` or `package.module:name` names.
+    """Return the lines by which a script imports the object that `spec` names, and the expression for it afterwards.
 
-    `script` is the path of the script, to which paths are relative. The name may be dotted (`Class.method`): its first
-    part is imported, as `given_…` if the script uses that name itself. Raise ReproUnwritable if there is no such file
-    or module; the name in it is not looked up.
+    `spec` is `path/file.py:name` or `package.module:name`; `script` is the path of the script, to which paths are
+    relative. The name may be dotted (`Class.method`): its first part is imported, as `given_…` if the script uses that
+    name itself. Raise ReproUnwritable if there is no such file or module; the name in it is not looked up.
     """
     place, _, name = spec.rpartition(":")
     first, _, rest = name.partition(".")
@@ -47,9 +47,9 @@ def import_module(module: str, script: Path) -> tuple[str, ...]:
     """Return the lines that import a module, named by `package.module` or by a path to a `.py` file.
 
     `script` is the path of the script, to which paths are relative. A line that extends `sys.path` comes first, unless
-    the module is installed. A module that was loaded from a file of another name is imported by that file. Raise
-    ReproUnwritable for `__main__`, for a module or file that does not exist, and for a file whose name is not an
-    identifier or is that of a standard module or of a name in the script.
+    the module is installed or has no source file. A module that was loaded from a file of another name is imported by
+    that file. Raise ReproUnwritable for `__main__`, for a module or file that does not exist, and for a file whose name
+    is not an identifier or is that of a standard module or of a name in the script.
     """
     if module.endswith(".py"):
         path = Path(module).resolve()
@@ -66,10 +66,10 @@ def import_module(module: str, script: Path) -> tuple[str, ...]:
 
 
 def _search_path(module: str, script: Path) -> tuple[str, ...]:
-    """Return one line that adds the folder above a module's top package to `sys.path`, in a tuple.
+    """Return a tuple of one line, which adds the folder above a module's top package to `sys.path`, or an empty tuple.
 
-    The tuple is empty if the module is installed or has no source file. Raise ReproUnwritable if there is no such
-    module.
+    It is empty if the module is installed or has no source file. `script` is the path of the script, to which the
+    folder is relative. Raise ReproUnwritable if there is no such module.
     """
     file = _file_of(module)
     installed = {Path(folder).resolve() for key, folder in sysconfig.get_paths().items() if key.endswith("lib")}
@@ -80,7 +80,7 @@ def _search_path(module: str, script: Path) -> tuple[str, ...]:
 
 
 def _file_of(module: str) -> Path | None:
-    """Return the source file of a module, or None if it has none, as a built-in or compiled module.
+    """Return the source file of a module, or None if it has none, like a built-in or compiled module.
 
     A module that is only in `sys.modules` counts too. Raise ReproUnwritable if there is no such module.
     """
@@ -101,8 +101,8 @@ def _is_importable(file: Path) -> bool:
 def _from_file(file: Path, script: Path, import_as: str, alias: str, first: str) -> tuple[str, ...]:
     """Return the lines that import the name `first` from a file, under the name `alias`.
 
-    `import_as` is the text for an import statement: `first`, or `first as alias`. A file whose name cannot be imported
-    is loaded by its path instead.
+    `import_as` is the text for an import statement: `first`, or `first as alias`. A file whose name is not an
+    identifier, or is that of another module, is loaded by its path relative to `script` instead.
     """
     if _is_importable(file):
         return _add_to_path(file.parent, script), f"from {file.stem} import {import_as}"

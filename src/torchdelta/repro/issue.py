@@ -56,10 +56,11 @@ def issue_text(finding: Finding, path: Path, *, data: bool = True) -> str:
 
 
 def _evidence(finding: Finding, *, has_values: bool) -> Iterator[str]:
-    """Yield the parts of the evidence: the failure's message as a code block, or else a table of diverged leaves.
+    """Yield the evidence in Markdown: a code block with the failure's type and message, or else a table, line by line.
 
-    The message is cut to its last 2000 letters. The table has the `MAX_ROWS` worst leaves, and says how many more there
-    are. Without `has_values`, the index and values of the worst element are left out.
+    The message is cut to its last 2000 letters. The table has the `MAX_ROWS` worst of the leaves that diverged, and
+    says how many more there are; it has no rows if none did. Without `has_values`, the index and values of the worst
+    element are left out.
     """
     report = finding.report
     if report.failure is not None:
@@ -79,7 +80,7 @@ def _row(comparison: Comparison) -> str:
     """Return a leaf's row of the table in Markdown.
 
     Its cells are the path with the index of the worst element, the three values there (eager, candidate, float64),
-    error, noise and reason. A cell is empty if its value is unknown.
+    error, noise and reason. A cell is empty if its value is unknown; without a worst element, the path has no index.
     """
     worst = comparison.worst
     where = f"`{comparison.path}{list(worst.index) if worst else ''}`"
@@ -107,7 +108,8 @@ def headline(finding: Finding, applied: TransformSource, divergence: Divergence 
 def header_of(question: Question, data: str) -> str:
     """Return the docstring of a script, quotes included: headline, details, versions, `data`, exit statuses.
 
-    `data` is a sentence about the values that the script embeds. Lines are wrapped.
+    `data` is a sentence about the values that the script embeds. Lines are wrapped; backslashes and triple quotes in
+    the text are escaped.
     """
     finding, applied, divergence = question.finding, question.applied, question.divergence
     environment = finding.report.environment
@@ -120,9 +122,10 @@ def header_of(question: Question, data: str) -> str:
 def details(question: Question) -> str:
     """Return the evidence as one or two sentences.
 
-    For a failure, its message; for a broken clause of the contract, both sides of it; for a divergence in float64 only,
-    its error; else the worst element on both sides and in float64. If random numbers replace values in the script, or
-    the worst element is unknown, the comparison's reason is returned instead of the values.
+    For an exception, the line of its message that says what went wrong; for any other failure, its message; for a
+    broken clause of the contract, both sides of it; for a divergence in float64 only, its error. For any other
+    divergence, the worst element on both sides, and in float64 if that is known and the values are not exact; or the
+    comparison's reason, if the worst element is unknown or random numbers replace values in the script.
     """
     finding, applied, divergence = question.finding, question.applied, question.divergence
     failure = finding.report.failure
@@ -191,7 +194,7 @@ def _does(finding: Finding, divergence: Divergence | None) -> str:
 
 
 def _ops(finding: Finding) -> str:
-    """Return ` for ` and the names of the operations, or an empty text if there are none or more than three.
+    """Return ` for ` and the names of the graph's operations; an empty text if there are none or more than three.
 
     Each name is there once, and `getitem` is not counted.
     """

@@ -40,9 +40,9 @@ class Question:
         """Write the parts of the script for a finding; raise ReproUnwritable if no script of torch alone can show it.
 
         `path` is the script's path, to which its imports are relative; no file is written. Without `data`, random
-        numbers replace the user's values. If the divergence shows in float64 only, `finding` is a copy in float64.
-        Refused are: a loss of the user's, an input that shares memory with the graph's state, and parts that have no
-        source text.
+        numbers replace the user's values. If the divergence shows in float64 only, the attribute `finding` is a copy in
+        float64. Refused are: a loss of the user's, an input that shares memory with the graph's state, and parts that
+        have no source text. Raise UsageError if `inputs_from` gives other values than an input has.
         """
         if finding.case.loss is not None:
             raise ReproUnwritable(
@@ -66,10 +66,10 @@ class Question:
 
     @property
     def stage(self) -> str:
-        """The last stage that a script runs: that of the divergence or exception.
+        """The last stage that a script runs: that of the divergence, or of the candidate's exception.
 
         For a candidate that died or hung, it is the last stage of the case, because the stage of a death is not known.
-        Raise ReproUnwritable if it is `steps`.
+        Raise ReproUnwritable if it is the stage `steps`.
         """
         if self.divergence is not None:
             stage = self.divergence.stage
@@ -95,17 +95,17 @@ class Question:
     def _divergence(self) -> Divergence | None:
         """Return the divergence that the script shows, or None if the report has a failure instead.
 
-        Raise ReproUnwritable if no leaf that diverged can be reached by a script.
+        Raise ReproUnwritable if no leaf diverged, or if a script can reach none of those that did.
         """
         if self.finding.report.failure is not None:
             return None
         return divergence_of(self.finding.report, self.outputs, dict(self._state_expressions()))
 
     def _state_expressions(self) -> Iterator[tuple[str, str]]:
-        """Yield the path of each state tensor in a report, with the script's expression for it, given `call`.
+        """Yield the path of each tensor and called module in the graph module, with the script's expression for it.
 
-        The expression is `call.name`, or for a transform that rebuilds the module `call.get_parameter("name")` or
-        `call.get_buffer("name")`.
+        `call` is the script's name for the program or candidate. The expression is `call.name`, or for a transform that
+        rebuilds the module `call.get_parameter("name")` or `call.get_buffer("name")`.
         """
         for path, name in self.program.paths.items():
             if not self.applied.is_rebuilt:
@@ -140,7 +140,7 @@ class Question:
         return ask_values(divergence, sides, bound_of(divergence, error or 0.0))
 
     def _sides(self) -> ScriptSides:
-        """Return the source of the calls of `run` for reference, candidate and truth, which is None without a truth.
+        """Return the source of the calls of `run` for reference, candidate and truth; None if there is no truth.
 
         A transform that casts is written as a run of the program in its dtype.
         """
@@ -155,9 +155,10 @@ class Question:
         )
 
     def _run_in(self, dtype: str) -> str:
-        """Return the source of a call of `run` with the program, and its floating-point inputs, cast to a dtype.
+        """Return the source of a call of `run` in which the program and its floating-point inputs are cast to a dtype.
 
-        Only a module is cast; a function is called as it is.
+        `dtype` is source text, such as `torch.float64`. Only a module is cast; a function is called as it is. Other
+        inputs stay as they are.
         """
         program = f"Program().to({dtype})" if self.program.is_module else "program"
         is_plain = all(
@@ -200,7 +201,7 @@ def _in_float64(finding: Finding) -> Finding:
 
 
 def _names_narrow(graph_module: GraphModule) -> bool:
-    """Return whether a node of the graph has a dtype below float64 as an argument, also within lists and tuples."""
+    """Return whether an argument of a node is a dtype below float64 or complex128, alone or in lists and tuples."""
 
     def flatten(values: Any) -> Iterator[Any]:
         if isinstance(values, (list, tuple)):
@@ -257,8 +258,9 @@ class ScriptMain:
 def ask_values(divergence: Divergence, sides: ScriptSides, bound: Bound) -> ScriptMain:
     """Return the source of a `main` that tells whether any element of the leaf differs by more than the bound.
 
-    It prints the worst element on all sides. NaN on both sides counts as equal, and NaN on one side as beyond any
-    bound. Sides of another shape are an error of the script.
+    It compares the candidate with the reference, and prints the worst element of both, and of the truth if there is
+    one. NaN on both sides counts as equal, and NaN on one side as beyond any bound. Sides of different shapes are an
+    error of the script.
     """
     wide = "to(torch.complex128)" if (divergence.comparison.dtype or "").startswith("complex") else "double()"
     truth = ", {truth[worst].item()} in float64" if sides.truth else ""
@@ -282,7 +284,7 @@ def ask_values(divergence: Divergence, sides: ScriptSides, bound: Bound) -> Scri
 def ask_exact(divergence: Divergence, sides: ScriptSides) -> ScriptMain:
     """Return the source of a `main` that tells whether any element of the leaf differs; it prints the first that does.
 
-    Sides of another shape are an error of the script.
+    Sides of different shapes are an error of the script.
     """
     return ScriptMain(
         returns=(f"return torch.as_tensor({divergence.leaf})",),
@@ -319,8 +321,9 @@ _STRUCTURE = (
 def ask_contract(divergence: Divergence, sides: ScriptSides, around: Mapping[str, str]) -> ScriptMain:
     """Return the source of a `main` that tells whether the sides still differ in the clause that the leaf breaks.
 
-    It prints both sides. `around` has the expressions of values that may share memory with the leaf, by path; only
-    `aliasing` needs them. Raise ReproUnwritable for a clause that a script cannot compare.
+    It prints both sides of the clause: the leaf's dtype, shape, strides and the like, the structure of the outputs, or
+    for `aliasing` the paths of the values that share memory with the leaf. `around` has the expressions of all such
+    values by path; no other clause needs it. Raise ReproUnwritable for a clause that a script cannot compare.
     """
     clause, leaf = divergence.clause, divergence.leaf
     definitions: tuple[str, ...] = ()
@@ -356,7 +359,8 @@ def ask_exception(failure: Failure, sides: ScriptSides) -> ScriptMain:
     """Return the source of a `main` that tells whether the candidate still raises this exception.
 
     The reference runs first. It is the same exception if its type has the same name and its message has the piece that
-    `key_of` returns. The script lets any other exception through, and so exits with 2.
+    `key_of` returns, which is not looked for if it is empty. The script lets any other exception through, and so exits
+    with 2. If nothing is raised, the bug is gone.
     """
     name, key = failure.type.rpartition(".")[2], key_of(failure)
     is_other = f'type(error).__name__ != "{name}"' + (" or SAID not in str(error)" if key else "")
@@ -379,10 +383,10 @@ def ask_exception(failure: Failure, sides: ScriptSides) -> ScriptMain:
 def ask_child(failure: Failure, sides: ScriptSides, *, deadline_s: float, memory_bytes: int) -> ScriptMain:
     """Return the source of a `main` that tells whether the candidate, in a child process, still fails in this way.
 
-    By the failure's kind: it prints without end, takes longer than `deadline_s`, dies of a signal, exits with a status,
-    or runs out of memory if allowed `memory_bytes` more than it starts with. The parent runs the reference first. The
-    script raises if the child fails in another way; if the bug is endless output, any child that prints less shows that
-    it is gone. Raise ReproUnwritable for any other kind of failure.
+    By the failure's kind: the child prints without end, takes longer than `deadline_s`, dies of the signal, exits with
+    the status, or runs out of memory if allowed `memory_bytes` more than it starts with. The parent runs the reference
+    first. The script raises if the child fails in another way; but if the bug is endless output, any child that prints
+    less than `OUTPUT_BYTES` shows that it is gone. Raise ReproUnwritable for any other kind of failure.
     """
     start = "[sys.executable, __file__, CHILD]"
     run: tuple[str, ...] = (sides.candidate,)
@@ -454,7 +458,8 @@ _OUT_OF_MEMORY = (
 def _death(failure: Failure) -> str:
     """Return the script's condition on `ended`, the child's exit status, under which it died as the candidate did.
 
-    Raise ReproUnwritable unless the failure's kind is `signal`, `exit` or `memory`.
+    A child that ran out of memory exits with 3 or dies of any signal. Raise ReproUnwritable unless the failure's kind
+    is `signal`, `exit` or `memory`.
     """
     if failure.kind == "signal":
         return f"ended == -signal.{failure.type}"
@@ -534,7 +539,7 @@ def outputs_of(graph_module: GraphModule) -> dict[str, str]:
     """Return the script's expression of each leaf that a graph returns, by its path in a report.
 
     The path follows the structure that the graph's caller gets; the expression indexes the values that the graph itself
-    returns, as `outputs[0]`.
+    returns, as `outputs[0]`. Leaves of the caller's structure that the graph does not return are left out.
     """
     returned: Any = graph_module.graph.output_node().args[0]
     if not isinstance(returned, (list, tuple)):

@@ -42,11 +42,12 @@ class WrittenScript:
 
 
 def write(finding: Finding, path: Path, *, data: bool = True, under: str | None = None) -> WrittenScript:
-    """Write a script, and its large tensors to a `.pt` file beside it, and return the paths of the files.
+    """Write a script, and its large tensors to a `.pt` file beside it; return the paths of the files.
 
-    Existing files are overwritten, and missing folders are made. Without `data`, random numbers replace the user's
-    values. With `under`, the files get that name in the directory of `path`, and the caller moves them later: the
-    script's imports are relative to `path`. Raise ReproUnwritable if no script of torch alone can show the finding.
+    The result also tells whether the files have the user's values. Existing files are overwritten, and missing folders
+    are made. Without `data`, random numbers replace the user's values. With `under`, the files get that name in the
+    directory of `path`, and the caller moves them later: the script's imports are relative to `path`. Raise
+    ReproUnwritable if no script of torch alone can show the finding.
     """
     path = Path(path)
     script = _Script(Question(finding, path, data=data), path)
@@ -71,7 +72,10 @@ class _Script:
         self.embeds_data = question.inputs.embeds_data or question.state.embeds_data
 
     def text(self) -> str:
-        """Return the text of the whole script; nothing is written to a file."""
+        """Return the text of the whole script; nothing is written to a file.
+
+        Raise ReproUnwritable if it would need the stage `steps`, or a module that cannot be imported.
+        """
         question = self.question
         blocks = [
             [header_of(question, self._describe_data())],
@@ -98,7 +102,7 @@ class _Script:
         return "\n\n\n".join([top, *("\n".join(block) for block in functions if block)]) + "\n"
 
     def _tools(self) -> Iterator[list[str]]:
-        """Yield the definitions of the helper functions that the script uses, each as its lines; one may be empty."""
+        """Yield the definitions of the script's helper functions, each as a list of lines; the first may be empty."""
         yield list(self.question.main.definitions)
         if self.question.is_cast:
             yield list(CAST)
@@ -123,8 +127,8 @@ class _Script:
     def _compiler_settings(self) -> dict[str, Any]:
         """Return the compiler's settings that the script changes, by their full names.
 
-        They are those of the finding, then those of the transform, and `fallback_random` if the report's candidate had
-        it.
+        They are those of the finding, overridden by those of the transform, and `fallback_random` if a note of the
+        report says that the candidate had it.
         """
         settings = {**self.finding.config, **self.question.applied.settings}
         if SAME_RANDOM in self.finding.report.notes:

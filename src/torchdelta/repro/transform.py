@@ -41,10 +41,11 @@ class TransformSource:
 
 
 def write_transform(case: Case, script: Path, device: str) -> TransformSource:
-    """Return how a script applies the transform of a case. Raise ReproUnwritable if it cannot.
+    """Return the source by which a script applies the transform of a case; raise ReproUnwritable if a script cannot.
 
     `script` is the path of the script, to which imports are relative, and `device` the type of device on which its
-    inputs are, for autocast. A script cannot quantize, replace the module, or use a pass that has no importable name.
+    inputs are, for autocast. A script cannot quantize, replace the module, or use a pass that has no importable name
+    (`path/file.py:name` or `package.module:name`).
     """
     name, colon, argument = case.transform.partition(":")
     writers: dict[str, Callable[[], TransformSource]] = {
@@ -72,10 +73,11 @@ def write_transform(case: Case, script: Path, device: str) -> TransformSource:
 
 
 def _compiled(backend: str, name: str, options: Mapping[str, Any]) -> TransformSource:
-    """Return `torch.compile` with a backend: its expression `backend`, and its `name`.
+    """Return the source of `torch.compile` with a backend: `backend` is its expression in the script, `name` its name.
 
-    Of `options`, `dynamic`, `fullgraph` and `mode` become keywords, and `config.…` settings of inductor. The mode of
-    another backend than inductor becomes settings too, because torch refuses it there.
+    Of `options`, `dynamic`, `fullgraph` and `mode` become keywords, and `config.…` settings of inductor. If the
+    backend's name is not `inductor`, the mode becomes settings too, because torch refuses it there; `config.…`
+    overrides those.
     """
     keywords = [f"backend={backend}"]
     settings = {
@@ -100,10 +102,11 @@ def _compiled(backend: str, name: str, options: Mapping[str, Any]) -> TransformS
 
 
 def _fx_pass(case: Case, script: Path) -> TransformSource:
-    """Return a user's pass on the dynamo, aten or export graph, which is imported from where the case names it.
+    """Return the source that imports a user's pass and applies it to the dynamo, aten or export graph.
 
-    The pass runs as a backend of `torch.compile`, or on the module of `torch.export`; if it returns None, the graph
-    that it was given is used. Raise ReproUnwritable if there is no such file or module.
+    The case's transform is the name of the pass, and its option `graph` that of the graph. The pass runs as a backend
+    of `torch.compile`, or on the module of `torch.export`; if it returns None, the graph that it was given is used.
+    Raise ReproUnwritable if there is no such file or module.
     """
     imported = import_named(case.transform, script)
     options = dict(case.options)
@@ -136,11 +139,11 @@ _AOT_IMPORT = "from torch._dynamo.backends.common import aot_autograd"
 def _exported(
     name: str, what: str, options: Mapping[str, Any], *, then: str = "{}", change: str = ""
 ) -> TransformSource:
-    """Return `torch.export` in a function called `name`, which is also the word for the candidate's values.
+    """Return the source of `torch.export` in a function `name`, which is also the word for the candidate's values.
 
     `what` is the candidate as the subject of a sentence. Of `options`, only `strict` counts. `change` is the text of a
-    call on the exported program, and `then` is an expression with `{}` for its module, to be returned instead of the
-    module.
+    call on the exported program, such as `.run_decompositions()`. `then` is an expression with `{}` for its module, to
+    be returned instead of the module.
     """
     strict = ", strict=True" if options.get("strict") else ""
     module = then.format(f"torch.export.export(program, inputs(){strict}){change}.module()")
@@ -161,10 +164,10 @@ def _exported(
 
 
 def _decomposed(options: Mapping[str, Any], script: Path) -> TransformSource:
-    """Return `run_decompositions` of an exported program, with the user's table if the options name one.
+    """Return the source of `run_decompositions` on the exported program, with the user's table if the options name one.
 
-    The table is imported; if it is callable, the script calls it. Raise ReproUnwritable if its file or module is
-    missing.
+    The option `table` is imported; if it is callable, the script calls it. Raise ReproUnwritable if its file or module
+    is missing.
     """
     if "table" not in options:
         return _exported("decomposed", "run_decompositions()", options, change=".run_decompositions()")
@@ -176,7 +179,7 @@ def _decomposed(options: Mapping[str, Any], script: Path) -> TransformSource:
 
 
 def _autocast(dtype: str, device: str) -> TransformSource:
-    """Return `torch.autocast` around the program's call; a module's `forward` is replaced in place."""
+    """Return the source of `torch.autocast` around the program's call; a module's `forward` is replaced in place."""
     arguments = f'"{device}", torch.{dtype}'
     return TransformSource(
         what=f"torch.autocast({arguments})",

@@ -56,9 +56,9 @@ def write_tensors(
     """Return the source text of named tensors: statements, an expression for each, and tensors for a file beside it.
 
     `recipes` has expressions that give the values of some of them, by name; they are not used for tensors that share
-    memory. Without `data`, random numbers replace all other values but zeros and ones, and nothing goes to the file,
-    which else gets copies of large tensors. Raise ReproUnwritable if a tensor has no source, and UsageError if a recipe
-    gives other values.
+    memory. Large tensors go to the file, as copies. Without `data`, nothing goes there, and random numbers replace
+    every tensor that has no recipe and is not all zeros or all ones. Raise ReproUnwritable if a tensor has no source,
+    and UsageError if a recipe gives other values.
     """
     source = TensorSource()
     if not data and any(not is_trivial(tensor) for tensor in tensors.values()):
@@ -88,12 +88,12 @@ def _by_memory(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tens
 
 
 def _write_one(name: str, tensor: torch.Tensor, recipe: str | None, data: bool, source: TensorSource) -> str:
-    """Return the expression of one tensor without device, `requires_grad` and Parameter class.
+    """Return the expression of one tensor's values and strides, without device, `requires_grad` and Parameter class.
 
-    Setup and tensors for the file are added to `source`. A `recipe` is returned after a check that it gives the
-    tensor's values. Strides stay: a tensor with gaps becomes a view of a piece of memory. A large tensor is saved, and
-    so is a sparse, subclassed or negated one. Without `data`, ReproUnwritable is raised for the latter three, and
-    random numbers replace the values of any other tensor but zeros and ones.
+    Setup and tensors for the file are added to `source`. A `recipe` is returned itself, or UsageError raised if it
+    gives other values. A tensor with gaps becomes a view of a piece of memory. A tensor of more than `INLINE` elements
+    that are not all equal is saved; so is a sparse, subclassed or negated one. Without `data`, ReproUnwritable is
+    raised for the latter three, and random numbers replace any other tensor that is not all zeros or all ones.
     """
     if recipe is not None:
         _require_same(recipe, tensor, name)
@@ -123,8 +123,9 @@ def _write_one(name: str, tensor: torch.Tensor, recipe: str | None, data: bool, 
 def _write_shared(shared: Mapping[str, torch.Tensor], data: bool, source: TensorSource) -> None:
     """Add a piece of memory to the setup of `source`, and each tensor of the group to its expressions, as a view of it.
 
-    `shared` has tensors of one storage by name. A group of one gets its view without device, `requires_grad` and
-    Parameter class. Raise ReproUnwritable if the tensors have several dtypes.
+    `shared` has tensors of one storage by name. The memory is written inline, or saved if it is large. The view of a
+    group of one is without device, `requires_grad` and Parameter class. Raise ReproUnwritable if the tensors have
+    several dtypes.
     """
     first = next(iter(shared.values()))
     if any(tensor.dtype != first.dtype for tensor in shared.values()):
@@ -162,7 +163,10 @@ def _write_values(tensor: torch.Tensor, data: bool, source: TensorSource) -> str
 
 
 def _write_random(tensor: torch.Tensor) -> str:
-    """Return an expression that draws a CPU tensor of the same shape and dtype, and for integers of the same range."""
+    """Return an expression that draws a CPU tensor of the same shape and dtype.
+
+    Integers are drawn from the tensor's own range; floats and complex numbers are normally distributed.
+    """
     shape, dtype = tuple(tensor.shape), tensor.dtype
     if dtype is torch.bool:
         return f"torch.rand({shape}) < 0.5"
@@ -176,9 +180,10 @@ def _write_random(tensor: torch.Tensor) -> str:
 
 
 def _add_kind(expression: str, tensor: torch.Tensor) -> str:
-    """Return the expression of a tensor's values, extended by its device, `requires_grad` and Parameter class.
+    """Return the expression with code behind or around it for the tensor's device, `requires_grad` and Parameter class.
 
-    A plain tensor on the CPU needs none of these, and a saved tensor has its device already.
+    It is returned unchanged for a plain tensor on the CPU that does not require grad. Saved tensors have their device
+    already.
     """
     if tensor.device.type != "cpu" and not expression.startswith("saved"):
         expression = f"{_parenthesise(expression)}.to({str(tensor.device)!r})"
@@ -228,7 +233,8 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
 def _require_same(recipe: str, tensor: torch.Tensor, name: str) -> None:
     """Raise UsageError if a recipe fails, or does not give the tensor's values, dtype, shape and strides.
 
-    Random numbers that the recipe draws leave torch's generators as they were. `name` is for messages.
+    The recipe is evaluated; torch's random generators are as before afterwards. The device may be another. `name` is
+    for messages.
     """
     try:
         with runtime.drawing_from():
@@ -254,7 +260,8 @@ _BY_BYTES = "torch.tensor({bytes}, dtype=torch.uint8).view({dtype}).reshape({sha
 def write_contiguous(tensor: torch.Tensor) -> str:
     """Return an expression of a contiguous CPU tensor with the same shape, dtype and elements, bit for bit.
 
-    It is a literal, or `torch.zeros` and the like for equal elements; bytes if no literal gives the same bits.
+    It is a literal, `torch.zeros` and the like for several equal elements, or `torch.empty` for none; and bytes if no
+    literal gives the same bits.
     """
     plain = tensor.detach().cpu().contiguous()
     if not plain.numel():
@@ -321,7 +328,10 @@ def _nested(texts: Sequence[str], shape: Sequence[int]) -> str:
 
 
 def _texts(flat: torch.Tensor) -> list[str]:
-    """Return a literal for each element of a flat tensor: the shortest that the dtype rounds to the same number."""
+    """Return a text for each element of a flat tensor: the shortest number that the dtype rounds to the same one.
+
+    Complex elements are written as `complex(real, imag)`, NaN and Inf as `torch.nan` and `torch.inf`.
+    """
     if flat.dtype.is_complex:
         real = _REAL[flat.dtype]
         parts = torch.view_as_real(flat).to(torch.float64).tolist()
@@ -332,9 +342,9 @@ def _texts(flat: torch.Tensor) -> list[str]:
 
 
 def _shortened(value: float, dtype: torch.dtype) -> float:
-    """Return the float with the shortest text that the dtype rounds to the same number.
+    """Return the float with the shortest text that the dtype rounds to `value`, which is a number of that dtype.
 
-    Values of float64, zeros, NaN and Inf are returned unchanged.
+    `value` itself is returned if the dtype is float64, if it is zero, NaN or Inf, and if no shorter text is found.
     """
     if dtype is torch.float64 or not math.isfinite(value) or value == 0.0:
         return value
@@ -369,10 +379,10 @@ _INDEXED = re.compile(r"\.(\d+)(?=\.|$)")
 
 
 def write_value(value: Any, refer: Refer = lambda _: None) -> str:
-    """Return an expression of the value. Raise ReproUnwritable if it has none, such as a tensor, module or named tuple.
+    """Return an expression of the value; raise ReproUnwritable for one that has none, such as a tensor or a module.
 
-    `refer` is asked first about the value and about every item in containers: if it returns a name, that is the
-    expression.
+    `refer` is asked first about the value, and about every item in containers: if it returns a name, that is the
+    expression. Named tuples have no expression. Functions and classes are written by their names, without an import.
     """
     if (name := refer(value)) is not None:
         return name
@@ -420,7 +430,8 @@ def write_complex(value: complex) -> str:
 def write_index(index: Any, refer: Refer) -> str:
     """Return the text between the brackets of an index, with slices as `start:stop` and commas between a tuple's items.
 
-    `refer` returns the name of a value that has one, or None. Raise ReproUnwritable if a part has no expression.
+    `refer` returns the name of a value that has one, or None, for the value to be written out. Raise ReproUnwritable if
+    a part has no expression.
     """
     parts = index if type(index) is tuple and index else (index,)
     written = ", ".join(
@@ -430,10 +441,10 @@ def write_index(index: Any, refer: Refer) -> str:
 
 
 def write_callable(target: Any, imports: set[str] | None = None) -> str:
-    """Return a script's expression for a callable, which is found by its name and not copied.
+    """Return a script's expression for a callable, which is found by its name and not copied, as `module.name`.
 
-    The module that it needs is added to `imports`, unless that is torch or builtins. Raise ReproUnwritable if the
-    callable cannot be found by a name.
+    Operators are written as `torch.ops.…`. The module of a function is added to `imports`, if that is given, unless its
+    name begins with `torch` or it is builtins. Raise ReproUnwritable if the callable cannot be found by a name.
     """
     name = getattr(target, "__name__", "")
     for place, home in (("torch.nn.functional", torch.nn.functional), ("torch", torch)):

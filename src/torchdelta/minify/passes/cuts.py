@@ -50,7 +50,7 @@ def widen_from_culprit(search: Search) -> Proposals:
 def _neighbourhood(subject: Subject, culprit: str, radius: int) -> list[str]:
     """Return the names of the computing nodes at most `radius` edges away from the culprit, in the order of the graph.
 
-    Edges are followed in both directions, but not through inputs.
+    The culprit itself is one of them. Edges are followed in both directions, but not through inputs.
     """
     by_name = {node.name: node for node in subject.nodes}
     region = {culprit}
@@ -63,9 +63,10 @@ def _neighbourhood(subject: Subject, culprit: str, radius: int) -> list[str]:
 def isolate_operations(search: Search) -> Proposals:
     """Propose to isolate one operation of each kind, or if that is refused all operations, then narrow down to one.
 
-    Isolated operations read the reference's values instead of each other's. The first edit also drops gradients if the
-    failure is in forward. Rare kinds are suspected first, because a frequent kind has been tested more often, in this
-    program and elsewhere. A graph of at most `SMALL_GRAPH` operations gets no proposals.
+    Isolated operations read the reference's values instead of each other's, and are returned. The first edit also drops
+    gradients if the failure is in forward. A kind is an operation with the dtypes and ranks of its operands; rare kinds
+    are suspected first, because a frequent kind has been tested more often, in this program and elsewhere. A graph of
+    at most `SMALL_GRAPH` operations gets no proposals.
     """
     subject = search.subject
     if len(subject.nodes) <= SMALL_GRAPH:
@@ -87,11 +88,11 @@ def _isolate(subject: Subject, names: list[str], *, is_detached: bool = False) -
 
 
 def _narrow_down(search: Search, ranks: Mapping[str, int]) -> Proposals:
-    """Propose fewer isolated operations until one is left or a whole round is refused.
+    """Propose to return fewer of the isolated operations, until one is left or a whole round is refused.
 
-    A round proposes the output that differs most; then those that the error message mentions; then the edits of
-    `_find_single`; and at last each half. An accepted edit begins a new round. `ranks` has a number for each operation,
-    by name: the lowest is suspected first.
+    A round proposes the output that differs most; then those whose operation the error message mentions, unless that is
+    all of them; then the edits of `_find_single`; and at last each half. An accepted edit begins a new round. `ranks`
+    has a number for each operation, by name: the lowest is suspected first.
     """
     while len(outputs := search.subject.outputs) > 1:
         failing = failing_outputs(search)
@@ -112,7 +113,7 @@ def _narrow_down(search: Search, ranks: Mapping[str, int]) -> Proposals:
 
 
 def _find_single(search: Search, suspects: list[str], ranks: Mapping[str, int]) -> Generator[Edit, bool, bool]:
-    """Propose the first half of `suspects`, then of the rest, and so on; return whether an edit was accepted.
+    """Propose to keep the first half of `suspects`, then of the rest, and so on; return whether an edit was accepted.
 
     The first accepted edit ends it. If a single operation fails and it is not in the first half, it is in the second,
     so a second half is proposed only once it has a single suspect. `ranks` is for the guesses: a suspect of a lower
@@ -128,7 +129,10 @@ def _find_single(search: Search, suspects: list[str], ranks: Mapping[str, int]) 
 
 
 def _keep_outputs(subject: Subject, names: Collection[str], *, guess: bool | None = None) -> Edit:
-    """Return the edit that keeps only the named outputs, in the graph's order, and drops all nodes they do not need."""
+    """Return the edit that keeps only the named outputs, in the graph's order, and drops all nodes they do not need.
+
+    `guess` is whether the edit will probably be accepted, or None.
+    """
     needed = set(names)
     # in the order of the graph, so that the same set of names always makes the same subject
     outputs = tuple(name for name in subject.outputs if name in needed)
@@ -155,7 +159,7 @@ def _first_of_each(kinds: Mapping[str, str]) -> list[str]:
 
 
 def _kinds(subject: Subject) -> dict[str, str]:
-    """Return the kind of each node that computes a tensor, by the node's name, in the order of the graph."""
+    """Return the kind (see `_kind`) of each node that computes a tensor, by name, in the order of the graph."""
     inputs = subject.named_inputs
     nodes = {node.name: node for node in subject.nodes}
     computed = [
@@ -167,7 +171,8 @@ def _kinds(subject: Subject) -> dict[str, str]:
 def _kind(subject: Subject, node: Node) -> str:
     """Return a text that two nodes share if they do the same operation on operands of the same dtypes and ranks.
 
-    An item of a collection (`getitem`) is of the kind of the node that made the collection, at its index.
+    An operand that is not a tensor counts by its type. An item of a collection (`getitem`) is of the kind of the node
+    that made the collection, at its index.
     """
     operands = [_describe(subject.values.get(source.name)) for source in node.all_input_nodes]
     is_item = op_name(node) == "getitem"
@@ -182,7 +187,7 @@ def _describe(value: object) -> str:
 def bisect_graph(search: Search) -> Proposals:
     """Propose to keep fewer and fewer of the first nodes, then fewer and fewer of the last nodes that are left.
 
-    Each number is found by halving; see `_bisect`.
+    Each number is found by halving; see `_bisect`. The last nodes read the reference's values as inputs.
     """
     subject = search.subject
     yield from _bisect(len(subject.nodes), lambda count: _keep_first(subject, count))

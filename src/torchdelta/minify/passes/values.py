@@ -22,7 +22,10 @@ SMALL_ODD = 3
 
 
 def fix_shapes(search: Search) -> Proposals:
-    """Propose to replace each number that is an input or is computed, such as a size, by the literal of its value."""
+    """Propose to replace each number that is an input or is computed, such as a size, by the literal of its value.
+
+    All at once, then by halves.
+    """
     values = search.subject.values
     names = [
         node.name
@@ -39,7 +42,7 @@ def plain_strides(search: Search) -> Proposals:
 
 
 def plain_dtypes(search: Search) -> Proposals:
-    """Propose float32, with values cast, for the inputs of another floating-point dtype."""
+    """Propose float32, with values cast, for inputs of another floating-point dtype: all at once, then by halves."""
     other = {
         name: value
         for name, value in _tensor_inputs(search).items()
@@ -81,9 +84,9 @@ def plain_constants(search: Search) -> Proposals:
 
 
 def _draw_random(search: Search) -> Iterator[Edit]:
-    """Yield an edit that draws random numbers for each contiguous float or complex input that is not drawn yet.
+    """Yield for each contiguous float or complex input that is not drawn yet an edit that draws random numbers for it.
 
-    The seed is the place of the input.
+    The seed is the place of the input. Inputs that torch conjugates or negates lazily are left out.
     """
     for index, (name, value) in enumerate(search.subject.named_inputs.items()):
         if name not in search.subject.drawn and _is_drawable(value):
@@ -98,9 +101,9 @@ def _is_drawable(value: object) -> bool:
 
 
 def _draw_constant(search: Search, function: str) -> Iterator[Edit]:
-    """Yield an edit that fills an input by `torch.<function>`: `zeros` or `ones`.
+    """Yield for each contiguous integer or boolean input that is not drawn yet an edit that fills it.
 
-    There is one for each contiguous integer or boolean input that is not drawn yet.
+    `function` is what it is filled with: `zeros` or `ones`.
     """
     for name, value in _tensor_inputs(search).items():
         is_exact = not (value.is_floating_point() or value.is_complex())
@@ -111,8 +114,8 @@ def _draw_constant(search: Search, function: str) -> Iterator[Edit]:
 def shrink_sizes(search: Search) -> Proposals:
     """Propose all sizes small at once, and end if that is accepted; else all sizes halved as often as that is accepted.
 
-    After the halving, each size by itself: halved, then small or halved further; or `SMALL_ODD` for an odd size that
-    cannot be halved. Sizes are those of the inputs' axes above `SMALL`, the small size.
+    Then each size by itself: halved, and if that is accepted small or halved further; if it is refused, `SMALL_ODD` for
+    a larger odd size. Sizes are those of the inputs' axes above `SMALL`, the small size.
     """
     if (yield _shrink_all(search)):
         return
