@@ -54,14 +54,14 @@ def capture(
 ) -> Capture:
     """Run a graph module or exported program over batches, and return a capture with the values of every node.
 
-    A batch is a tuple of arguments, or a pair of such a tuple and a dict of keyword arguments. The generators are
-    seeded with `seed` plus the batch's number before each batch. Buffers go on from batch to batch and are restored at
-    the end; arguments are copied. With `out`, tensors are written to that directory, which must be empty. With
-    `keep="statistics"`, and from the first tensor that would exceed `limit_bytes` on, only statistics of tensors are
-    kept.
+    A batch is a tuple of arguments, which are copied, or a pair of such a tuple and a dict of keyword arguments. Before
+    each, the generators are seeded with `seed` plus its number. Buffers go on from batch to batch and are restored at
+    the end. `keep` is "values" or "statistics"; from the first tensor beyond `limit_bytes` on, only statistics are kept
+    in any case. With `out`, the capture is written to that directory, which must be empty or not exist.
 
-    A batch in which a node raises is logged up to that node and ends the capture; a note names the exception. Raise
-    UsageError if `graph` is not a graph, if there is no batch, or if a batch or `keep` is not one of those above.
+    A node that raises ends the capture: its batch is logged up to that node, and a note names the exception. Raise
+    UsageError for anything but a graph, for another `keep`, if there is no batch, if a batch is not a tuple or has
+    arguments that the graph does not take, or if `out` cannot be used.
     """
     if keep not in ("values", "statistics"):
         raise UsageError(f"keep is 'values' or 'statistics', not {keep!r}")
@@ -164,7 +164,7 @@ class Recorder:
         self._log_leaves(self.batch.results, leaves_of(value, "outputs"))
 
     def before_write(self, targets: Sequence[torch.Tensor]) -> None:
-        """Copy every logged tensor whose memory a node is about to write to."""
+        """Replace by a copy, in the log, every tensor whose memory a node is about to write to: that of `targets`."""
         for target in targets:
             for logged in self.uncopied.pop(tensors.storage_key(target) or 0, []):
                 self._replace_by_copy(logged)
@@ -199,11 +199,11 @@ class Recorder:
     def _keep_leaf(self, log: Leaves, path: str, leaf: Any) -> Any:
         """Return a leaf as it is logged: itself, its statistics, or a record that stands for it.
 
-        A tensor is returned detached and without a copy, and is added to `uncopied` and to the writer; `log` and `path`
-        say where the caller puts it. Return its statistics instead if only those are kept or the limit is reached.
-        State that was logged before and did not change since is returned as the leaf of that time. Numbers, texts and
-        containers are returned as they are. Dtypes and the like become a `LeafDescription`; other objects and tensors
-        without values, `Unreadable`.
+        A tensor is returned detached and without a copy, and is added to `uncopied`, and to the writer if there is one;
+        `log` and `path` say where the caller puts it. Return its statistics instead if only those are kept or the limit
+        is reached. State that was logged before and did not change since is returned as the leaf of that time. Numbers,
+        texts, None and containers are returned as they are. Dtypes and the like become a `LeafDescription`; other
+        objects and tensors without values, `Unreadable`.
         """
         if isinstance(leaf, _PLAIN):
             return leaf

@@ -50,13 +50,14 @@ def compare_captures(
 ) -> Location:
     """Match the nodes of two captures, compare their values, and return a location with one row for each match.
 
-    A row has each leaf in the batch where it is worst; the last row is that of the outputs. `given` maps names of the
-    reference's nodes to the candidate's. `ignore` has the clauses of the contract that do not count. Without a `policy`
-    torch.testing's tolerances hold, and the notes say so.
+    A row has each leaf in the batch where it is worst; one more row at the end has the outputs. `given` maps names of
+    the reference's nodes to the candidate's. `ignore` has the clauses of the contract that do not count. Without a
+    `policy` torch.testing's tolerances hold, and a note says so. There are no culprits; a note names the first node
+    that diverged.
 
-    The verdict is that of the worst row. It is CRASHED if only the candidate's capture has a failure, INCONCLUSIVE if
-    no nodes match, and never EQUIVALENT if the reference failed or one side has more batches. There are no culprits; a
-    note names the first node that diverged.
+    The verdict is that of the worst row. But it is CRASHED if only the candidate's capture has a failure, else
+    INCONCLUSIVE if no nodes match, and never EQUIVALENT if the reference failed or the numbers of batches differ. Raise
+    UsageError for an unknown policy or clause, and if `given` names an unknown node, or a node twice.
     """
     chosen = policy if policy is not None else "close"
     ignored = tuple(ignore)
@@ -104,9 +105,10 @@ class _CapturePair:
     """Whether any value so far was known by its statistics only."""
 
     def compare_nodes(self, node: NodeRecord, other: NodeRecord, how: str) -> Row:
-        """Return the row of two matched nodes, with their comparisons as `inherited`.
+        """Return the row of two matched nodes, with the comparisons of their values as `inherited`.
 
-        If neither side logged a value there are none, and the row has a reason. `how` says how the nodes were matched.
+        If there are none, because neither side logged a value, the row has a reason. A value that only one side logged
+        is a divergence. `how` says how the nodes were matched.
         """
         inherited = self._compare_batches(
             lambda batch: self.reference.leaves(batch, node.name),
@@ -125,9 +127,10 @@ class _CapturePair:
     def _compare_batches(
         self, reference_leaves: Callable[[int], Leaves], candidate_leaves: Callable[[int], Leaves]
     ) -> tuple[Comparison, ...]:
-        """Return the comparison of each path in the batch where it is worst; its details name the batch.
+        """Return one comparison for each path, of the batch where it is worst; its details have the batch's number.
 
-        Both functions take the number of a batch and return its leaves. Batches that only one side has are left out.
+        Both functions take the number of a batch and return its leaves by path. Batches that only one side has are left
+        out.
         """
         worst: dict[str, Comparison] = {}
         # a batch that only one side has is in the notes, and the verdict cannot be equivalent then
@@ -139,9 +142,10 @@ class _CapturePair:
         return tuple(worst.values())
 
     def _compare_leaves(self, reference: Leaves, candidate: Leaves) -> list[Comparison]:
-        """Return the comparison of each leaf; by statistics if one side has nothing else of a tensor.
+        """Return the comparison of each leaf: by statistics if a side has only those of a tensor, else by the policy.
 
-        Set `had_statistics` if a leaf is compared in that way. A leaf that only one side has is a divergence.
+        Comparisons by statistics come last; if there are any, `had_statistics` is set. A leaf that only one side has is
+        a divergence. Two containers of the same kind have no comparison.
         """
         statistics_paths = [
             path
@@ -163,9 +167,9 @@ class _CapturePair:
 
 
 def _drop_unlogged(coverage: Coverage, rows: Sequence[Row]) -> Coverage:
-    """Return the coverage without the matched nodes that have no value in any row; its total stays the same.
+    """Return the coverage in which nodes without a comparison in any row do not count as matched; the total stays.
 
-    Nodes in a branch that was not taken are of that kind.
+    Neither side has logged a value of such nodes, for instance because they are in a branch that was not taken.
     """
     how = Counter(coverage.how)
     for side in (attrgetter("reference.name"), attrgetter("candidate.name")):
@@ -177,7 +181,8 @@ def _drop_unlogged(coverage: Coverage, rows: Sequence[Row]) -> Coverage:
 def _match_nodes(reference: Capture, candidate: Capture, given: Mapping[str, str] | None) -> Alignment:
     """Return the alignment of two captures' nodes: by mapping, handle, name and order first, and by value for the rest.
 
-    `given` is the user's mapping. Values are compared only if both sides have nodes without a match.
+    `given` is the user's mapping; raise UsageError if it names an unknown node, or a node twice. Values are compared
+    only if both sides have nodes without a match.
     """
     first = align(reference.nodes, candidate.nodes, mapping=given)
     if not (first.unmatched_reference and first.unmatched_candidate):
@@ -235,10 +240,11 @@ def _notes(reference: Capture, candidate: Capture) -> Iterator[str]:
 
 
 def _decide(table: Sequence[Row], alignment: Alignment, reference: Capture, candidate: Capture) -> Verdict:
-    """Return the worst verdict of all rows with values, or a verdict for captures that cannot be compared as a whole.
+    """Return the worst verdict of the rows with comparisons, or that of captures that cannot be compared as a whole.
 
-    CRASHED if the candidate has a failure and the reference has none; otherwise INCONCLUSIVE if no nodes match. If the
-    reference has a failure, or the numbers of batches differ, the verdict is at least INCONCLUSIVE.
+    CRASHED if the candidate has a failure and the reference has none. Otherwise INCONCLUSIVE if no nodes match,
+    whatever the outputs are, or if no row has a comparison. INCONCLUSIVE or worse if the reference has a failure, or if
+    the numbers of batches differ.
     """
     if candidate.failure and not reference.failure:
         return Verdict.CRASHED

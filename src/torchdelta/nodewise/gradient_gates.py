@@ -47,10 +47,11 @@ class Gates:
     notes: list[str] = field(default_factory=list)
 
     def __call__(self, handed: HandedGraph) -> Callable[..., Any]:
-        """Let the transform compile the graph with taps and gates.
+        """Let the transform compile the graph with taps and gates; return a callable with its old inputs and outputs.
 
-        Return a callable with the graph's original inputs and outputs. Its first call is recorded in `runs`, with hooks
-        on the leaves that keep their gradients. The number of nodes and leaves that can be judged is added to `total`.
+        A gate is a zero that is added on an edge, so that the zero's gradient is that of the edge. The first call is
+        recorded in `runs`, with hooks on the leaves that keep their gradients; `judge_nodes` judges it after the
+        backward. The number of nodes and leaves that can be judged is added to `total`.
         """
         original = graphs.copy_graph(handed.graph)
         redirect_reads(original)
@@ -87,9 +88,10 @@ class Gates:
         return call
 
     def judge_nodes(self) -> list[TappedNode]:
-        """Return the judgements of all nodes and leaves by their gradients; call it once, after the backward.
+        """Judge the recorded graphs by the gradients that nodes and leaves got, and return the judgements of all.
 
-        The hooks on the leaves are removed. The random generators are left as they were.
+        Call it once, after the backward. The hooks on the leaves are removed. The random generators are left as they
+        were. A note names nodes that cannot be judged.
         """
         for run in self.runs:
             run.gradients.remove_hooks()
@@ -97,10 +99,11 @@ class Gates:
             return [node for run in self.runs for node in self._judge_run(run)]
 
     def _judge_run(self, run: _GatedRun) -> Iterator[TappedNode]:
-        """Yield a judgement for each leaf of one graph, and for each node with gated inputs that got a gradient.
+        """Yield a judgement of each leaf of one graph, and of each node that got a gradient and has a gated input.
 
-        The last node of the graph comes first. Nodes that are overwritten, or that read a memory layout, are left out
-        with a note; those in `unsteady_nodes` are left out without one.
+        The last node of the graph comes first. Nodes and leaves that are overwritten, and nodes that read a memory
+        layout, are left out with a note. Called modules, nodes that write, and those in `unsteady_nodes` are left out
+        without one.
         """
         with torch.no_grad():
             values = values_between(run.graph, run.inputs, run.tapped)
@@ -136,12 +139,12 @@ class Gates:
         edge_gradients: Mapping[Edge, torch.Tensor],
         run: _GatedRun,
     ) -> TappedNode:
-        """Return the judgement of one node: the gradients that it sent to its sources, against those of eager.
+        """Return the judgement of one node: the gradients that it sent to `sources`, against those that eager computes.
 
         `sources` are its inputs that have a gate. `cotangents` has the gradient that each of its outputs got, or None.
         `values` has the values of all nodes in the candidate's forward, and `edge_gradients` the gradient that the
-        candidate sent over each edge. A gradient that is missing on a side counts as zeros. A node that draws random
-        numbers has no comparisons.
+        candidate sent over each edge. Eager runs on these values and cotangents. A gradient that is missing on a side
+        counts as zeros. The judgement of a node that draws random numbers has no comparisons.
         """
         inputs = {source: values[source] for source in node.all_input_nodes}
         inputs |= {out: cotangent for out, cotangent in cotangents.items() if cotangent is not None and out is not node}
@@ -183,7 +186,7 @@ class Gates:
         return TappedNode(node=node, level="backward", local=local, region=(node,))
 
     def _judge_leaf(self, node: Node, run: _GatedRun, edge_gradients: Mapping[Edge, torch.Tensor]) -> TappedNode:
-        """Return the judgement of a leaf: its gradient against the sum of the gradients that its readers sent.
+        """Return the judgement of a leaf: the gradient that it got, against the sum of those that its readers sent.
 
         If several nodes of the graph have the same tensor, the readers of all count. A missing gradient counts as
         zeros.
@@ -230,7 +233,7 @@ class _LeafGradients(dict[str, torch.Tensor]):
             hook.remove()
 
     def _hook(self, name: str, leaf: torch.Tensor) -> Any:
-        """Put a hook on a leaf that keeps a copy of its first gradient under `name`, and return the hook's handle."""
+        """Put a hook on a leaf that keeps a copy of its `grad` after the first backward, by `name`; return a handle."""
 
         def keep(tensor: torch.Tensor) -> None:
             if tensor.grad is not None:
@@ -269,9 +272,10 @@ def _add_gates(graph_module: GraphModule, edges: Sequence[Edge]) -> None:
 
 
 def _gated_edges(graph_module: GraphModule, trained: set[Node]) -> list[Edge]:
-    """Return the edges that can have a gate: those from a trained node that has a float tensor of fixed size.
+    """Return the edges that can have a gate, as pairs of the name of a node and the name of its reader.
 
-    The reader is the graph's output, or calls a function or method that does not write to its first argument.
+    The node is trained and has a float tensor of fixed size. The reader is the graph's output, under the name `OUTPUT`,
+    or calls a function or method that does not write to its first argument.
     """
     return [
         (source.name, node.name if node.op != "output" else OUTPUT)
@@ -317,7 +321,7 @@ def _cotangent_of(node: Node, edge_gradients: Mapping[Edge, torch.Tensor]) -> to
 def trained_nodes(graph_module: GraphModule, inputs: Sequence[Any]) -> set[Node]:
     """Return the nodes that need a gradient: parameters and inputs that require grad, and nodes that depend on them.
 
-    `inputs` are the values of the placeholders. A node that detaches, that has neither floats nor complex numbers, or
+    `inputs` are the values of the placeholders. A node that detaches, that has a tensor of integers or booleans, or
     that runs while gradients are switched off, does not need one, and passes none on.
     """
     trained = {node for node, value in graph_starts(graph_module, inputs) if _is_trained(value)}

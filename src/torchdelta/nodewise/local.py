@@ -103,10 +103,12 @@ class LocalJudge:
         floor: float = 0.0,
         within: object = None,
     ) -> tuple[Comparison, ...]:
-        """Return the comparison of each leaf of a region's values; nothing if both sides are the same to the bit.
+        """Return the comparison of each leaf of a region's values; an empty tuple if both sides are equal.
 
-        `RegionValues` explains the arguments. If the policy needs a truth, `again` is run in float64 and with noise. If
-        one of these runs fails, the reason is added to `notes`.
+        They are equal if `is_identical` says so. `path` is the name of the values, `again` runs the reference's region
+        on other values, and `inputs` are those that it has read; `RegionValues` explains the rest. Without a policy of
+        the user's, or if that needs a truth, `again` is run with noise, and in float64 unless both sides are. If one of
+        these runs raises, the reason is added to `notes`.
         """
         values = RegionValues(
             path=path,
@@ -125,10 +127,10 @@ class LocalJudge:
         return NodeJudging(settings=self, values=values)
 
     def noisy_mode(self, index: int) -> Noisy:
-        """Return the mode of the noisy run number `index`; it is made once, and all regions share it.
+        """Return the mode of the noisy run number `index`; it is made at the first call, and all regions share it.
 
-        All modes read from one supply of random steps. If the candidate lowers the dtype, a step has the size of that
-        dtype's.
+        All modes read from one supply of random steps, at places that follow from the seed and the index. If the
+        candidate lowers the dtype, a step is the epsilon of the lower dtype.
         """
         if index not in self._modes:
             unit = None if self.lowered_to is None else float(torch.finfo(self.lowered_to).eps)
@@ -159,9 +161,10 @@ class NodeJudging(JudgingSteps[Leaves]):
         return leaves_of(self.values.reference, self.values.path)
 
     def judge_by_bits(self) -> list[Stage] | None:
-        """Return no stage if both values are the same to the bit, or None if truth and noise are needed.
+        """Return an empty list if both values are equal, one stage if the user's policy needs no truth, or else None.
 
-        If the user's policy needs no truth, return the stage with the comparisons by that policy.
+        They are equal if `is_identical` says so. The stage `forward` has the comparisons by the user's policy. None
+        means that truth and noise are needed.
         """
         if is_identical(self.values.reference, self.values.candidate):
             return []
@@ -173,7 +176,8 @@ class NodeJudging(JudgingSteps[Leaves]):
     def truth(self) -> Leaves | None:
         """Return the leaves of the region run in float64, or None if that raises; then a note is added.
 
-        If both sides run in float64 already, return the reference's own leaves.
+        It runs on copies of the inputs. If both sides run in float64 already, nothing is run, and the reference's own
+        leaves are returned.
         """
         if self.settings.is_lifted:
             return self.reference
@@ -200,10 +204,11 @@ class NodeJudging(JudgingSteps[Leaves]):
         return comparison.verdict is Verdict.DIVERGED and comparison.ratio <= FAR
 
     def excuse_integers(self, stages: list[Stage], yardstick: Yardstick[Leaves]) -> list[Stage]:
-        """Return the stages with diverged integers inconclusive if correct runs of the region differ in them too.
+        """Return the stages; diverged integers become INCONCLUSIVE if correct runs of the region differ in them too.
 
-        The correct runs are the noisy ones and the truth. The candidate may differ in up to `FLIPS` times as many
-        elements as they do. Other comparisons, and those in which the contract is broken, stay as they are.
+        Booleans count as integers. The correct runs are the noisy ones and the truth. The candidate may differ in up to
+        `FLIPS` times as many elements as the most different of them. Other comparisons, and those in which the contract
+        is broken, stay as they are.
         """
         runs = (*yardstick.noisy, yardstick.truth or {})
 
@@ -216,9 +221,10 @@ class NodeJudging(JudgingSteps[Leaves]):
         return [Stage.of(stage.name, tuple(map(excuse, stage.comparisons))) for stage in stages]
 
     def _compare(self, yardstick: Yardstick[Leaves]) -> tuple[Comparison, ...]:
-        """Return the comparison of each leaf with the yardstick, by the user's policy or else by noise.
+        """Return the comparison of each leaf of the candidate with the yardstick, by the user's policy or by noise.
 
-        In float64 the policy in place of noise is `Semantic`. Other devices and `requires_grad` are not differences.
+        In float64 the policy in place of noise is `Semantic`. Another device, another `requires_grad`, and a dtype that
+        is lowered on purpose are not differences.
         """
         settings = self.settings
         policy = settings.policy or (Semantic() if settings.is_lifted else Noise())
@@ -235,8 +241,8 @@ class NodeJudging(JudgingSteps[Leaves]):
     def _run_noisy(self, index: int) -> Leaves | None:
         """Return the leaves of the noisy run number `index` of the region, or None if it raises; then a note is added.
 
-        It runs on copies of the inputs, in float64 if the candidate lowers the dtype. The inputs are rounded anew too,
-        unless they are exact. The random generators are left as they were.
+        It runs on copies of the inputs, in float64 if the candidate lowers the dtype or both sides run in float64. The
+        inputs are rounded anew too, unless they are exact. The random generators are left as they were.
         """
         settings, values = self.settings, self.values
         mode = settings.noisy_mode(index)
@@ -262,10 +268,11 @@ class NodeJudging(JudgingSteps[Leaves]):
         self.settings.notes.add(f"{finding}: {type(error).__name__}: {message}")
 
     def _pass_few_ulps(self, comparison: Comparison) -> Comparison:
-        """Return a divergence by a few units in the last place of float32 as equivalent, and all others unchanged.
+        """Return a divergence of float32 by up to `FEW_ULPS` units in the last place as EQUIVALENT, others unchanged.
 
         An error function or an exponential that is off by so little is another correct one. An error up to the `floor`
-        of the values passes too. A comparison in which the contract is broken is returned unchanged.
+        of the values passes too, unless a NaN or Inf is out of place. A comparison in which the contract is broken is
+        returned unchanged.
         """
         leaf, measurement = self.reference.get(comparison.path), comparison.measurement
         if comparison.verdict is not Verdict.DIVERGED or measurement is None or comparison.contract:
@@ -279,7 +286,7 @@ class NodeJudging(JudgingSteps[Leaves]):
 
 
 def cotangents_for(value: Any, path: str, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return every tensor of a value that requires grad, each with its random cotangent.
+    """Return a (tensor, random cotangent) pair for each tensor in a value that requires grad; may be an empty list.
 
     `path` is the name of the value. The numbers follow from the tensor's path in the value and the seed.
     """
@@ -297,7 +304,8 @@ def gradients(
 
     `inputs` are the values that `run` takes, by key, and `wanted` are some of their keys. The result has the key, the
     tensor's number in that input and `.grad` as name: `x[0].grad`. The cotangents follow from `path` and `seed`. A
-    tensor that the result does not depend on has a gradient of zeros. The inputs are not changed.
+    tensor that the result does not depend on has a gradient of zeros. `run` gets copies of the tensors in wanted
+    inputs, and the other inputs themselves.
     """
     leaves: dict[Any, Any] = dict(inputs)
     trained: dict[str, torch.Tensor] = {}
@@ -329,7 +337,7 @@ def gradients(
 
 
 def _converted(inputs: Mapping[Any, Any], convert: Callable[[torch.dtype], torch.dtype]) -> dict[Any, Any]:
-    """Return the inputs with detached copies of their tensors; a tensor that comes twice is copied once.
+    """Return a dict of the inputs with detached copies of their tensors; a tensor that comes twice is copied once.
 
     `convert` returns the dtype of a copy for that of the original. Values that are not tensors stay the same.
     """

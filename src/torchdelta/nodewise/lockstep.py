@@ -70,9 +70,11 @@ class Lockstep:
 
     @cached_property
     def partners(self) -> dict[Node, Node]:
-        """The reference's node for each matched node of the candidate: of inputs, the alignment and inserted nodes.
+        """The reference's node for each matched node of the candidate.
 
-        Two `getitem` nodes that take different outputs are left out.
+        Matched are inputs, the nodes of the alignment, and inserted nodes. An inserted node has the node whose value it
+        must have (`inserted_nodes`). Two nodes that are not the same output of their operators (`is_same_output`), and
+        nodes inside of nested graphs, are left out.
         """
         ours = {node.name: node for node in self.reference.graph.nodes}
         theirs = {node.name: node for node in self.candidate.graph.nodes}
@@ -88,7 +90,8 @@ class Lockstep:
     def pairs(self) -> dict[Node, RegionPair]:
         """The pairs of regions to judge, by the candidate's node: one for each matched node that is not an input.
 
-        A region ends in the matched node, and reads the nearest matched nodes before it.
+        The candidate's region ends in the matched node, and reads the nearest matched nodes before it. The reference's
+        ends in the partner, and reads the partners of those nodes if it can (`region_reading`).
         """
         how = {match.candidate: match.how for match in self.alignment.matches}
         # a region reads constants as inputs, so that its truth has them in float64
@@ -246,7 +249,7 @@ class Lockstep:
     def _run_on(
         self, inputs: Mapping[Node, Any], node: Node, theirs: GraphRun, draws: runtime.GeneratorStates | None
     ) -> tuple[Any, dict[Node, Any]]:
-        """Return the value of a node of the candidate for these inputs, and the inputs after its writes.
+        """Return the value of a node of the candidate for these inputs, and its inputs as they are after its writes.
 
         The second is empty if the node does not write. The inputs themselves are not changed. The random generators
         start from `draws`, or from their present state, and are left as they were.
@@ -263,10 +266,10 @@ class Lockstep:
         inherited: tuple[Comparison, ...],
         ours: GraphRun,
     ) -> NodeJudgement:
-        """Return the judgement of a pair: its value, the inputs that it wrote to, its gradients, and the culprit.
+        """Return the judgement of a pair: of its value, the inputs that it wrote to, and its gradients, with a culprit.
 
         `local` is the candidate's value, and `after` its inputs after its writes, both on the reference's values.
-        Gradients are judged only if value and writes are right: a constant in the place of a trained parameter
+        Gradients are judged only if value and writes have not diverged: a constant in the place of a trained parameter
         diverges; otherwise they are compared if an input is trained, the two calls differ, and their regions read the
         same inputs. The culprit of a wrong value or of wrong gradients is what `Trial.blame` returns. For a wrong write
         or such a constant it is the reference's node of the pair, and None if nothing is wrong.
@@ -379,10 +382,11 @@ class FinalWrites:
     """The inputs of a writer of the reference whose partner does not write itself."""
 
     def record_writer(self, writer: Node, after: Mapping[Node, Any], theirs: GraphRun) -> None:
-        """Record the values of the inputs and attributes that a node of the candidate was the last to write to.
+        """Record, for each of the graph's inputs and attributes, its value after a node that is its last writer so far.
 
-        `after` has the node's inputs after its write, when it ran on the reference's values. A value that an earlier
-        writer left is forgotten, even if `after` has no value in its place.
+        `writer` is a node of the candidate, and `after` has the node's inputs after its write, when it ran on the
+        reference's values. A value that an earlier writer left is forgotten, even if `after` has no value in its place.
+        A node that is no last writer changes nothing.
         """
         for start in (start for start, last in theirs.last_writer.items() if last is writer):
             self._candidate_state.pop(start, None)
@@ -400,7 +404,7 @@ class FinalWrites:
             self._writer_inputs[writer] = copy_tensors(ours.before_write[writer])
 
     def judge_all(self, ours: GraphRun, theirs: GraphRun, culprits: Collection[Node]) -> Iterator[NodeJudgement]:
-        """Yield a judgement of each input and attribute that a side wrote to and that ends with different values.
+        """Yield a judgement of each input and attribute of the graphs that a side wrote to and that ends up different.
 
         It is left out if its last writers are partners, which were judged when they ran, or if the last writer of the
         reference or the partner of the candidate's is in `culprits`.
@@ -420,7 +424,7 @@ class FinalWrites:
     def _judge_state(
         self, start: Node, candidate_start: Node | None, ours: GraphRun, theirs: GraphRun
     ) -> Iterator[NodeJudgement]:
-        """Yield the judgement of one input or attribute, or nothing if both sides leave it with the same value.
+        """Yield the judgement of one input or attribute of the graphs, or nothing if both sides leave it the same.
 
         `start` is its node in the reference, and `candidate_start` that in the candidate. If the candidate does not
         have it or does not write to it, the reference's value from before its writes stands in for the candidate's. The
@@ -611,7 +615,8 @@ class GraphRun:
         """Record what the node changed, after it ran: its inputs, values that share their memory, and state.
 
         The changed inputs are copied to `after_write`. The node becomes the `first_writer` of values that have none,
-        and the `last_writer` of inputs and attributes. An initial state that was copied in vain is dropped.
+        and the `last_writer` of the graph's inputs and attributes. A copy in `initial_state` of one that no node has
+        changed is dropped.
         """
         before = self.before_write[node]
         changes = changed_values(before, {source: self.current[source] for source in before})
@@ -659,7 +664,7 @@ def is_same_call(ours: Node, theirs: Node, partners: Mapping[Node, Node]) -> boo
 def _with_partners(value: Any, partners: Mapping[Node, Node]) -> Any:
     """Return arguments in a form that can be compared: partners in place of nodes, and the repr of other leaves.
 
-    A node without a partner stays itself. Tuples become lists.
+    A node without a partner stays itself. Tuples become lists, and dicts keep their keys.
     """
     if isinstance(value, Node):
         return partners.get(value, value)
@@ -683,11 +688,11 @@ def is_same_output(ours: Node, theirs: Node, partners: Mapping[Node, Node]) -> b
 
 
 def inserted_nodes(partners: Mapping[Node, Node]) -> dict[Node, Node]:
-    """Return the unmatched nodes of the candidate that stand between a matched node and its reader.
+    """Return the unmatched nodes of the candidate that were inserted between a matched node and its reader.
 
-    The result maps each to the reference's node whose value it must have. A reader shows it: it is the same call as its
-    partner in the reference, except that it reads the inserted node where its partner reads that node directly. A node
-    that shares a handle with the reader is a part of it, and is left out.
+    The values of the dict are the reference's nodes whose values the inserted ones must have. The reader shows it: it
+    is the same call as its partner in the reference, except that it reads the inserted node where its partner reads
+    that node directly. A node that shares a handle with the reader is a part of it, and is left out.
     """
     inserted: dict[Node, Node] = {}
     for theirs, ours in partners.items():
@@ -707,7 +712,10 @@ def inserted_nodes(partners: Mapping[Node, Node]) -> dict[Node, Node]:
 
 
 def _is_computed_from(node: Node, source_partner: Node, partners: Mapping[Node, Node]) -> bool:
-    """Tell whether an unmatched node is computed from the partner of a node, through unmatched nodes only."""
+    """Tell whether a node of the candidate depends on the partner of `source_partner` through unmatched nodes only.
+
+    `source_partner` is a node of the reference, and `partners` has the reference's node for each matched node.
+    """
     pending, visited = [node], {node}
     while pending:
         for source in pending.pop().all_input_nodes:

@@ -107,10 +107,11 @@ def align(
     mapping: Mapping[str, str] | None = None,
     values: Fingerprints | None = None,
 ) -> Alignment:
-    """Match the nodes of two graphs and return all matches, and the nodes without one.
+    """Match the nodes of two graphs; return all matches, and the nodes without one.
 
-    `mapping` has the user's matches, from names of the reference to names of the candidate; raise UsageError if it
-    names an unknown node, or a node twice. Without `values`, nodes are not matched by equal values.
+    `mapping` has the user's matches, from names of the reference's nodes to the candidate's; raise UsageError if it
+    names an unknown node, or a node twice. `values` is a pair of dicts, of the reference and of the candidate, with a
+    key for the value of each node by the node's name. Without it, nodes are not matched by equal values.
     """
     aligner = _Aligner(reference, candidate)
     aligner.match_mapping(mapping or {})
@@ -129,8 +130,8 @@ def align_outermost(
 ) -> Alignment:
     """Match the nodes of two graphs without looking into nested graphs, whose nodes count as unmatched.
 
-    They are a part of the coverage's total. Raise UsageError if the mapping names an unknown or nested node, or one
-    twice.
+    The nested nodes are a part of the coverage's total. Raise UsageError if the mapping names an unknown or nested
+    node, or a node twice.
     """
     sides = (reference, candidate)
     outermost = align(*([node for node in nodes if not is_nested(node)] for nodes in sides), mapping=mapping)
@@ -165,9 +166,10 @@ class _Aligner:
             self._add(name, other, "given")
 
     def match_handles(self) -> None:
-        """Match nodes within each group of shared handles, and count the other nodes of the group as covered.
+        """Match unmatched nodes within each group of shared handles, and count the other nodes of the group as covered.
 
-        A group without any match is left as it is. A group with a match and more than two nodes is added to `groups`.
+        The matches of a group are its `identical_pairs` and `end_pairs`. A group without any is left as it is. A group
+        with a match and more than two nodes is added to `groups`.
         """
         for ours, theirs in group_by_handles(self.reference.unmatched, self.candidate.unmatched):
             pairs = [*identical_pairs(ours, theirs), *end_pairs(ours, theirs)]
@@ -181,10 +183,10 @@ class _Aligner:
                 self.groups.append(NodeGroup(reference=next(names), candidate=next(names)))
 
     def match_names(self, key: Callable[[NodeRecord], Hashable]) -> None:
-        """Match unmatched nodes that have the same key, which contains the name.
+        """Match unmatched nodes of both sides for which `key` returns the same; the key contains the node's name.
 
         Tracing numbers equal names (add, add_1, …). If one side has more nodes of a name, the numbers mean different
-        nodes there, and the name is not used.
+        nodes there, and nodes of that name are not matched.
         """
         counts, others = (
             Counter(_without_number(name) for name in side.nodes) for side in (self.reference, self.candidate)
@@ -196,7 +198,7 @@ class _Aligner:
                 self._add(node.name, other.name, "name")
 
     def match_order(self, key: Callable[[NodeRecord], Hashable]) -> None:
-        """Match unmatched nodes that have the same key and come in the same order on both sides.
+        """Match unmatched nodes for which `key` returns the same and that come in the same order on both sides.
 
         The order is that of a long common subsequence, in which the two nodes of an earlier match are the same item.
         """
@@ -297,7 +299,7 @@ def _nodes_by_unique_value(nodes: NodeRecords, values: Mapping[str, Hashable]) -
 
 
 def group_by_handles(reference: NodeRecords, candidate: NodeRecords) -> list[tuple[NodeRecords, NodeRecords]]:
-    """Return groups of nodes that share handles, directly or through others: the reference's and the candidate's.
+    """Return groups of nodes that share handles, directly or through others, as (reference's, candidate's nodes) pairs.
 
     Nodes without handles, and groups that have nodes on one side only, are left out.
     """
@@ -371,7 +373,7 @@ def _can_be_equal(reference: NodeRecord, candidate: NodeRecord) -> bool:
 
 
 def common_subsequence(first: Sequence[Hashable], second: Sequence[Hashable]) -> list[Positions]:
-    """Return the positions of a long common subsequence in both sequences, in rising order.
+    """Return a long common subsequence as (position in `first`, position in `second`) pairs, in rising order.
 
     Items that occur once on both sides split the sequences, which makes it fast, but the result need not be a longest
     one. Parts without such items are matched by a table of dynamic programming, which finds a longest subsequence.
@@ -397,7 +399,7 @@ def common_subsequence(first: Sequence[Hashable], second: Sequence[Hashable]) ->
 
 
 def _trim_span(ours: list[int], theirs: list[int], span: Span) -> tuple[list[Positions], Span]:
-    """Return the positions of the common prefix and suffix of a span, and the span without them."""
+    """Return the pairs of positions of the common prefix and suffix of a span, and the span without them."""
     start, end, their_start, their_end = span
     pairs: list[Positions] = []
     while start < end and their_start < their_end and ours[start] == theirs[their_start]:
@@ -410,7 +412,10 @@ def _trim_span(ours: list[int], theirs: list[int], span: Span) -> tuple[list[Pos
 
 
 def _find_anchors(ours: list[int], theirs: list[int], span: Span) -> list[Positions]:
-    """Return the positions of items that occur once on each side of the span, as many as are in order on both sides."""
+    """Return pairs of positions of items that occur once on each side of the span.
+
+    Of these it is a longest list in which the positions rise on both sides.
+    """
     start, end, their_start, their_end = span
     counts, their_counts = Counter(ours[start:end]), Counter(theirs[their_start:their_end])
     single = {item for item, count in counts.items() if count == 1 and their_counts.get(item) == 1}
@@ -419,7 +424,7 @@ def _find_anchors(ours: list[int], theirs: list[int], span: Span) -> list[Positi
 
 
 def _longest_rising(pairs: list[Positions]) -> list[Positions]:
-    """Return a longest sublist in which the second positions rise; the first positions rise already."""
+    """Return a longest sublist in which the second positions rise, too; the first positions rise already."""
     tails: list[int] = []
     ends: list[int] = []
     predecessors: list[int] = []
@@ -445,7 +450,10 @@ def _spans_between(anchors: list[Positions], span: Span) -> Iterator[Span]:
 
 
 def _match_by_table(ours: _IntArray, theirs: _IntArray) -> list[Positions]:
-    """Return the positions of a longest common subsequence, by Hirschberg's algorithm if the table is large."""
+    """Return the pairs of positions of a longest common subsequence, in rising order.
+
+    A large table is divided by Hirschberg's algorithm, which needs less memory.
+    """
     if not len(ours) or not len(theirs):
         return []
     if len(ours) == 1 or len(ours) * len(theirs) <= _LARGEST_TABLE:
@@ -477,7 +485,7 @@ def _table_rows(ours: _IntArray, theirs: _IntArray, *, keeps_all: bool = False) 
 
 
 def _trace_back(ours: _IntArray, theirs: _IntArray) -> list[Positions]:
-    """Return the positions of a longest common subsequence, read from the whole table backwards."""
+    """Return the pairs of positions of a longest common subsequence, in rising order, read from the whole table."""
     rows = _table_rows(ours, theirs, keeps_all=True)
     one, other = len(ours), len(theirs)
     positions: list[Positions] = []

@@ -127,11 +127,11 @@ OnReturn = Callable[[ModuleCall, tuple[Any, ...], dict[str, Any], Any], None]
 def survey(
     side: Side, seed: int, *, needs_values: Callable[[str], bool]
 ) -> tuple[list[ModuleCall], Any, Exception | None]:
-    """Run a side and return its module calls, its outputs, and the exception that it raised, if any.
+    """Run a side and return its module calls, its outputs, and the exception that it raised, or None.
 
-    `needs_values` tells for which paths the calls get fingerprints of their inputs and outputs. After an exception the
-    outputs are None, and the calls are those that were begun. The side runs on copies of its inputs, its state is
-    restored, and the generators are seeded with `seed`.
+    `needs_values` tells for which paths the calls get fingerprints of their inputs and outputs; shapes are recorded of
+    all. After an exception the outputs are None, and the calls are those that were begun. The side runs on copies of
+    its inputs, its state is restored, and the generators are seeded with `seed` and put back.
     """
     outputs: Any = None
     failure: Exception | None = None
@@ -184,7 +184,7 @@ class ModuleSurvey:
 
     @contextmanager
     def unhooked(self) -> Iterator[None]:
-        """Remove the hooks for a while, so that copies of modules have none and further calls are not recorded."""
+        """Run the block without the hooks, so that copies of modules have none and further calls are not recorded."""
         self._unhook()
         try:
             yield
@@ -192,7 +192,7 @@ class ModuleSurvey:
             self._hook()
 
     def _hook(self) -> None:
-        """Put the hooks on every module of the side, before and after the user's own; their handles go to `handles`."""
+        """Put hooks on every module of the side, before and after the user's own, and add the handles to `handles`."""
         for path, module in modules_of(self.side).items():
             # outside of the user's own hooks, because their changes are a part of the module's work
             pre_hook, post_hook = self._pre_hook(path), self._post_hook()
@@ -226,9 +226,9 @@ class ModuleSurvey:
         return pre_hook
 
     def _post_hook(self) -> Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
-        """Return a hook that completes the record of a call with its output shapes after it ran.
+        """Return a hook that adds the output shapes to the record of a call after it ran, and calls `on_return`.
 
-        The call is taken from `running`, with calls inside of it that raised. Then `on_return` is called.
+        The call is taken from the end of `running`. Calls inside of it that raised, which are still there, are dropped.
         """
 
         def post_hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -245,7 +245,7 @@ class ModuleSurvey:
 
 
 def modules_of(side: Side) -> dict[str, torch.nn.Module]:
-    """Return every module that the side's callable reaches, by its path; of two at the same path, the first."""
+    """Return every module that the side's callable reaches, nested ones too, by path; of two at one path, the first."""
     modules: dict[str, torch.nn.Module] = {}
     for name, holder in state_holders(side.call):
         if isinstance(holder, torch.nn.Module):
@@ -286,9 +286,10 @@ class ModuleMatcher:
     def run(self) -> list[ModuleMatch]:
         """Match the calls of both sides, and return the matches in the order of the reference's calls.
 
-        Calls are matched by path if the classes agree, then by path if the output shapes agree, then by class and
-        output shapes, then by values alone. Then classes that were matched count as the same, and the step by class is
-        repeated. A call that is matched is not considered again.
+        Calls of the same path and number are matched if their classes agree, and then if the output shapes agree or the
+        candidate's call raised. Then calls are matched by class and output shapes, and then by values alone. Classes
+        that were matched then count as the same, and the step by class is repeated. A call that is matched is not
+        considered again.
         """
         self._match_by_path(lambda one, other: one.kind == other.kind)
         # the outputs of a call that raised are not known, so they cannot disagree
@@ -300,7 +301,7 @@ class ModuleMatcher:
         return sorted(self.matches, key=lambda match: match.reference.order)
 
     def _match_by_path(self, agrees: Callable[[ModuleCall, ModuleCall], bool]) -> None:
-        """Match unmatched calls that have the same path and index, if `agrees` holds for the two."""
+        """Match unmatched calls of the same path and index if `agrees(reference's call, candidate's call)` holds."""
         others = {call.key: call for call in self._unmatched(self.candidate)}
         for call in self._unmatched(self.reference):
             other = others.get(call.key)
@@ -314,10 +315,11 @@ class ModuleMatcher:
         self._match_groups(lambda _: True)
 
     def _match_groups(self, trait: Callable[[ModuleCall], Hashable]) -> None:
-        """Match calls with the same class, output shapes and trait, in order, if both sides have equally many.
+        """Match unmatched calls with the same class, output shapes and trait, in the order of the calls.
 
-        A call whose trait is None, or that did not return, is left out. A class of the reference stands for the one in
-        `same_class`.
+        They are matched only if both sides have equally many of them. `trait` returns the trait of a call; a call whose
+        trait is None, or that did not return, is left out. A class of the reference counts as its partner in
+        `same_class`, if it has one there.
         """
         groups: dict[Hashable, tuple[list[ModuleCall], list[ModuleCall]]] = defaultdict(lambda: ([], []))
         for side, calls in enumerate((self.reference, self.candidate)):
@@ -373,7 +375,7 @@ def _is_same_function(one: ModuleCall, other: ModuleCall) -> bool:
 
 
 def state_fingerprints(modules: dict[str, torch.nn.Module]) -> dict[int, tuple[str, ...]]:
-    """Return the shapes and checksums of each module's parameters and buffers, sorted, by the module's id.
+    """Return the shapes and checksums of each module's parameters and buffers as sorted texts, by the module's id.
 
     Those of the modules inside of it are included. A tensor without plain memory has a shape and no checksum.
     """
@@ -405,7 +407,8 @@ def fingerprint(leaves: Leaves) -> Fingerprint:
 def is_close_fingerprint(first: Fingerprint, second: Fingerprint) -> bool:
     """Tell whether two fingerprints can be those of the same values, up to rounding.
 
-    Shapes and numbers of tensors must be equal. Return False if there are no tensors, or if a number is NaN.
+    They must be of equally many tensors with the same shapes. Return False if there are no tensors, or if a number is
+    NaN.
     """
     if not first or len(first) != len(second):
         return False

@@ -63,12 +63,12 @@ class ModuleJudge:
         *,
         is_brief: bool = False,
     ) -> ModuleJudgement:
-        """Run the candidate's module on the reference's inputs, and compare it with the reference's `recorded` result.
+        """Run the candidate's module on the reference's inputs; return its comparisons with the `recorded` result.
 
-        Return the comparisons of outputs, changed inputs and gradients. If the candidate's module raises, return a
-        reason instead. For gradients the reference's module runs again; if its outputs are not the same then, return a
-        reason too. A brief judgement takes one noisy run and does not ask in float64. It is enough for a module around
-        a culprit.
+        They are those of outputs, changed inputs and, if the runner takes them, gradients. If the candidate's module
+        raises, the judgement has a reason instead. For gradients the reference's module runs again; if its outputs then
+        differ from the recorded ones, the judgement has a reason too. A brief judgement takes one noisy run and does
+        not ask in float64. It is enough for a module around a culprit.
         """
         try:
             result = self.runner.run(candidate, inputs)
@@ -91,10 +91,9 @@ class ModuleJudge:
         return ModuleJudgement(local=stages[_FORWARD], gradients=stages[_GRADIENTS])
 
     def common(self, reference: ModuleResult, candidate: ModuleResult) -> tuple[ModuleResult, ModuleResult]:
-        """Return both results without the gradients of parameters that only one side has a name for.
+        """Return both results without the gradients of parameters that only one side has, and with the same `changed`.
 
-        If there are such parameters, a note is added. Both results get the inputs that either side changed as
-        `changed`.
+        The latter has the inputs that either side changed. If gradients are left out, a note is added.
         """
         names = [{path for path in side.gradients if path.startswith("parameters")} for side in (reference, candidate)]
         unshared = names[0] ^ names[1]
@@ -114,9 +113,10 @@ class ModuleJudge:
     def run_copy(
         self, module: torch.nn.Module, inputs: ModuleInputs, mode: Mode, note: str, *, widened: bool = False
     ) -> ModuleResult | None:
-        """Return the result of a copy of the module within a mode, or None if it raises; then add the note, if any.
+        """Return the result of a copy of the module within a mode, or None if it raises; then `note` is added.
 
-        With `widened` the copies of the module and its inputs are in float64. The exception is added to the note.
+        `notes` gets the note with the exception behind it; an empty note is not added. With `widened` the copies of the
+        module and its inputs are in float64.
         """
         try:
             return self.runner.run_copy(module, inputs, mode, widened=widened)
@@ -144,7 +144,10 @@ class ModuleJudging(JudgingSteps[ModuleResult]):
         return self.sides[0]
 
     def judge_by_bits(self) -> list[Stage] | None:
-        """Return the stages if both results are the same to the bit or the policy needs no truth, or else None."""
+        """Compare without truth and noise; return the stages, or None if truth and noise are needed.
+
+        They are not needed if every comparison is EQUIVALENT, or if the policy does without.
+        """
         stages = self.compare_stages(Yardstick(reference=self.reference))
         are_same = all(each.verdict is Verdict.EQUIVALENT for stage in stages for each in stage.comparisons)
         return stages if are_same or not self.settings.policy.needs_truth else None
@@ -164,10 +167,10 @@ class ModuleJudging(JudgingSteps[ModuleResult]):
         return _compare(Judge(policy=self.settings.policy), stage, self.sides[1], yardstick)
 
     def excuse_integers(self, stages: list[Stage], yardstick: Yardstick[ModuleResult]) -> list[Stage]:
-        """Return the stages with diverged integer outputs inconclusive if they differ among correct runs at all.
+        """Return the stages; diverged integer outputs become INCONCLUSIVE if correct runs differ in them at all.
 
-        The correct runs are the noisy ones and the truth; another shape in one of them counts as a difference.
-        Gradients, and outputs that break the contract without an excuse, stay as they are.
+        The correct runs are the noisy ones and the truth; another shape in one of them counts as a difference. Changed
+        inputs count as outputs. Gradients, and outputs that break the contract without an excuse, stay as they are.
         """
         leaves = _leaves(_FORWARD, self.reference, self.reference)
         runs = [run for run in (*yardstick.noisy, yardstick.truth) if run is not None]
@@ -184,10 +187,10 @@ class ModuleJudging(JudgingSteps[ModuleResult]):
         return [Stage.of(_FORWARD, tuple(map(excuse, forward.comparisons))), gradients]
 
     def ask_in_float64(self, stages: list[Stage], yardstick: Yardstick[ModuleResult]) -> list[Stage]:
-        """Return the stages with the leaves diverged that are another function in float64.
+        """Compare both modules in float64, and return the stages; a leaf that diverges there becomes DIVERGED.
 
-        Both modules are compared in float64, by the noise of native runs scaled down, and in doubt by a noisy run in
-        float64. Without a truth, or if the candidate's module raises in float64, return the stages unchanged. A leaf
+        In float64 the noise is that of the native runs scaled down; if something diverges, a noisy run in float64
+        decides. Without a truth, or if the candidate's module raises in float64, return the stages unchanged. A leaf
         that has diverged already keeps its comparison.
         """
         if yardstick.truth is None:
@@ -237,7 +240,11 @@ def _leaves(stage: str, result: ModuleResult, reference: ModuleResult) -> Leaves
 def _compare(
     judge: Judge, stage: str, candidate: ModuleResult, yardstick: Yardstick[ModuleResult]
 ) -> Sequence[Comparison]:
-    """Return the comparisons of the candidate's leaves with those of the yardstick, in one stage."""
+    """Return the comparisons of the candidate's leaves of one stage with those of the yardstick.
+
+    The leaves of the stage `forward` are the outputs, and the inputs that the yardstick's reference has as `changed`;
+    those of `gradients` are the gradients.
+    """
     reference, truth = yardstick.reference, yardstick.truth
     comparisons, _ = judge.compare(
         _leaves(stage, reference, reference),
@@ -249,9 +256,10 @@ def _compare(
 
 
 def _with_answers(stage: Stage, answers: Answers) -> Stage:
-    """Return the stage with the leaves diverged that diverge in float64; they get verdict and numbers of the answer.
+    """Return the stage; a leaf that diverges in float64 becomes DIVERGED, with the reason and numbers of the answer.
 
-    A leaf stays as it is if it has diverged already, if it was not asked about, or if nothing could be measured.
+    `answers` has the comparisons in float64, by stage and path. A leaf stays as it is if it has diverged already, if it
+    has no answer, or if nothing could be measured.
     """
 
     def answered(comparison: Comparison) -> Comparison:

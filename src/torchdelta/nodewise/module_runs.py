@@ -61,10 +61,11 @@ def take_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], roots: frozenset[
 
 
 def left_by(outputs: Any, arguments: Any, versions: dict[str, int], gradients: Leaves | None = None) -> ModuleResult:
-    """Return the result of a call that has run; `versions` are those of its inputs before the call.
+    """Return what a call that has run left behind: its outputs, its inputs, which of them it changed, and `gradients`.
 
-    `arguments` are the positional and keyword arguments after the call. An input counts as changed if its version is
-    another one, unless its memory is returned. Tensors are not copied.
+    `arguments` are the positional and keyword arguments after the call, and `versions` those of the input tensors
+    before it, by path. An input counts as changed if its version is another one, unless its memory is returned. Tensors
+    are not copied. Without `gradients` the result has an empty dict.
     """
     leaves = leaves_of(outputs, "outputs")
     returned = {tensors.storage_key(leaf) for leaf in leaves.values() if isinstance(leaf, torch.Tensor)} - {None}
@@ -89,21 +90,25 @@ def versions_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, int]
 
 
 def natively(_: Side) -> AbstractContextManager[Any]:
-    """Return a context that changes nothing."""
+    """Return a context manager that changes nothing, for a run as it is."""
     return nullcontext()
 
 
 def lifted(module: torch.nn.Module) -> Mode:
-    """Return a mode that runs in float64, with random numbers in the dtype of the module's parameters."""
+    """Return a mode that runs in float64: a function that takes a side and returns the context manager to run it in.
+
+    Random numbers are drawn in the dtype of the module's first float parameter, or in the default dtype without any.
+    """
     floats = (tensor.dtype for tensor in module.parameters() if tensor.is_floating_point())
     drawn_in = next(floats, torch.get_default_dtype())
     return lambda _: lift.Lift(drawn_in)
 
 
 def noisy(seed: int) -> Mode:
-    """Return a mode for a noisy run: parameters, inputs and all values computed from them are rounded anew.
+    """Return a mode for a noisy run: a function that takes a side and returns the context manager to run it in.
 
-    Entering it changes parameters and inputs of the side in place, so the side must be a copy.
+    There, parameters, inputs and all values computed from them are rounded anew, by random numbers from `seed`. The
+    call with the side changes its parameters and inputs in place, so the side must be a copy.
     """
 
     def mode(side: Side) -> AbstractContextManager[Any]:
@@ -115,7 +120,10 @@ def noisy(seed: int) -> Mode:
 
 
 def both(*modes: Mode) -> Mode:
-    """Return a mode of several modes, the first one outermost; without modes it changes nothing."""
+    """Return a mode that enters all of these modes, the first one outermost; without modes it changes nothing.
+
+    A mode is a function that takes a side and returns a context manager. Each is called when the context is entered.
+    """
 
     @contextmanager
     def combined(side: Side) -> Iterator[None]:
@@ -136,7 +144,7 @@ class Runner:
     gradients: bool
 
     def run(self, module: torch.nn.Module, inputs: ModuleInputs) -> ModuleResult:
-        """Call the module itself, restore its state afterwards, and return the result."""
+        """Call the module itself on copies of the inputs, restore its state afterwards, and return the result."""
         args, kwargs = copy_together((inputs.args, inputs.kwargs), name="what the module is called with")
         with restored([module]):
             return self._call(Side.of(module, args, kwargs), inputs, natively)
@@ -144,7 +152,7 @@ class Runner:
     def run_copy(
         self, module: torch.nn.Module, inputs: ModuleInputs, mode: Mode, *, widened: bool = False
     ) -> ModuleResult:
-        """Call a copy of the module on copies of the inputs within a mode, and return the result.
+        """Call a copy of the module on copies of the inputs, in the context that `mode` returns, and return the result.
 
         With `widened` the floating-point tensors of the copies are in float64. An exception of the module is raised.
         """
@@ -157,8 +165,8 @@ class Runner:
     def _call(self, side: Side, inputs: ModuleInputs, mode: Mode) -> ModuleResult:
         """Run a side within a mode, with the generators as they were at the recorded call, and return the result.
 
-        The generators are not put back. With gradients, those of the outputs in `inputs.roots` are taken within the
-        mode.
+        The generators are not put back. If the runner takes gradients, those of the outputs in `inputs.roots` are taken
+        within the mode.
         """
         sources = {path: leaf for path, leaf in input_tensors(side.args, side.kwargs).items() if leaf.requires_grad}
         with mode(side):
@@ -170,11 +178,12 @@ class Runner:
         return left_by(outputs, (args, kwargs), versions, gradients)
 
     def _gradients(self, side: Side, sources: Leaves, outputs: Any, among: frozenset[str]) -> Leaves:
-        """Return the gradients of inputs and parameters under random cotangents for the outputs in `among`, by path.
+        """Return the gradients of inputs and parameters under random cotangents for the outputs in `among`.
 
-        `sources` are the inputs that require grad, by path. A tensor that has two paths comes once, at the first. A
-        tensor that no output depends on has None. Return an empty dict if no output in `among` can be differentiated,
-        or no tensor is trained.
+        `sources` are the inputs that require grad, by path. The result has each tensor's path and `.grad` as key, such
+        as `parameters['weight'].grad`. A tensor that has two paths comes once, at the first. A tensor that no output
+        depends on has None. Return an empty dict if no output in `among` can be differentiated, or no tensor is
+        trained.
         """
         roots = {
             path: leaf

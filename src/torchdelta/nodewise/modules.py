@@ -75,11 +75,12 @@ def locate_modules(
     policy: str | Policy = "noise",
     limit_bytes: int = LIMIT_BYTES,
 ) -> ModuleLocation:
-    """Judge every module of the candidate on the reference's inputs, and return all judgements and the culprits.
+    """Judge every matched call of a module on the reference's inputs; return all judgements and the culprits.
 
-    With `gradients` the gradients of each module are judged too. `limit_bytes` is the memory for outputs of the
-    candidate's own run. The state, inputs and hooks of both sides are restored afterwards. Raise ProgramError if the
-    reference itself fails; a candidate that fails is judged as far as it came.
+    A culprit is a module that fails by itself while those inside of it do not. With `gradients` the gradients of each
+    module are judged too. `limit_bytes` is the memory for outputs of the candidate's own run. The state, inputs and
+    hooks of both sides are restored afterwards. Raise ProgramError if the reference itself fails, and UsageError if
+    `policy` is a text that names none; a candidate that fails is judged as far as it came.
     """
     judging = parse(policy) if isinstance(policy, str) else policy
     with runtime.preserved():
@@ -179,7 +180,7 @@ class _ModuleSearch:
             )
 
     def _record_own_outputs(self, matches: Sequence[ModuleMatch]) -> dict[int, Leaves]:
-        """Run the candidate on its own values and return copies of the outputs of its matched calls, by their order.
+        """Run the candidate on its own values; return copies of its matched calls' outputs, by the `order` of the call.
 
         Outputs that do not fit into `limit_bytes` with those before are left out, and a note counts them. If the
         candidate raises, a note is added, and the outputs so far are returned.
@@ -214,8 +215,8 @@ class _ModuleSearch:
         """Run the reference, and judge the candidate's module at each matched call; the rows go to `judged_calls`.
 
         A pair is not judged, and its row has a reason, if the inputs cannot be copied or the candidate calls its module
-        with other tensors. `own_outputs` is emptied on the way. `failure` is the exception that the candidate raised in
-        its own run.
+        with tensors of other shapes or kinds. `own_outputs` has the candidate's outputs by the `order` of its calls,
+        and is emptied on the way. `failure` is the exception that the candidate raised in its own run, or None.
         """
         partners = {match.reference.order: match for match in matches}
         inputs_by_call: dict[int, tuple[ModuleInputs, dict[str, int]] | str] = {}
@@ -296,10 +297,10 @@ class _ModuleSearch:
 def _table_row(
     match: ModuleMatch, judgement: ModuleJudgement, inherited: tuple[Comparison, ...], failure: Exception | None
 ) -> Row:
-    """Return the row of one matched pair; a module that raises as the candidate itself did has crashed.
+    """Return the row of one matched pair; a module that raises the same exception as the candidate itself has crashed.
 
-    `failure` is the exception of the candidate's own run, or None. A module that raises something else has a reason in
-    its row, and no local comparisons.
+    `failure` is the exception of the candidate's own run, or None. The row of a crashed module has one local
+    comparison, which is CRASHED. A module that raises something else has a reason in its row, and no local comparisons.
     """
     local = judgement.local
     # a module that raises although the candidate as a whole does not is only called in another way than usual

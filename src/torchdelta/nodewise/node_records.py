@@ -43,7 +43,7 @@ def node_records(graph_module: GraphModule) -> tuple[NodeRecord, ...]:
 
 
 def _walk(owner: GraphModule, path: str) -> Iterator[tuple[str, PlacedNode]]:
-    """Yield the nodes of a graph and of those nested in it, by name; `path` is in front of each name.
+    """Yield (name, node with its graph) for the nodes of a graph and of those nested in it; `path` is before each name.
 
     The nodes of a nested graph come where a node names that graph. `placed_nodes` says which nodes are left out.
     """
@@ -94,7 +94,8 @@ def _describe(name: str, placed: PlacedNode) -> NodeRecord:
 def kinds_of(value: Any) -> tuple[str, ...]:
     """Return the kind of each tensor in a value, as in `float32[2, 3]`, or `(float32[2, 3],)` for a sequence of one.
 
-    A size that is not a fixed number is `?`. Any other value has the name of its type as kind, and None has no kind.
+    A size that is not a fixed number is `?`. Sequences and the values of dicts are taken apart. Any other value has the
+    name of its type as kind, and None has no kind.
     """
     if isinstance(value, (list, tuple)) and not _has_shape(value):
         inner = tuple(kind for item in value for kind in kinds_of(item))
@@ -128,7 +129,8 @@ def _find_example(node: Node, owner: GraphModule) -> Any:
 def _find_observed_example(node: Node, owner: GraphModule) -> Any:
     """Return shape and dtype of the value that an observer or dequantize node observes, or None if that is not known.
 
-    They are attributes of one object. The dtype of a dequantize node is its `out_dtype`, float32 if it has none.
+    They are attributes of one object. The dtype is that of the value; of a dequantize node, its `out_dtype`, or float32
+    if it has none.
     """
     source: Node | None = node
     value: Any = None

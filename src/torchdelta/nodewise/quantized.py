@@ -35,7 +35,8 @@ class QuantizedJudge(LocalJudge):
     def judging(self, values: RegionValues) -> JudgingSteps[Leaves]:
         """Return the steps in which these values are judged: by levels if the candidate's region has a dequantize node.
 
-        Regions without one, and all regions if the user named a policy, are judged as `LocalJudge` does.
+        Regions without one, values that do not come from a `Trial`, and all regions if the user named a policy, are
+        judged as `LocalJudge` does.
         """
         trial = values.within
         if self.policy is None and isinstance(trial, Trial) and _dequantizers(trial.pair.candidate):
@@ -56,9 +57,11 @@ class LevelJudging(NodeJudging):
         return self.reference
 
     def noisy(self, count: int) -> list[Leaves]:  # noqa: ARG002 — the runs divide one step between them
-        """Return the reference's value as it is after other roundings, or nothing if the levels are not known.
+        """Return `RUNS` noisy runs: the reference's value, moved as other roundings of the inputs would move it.
 
-        There are always `RUNS` runs, whatever the count. A note names each dequantize node whose levels are not known.
+        The candidate's region runs on values that are not rounded, and on values that are rounded to other levels; the
+        difference is added to the reference's value. `count` is ignored. Return an empty list if the levels of a
+        dequantize node are not known; a note names each such node.
         """
         path, region = self.values.path, self.trial.pair.candidate
         reads = {node: self.trial.values[self.trial.partners[node]] for node in region.reads}
@@ -78,7 +81,10 @@ class LevelJudging(NodeJudging):
         return [_moved(self.reference, exact, leaves_of(run, path)) for run in runs]
 
     def compare(self, stage: str, yardstick: Yardstick[Leaves]) -> tuple[Comparison, ...]:  # noqa: ARG002 — there is one
-        """Compare the region's values by the noise of its steps; the reason names the readers of a dequantize node."""
+        """Compare the region's values by the noise of its steps.
+
+        The reason names the readers of a region that ends in a dequantize node.
+        """
         judge = Judge(policy=StepNoise(), terms=Terms(ignore=frozenset({"requires_grad", "device", "aliasing"})))
         comparisons, _ = judge.compare(yardstick.reference, self._candidate, yardstick.truth, noisy=yardstick.noisy)
         readers = _readers_of(self.trial.pair.candidate)
@@ -94,7 +100,7 @@ class LevelJudging(NodeJudging):
         """Return the values of the dequantize nodes as another quantizer might have rounded them, by node.
 
         `run` is the number of the run, which shifts the levels. `before` has the values before rounding, and whether
-        they are a constant; each element of a constant is rounded by itself.
+        they are a constant; each element of a constant is moved by a share of its own.
         """
         # one seed for all runs: they differ by their number, and share all other random numbers
         generator = torch.Generator().manual_seed(self.settings.seed)
@@ -143,7 +149,7 @@ def _run_with(region: Region, reads: Mapping[Node, Any], replaced: Mapping[Node,
 
 
 def _moved(reference: Leaves, exact: Leaves, noisy: Leaves) -> Leaves:
-    """Return the reference's floating-point leaves in float64, moved by the difference of the other two runs.
+    """Return the reference's floating-point leaves in float64, each moved by `noisy` minus `exact`.
 
     A leaf that one of the two runs does not have as a tensor is left out.
     """

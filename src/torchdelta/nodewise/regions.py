@@ -100,8 +100,8 @@ class Region:
     def run_with_writes(self, inputs: Values, overrides: EdgeValues | None = None) -> tuple[Any, dict[Node, Any]]:
         """Return the value of the last node, and its inputs as they are after it ran (empty if it does not write).
 
-        The inputs are not written to. A region without nodes returns the value that it reads. `run` explains
-        `overrides`.
+        `inputs` has the values of the nodes that the region reads, and they are not written to. A region without nodes
+        returns the value that it reads. `run` explains `overrides`.
         """
         interpreter = Interpreter(self.module, garbage_collect_values=False)
         values = dict(inputs)
@@ -112,10 +112,11 @@ class Region:
 
 
 def region_reading(sources: Set[Node], node: Node, module: GraphModule, known: Collection[Node]) -> Region:
-    """Return the region that ends in the node and reads the sources, which the candidate's region reads too.
+    """Return the region that ends in the node and reads the nearest known nodes, with all `sources` if possible.
 
-    If the node is a source itself, the region reads it and has no nodes. If no region of at most `LARGEST_REGION` nodes
-    reads just sources, placeholders and attributes, return the one that reads the nearest known nodes.
+    `sources` are the partners of the nodes that the candidate's region reads. If the node is a source itself, the
+    region reads it and has no nodes. If the nearest known nodes do not include all sources, return a region that reads
+    just sources, placeholders and attributes, unless that has more than `LARGEST_REGION` nodes.
     """
     if node in sources:
         return Region(module, (), (node,))
@@ -192,9 +193,9 @@ def copy_with_redirected_reads(module: GraphModule) -> GraphModule:
 
 
 def redirect_reads(module: GraphModule) -> None:
-    """Change the graph so that a node that reads a value after a write reads the writer, which returns that value.
+    """Change the graph in place: a node that reads a value after a write reads the writer, which returns that value.
 
-    Writers that do not return the tensor that they write to are left as they are.
+    The module is recompiled. Writers that do not return the tensor that they write to are left as they are.
     """
     order = {node: place for place, node in enumerate(module.graph.nodes)}
     for writer in list(module.graph.nodes):
@@ -214,7 +215,7 @@ def directly_written_nodes(module: GraphModule) -> frozenset[Node]:
 
 
 def stale_edges(module: GraphModule) -> set[tuple[Node, Node]]:
-    """Return the (producer, reader) edges whose value a node may have overwritten in between.
+    """Return the (producer, reader) edges whose value another node may have overwritten before the reader reads it.
 
     The writer writes to the producer or to a node that may share its memory. Norms and called modules do not count.
     """
@@ -233,7 +234,7 @@ def stale_edges(module: GraphModule) -> set[tuple[Node, Node]]:
 
 
 def copy_written_inputs(writer: Node, inputs: Values, *, is_detached: bool = True) -> dict[Node, Any]:
-    """Return the inputs of a node, with copies of those whose memory it may write to; the others are not copied.
+    """Return the inputs of a node, with copies of those whose memory it may write to; the others are the same objects.
 
     With `is_detached` the copies are detached; otherwise gradients go through them.
     """
@@ -276,7 +277,8 @@ def copy_tensors(value: Any, *, is_detached: bool = True) -> Any:
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return the value with `change` applied to every leaf in its tuples, lists, dicts and slices.
 
-    The containers are new objects of the same kind; the keys of dicts stay.
+    The containers are new. Subclasses of tuple stay what they are; those of list and dict become plain ones. The keys
+    of dicts stay. A value that is no container is a leaf.
     """
     if isinstance(value, tuple):
         items = [map_leaves(item, change) for item in value]
@@ -298,8 +300,9 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 def is_identical(reference: Any, candidate: Any) -> bool:
     """Return whether two values are equal: tensors in dtype, shape, device and elements, others in type and by `==`.
 
-    Sequences are compared item by item, and a list may equal a tuple. NaN equals nothing, and 0.0 equals -0.0. A tensor
-    that is fake, quantized or not strided equals only itself, and a dict equals nothing.
+    Sequences are compared item by item, and a list may equal a tuple. A tensor object equals itself. Otherwise NaN
+    equals nothing, 0.0 equals -0.0, and a tensor that is fake, quantized or not strided equals nothing. A dict equals
+    nothing.
     """
     if isinstance(reference, torch.Tensor) and isinstance(candidate, torch.Tensor):
         return reference is candidate or (

@@ -66,7 +66,7 @@ class Taps:
     notes: list[str] = field(default_factory=list)
 
     def __call__(self, handed: HandedGraph) -> Callable[..., Any]:
-        """Let the transform compile the graph with taps, and return a callable with the graph's original outputs.
+        """Let the transform compile the graph with taps; return a callable with the graph's own inputs and outputs.
 
         Its first call judges the tapped nodes and adds them to `nodes`. The numbers of nodes that can have a tap and of
         those that got one are added to `total` and `tap_count`.
@@ -123,8 +123,9 @@ class Taps:
     ) -> Iterator[TappedNode]:
         """Yield a judgement for each tapped node whose region has no unsteady node; `tapped` has the values by name.
 
-        A region starts at inputs, attributes and tapped nodes, without those that `_widened_nodes` returns. A note
-        names the unsteady nodes.
+        A region starts at inputs, attributes and tapped nodes, without those that `_widened_nodes` returns. A node is
+        unsteady if it reads memory that was written to under another name, or was never set; a note names the first
+        few. `level` goes to `_judge_node`.
         """
         widened, unsteady = _widened_nodes(graph), unsteady_nodes(graph)
         skipped = [node.name for node in unsteady if node.op != "output"]
@@ -142,10 +143,10 @@ class Taps:
             known |= {node} if node.name in tapped and node not in widened else set()
 
     def _judge_node(self, region: Region, values: Mapping[Node, Any], level: str) -> TappedNode:
-        """Run a region eagerly on the candidate's values, and return the judgement of its last node.
+        """Run a region eagerly on the candidate's values; return the judgement of its last node against the result.
 
         If the region draws random numbers, or reads memory that is not laid out as it was traced, a note is added and
-        the judgement has no comparisons and `is_judged=False`.
+        the judgement has no comparisons and `is_judged=False`. `level` is put into the judgement.
         """
         inputs = {node: values[node] for node in region.reads}
         node = region.result
@@ -173,8 +174,8 @@ class Taps:
 def tap(graph_module: GraphModule, names: Collection[str]) -> tuple[GraphModule, int]:
     """Return a copy of the graph that returns these nodes' values too, and the number of its original outputs.
 
-    The copy takes and returns flat values. A tapped value is a detached clone; they come after the outputs, in the
-    order of the graph.
+    The copy takes and returns flat values, and shares the parameters. A tapped value is a detached clone; they come
+    after the outputs, in the order of the graph. Names that the graph does not have are ignored.
     """
     # the copy shares the parameters, so that gradients reach those of the original
     tapped = graphs.flatten_signature(GraphModule(graph_module, copy.deepcopy(graph_module.graph)))
@@ -232,7 +233,8 @@ def fill_values(
 ) -> Iterator[Node]:
     """Add the value of each node to `values`, in the order of the graph, and yield each node after its value is there.
 
-    A tapped value is the candidate's own; other values are computed eagerly. The output node is left out.
+    A placeholder has the next of `inputs`, and a node whose name is in `tapped` the candidate's own value from there;
+    other values are computed eagerly from those before. The output node is left out.
     """
     interpreter = Interpreter(graph, garbage_collect_values=False)
     feed = iter(inputs)

@@ -84,9 +84,10 @@ class Trial:
             return self.pair.reference.run(values)
 
     def judge_values(self, reference: Any, replacements: Replacements) -> tuple[Comparison, ...]:
-        """Return the comparisons of the candidate's region, run with these replacements, with the reference's value.
+        """Run the candidate's region with these replacements; return the comparisons of its value with the reference's.
 
-        If it raises, return one comparison that diverged, because a replacement may have the wrong shape.
+        A replacement makes a node of the region read the value of a node of the reference instead. If the region
+        raises, because a replacement may have the wrong shape, return one comparison that is DIVERGED.
         """
         try:
             value = self._run_candidate(self.values, replacements)
@@ -100,7 +101,7 @@ class Trial:
         """Return the comparisons of the inputs that the reference's last node changed with those of the candidate's.
 
         Both arguments have the inputs after the writes, by the node of their side. An input of the candidate whose
-        partner is not in `reference` is left out.
+        partner is not in `reference` is left out. The result is empty if the reference's region has no nodes.
         """
         comparisons: list[Comparison] = []
         for theirs, value in candidate.items():
@@ -119,7 +120,8 @@ class Trial:
     def judge_gradients(self, replacements: Replacements) -> tuple[Comparison, ...]:
         """Return the comparisons of the trained inputs' gradients, under the same random cotangent on both sides.
 
-        The candidate's region is run with these replacements. If a side raises, return one comparison that diverged.
+        The candidate's region is run with these replacements: nodes of the reference that some of its nodes read
+        instead. If a side raises, return one comparison that is DIVERGED.
         """
         name = self.pair.reference.result.name
 
@@ -172,9 +174,10 @@ def blame(
 ) -> Node:
     """Return the culprit: the node of the reference whose work the candidate's region does not do.
 
-    `values` has the values of the reference's nodes. `is_mended` tells whether the region is right with a replacement.
-    The culprit is the node of the first replacement that mends it, out of `MOST_TRIALS`. If none does, or if the reader
-    is to blame for what it reads (`_is_readers_work`), the culprit is the last node of the reference's region.
+    `values` has the values of the reference's nodes. `is_mended` tells whether the region is right if one of its edges
+    reads a node of the reference instead. Up to `MOST_TRIALS` such replacements are tried, and the node of the first
+    that mends the region is the culprit. If none does, or if the reader is to blame for what it reads
+    (`_is_readers_work`), the culprit is the last node of the reference's region.
     """
     for edge, replacement in _candidate_replacements(reference, candidate, values, partners)[:MOST_TRIALS]:
         if is_mended({edge: replacement}):
@@ -186,10 +189,11 @@ def blame(
 def _candidate_replacements(
     reference: Region, candidate: Region, values: Mapping[Node, Any], partners: Mapping[Node, Node]
 ) -> list[tuple[tuple[Node, Node], Node]]:
-    """Return edges of the candidate's region, each with a node of the reference to read instead, likely ones first.
+    """Return (edge, node) pairs: an edge of the candidate's region, and a node of the reference to read there instead.
 
-    The nodes are those of the reference's region and those that it reads, without its last one and the partner of the
-    node that the edge reads already.
+    Those that are likely to mend the region come first. The nodes are those of the reference's region and those that it
+    reads, without its last one, the partner of the node that the edge reads already, and nodes without a tensor, tuple
+    or list in `values`.
     """
     available = [
         node

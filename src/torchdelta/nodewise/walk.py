@@ -74,10 +74,10 @@ class NodeWalk:
     def look_at_nodes(self, report: Report) -> NodeFindings:
         """Return the findings on every node that can be reached, in the way that this transform allows.
 
-        Without a seam, graphs run in lockstep or modules are compared. Other transforms than compilers run in lockstep.
-        A compiler gets taps on the graphs behind AOTAutograd, or on those at its seam if it does not use AOTAutograd.
-        `report` is that of the check: taps have to keep its verdict, and its stages say whether gradients are compared.
-        `notes`, `compiles` and `is_disturbed` are updated.
+        Without a seam, graphs run in lockstep or modules are compared. With a seam, a transform that is not a compiler
+        runs in lockstep. A compiler gets taps on the graphs behind AOTAutograd, or on those at its seam if it does not
+        use AOTAutograd. `report` is that of the check: taps have to keep its verdict, and its stages say whether
+        gradients are compared. `notes`, `compiles` and `is_disturbed` are updated.
         """
         transform = self.transform
         if not transform.traits.has_seam:
@@ -98,9 +98,9 @@ class NodeWalk:
     def between_graphs(self, transform: Transform, report: Report) -> NodeFindings:
         """Run the candidate, and the graphs before and after the transform in lockstep; return the findings.
 
-        Gradients are judged if the transform has a backward and the report has a stage behind `forward`. If the
-        transform returned something that is not a graph, the findings are those of taps. Raise UsageError if `mapping`
-        names nodes that are not there.
+        Gradients are judged if the transform has a backward and the report has a stage other than `forward`. If the
+        transform made something that is not a graph, the findings are those of taps and gates instead. Raise UsageError
+        if `mapping` does not fit the graphs (`LockstepSeam.require_used`).
         """
         has_gradients = transform.traits.has_backward and any(stage.name != "forward" for stage in report.stages)
         seam = LockstepSeam(judge=self.judge(), mapping=self.mapping, with_gradients=has_gradients)
@@ -127,7 +127,7 @@ class NodeWalk:
         return join_findings(findings, slopes)
 
     def _by_taps(self, observe: Callable[[Seam], Transform], report: Report) -> NodeFindings:
-        """Return the findings of taps that leave the report's verdict the same; without culprits if all taps change it.
+        """Return the findings of the first taps that keep the report's verdict; if none do, the last, without culprits.
 
         `observe` returns the transform with the taps at its seam. First every node has a tap, then every second, then
         every fourth. Each try that changes the verdict adds a note and sets `is_disturbed`, and each compilation is
@@ -177,9 +177,9 @@ class NodeWalk:
     def _in_lockstep(self, ours: Side, theirs: Side) -> NodeFindings:
         """Run the graph modules of both sides in lockstep, each on its own side's inputs, and return the findings.
 
-        Both inputs are flattened as the reference's graph takes them. Node outputs are judged, and gradients too if the
-        case has the stage `gradients` and the transform does not lower precision. The owner of each side has to be a
-        graph module.
+        Both inputs are flattened as the reference's graph takes them. Gradients are judged too if the case has the
+        stage `gradients` and the transform does not lower precision. The owner of each side has to be a graph module.
+        Raise UsageError if `mapping` names an unknown node, or a node twice.
         """
         assert isinstance(ours.owner, GraphModule)
         assert isinstance(theirs.owner, GraphModule)
@@ -200,7 +200,7 @@ class NodeWalk:
     def _by_modules(self, ours: Side, theirs: Side) -> NodeFindings:
         """Compare the modules of both sides, each fed the reference's inputs; return the findings.
 
-        They include modules without a partner. Gradients are compared too if the case has that stage. Raise
+        They include modules without a partner. Gradients are compared too if the case has the stage `gradients`. Raise
         ProgramError if the reference fails.
         """
         case = self.case
@@ -213,10 +213,10 @@ class NodeWalk:
         )
 
     def judge(self) -> LocalJudge:
-        """Return a new judge of single nodes, natively or in float64; another kind of judge if the transform quantizes.
+        """Return a new judge of single nodes: a `QuantizedJudge` if the transform quantizes, else a `LocalJudge`.
 
-        It has the case's seed and the transform's lower dtype. It has the policy only if that needs no truth, and
-        otherwise judges by noise.
+        It has the case's seed and the transform's lower dtype, and judges in float64 if the walk is lifted. It has the
+        walk's policy only if that needs no truth, and otherwise judges by noise.
         """
         # a quantized layer is off by its own steps, which do not follow from a dtype
         kind = QuantizedJudge if self.transform.traits.rounds_to_levels else LocalJudge
