@@ -24,7 +24,7 @@ class Terms:
     """Floating-point leaves of the candidate may have this dtype: the transform lowers precision on purpose."""
 
     def excuses(self, clause: str) -> bool:
-        """Tell whether a breach of this clause is only reported."""
+        """Tell whether a breach of this clause is only reported, and does not make a candidate diverge."""
         if clause == "aliasing" and self.lowered_to is not None:
             return True  # a cast to another dtype copies, and a cast to the same dtype does not
         return clause in self.ignore or (clause in STRICT and clause not in self.strict)
@@ -51,7 +51,7 @@ def breaches(reference: torch.Tensor, candidate: torch.Tensor, terms: Terms) -> 
     """Return a breach for each of dtype, shape, stride, device and requires_grad that differs, excused ones included.
 
     Strides are compared only if the shapes agree, and only in dimensions of two or more elements, because other strides
-    have no effect. The tuple is empty if nothing differs.
+    have no effect; those of empty tensors are not compared. The tuple is empty if nothing differs.
     """
     broken = []
     if reference.dtype != candidate.dtype:

@@ -43,11 +43,12 @@ class Judge:
         aliases: tuple[Aliases, Aliases] = ({}, {}),
         noisy: Sequence[Leaves] = (),
     ) -> tuple[list[Comparison], list[UnmatchedLeaf]]:
-        """Return a comparison of each path, and the leaves that only one side has, whose comparisons are DIVERGED.
+        """Return a list of comparisons, one for each path, and a list of the leaves that only one side has.
 
-        Two containers of one kind have no comparison. `truth` and `noisy` have the leaves of the float64 run and of the
-        noisy runs, which may lack some. `aliases` says, for the reference and for the candidate, with which other
-        values the leaf at a path shares memory; a difference is a breach of the clause `aliasing`.
+        A leaf without a partner has a comparison too, which is DIVERGED; two containers of one kind have none. `truth`
+        and `noisy` have the leaves of the float64 run and of the noisy runs, which may lack some. `aliases` says, for
+        the reference and for the candidate, with which other values the leaf at a path shares memory; a difference is a
+        breach of the clause `aliasing`.
         """
         pairs, unmatched = align(reference, candidate, truth, noisy)
         comparisons = [self._compare_pair(pair, aliases) for pair in pairs]
@@ -57,11 +58,11 @@ class Judge:
     def _compare_pair(self, pair: Pair, aliases: tuple[Aliases, Aliases]) -> Comparison:
         """Return the comparison of two leaves: of contract and values if both hold numbers, or else as objects.
 
-        Tensors, numbers and numeric arrays hold numbers; both have to be of one class. Their values are INCONCLUSIVE if
-        the shapes differ or a side is a meta or fake tensor. They are EQUIVALENT, without a measurement, if both leaves
-        are the same tensor object. Otherwise the policy judges floats, and integers have to be equal unless the policy
-        judges them too. A broken clause that the terms do not excuse makes the verdict DIVERGED; it is the reason
-        unless the values have diverged themselves.
+        Tensors, numbers and numeric arrays hold numbers; two of different classes are compared as objects. Values are
+        INCONCLUSIVE if the shapes differ or a side is a meta or fake tensor, and EQUIVALENT, without a measurement, if
+        both leaves are the same tensor object. Otherwise the policy judges floats, and integers have to be equal unless
+        the policy judges them too. A broken clause that the terms do not excuse makes the verdict DIVERGED, and is the
+        reason unless the values have diverged themselves.
         """
         reference, candidate = as_tensor(pair.reference), as_tensor(pair.candidate)
         if reference is None or candidate is None or not is_same_class(pair.reference, pair.candidate):
@@ -101,11 +102,11 @@ class Judge:
     def _sample(
         self, reference: torch.Tensor, candidate: torch.Tensor, truth: torch.Tensor | None, noisy: tuple[Any, ...]
     ) -> Sample:
-        """Return both tensors with their measurement, its worst element, their truth and their noisy runs.
+        """Measure two tensors; return them with the measurement, its worst element, their truth and their noisy runs.
 
-        A truth of another shape or without values becomes None, and noisy runs that are not tensors with values of the
-        reference's shape are left out. The tolerances of the measurement are the policy's, or torch.testing's for these
-        dtypes if the policy has none.
+        The sample's truth is None if it has another shape or no values, and noisy runs that are not tensors with values
+        of the reference's shape are left out. The tolerances of the measurement are the policy's, or torch.testing's
+        for the two dtypes if one of the policy's is None.
         """
         reference, candidate = tensors.resolve(reference), tensors.resolve(candidate)
         truth = tensors.resolve(truth) if truth is not None and _is_like(truth, reference) else None
@@ -138,7 +139,7 @@ class Judge:
         """Return the judgement of integers or booleans: DIVERGED if an element differs, otherwise EQUIVALENT.
 
         If the terms excuse the clause `integers`, a difference is EQUIVALENT too, and the judgement has the excused
-        breach.
+        breach. The error is the largest difference.
         """
         verdict, reason = Verdict.EQUIVALENT, "identical"
         broken: tuple[Breach, ...] = ()
@@ -183,7 +184,8 @@ def _worst(
 ) -> Worst | None:
     """Return index and values of the worst element in reference, candidate and truth, or None if the tensors are empty.
 
-    If no element differs, it is the first element. Without a truth its value there is None. Complex values are strings.
+    The worst element is the first NaN or Inf that only one side has, or else that of the largest difference, or the
+    first element if none differs. Without a truth the value in the truth is None. Complex values are strings.
     """
     if measurement.worst < 0:
         return None

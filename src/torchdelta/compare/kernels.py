@@ -83,9 +83,10 @@ _MEASURABLE = frozenset(
 def measure(reference: torch.Tensor, candidate: torch.Tensor, *, rtol: float = 0.0, atol: float = 0.0) -> Measurement:
     """Return the measurement of two dense tensors of the same shape, element by element; nothing is broadcast.
 
-    `rtol` and `atol` only decide which elements count as `beyond`. Of complex tensors the components are measured as
-    elements, but `worst` is the index of a whole element. ValueError if the shapes differ, TypeError if a tensor is
-    quantized, sparse or of a dtype without arithmetic.
+    Dtypes and devices may differ. `rtol` and `atol` only decide which elements count as `beyond`. Of complex tensors
+    the components are measured as elements, but `worst` is the flat index of a whole element; it is −1 of empty
+    tensors. ValueError if the shapes differ, TypeError if a tensor is quantized, sparse or of a dtype without
+    arithmetic.
     """
     if reference.shape != candidate.shape:
         raise ValueError(
@@ -107,9 +108,9 @@ def measure(reference: torch.Tensor, candidate: torch.Tensor, *, rtol: float = 0
 
 
 def _measure_spans(reference: torch.Tensor, candidate: torch.Tensor, rtol: float, atol: float) -> Measurement:
-    """Return the measurement of two tensors with elements; those of large CPU tensors are measured in spans by threads.
+    """Return the measurement of two tensors that are not empty; large ones on the CPU are measured by several threads.
 
-    `worst` of complex tensors is the flat index of a component.
+    `worst` of complex tensors is the flat index of a component, not of an element.
     """
     on_cpu = reference.is_cpu and candidate.is_cpu
     measure_span = _cpu_measure(reference.numel()) if on_cpu else torch_kernels.measure_span
@@ -134,7 +135,7 @@ def _cpu_measure(elements: int) -> SpanMeasure:
 def _empty_measurement(reference: torch.Tensor, candidate: torch.Tensor) -> Measurement:
     """Return the measurement of two tensors without elements: zeros, and −1 as `worst`.
 
-    `max_ulp` is 0 if both have the same floating-point dtype, and otherwise None.
+    `max_ulp` is 0 if both have the same floating-point or complex dtype, and otherwise None.
     """
     return Measurement(
         numel=0,

@@ -95,9 +95,10 @@ class Unreadable:
 def leaves_of(value: Any, path: str = "value") -> Leaves:
     """Return every leaf of a value by its path, which starts with `path`; each container on the way is a `Container`.
 
-    A value that raises when it is taken apart becomes an `Unreadable`. A container inside of itself becomes a
-    `Container` that names the path of the outer one, and is not entered again. The attributes of a tensor subclass are
-    leaves beside the tensor. A path that is taken already gets a prime (′) at its end.
+    A value that is a leaf itself is the only entry. A value that raises when it is taken apart becomes an `Unreadable`.
+    A container inside of itself becomes a `Container` that names the path of the outer one, and is not entered again.
+    The attributes of a tensor subclass are leaves beside the tensor. A path that is taken already gets a prime (′) at
+    its end.
     """
     leaves: Leaves = {}
     waiting: list[tuple[str, Any, dict[int, Child]]] = [(path, value, {})]
@@ -149,8 +150,8 @@ def align(
 def describe(value: Any) -> str:
     """Return in a few words what a leaf is: dtype, class and shape of a tensor or array, `repr` of any other object.
 
-    Of the `repr` the first line is returned, cut to 60 characters. An object whose `repr` raises is described by its
-    class.
+    A `Container` or `Unreadable` is described by its `str`. Of `repr` and `str` the first line is returned, cut to 60
+    characters. An object whose `repr` raises is described by its class.
     """
     if isinstance(value, torch.Tensor):
         return f"{tensors.dtype_name(value.dtype)} {tensors.describe(value)}"
@@ -179,7 +180,10 @@ def _unmatched(side: str, leaves: Leaves, others: Leaves) -> list[UnmatchedLeaf]
 
 
 def _kind(value: Any) -> str:
-    """Return the kind of a container in words: its class, and for a tensor or array also its shape."""
+    """Return the kind of a container in words: its class, and for a tensor or array also its shape.
+
+    The words for a tensor have its layout unless it is strided, and those for an array its dtype.
+    """
     if isinstance(value, torch.Tensor):
         return tensors.describe(value)
     if isinstance(value, np.ndarray):
@@ -190,9 +194,10 @@ def _kind(value: Any) -> str:
 def _children(value: Any) -> list[Child] | None:
     """Return the children of a container, each as its step in the path and its value, or None for a leaf.
 
-    A tensor has its components, an array those of `_array_items`, a collection its items, and any other object its
-    attributes. A subclass of a built-in collection has items and attributes. Plain tensors, atoms such as numbers,
-    strings and functions, and objects that may keep state outside of attributes are leaves.
+    A tensor that is sparse, nested or quantized, or wraps others, has its components; a masked array data and mask; an
+    array of objects its elements; a collection its items; and any other object its attributes. A subclass of a built-in
+    collection has items and attributes. Ordinary tensors and arrays, atoms such as numbers, strings and functions, and
+    objects that may keep state outside of attributes are leaves.
     """
     if isinstance(value, torch.Tensor):
         return tensors.components(value)
@@ -213,7 +218,9 @@ def _items(value: Any) -> list[Child] | None:
     """Return the items of a mapping, set, sequence, partial or method by their steps, or None for any other object.
 
     The step is `[key]` in a mapping, `.field` in a named tuple, `[index]` in a sequence, and `{index}` in a set, which
-    is sorted: numbers by size first, and then other items by their `repr`.
+    is sorted: numbers by size first, and then other items by their `repr`. A partial has `.func`, `.args` and
+    `.keywords`, a method `.__self__` and `.__func__`. A `ParameterDict` counts as a mapping, a `ParameterList` and a
+    `ModuleList` as sequences. Texts and bytes are sequences too, so the caller has to handle them before.
     """
     if isinstance(value, (torch.nn.ParameterDict, Mapping)):
         return list(_entries(value))
@@ -252,8 +259,8 @@ def _order(item: Any) -> tuple[int, Any]:
 def _array_items(array: np.ndarray[Any, Any]) -> list[Child] | None:
     """Return the children of a masked array or of an array of objects, or None for any other array.
 
-    Those of a masked array are its data, with zeros where it is masked, and its mask. Those of an array of objects are
-    its elements.
+    Those of a masked array are `.data`, with zeros where it is masked, and `.mask`. Those of an array of objects are
+    its elements, by their indices such as `[0, 1]`.
     """
     if isinstance(array, np.ma.MaskedArray):
         return [
@@ -266,7 +273,7 @@ def _array_items(array: np.ndarray[Any, Any]) -> list[Child] | None:
 
 
 def _attributes_beside(value: Any) -> list[Child]:
-    """Return the attributes of a container's subclass, except for those that mirror its items."""
+    """Return the attributes of a container's subclass, except those that are None or mirror an item of a mapping."""
     items: Any = value if isinstance(value, Mapping) else {}
     state = getattr(value, "__dict__", {}).items()
     return [(f".{name}", item) for name, item in state if item is not None and items.get(name) is not item]
@@ -275,8 +282,8 @@ def _attributes_beside(value: Any) -> list[Child]:
 def _state(value: Any) -> dict[str, Any] | None:
     """Return the attributes of an object, those in slots included, by name, or None if its state may be elsewhere.
 
-    That is so if an extension constructs its class, or if it has neither `__dict__` nor slots. The value of a cached
-    property is left out, unless another attribute has the same object.
+    It may be elsewhere if an extension constructs its class, or if it has neither `__dict__` nor a slot with a value.
+    The value of a cached property is left out, unless another attribute has the same object.
     """
     kind = type(value)
     if not isinstance(kind.__new__, FunctionType) and kind.__new__ not in _TRANSPARENT:

@@ -59,11 +59,11 @@ class Noise(Policy):
     def judge(self, sample: Sample) -> Judgement:
         """Return DIVERGED if the candidate is further from the truth than rounding explains, and otherwise EQUIVALENT.
 
-        The worst of three statistics decides: the rms error, the largest error, and the error of the worst block.
-        Identical tensors are EQUIVALENT in any case. A NaN or Inf out of place is DIVERGED, unless the reference has as
-        many out of place against the truth. INCONCLUSIVE if values differ without a truth, if the dtype is so coarse
-        that its rounding alone would excuse most errors, if the noise overflows float64, or if truth and reference
-        disagree about NaN and Inf.
+        The worst of three statistics decides: the rms error, the largest error, and, with noisy runs, the error of the
+        worst block. Identical tensors are EQUIVALENT in any case. A lost mask constant is DIVERGED, and so is a NaN or
+        Inf out of place, unless the reference has as many out of place against the truth. INCONCLUSIVE if values differ
+        without a truth, if the dtype is so coarse that its rounding alone would excuse most errors, if the noise
+        overflows float64, or if truth and reference disagree about NaN and Inf.
         """
         if sample.truth is None:
             return _judge_without_truth(sample.measurement)
@@ -107,9 +107,10 @@ class _Distances:
 
     @classmethod
     def of(cls, sample: Sample) -> _Distances:
-        """Measure how far candidate, reference and noisy runs of a sample are from its truth, which must not be None.
+        """Return how far candidate, reference and noisy runs of a sample are from its truth, which must not be None.
 
-        Values beyond `MASK` are left out as mask constants, unless more than half of the truth's nonzero values are.
+        Elements at which the truth is beyond `MASK` are left out as mask constants, unless they are more than half of
+        its nonzero values.
         """
         truth = sample.truth
         assert truth is not None
@@ -150,8 +151,9 @@ class _Distances:
     def judgements(self) -> list[Judgement]:
         """Return the judgements of the rms error, of the largest error, and, with noisy runs, of the worst block.
 
-        The noise is the largest of those of the reference, of half a unit of rounding, and of the noisy runs over their
-        exaggeration. There is no judgement of blocks if there is only one, or if their sum overflows.
+        The noise of the first two is the largest of: the reference's error, half a unit of rounding, and the errors of
+        the noisy runs over their exaggeration. Blocks are not judged without noisy runs, if there is only one block, or
+        if the sum of their squared errors overflows.
         """
         exaggeration = min(LARGEST, self.slack.exaggeration)
         peaks = (run.peak / exaggeration for run in self.noisy)
@@ -165,11 +167,12 @@ class _Distances:
         return judgements
 
     def _judge_rows(self) -> Judgement:
-        """Return the judgement of the block whose error is worst in units of its mean noise over the correct runs.
+        """Return the judgement of the block whose error is the largest in multiples of its noise.
 
-        The noise of a block varies by chance: by as much as a block of one correct run exceeds the mean of the others,
-        at most. The noise of the judgement is multiplied by that factor, and its limit is `ROW` times that of other
-        statistics.
+        The noise of a block is its rms error, averaged over the correct runs: the noisy ones and, unless precision is
+        lowered, the reference. It varies by chance, so the noise of the judgement is multiplied by the largest factor
+        by which any block of one correct run exceeds the average of the others, over the run's exaggeration. The limit
+        is `ROW` times that of other statistics.
         """
         exaggeration = self.slack.exaggeration
         floor = (0.5 * self.unit) ** 2 * self.sizes + (self.unit * self.scale * 2.0**-10) ** 2
@@ -227,9 +230,10 @@ def _size_at(truth: torch.Tensor, flat: int) -> float:
 
 
 def _judge(statistic: str, error: float, noise: float, limit: float) -> Judgement:
-    """Return DIVERGED if the error of one statistic is more than `limit` times `noise`, and otherwise EQUIVALENT.
+    """Return DIVERGED if `error` is NaN or more than `limit` times `noise`, and otherwise EQUIVALENT.
 
-    It is INCONCLUSIVE if `limit` times `noise` is not finite. `statistic` is its name.
+    INCONCLUSIVE in any case if `limit` times `noise` is not finite. `statistic` names the error in the reason and in
+    the details.
     """
     judgement = Judgement.of_statistic(statistic, error, noise, limit, "the noise")
     if not math.isfinite(limit * noise):
@@ -241,7 +245,10 @@ def _judge(statistic: str, error: float, noise: float, limit: float) -> Judgemen
 
 
 def _judge_identical(sample: Sample) -> Judgement:
-    """Return EQUIVALENT, without error, for two identical tensors; one unit in the last place would have shown."""
+    """Return the judgement of two identical tensors: EQUIVALENT, with an error and a noise of zero.
+
+    Its resolution is one unit in the last place of the reference's dtype, or of `lowered_to` if that is coarser.
+    """
     roundoff = _coarsest_roundoff(sample)
     return Judgement(
         verdict=Verdict.EQUIVALENT,
@@ -273,10 +280,11 @@ def _judge_without_truth(pair: Measurement) -> Judgement:
 def _judge_non_finite(judgement: Judgement, sample: Sample, distances: _Distances) -> Judgement:
     """Return the judgement of the finite values, corrected by lost mask constants and misplaced NaNs and infinities.
 
-    DIVERGED, with an infinite error, if mask constants were lost, or if NaN or Inf of candidate and reference disagree
-    at more elements than those of reference and truth. A judgement that is DIVERGED already stays. INCONCLUSIVE if
-    candidate and reference disagree at fewer elements and the candidate and the truth disagree too, or if the truth is
-    NaN or Inf where the reference is finite. Otherwise the judgement is returned unchanged.
+    Disagree means here that two tensors have NaN or Inf at different elements. DIVERGED, with an infinite error, if
+    mask constants were lost, or if candidate and reference disagree at more elements than reference and truth. A
+    judgement that is DIVERGED already stays. INCONCLUSIVE if the candidate disagrees with the reference, at no more
+    elements than that, and with the truth too, or if the truth is NaN or Inf where the reference is finite. Otherwise
+    the judgement is returned unchanged.
     """
     pair = sample.measurement
     assert sample.truth is not None

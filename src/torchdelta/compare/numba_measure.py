@@ -62,9 +62,9 @@ _compile_sums = cast(
 def measure_span(reference: torch.Tensor, candidate: torch.Tensor, rtol: float, atol: float) -> Measurement:
     """Return the measurement of two CPU tensors of the same shape, with elements, computed on this thread.
 
-    Only `beyond` depends on `rtol` and `atol`. Of complex tensors the components are elements, and `worst` is the index
-    of a component. `max_ulp` is None unless both have the same floating-point dtype. Tensors with integers beyond 2**53
-    are left to `torch_kernels`.
+    Only `beyond` depends on `rtol` and `atol`. Of complex tensors the components are elements, and `worst` is the flat
+    index of a component. `max_ulp` is None unless both have the same floating-point or complex dtype. Tensors with
+    integers beyond 2**53 are left to `torch_kernels`.
     """
     if _has_huge_integers(reference) or _has_huge_integers(candidate):
         return torch_kernels.measure_span(reference, candidate, rtol, atol)
@@ -85,7 +85,8 @@ def measure_span(reference: torch.Tensor, candidate: torch.Tensor, rtol: float, 
 def _can_read_in_place(reference: torch.Tensor, candidate: torch.Tensor) -> bool:
     """Tell whether both tensors can be scanned as a whole: without a copy, or small enough to be widened at once.
 
-    Both have to be contiguous and without a conjugate or negative bit. Complex tensors have to have the same dtype.
+    Both have to be contiguous and without a conjugate or negative bit. Then float32, float64, bfloat16, complex64 and
+    complex128 need no copy if both have the same dtype, and other real tensors may have up to `CPU_PIECE` elements.
     """
     for side in (reference, candidate):
         if not side.is_contiguous() or side.is_conj() or side.is_neg():
@@ -96,7 +97,7 @@ def _can_read_in_place(reference: torch.Tensor, candidate: torch.Tensor) -> bool
 
 
 def _has_huge_integers(tensor: torch.Tensor) -> bool:
-    """Tell whether a 64-bit integer tensor has a value that float64 would round."""
+    """Tell whether a tensor is of 64-bit integers and has one beyond ±2**53, which float64 may round."""
     if tensor.dtype not in (torch.int64, torch.uint64):
         return False
     values = tensor.numpy()
@@ -143,7 +144,8 @@ def _shifted_bits(tensor: torch.Tensor, shift: int) -> Array:
 def _scan(values: ArrayPair, bits: ArrayPair, by_value: bool, rtol: float, atol: float, tally: Any) -> None:
     """Add two arrays to the tally, block by block; without `by_value` their bits are compared too.
 
-    `bits` has the same elements as `values`, as signed integers of the same size. `tally` is an array of one record.
+    `values` and `bits` are pairs: first the reference's array, then the candidate's. `bits` has the same elements as
+    `values`, as signed integers of the same size. `tally` is an array of one record, which is changed.
     """
     for start in range(0, values[0].size, _BLOCK):
         block = slice(start, start + _BLOCK)
@@ -153,9 +155,10 @@ def _scan(values: ArrayPair, bits: ArrayPair, by_value: bool, rtol: float, atol:
 
 @_compile
 def _scan_bfloat16(reference: Array, candidate: Array, rtol: float, atol: float, tally: Any) -> None:
-    """Add two arrays of bfloat16, as int16, to the tally; compare values, and bits as the upper half of a float32.
+    """Add two arrays of bfloat16, given as int16, to the record `tally[0]`, block by block; compare values and bits.
 
-    So `max_ulp` in the tally is shifted by 16 bits.
+    Both are compared as a float32 that has these bits as its upper half, so the record's `max_ulp` is shifted left by
+    16 bits.
     """
     wide_reference = np.empty(_BLOCK, np.int32)
     wide_candidate = np.empty(_BLOCK, np.int32)
@@ -216,8 +219,8 @@ def _sums(reference: Array, candidate: Array, max_abs: float, max_rel: float) ->
     """Return four sums over a block, and how many elements may have a larger error than those before.
 
     The sums are those of squared errors, of the reference's squares, of the candidate's squares, and of the products.
-    The elements counted are those whose error exceeds `max_abs`, or exceeds `max_rel` times |reference| as far as
-    rounding allows to tell.
+    `max_abs` and `max_rel` are the largest errors before. The elements counted are those whose error exceeds `max_abs`,
+    or exceeds `max_rel` times |reference| as far as rounding allows to tell.
     """
     square_error = 0.0
     square_reference = 0.0
@@ -301,7 +304,10 @@ def _compare_bits(reference: Array, candidate: Array, max_ulp: Any) -> tuple[int
 
 @_compile_inner
 def _max_ulp(reference: Array, candidate: Array) -> np.uint64:
-    """Return the largest distance of two elements with these bits, in representable numbers; 0.0 and -0.0 are equal."""
+    """Return the largest distance between reference and candidate at one place, in representable numbers.
+
+    Both arrays are the bits of floats, as signed integers. 0.0 and -0.0 are no distance apart.
+    """
     integer = reference.dtype.type
     # distances need an unsigned integer; lowered by this they fit in a signed one, in the same order
     lowest = np.iinfo(reference.dtype).min

@@ -41,7 +41,10 @@ def scan(truth: torch.Tensor, run: torch.Tensor, length: int, mask: float, squar
 
 @_compile
 def _scan(truth: Array, run: Array, length: int, mask: float, squares: Array) -> ScanResult:
-    """Do the work of `scan` for numpy arrays of float32 or float64; `squares` has one element for each block."""
+    """Write the mean square error of each block to `squares`; return the `ScanResult` of the whole run, as `scan` does.
+
+    `squares` has one element for each block of `length` elements. The run is an array of float32 or float64.
+    """
     state = np.zeros(4)
     state[1] = -1.0
     for block in range(squares.size):
@@ -52,7 +55,10 @@ def _scan(truth: Array, run: Array, length: int, mask: float, squares: Array) ->
 
 @_compile
 def _scan_bfloat16(truth: Array, run: Array, length: int, mask: float, squares: Array) -> ScanResult:
-    """Do the same as `_scan` for bfloat16 as int16, whose bits are the upper half of a float32 with the same value."""
+    """Write the mean square error of each block to `squares`; return the `ScanResult` of the whole run, as `scan` does.
+
+    The run is an array of bfloat16, given as int16: its bits are the upper half of a float32 with the same value.
+    """
     state = np.zeros(4)
     state[1] = -1.0
     wide = np.empty(length, np.int32)
@@ -69,7 +75,8 @@ def _scan_bfloat16(truth: Array, run: Array, length: int, mask: float, squares: 
 def _scan_block(truth: Array, run: Array, start: int, mask: float, squares: Array, block: int, state: Array) -> None:
     """Write the mean square error of one block to `squares[block]`, and update the `ScanResult` in `state`.
 
-    `start` is the index of the block's first element. Elements that are not finite, or whose truth exceeds `mask`,
+    `state` has the four numbers of the result so far. `truth` and `run` are the elements of the block, and `start` is
+    the index of the first one. Elements that are not finite on at least one side, or whose |truth| exceeds `mask`,
     count as errors of zero.
     """
     square, largest, largest_truth = _sums(truth, run)

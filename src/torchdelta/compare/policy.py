@@ -81,8 +81,8 @@ class Judgement(NamedTuple):
     ) -> Judgement:
         """Return DIVERGED if `error` is NaN or more than `limit` times `noise`, and otherwise EQUIVALENT.
 
-        `statistic` names the error in the reason and in the details, and `unit` is the noise in words. With
-        `names_limit` the reason of a divergence ends with the limit.
+        `statistic` names the error in the reason and in the details, and `unit` is the noise in words, for the reason.
+        With `names_limit` the reason of a divergence ends with the limit. The allowed error is `limit` times `noise`.
         """
         is_within = error <= limit * noise  # False for an error that is NaN
         times = f"{error / noise:.3g} times" if noise else "infinitely many times"
@@ -149,7 +149,7 @@ class ByFunction(Policy):
         """Call the user's function with copies of both tensors; return DIVERGED if it complains, else EQUIVALENT.
 
         It complains by raising AssertionError or by returning a false value other than None. UsageError if it raises
-        anything else.
+        anything else, or returns what is neither true nor false, such as a tensor of several elements.
         """
         name, complaint = getattr(self.function, "__qualname__", type(self.function).__qualname__), ""
         try:
@@ -195,8 +195,9 @@ class Tolerance(Policy):
     def judge(self, sample: Sample) -> Judgement:
         """Return DIVERGED if a single element is beyond the tolerance or a NaN or Inf misplaced, else EQUIVALENT.
 
-        The tolerance is the sample's. Complex elements count by their modulus. The error is the largest difference, or
-        infinity if a NaN or Inf is misplaced; `allowed` is the tolerance at the worst element.
+        The tolerance is that of the sample, which is torch.testing's if this policy has none. Complex elements count by
+        their modulus. The error is the largest difference, or infinity if a NaN or Inf is misplaced; `allowed` is the
+        tolerance at the worst element.
         """
         pair, rtol, atol = sample.measurement, sample.rtol, sample.atol
         is_complex = sample.reference.dtype.is_complex or sample.candidate.dtype.is_complex

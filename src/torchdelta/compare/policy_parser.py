@@ -21,7 +21,9 @@ FORMS = (
 def parse(text: str) -> Policy:
     """Return the policy that a text such as `noise`, `bitwise`, `close`, `rtol=1e-5,atol=1e-6` or `sqnr>=35` names.
 
-    UsageError if it is of none of these forms, names an unknown metric, or has a malformed number.
+    A metric may have `>=` or `<=`. Of `rtol` and `atol` one may be left out, which is then zero. UsageError if the text
+    is of none of these forms, names an unknown metric, or has a number that is malformed or not finite, or a negative
+    tolerance.
     """
     words = text.strip()
     fixed: dict[str, Policy] = {"noise": Noise(), "bitwise": Bitwise(), "close": Tolerance()}
@@ -38,7 +40,7 @@ def parse(text: str) -> Policy:
 def _tolerance(text: str) -> Tolerance:
     """Return the tolerance policy of `rtol=…,atol=…`; one that is not named is zero.
 
-    UsageError if another name is given, a name is given twice, or a number is malformed or negative.
+    UsageError if another name is given, a name is given twice, or a number is malformed, not finite or negative.
     """
     # a tolerance that is not named is zero, because a default could hide the difference
     tolerances = {"rtol": 0.0, "atol": 0.0}

@@ -37,7 +37,8 @@ class Semantic(Policy):
     def judge(self, sample: Sample) -> Judgement:
         """Return DIVERGED if both sides, run in float64, differ by more than rounding there, and otherwise EQUIVALENT.
 
-        The worst of three statistics decides: the rms error, the largest error, and the error of the worst block. A
+        The worst of three statistics decides: the rms error, the largest error, and the error of the worst block. The
+        rounding is the noise of the noisy runs, scaled down to float64, and at least half a unit of rounding. A
         misplaced NaN or Inf and a lost mask constant are DIVERGED, with an infinite error. Differences of up to `floor`
         of the values are always rounding.
         """
@@ -71,10 +72,10 @@ class Semantic(Policy):
 
 
 def _noise(sample: Sample, mask: float, error: Spread) -> tuple[Array, float]:
-    """Return the mean squares of the noise by block, and its largest element, in units of float64's rounding.
+    """Return the mean squares of the noise by block, and its largest element, as they would be in float64.
 
     Both are the maximum over the noisy runs, whose distances from the truth are scaled by the ratio of float64's unit
-    of rounding to that of their dtype; zeros without noisy runs. `error` gives the number of blocks.
+    of rounding to that of their dtype; zeros without noisy runs. `error` only gives the number of blocks.
     """
     squares, peak = np.zeros_like(error.squares), 0.0
     for run in sample.noisy:

@@ -62,7 +62,7 @@ def block_length(shape: torch.Size) -> int:
 
 
 def spread(truth: torch.Tensor, run: torch.Tensor, mask: float = MASK) -> Spread:
-    """Return the distances of a run from the truth: mean squares by block, the largest one, and two counts.
+    """Return the distances of a run from the truth: mean squares by block, the largest with its index, and two counts.
 
     The counts are those of elements that are NaN or infinite on at least one side, and of other elements at which
     |truth| is beyond `mask`; all of these have a distance of zero. Of complex tensors the components are elements. A
@@ -161,9 +161,9 @@ def scan_with_torch(
 ) -> tuple[float, int, int, int]:
     """Write the mean square of run − truth in each block of `length` elements to `squares`; return four numbers.
 
-    They are the largest distance, its index, the number of elements that are NaN or infinite on at least one side, and
-    the number of other elements at which |truth| is beyond `mask`. The elements of both counts have a distance of zero.
-    Both tensors are flat, and their lengths are multiples of `length`.
+    They are the largest distance, its index (0 if there is no distance), the number of elements that are NaN or
+    infinite on at least one side, and the number of other elements at which |truth| is beyond `mask`. The elements of
+    both counts have a distance of zero. Both tensors are flat, and their lengths are multiples of `length`.
     """
     wide = run.double()
     is_finite = truth.isfinite() & wide.isfinite()

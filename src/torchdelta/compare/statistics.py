@@ -91,8 +91,9 @@ def compare_statistics(
     """Return the comparison of two tensors at `path` by their statistics alone.
 
     Same dtype, shape and checksum are EQUIVALENT. Another dtype or shape that the terms do not excuse is DIVERGED. All
-    else is DIVERGED if the statistics show an error beyond what the policy allows, and otherwise INCONCLUSIVE; the
-    error is a lower bound.
+    else is DIVERGED if the statistics show an error beyond what the policy allows, and otherwise INCONCLUSIVE; so are
+    all differences of floats under a policy that needs a truth, unless counts of NaN or Inf differ. The error is a
+    lower bound.
     """
     breaches = []
     if reference.dtype != candidate.dtype:
@@ -130,9 +131,9 @@ def _judge_gap(reference: Statistics, candidate: Statistics, policy: Policy) -> 
     """Return verdict, reason, a lower bound of the error, and the allowed error of two tensors whose checksums differ.
 
     The verdict is only DIVERGED or INCONCLUSIVE. DIVERGED, with an infinite error, if the counts of NaN or Inf differ
-    or the reference is of integers; DIVERGED under `Bitwise`, and under a policy without truth if the lower bound
-    exceeds what it allows. A policy that needs a truth is always INCONCLUSIVE, and so is a `Threshold` of a metric
-    other than `sqnr`.
+    or the reference is of integers. Otherwise DIVERGED under `Bitwise`, INCONCLUSIVE under a policy that needs a truth
+    or a `Threshold` of a metric other than `sqnr`, and under any other policy DIVERGED if the lower bound exceeds what
+    it allows, or else INCONCLUSIVE.
     """
     if (reference.nan, reference.inf) != (candidate.nan, candidate.inf):
         counts = f"{reference.nan} NaN and {reference.inf} Inf in the reference, {candidate.nan} and {candidate.inf}"

@@ -42,8 +42,8 @@ def has_ulps(reference: torch.Tensor, candidate: torch.Tensor) -> bool:
 def join(first: Measurement, second: Measurement) -> Measurement:
     """Return the measurement of two neighbouring pieces together; `first` comes before `second` in flat order.
 
-    The worst element is the first misplaced one, or that of the largest difference if none is misplaced. `max_ulp` is
-    None if either piece has none.
+    The worst element is the first misplaced one, or that of the largest difference if none is misplaced; its index
+    counts from the start of `first`. `max_ulp` is None if either piece has none.
     """
     if first.misplaced or (not second.misplaced and first.max_abs >= second.max_abs):
         worst = first.worst
@@ -86,7 +86,10 @@ def paired_pieces(reference: torch.Tensor, candidate: torch.Tensor) -> Iterator[
 
 
 def pieces(shape: torch.Size, limit: int) -> Iterator[Index]:
-    """Yield indices that cut a tensor into runs of at most `limit` elements, in flat order; `()` alone if all fit."""
+    """Yield indices that cut a tensor of this shape into runs of at most `limit` elements, in flat order.
+
+    The only index is `()`, the whole tensor, if it has no more elements than that.
+    """
     axis, inner = len(shape), 1
     while axis and inner * shape[axis - 1] <= limit:
         axis -= 1
@@ -180,7 +183,7 @@ def _fetch(numbers: dict[str, torch.Tensor]) -> dict[str, Any]:
 def _as_float64(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]:
     """Return two float64 summands whose exact sum is the tensor, because float64 alone would round 64-bit integers.
 
-    The second is the number 0.0 for every dtype but int64 and uint64.
+    The first is a tensor. The second is the number 0.0 for every dtype but int64 and uint64.
     """
     if tensor.dtype == torch.int64:
         rest = tensor.fmod(2048)

@@ -41,7 +41,8 @@ def describe_value(value: Any) -> Any:
     """Return the description, without elements, of a tensor, its metadata, a size, or nested lists and tuples of these.
 
     It is a dict of one entry, whose key is `metadata`, `tensor`, `list`, `tuple` or `size`. A size is a number, None or
-    a symbol. Raise ValueError of any other value, and of a quantized, sparse or subclassed tensor.
+    a symbolic integer. The class of a named tuple is lost. Raise ValueError of any other value, and of a tensor that is
+    quantized, sparse, or of a subclass other than a parameter or fake tensor.
     """
     if isinstance(value, TensorMetadata):
         if value.is_quantized:
@@ -77,7 +78,8 @@ def _describe_tensor(tensor: torch.Tensor) -> list[Any]:
 def _describe_size(size: Any) -> Any:
     """Return a number or None as JSON has it, and a symbolic integer as `{"symbol": [expression, hint]}`.
 
-    The hint is None if the symbol has no known value. Raise ValueError of any other value.
+    A float that JSON does not have, such as NaN, becomes a text. The hint is the symbol's value in the traced run, or
+    None if it is not known. Raise ValueError of any other value.
     """
     if size is None or type(size) in (bool, int):
         return size
@@ -111,7 +113,7 @@ class ValueBuilder:
     def build(self, data: Any) -> Any:
         """Return the value that `describe_value` described as `data`; a tensor becomes a fake tensor.
 
-        Sizes with the same symbol share one symbol in all values of this builder. Raise ValueError if the kind is
+        Symbols of the same text become one symbol in all values of this builder. Raise ValueError if the kind is
         unknown, and any of Python's own errors if `data` is damaged otherwise.
         """
         ((kind, content),) = data.items()
@@ -143,7 +145,7 @@ class ValueBuilder:
         """Return a described size: a number, a float from its text, None, or the symbol of a dict.
 
         The symbol is made at its first use and remembered by its text. Its value is the hint, and without a hint it is
-        unbacked. Raise ValueError if a dict does not describe a symbol.
+        unbacked. Raise ValueError if a dict does not describe a symbol, or a text is not a float.
         """
         if not isinstance(data, dict):
             return float(data) if isinstance(data, str) else data
@@ -206,8 +208,9 @@ def describe_tree(spec: Any, encode: Callable[[Any], Any]) -> Any:
 def rebuild_tree(data: Any, decode: Callable[[Any], Any], find: Callable[[str], Any]) -> Any:
     """Return the `TreeSpec` that `describe_tree` described as `data`; a `data` of None is a leaf.
 
-    `decode` decodes the context of a node, and `find` returns the class of a name. Raise LookupError if torch does not
-    know the class as a structure or an entry is missing, and what `decode` and `find` raise.
+    `decode` decodes the context of a node, and `find` returns the class of a name that is not a standard container's.
+    Raise LookupError if torch does not know the class as a structure or an entry is missing, TypeError if `data` is
+    damaged otherwise, and what `decode` and `find` raise.
     """
     if data is None:
         return pytree.treespec_leaf()
@@ -221,9 +224,10 @@ def rebuild_tree(data: Any, decode: Callable[[Any], Any], find: Callable[[str], 
 def describe_convention(graph: Graph, encode: Callable[[Any], Any]) -> Any:
     """Return how a graph takes its inputs: `"values"` one by one, `"boxed"` in a list, or a dict if as pytrees.
 
-    The dict has the `names` of the arguments, and `taken` and `returned` as trees; `returned` is None if that is not
-    known. `encode` encodes the context of a tree's node. Raise ValueError if the code generator is of another class or
-    changes the code, or if a graph that takes pytrees has a default for an input.
+    The dict has the `names` of the arguments, in `taken` the tree of the inputs as `describe_tree` returns it, and in
+    `returned` a dict with the tree of the outputs as `tree`, or None if that is not known. `encode` encodes the context
+    of a tree's node. Raise ValueError if the code generator is of another class or changes the code, or if a graph that
+    takes pytrees has a default for an input.
     """
     codegen = graph._codegen
     if codegen._body_transformer is not None:
@@ -246,8 +250,10 @@ def describe_convention(graph: Graph, encode: Callable[[Any], Any]) -> Any:
 def set_convention(graph: Graph, data: Any, decode: Callable[[Any], Any], find: Callable[[str], Any]) -> None:
     """Give a graph the calling convention that `describe_convention` described as `data`; `"values"` changes nothing.
 
-    `decode` and `find` are those of `rebuild_tree`. Raise LookupError or ValueError if the description is damaged, and
-    ValueError if an input has a default or the name of an argument is not a plain name, because it becomes code.
+    `"boxed"` makes it take its inputs in one list, and a dict as pytrees. `decode` and `find` are those of
+    `rebuild_tree`. Raise LookupError, TypeError or ValueError if the description is damaged, and, unless it is
+    `"values"`, ValueError if an input has a default. Raise ValueError, too, if the name of an argument is not a plain
+    name, because it becomes code.
     """
     if data == "values":
         return

@@ -33,8 +33,8 @@ def as_callable(result: Any, graph_module: GraphModule) -> Callable[..., Any]:
     """Return the result of a pass as a callable that takes its arguments one by one.
 
     If the result is None, the pass changed `graph_module` in place, and that is returned. A graph module gets its nodes
-    sorted and is recompiled, in place. A function that takes its arguments as one list is wrapped. Raise TypeError if
-    the result is not callable.
+    sorted and is recompiled, in place; raise ValueError if it has a cycle. A function that takes its arguments as one
+    list is wrapped. Raise TypeError if the result is neither None nor callable.
     """
     function = graph_module if result is None else result
     if isinstance(function, GraphModule):
@@ -60,9 +60,10 @@ def _unbox(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:
 
 
 def sort_topologically(graph_module: GraphModule) -> None:
-    """Reorder the nodes in place so that each comes after its inputs, and change the order no more than needed.
+    """Reorder the nodes of a graph in place so that each comes after its inputs.
 
-    A sorted graph stays as it is. The module is not recompiled. Raise ValueError if the graph has a cycle.
+    Of the nodes whose inputs are placed, the one that came first before is next; a sorted graph stays as it is. The
+    module is not recompiled. Raise ValueError if the graph has a cycle.
     """
     nodes = list(graph_module.graph.nodes)
     order = {node: index for index, node in enumerate(nodes)}
@@ -90,7 +91,8 @@ def sort_topologically(graph_module: GraphModule) -> None:
 def after_aot(compiler: Callable[[GraphModule, Sequence[Any], str], Callable[..., Any]]) -> Callable[..., Any]:
     """Return a torch.compile backend that calls `compiler` with each functionalised graph, its inputs and its kind.
 
-    The kind is `forward`, `backward` or `inference`. `compiler` returns a function that takes the inputs one by one.
+    The kind is the text `forward`, `backward` or `inference`. `compiler` has to return the function that is run in
+    place of the graph, and that takes the inputs one by one.
     """
 
     def compile_as(level: str) -> Callable[..., Any]:
@@ -106,9 +108,10 @@ def after_aot(compiler: Callable[[GraphModule, Sequence[Any], str], Callable[...
 def read_before_update(graph_module: GraphModule) -> None:
     """Change a functionalised graph in place so that other nodes read a copy of each buffer or input that it updates.
 
-    The copy is made at the start of the graph, and the update is a `copy_` to the buffer or input itself. Autograd
-    saves the tensors that an operation reads, and refuses a backward if one was overwritten. Without the copy, the
-    graph could be run but not trained.
+    An update is a `copy_` to the buffer or input itself, and stays. The copy of a buffer is made right after the
+    `get_attr` node that reads it, that of an input after the last placeholder. Autograd saves the tensors that an
+    operation reads, and refuses a backward if one was overwritten: without the copy, the graph could be run but not
+    trained. The graph is recompiled.
     """
     graph = graph_module.graph
     for node in [node for node in graph.nodes if node.op in ("get_attr", "placeholder")]:
@@ -135,7 +138,7 @@ def flatten_signature(graph_module: GraphModule) -> GraphModule:
 
 
 def flat_inputs(graph_module: GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> list[Any]:
-    """Return the value of each placeholder for a call with these arguments."""
+    """Return the value of each placeholder for a call with these arguments; `kwargs` count only if it takes pytrees."""
     codegen = graph_module.graph._codegen
     if isinstance(codegen, _PyTreeCodeGen):
         return tree_leaves((tuple(args), dict(kwargs or {})))
@@ -145,8 +148,8 @@ def flat_inputs(graph_module: GraphModule, args: Sequence[Any], kwargs: Mapping[
 def output_builder(graph_module: GraphModule) -> Callable[[Sequence[Any]], Any]:
     """Return a function that turns a graph's flat output values into the structure that its caller gets.
 
-    A graph that returns pytrees has its own structure. Otherwise the values become a tuple if the graph returns a list
-    or tuple, or else the first value alone is returned.
+    The function takes a sequence of values. A graph that returns pytrees has its own structure. Otherwise the values
+    become a tuple if the graph returns a list or tuple, or else the function returns the first value alone.
     """
     codegen = graph_module.graph._codegen
     if isinstance(codegen, _PyTreeCodeGen) and codegen.pytree_info.out_spec is not None:
@@ -186,7 +189,7 @@ def has_fixed_float(node: Node, graph_module: GraphModule) -> bool:
 def copy_sharing_parameters(graph_module: GraphModule) -> GraphModule:
     """Return a copy with nodes of its own, the same parameters, which a run does not change, and clones of the buffers.
 
-    A module that the graph calls is the same object in both graphs, so there the original uses the clones too.
+    A module or inner graph that the graph calls is the same object in both, so there the original uses the clones too.
     """
     duplicate = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     for module in duplicate.modules():
@@ -214,9 +217,10 @@ def copy_nodes(graph_module: GraphModule) -> GraphModule:
 def return_inputs(graph_module: GraphModule, places: Sequence[int]) -> GraphModule:
     """Return a copy of the graph that uses copies of the inputs at `places`, and returns these after its own outputs.
 
-    `places` are positions among the placeholders. What the graph writes to these inputs shows in the returned copies
-    only. The inputs themselves may be leaves that require grad, to which autograd does not allow writes. The new graph
-    always returns a tuple.
+    `places` are positions among the placeholders, from 0. What the graph writes to these inputs shows in the returned
+    copies only. The inputs themselves may be leaves that require grad, to which autograd does not allow writes. The new
+    graph always returns a tuple: the outputs, then the copies in the order of `places`. Parameters and buffers are
+    shared with the original.
     """
     duplicate = copy_nodes(graph_module)
     placeholders = [node for node in duplicate.graph.nodes if node.op == "placeholder"]

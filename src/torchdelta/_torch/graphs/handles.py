@@ -124,7 +124,7 @@ def is_dequantizing(node: Node) -> bool:
 
 
 def _quantizing_operator(node: Node) -> str:
-    """Return the name of a node's operator without its namespace, or an empty string if it is one of aten's."""
+    """Return the name of a node's operator without its namespace; empty if it is one of aten's, or not an operator."""
     # aten's operators of these names return quantized tensors, whose type shows it
     if not isinstance(node.target, OpOverload) or node.target.namespace == "aten":
         return ""
@@ -147,10 +147,10 @@ def restore_handles(converted: GraphModule, observed: Mapping[str, frozenset[int
 def share_handles_of_folded(before: GraphModule, after: GraphModule) -> None:
     """Give the handles of nodes that were folded away to the node that does their work, and to its constants.
 
-    `before` is the graph before the folding, and `after`, whose handles are changed, the one after it. Batch norm, for
-    example, is folded into the convolution before it, which changes the weights. Only what both compute together still
-    matches, so the convolution and its weights get the handles of both, and those of the constants that batch norm
-    read.
+    `before` is the graph before the folding, and `after`, whose handles are changed in place, the one after it. Batch
+    norm, for example, is folded into the convolution before it, which changes the weights. Only what both compute
+    together still matches, so the convolution and its weights all get the same handles: those of both nodes, of the
+    weights, and of the constants that batch norm read.
     """
     survivors = {handle: node for node in handled_nodes(after) if not is_observer(node) for handle in handles_of(node)}
     for node in handled_nodes(before):
@@ -165,11 +165,11 @@ def share_handles_of_folded(before: GraphModule, after: GraphModule) -> None:
 
 
 def _heir(node: Node, survivors: Mapping[int, Node]) -> Node | None:
-    """Return the node of the later graph that is read in place of one that was folded away, or None.
+    """Return the heir of a node that was folded away: the node of the later graph that is read in place of it; or None.
 
-    It is the survivor of the nearest node before it, along first inputs. None if the node itself survived, if no node
-    before it did, or if none of its surviving readers reads the heir. `survivors` has the nodes of the later graph by
-    their handles.
+    A node survived if a node of the later graph shares a handle with it; `survivors` has these by their handles. The
+    heir is the survivor of the nearest node before `node`, along first inputs. None if the node itself survived, if no
+    node before it did, or if none of the survivors of its readers reads the heir.
     """
     if _survivor(node, survivors) is not None:
         return None
@@ -186,8 +186,8 @@ def _heir(node: Node, survivors: Mapping[int, Node]) -> Node | None:
 def _readers(node: Node, survivors: Mapping[int, Node], heir: Node) -> Iterator[Node]:
     """Yield the nodes of the later graph that stand for the readers of a node of the earlier one.
 
-    A reader that is gone is replaced by its own readers, and an output by the output of the graph of `heir`.
-    `survivors` has the nodes of the later graph by their handles.
+    These are the nodes that share a handle with a reader; `survivors` has the nodes of the later graph by their
+    handles. A reader that is gone is replaced by its own readers, and an output by the output of the graph of `heir`.
     """
     for user in node.users:
         if user.op == "output":

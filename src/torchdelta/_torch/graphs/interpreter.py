@@ -46,8 +46,8 @@ class ObservingInterpreter(Interpreter):
         """Prepare to interpret the graph; nothing runs yet.
 
         `before_write` gets the tensors that a node may write to, before it runs, and `after_node` each node's name and
-        value. Names start with `prefix`. Operators that run graphs inside, which are not observed, are added to
-        `unlogged`: the operator by the name of its node.
+        value; for placeholders and outputs neither is called. Names start with `prefix`. Operators that run graphs
+        inside, which are not observed, are added to `unlogged`: the operator by the name of its node.
         """
         super().__init__(graph_module, garbage_collect_values=True)
         self.before_write = before_write
@@ -127,7 +127,7 @@ class ObservingInterpreter(Interpreter):
         An operator writes to what its schema says, and a norm with running statistics to all inputs but the first. A
         module may write to its parameters and buffers, and unless it is one of torch.nn's without `inplace`, to its
         inputs. A method, or a function of torch or Python, writes to all inputs if its name, `out` or `inplace` says
-        so, or else to none.
+        so, or else to none; a `get_attr` node to none. `args` and `kwargs` are the values of the node's arguments.
         """
         if node.op == "get_attr":
             return []
@@ -169,7 +169,7 @@ def flat_inputs(graph_module: GraphModule, args: tuple[Any, ...], kwargs: dict[s
     """Return the value of each placeholder, in order, for a call of the graph module with these arguments.
 
     Arguments that are left out get their defaults, and the structures of an exported graph are flattened. Raise
-    UsageError if the graph does not take the arguments.
+    UsageError if the arguments do not fit the signature of `forward`.
     """
     try:
         bound = inspect.signature(graph_module.forward).bind(*args, **kwargs)

@@ -28,7 +28,12 @@ _ON_NUMBERS = frozenset(
 
 
 def lift_graph(graph_module: GraphModule) -> GraphModule:
-    """Rewrite a graph and the graphs inside of it, so that no node rounds below float64; return the same module."""
+    """Rewrite a graph and the graphs inside of it, in place, to compute in float64; return the same module.
+
+    Casts and dtype arguments that name float32, float16, bfloat16, complex64 or complex32 name the wide dtype instead,
+    constants of these dtypes are cast to it, and autocast is disabled. Inputs, attributes, and modules that a node
+    calls, are left as they are. Graphs are recompiled.
+    """
     for module in graph_module.modules():
         if isinstance(module, GraphModule):
             for node in list(module.graph.nodes):
@@ -41,10 +46,11 @@ def lift_graph(graph_module: GraphModule) -> GraphModule:
 def _lift_node(node: Node) -> None:
     """Rewrite one node in place so that it does not round below float64; nodes may be inserted around it.
 
-    A node that enters autocast gets it disabled. If a node without tensor inputs makes a narrow tensor, one that
-    computes its elements, such as `linspace`, is told the wide dtype, and behind any other a cast is inserted. A node
-    with tensor inputs gets wide dtypes in place of the narrow ones that it names, also as methods such as `half`. If it
-    is elementwise and turns integers into narrow floats without naming a dtype, its inputs are cast first.
+    Narrow dtypes are those that `is_narrow` accepts; the graph's metadata tells those of values. A node that enters
+    autocast gets it disabled. If a node without tensor inputs makes a narrow tensor, one that computes its elements,
+    such as `linspace`, is told the wide dtype, and behind any other a cast is inserted. A node with tensor inputs gets
+    wide dtypes in place of the narrow ones that it names, also as methods such as `half`. If it is elementwise and
+    turns integers into narrow floats without naming a dtype, its inputs are cast first.
     """
     if node.target is torch.amp.autocast_mode._enter_autocast:
         device, dtype, _, cache = node.args
@@ -87,7 +93,7 @@ def _widen_after(node: Node, output: torch.Tensor) -> None:
 
 
 def _widen_before(node: Node, dtype: torch.dtype) -> None:
-    """Cast the integers that a node reads to the wide dtype, so that it returns that dtype."""
+    """Cast all inputs of a node, which are integers, to the wide form of `dtype`, so that it returns that dtype."""
     for source in node.all_input_nodes:
         with node.graph.inserting_before(node):
             wide = node.graph.call_method("to", (source, widened(dtype)))

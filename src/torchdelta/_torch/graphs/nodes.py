@@ -64,7 +64,7 @@ def source_line(node: Node) -> str:
 
 
 def arguments(node: Node) -> dict[str, Any]:
-    """Return the arguments of an operator's node by the names of the schema, defaults included."""
+    """Return the arguments of an operator's node by the names of the schema; one that is left out has its default."""
     return {name: value for name, (value, _) in _bound(node).items()}
 
 
@@ -131,7 +131,8 @@ def writes_to(node: Node) -> bool:
     """Tell whether a node may write to one of its inputs; a call of a module always may.
 
     An operator is judged by its schema, and norms that update running statistics count too. Other functions and methods
-    are judged by their name, `out` or `inplace`. A placeholder, output or `get_attr` node does not write.
+    are judged by their name and by their keyword arguments `out` and `inplace=True`. A placeholder, output or
+    `get_attr` node does not write.
     """
     if isinstance(node.target, OpOverload):
         return bool(node.target._schema.is_mutable) or updates_statistics(op_name(node))
@@ -147,8 +148,8 @@ def writes_to(node: Node) -> bool:
 def may_write(node: Node) -> frozenset[Node]:
     """Return the input nodes whose values a node may write to; empty if it does not write.
 
-    These are the arguments that an operator's schema declares as written to, or that are running statistics, and all
-    input nodes of any other function, method or module.
+    If the node calls an operator, these are the arguments that its schema declares as written to, and those whose names
+    start with `running_`. If it writes by any other function, method or module, these are all its input nodes.
     """
     if not writes_to(node):
         return frozenset()
@@ -178,7 +179,10 @@ def has_inductor_randoms(graph_module: GraphModule) -> bool:
 
 
 def needs_other_processes(graph_module: GraphModule) -> bool:
-    """Return whether a graph has collectives, so that other processes would have to run it at the same time."""
+    """Return whether a graph has collectives, so that other processes would have to run it at the same time.
+
+    False unless torch.distributed is initialised with more than one process.
+    """
     group = torch.distributed
     if not (group.is_available() and group.is_initialized() and group.get_world_size() > 1):
         return False
@@ -193,9 +197,9 @@ def every_node(graph_module: GraphModule) -> Iterator[Node]:
 
 
 def widens(node: Node) -> bool:
-    """Tell whether a node is a cast operator that converts floats to a wider float dtype, by the graph's metadata.
+    """Tell whether a node is a cast operator that converts floats to a float dtype of more bytes, by graph metadata.
 
-    False if the metadata of the node or of its first argument is missing.
+    False if the metadata `val` of the node or of its first argument is missing or not a tensor of floats.
     """
     if not isinstance(node.target, OpOverload):
         return False
@@ -220,9 +224,9 @@ def writes_to_first(node: Node) -> bool:
 def returns_what_it_writes(node: Node) -> bool:
     """Tell whether a node writes to its first argument, which is a node, and returns that same tensor.
 
-    An operator is judged by its schema. A writing method counts, and so do functions of torch that write, even if they
-    do so to `out`, and Python's operators such as `+=` if the first argument is a tensor. False for `x[index] = value`,
-    for modules, for norms in training, and for functions of the user's.
+    An operator is judged by its schema. Every writing method counts, and so do functions of torch that write, even if
+    they do so to `out`, and Python's operators such as `+=` if the metadata of the first argument is a tensor. False
+    for `x[index] = value`, for modules, for norms in training, and for functions of the user's.
     """
     if not (node.args and isinstance(node.args[0], Node) and writes_to_first(node)) or is_item_assignment(node):
         return False

@@ -27,7 +27,7 @@ class Levels:
     """The dimensions along which the scale varies, or None if those are all but the last."""
 
     def along(self, parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Return a scale or zero point in a shape that broadcasts over the values; a single number becomes 0-d."""
+        """Return a scale or zero point in a shape that broadcasts over the values; a single element becomes 0-d."""
         if parameter.numel() == 1:
             return parameter.reshape(())
         shape = [1] * values.dim()
@@ -45,7 +45,8 @@ class Levels:
 def levels_of(node: Node) -> Levels | None:
     """Return the levels of a dequantize node, or None if its operator is of an unknown kind or has no bounds.
 
-    If a quantize node comes right before it, the levels are those of that node, because it did the rounding.
+    If its values come straight from a quantize node, the levels, or None, are those of that node, because it did the
+    rounding.
     """
     source = observed_by(node)
     is_rounded_here = source is not None and is_quantizing(source) and not is_dequantizing(source)
@@ -53,10 +54,10 @@ def levels_of(node: Node) -> Levels | None:
 
 
 def _levels_in(node: Node) -> Levels | None:
-    """Return the levels that the arguments of a quantize or dequantize node describe.
+    """Return the levels that the arguments of a quantize or dequantize node describe, or None.
 
-    None if its operator is not one of `_KINDS`, or if its bounds are not two integers in order. Scale and zero point
-    are None in them if the graph computes them.
+    None if the name of its operator does not end with `per_tensor`, `per_channel` or `per_token`, or if its bounds are
+    not two integers, the lower one first. The scale or zero point of the levels is None if the graph computes it.
     """
     operator = str(node.target).split(".")[1]
     kind = next((kind for kind in _KINDS if operator.endswith(kind)), None)

@@ -60,8 +60,9 @@ def name_target(target: Any) -> str:
 def find_target(name: str, allow: Iterable[str] = ()) -> Callable[..., Any]:
     """Return the callable that `name_target` named; raise LookupError if there is none or its module is not allowed.
 
-    The module of a function or higher-order operator is imported if necessary. `allow` names packages whose callables
-    may be used besides those of torch and Python.
+    The module of a function, or of a higher-order operator that is not registered yet, is imported. `allow` names
+    packages whose modules may be imported besides those of torch, `operator`, `math` and some builtins. A registered
+    operator needs no permission.
     """
     kind, _, rest = name.partition(" ")
     if kind == "operator":
@@ -136,8 +137,8 @@ def _module_of(target: Any) -> str | None:
 def _find_function(module: str, path: str, allow: tuple[str, ...]) -> Callable[..., Any]:
     """Import a module and return the callable at a dotted path in it.
 
-    Raise LookupError if there is none, or if the module, or the module that defines the callable, is not allowed. Only
-    the builtins of `_BUILTINS` are.
+    Raise LookupError if there is none, or if the module, or the module that defines the callable, is not allowed. Of
+    the builtins only those in `_BUILTINS` are allowed.
     """
     place = _import(module, allow)
     match = _walk(place, path)
@@ -155,10 +156,10 @@ def _find_function(module: str, path: str, allow: tuple[str, ...]) -> Callable[.
 
 
 def _walk(start: Any, path: str) -> Any:
-    """Return the object at a dotted path from a module, or None if there is none.
+    """Return the object at a dotted path from a module, or None if there is none or `start` is None.
 
-    The path may lead through classes and real submodules, and not through instances or modules that were imported
-    there.
+    The path may lead through classes and real submodules, and not through instances, or modules that were imported
+    into another module.
     """
     place = start
     for step in path.split("."):
@@ -184,15 +185,15 @@ def _import(module: str, allow: Iterable[str]) -> ModuleType:
 
 
 def is_torchs_own(module: str) -> bool:
-    """Tell whether a module is torch's or Python's own, so that every graph may name it."""
+    """Tell whether a module is `builtins`, `operator`, `math` or one of torch's, so that it needs no permission."""
     return module == "builtins" or any(_is_within(module, root) for root in _ROOTS)
 
 
 def _refuse_unless_allowed(module: str, allow: Iterable[str]) -> None:
     """Raise LookupError if a graph may not use a module.
 
-    A module of a package in `allow` may be used. So may torch's and Python's own, except for those of torch that load
-    code from elsewhere.
+    A module of a package in `allow` may be used. So may `operator`, `math`, `builtins` and torch's own, except for
+    those of torch that load code from elsewhere.
     """
     if any(_is_within(module, package) for package in allow):
         return
@@ -219,7 +220,7 @@ def _find_packet(name: str) -> OpOverloadPacket:
 
 
 def _find_operator(name: str) -> OpOverload:
-    """Return the overload `namespace::name.overload`, or `default` if the name has no overload.
+    """Return the operator of a name `namespace::name.overload`, or its overload `default` if the name is without one.
 
     Raise LookupError if the operator or the overload is not registered.
     """
