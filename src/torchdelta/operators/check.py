@@ -59,9 +59,9 @@ def check_op(
     their names; None asks all. Gradients are asked about unless `gradients` is False, and are inconclusive if no input
     requires grad; "auto" leaves them out if no input is of floats. `compare(reference, candidate)` judges values
     instead of `policy`: it raises or returns False if they are not the same. Without `correctness` no values are
-    compared, but only sizes and dtypes of the fake kernel, and everything is traced and run. `ignore` names clauses of
-    the contract that no trace is held to. `others`, pairs of args and kwargs, replace the other sizes that are made up
-    here. `progress` gets the name of each probe before it is asked.
+    compared: only the fake kernel is asked, and whether the traces run. `ignore` names clauses of the contract that no
+    trace is held to. `others`, pairs of args and kwargs, replace the other sizes that are made up here. `progress` gets
+    the name of each probe before it is asked.
 
     Raises UsageError for a wrong argument, and what `OpCheck.run` raises.
     """
