@@ -56,12 +56,12 @@ def check_op(
 
     It is compared with its schema, its fake kernel, the derivative of its forward, and its trace by AOTAutograd with
     static and with dynamic shapes; `backends` adds what these compile. `probes` selects probes by the beginnings of
-    their names; None asks all. `gradients` are compared if an input requires grad ("auto"), always (True) or never
-    (False). `compare(reference, candidate)` judges values instead of a policy: it raises or returns False if they are
-    not the same. Without `correctness` nothing is compared, and the probes ask only whether everything traces and runs.
-    `ignore` names clauses of the contract that no trace is held to. `others` are pairs of args and kwargs, for an
-    operator that does not take the other sizes that are made up here. `progress` is called with the name of each probe
-    before it is asked.
+    their names; None asks all. Gradients are asked about unless `gradients` is False, and are inconclusive if no input
+    requires grad; "auto" leaves them out if no input is of floats. `compare(reference, candidate)` judges values
+    instead of `policy`: it raises or returns False if they are not the same. Without `correctness` no values are
+    compared: only the fake kernel is asked, and whether the traces run. `ignore` names clauses of the contract that no
+    trace is held to. `others`, pairs of args and kwargs, replace the other sizes that are made up here. `progress` gets
+    the name of each probe before it is asked.
 
     Raises UsageError for a wrong argument, and what `OpCheck.run` raises.
     """
@@ -121,10 +121,10 @@ class OpCheck:
     def run(self) -> OpReport:
         """Ask every probe that is wanted and applies; return a report whose verdict is the worst of theirs.
 
-        The operator is run eagerly first. Raises:
-        - ProgramError if it raises then;
+        - The operator is run eagerly first. Raises:
+        - ProgramError if its forward raises then, or if a probe needs the user's `others` and the operator rejects one;
         - EnvironmentUnfit if it has no kernel for the device of its inputs, or if torch is too old;
-        - UsageError if it has parameters of its own, if a probe or a backend is unknown, or if no probe applies.
+        - UsageError if it has parameters of its own, if a probe or a backend is unknown, or if no probe has an answer.
         """
         versions.require_supported()
         started = time.perf_counter()
@@ -176,10 +176,10 @@ class OpCheck:
             raise
 
     def _ask_all(self) -> Iterator[Probe]:
-        """Yield the answers of the wanted probes in the order of the table; note in `unasked` why others do not apply.
+        """Yield the answers of the wanted probes that apply, in the order of the table.
 
-        A probe does not apply if one of its conditions says so, or if its answer is a text. An answer of None is
-        dropped.
+        A probe does not apply if one of its conditions says so, or if its answer is a text; the reason is noted in
+        `unasked`. An answer of None is dropped. `progress` is called with the probe's name before it is asked.
         """
         for entry in probes_with(self.backends):
             if not self._is_wanted(entry):
@@ -195,15 +195,15 @@ class OpCheck:
                 self.unasked[entry.name] = answer
 
     def _is_wanted(self, entry: ProbeEntry) -> bool:
-        """Tell whether an entry's name begins with one of `wanted`.
+        """Tell whether a probe is to be asked: whether its name begins with one of the texts in `wanted`.
 
-        Without `correctness`, an entry that compares values is never wanted.
+        Without `correctness`, a probe that compares values is never asked.
         """
         is_possible = self.subject.correctness or not entry.compares_values
         return is_possible and any(entry.name.startswith(prefix) for prefix in self.wanted)
 
     def _require_known_probes(self) -> None:
-        """Raise UsageError if `wanted` is empty, if one of it begins no probe's name, or if a backend is unknown."""
+        """Raise UsageError if `wanted` is empty, if a text in it begins no probe's name, or if a backend is unknown."""
         names = [entry.name for entry in probes_with(self.backends)]
         if not self.wanted:
             raise UsageError(f"no probe was named: they are {', '.join(names)}; probes=None asks all")
@@ -215,7 +215,7 @@ class OpCheck:
 
 
 def _require_pairs(others: object) -> None:
-    """Raise UsageError unless `others` is a list or tuple of pairs of args and kwargs; kwargs may be None."""
+    """Raise UsageError unless `others` is a list or tuple, empty or of pairs of args and kwargs; kwargs may be None."""
     pairs = others if isinstance(others, (tuple, list)) else [others]
     for place, other in enumerate(pairs):
         is_pair = isinstance(other, (tuple, list)) and len(other) == 2

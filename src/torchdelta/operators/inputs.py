@@ -27,12 +27,12 @@ from torchdelta.program.stages import OPTIMIZERS, Plan
 
 
 def program_of(op: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Program:
-    """Return the program that calls the operator with these arguments.
+    """Return the program that calls the operator with these arguments and returns its outputs.
 
     A check copies the inputs, and a copy is an autograd leaf, which cannot be written to if it requires grad. So the
     program clones some of the inputs that require grad before it calls the operator: those that are not leaves, and
-    those that the operator declares to change. Then it returns a pair: the operator's outputs, and a list of the
-    clones.
+    those that the operator declares to change. Only a program with such inputs returns a pair instead: the outputs, and
+    a list of the clones.
     """
     cloned = _places_to_clone(op, args, kwargs)
 
@@ -52,8 +52,9 @@ def program_of(op: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
 def call_on_copies(side: Side, baseline: Baseline, *, seed: int | None = None) -> Leaves:
     """Call a side eagerly on copies of its inputs; return copies of its outputs and of its input tensors afterwards.
 
-    They are leaves by path, which starts with `outputs`, `args` or `kwargs`. All generators are seeded with `seed`, or
-    with that of the baseline's plan. The side's own inputs are not changed.
+    They are leaves by path, which starts with `outputs`, `args` or `kwargs`; inputs that are not tensors are left out.
+    All generators are seeded with `seed`, or with that of the baseline's plan if it is None. The side's own inputs are
+    not changed.
     """
     args, kwargs = copy_together((side.args, side.kwargs), name=baseline.program.name)
     runtime.seed_everything(baseline.plan.seed if seed is None else seed)
@@ -67,10 +68,10 @@ def call_on_copies(side: Side, baseline: Baseline, *, seed: int | None = None) -
 
 
 def _places_to_clone(op: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the places, among all leaves of args and kwargs, of the inputs that `program_of` clones.
+    """Return the places, counted over all leaves of args and then kwargs, of the inputs that `program_of` clones.
 
     These are tensors that require grad and either are not autograd leaves or are declared as written to. A tensor that
-    occurs twice is listed at its first place only.
+    occurs twice is listed at its first place only. The tuple is empty if there are none.
     """
     positions = schemas.positions_of(op)
     written = [
@@ -115,10 +116,10 @@ class OpInputs:
 
     @cached_property
     def own(self) -> Baseline:
-        """The operator with the user's own inputs, after an eager run; ProgramError if it does not take them.
+        """The operator with the user's own inputs, after an eager run; ProgramError if the forward raises.
 
         If only the backward raises, the baseline is of the forward alone, and so are those of all other inputs:
-        `stages` and `backward_error` are set.
+        `stages` becomes `FORWARD`, and `backward_error` says what was raised.
         """
         program = program_of(self.op, self.args, self.kwargs)
         baseline = self._baseline(program)
@@ -140,9 +141,10 @@ class OpInputs:
 
     @cached_property
     def resized(self) -> list[Baseline]:
-        """The operator with other sizes, those of `others` if the user gave some; empty if it accepts none.
+        """The operator with inputs of other sizes, after eager runs: the user's `others`, or else at most two of ours.
 
-        The user's have to be accepted: ProgramError otherwise. `why_no_sizes` says why there are none.
+        Empty if it accepts none of ours. ProgramError if it raises for one of `others`. If only the backward raises for
+        ours, the baseline is of the forward alone, and `other_backward_error` is set.
         """
         if self.others:
             return [self._other(place) for place in range(len(self.others))]
@@ -153,7 +155,8 @@ class OpInputs:
     def laid_out(self) -> dict[str, Baseline]:
         """The forward with the same values in each other memory layout that it accepts, by the name of the layout.
 
-        If it rejects layouts, `layout_error` is set to the error of the last one.
+        If it rejects layouts, `layout_error` becomes a text that says what it raises for the last of them. Empty if no
+        layout is accepted, or if inputs share memory.
         """
         baselines = {}
         for name, program in examples.relayout(self.own.program):
@@ -180,9 +183,9 @@ class OpInputs:
         return [baseline for baseline in self.resized if _kinds_of(baseline.program) == kinds]
 
     def _other(self, place: int) -> Baseline:
-        """Return the operator with the arguments `others[place]`, after an eager run.
+        """Return the operator with the arguments `others[place]`, after an eager run of all `stages`.
 
-        Raise ProgramError, which names the place, if the operator does not take them.
+        Raise ProgramError, which names the place, if the forward or the backward raises.
         """
         args, kwargs = self.others[place]
         baseline = self._baseline(program_of(self.op, tuple(args), dict(kwargs or {})))
@@ -209,7 +212,10 @@ class OpInputs:
 
     @property
     def why_no_sizes(self) -> str:
-        """Why `resized` is empty: no input has a size to change, inputs share memory, or it rejects all tries."""
+        """Why `resized` is empty: no input has a size to change, inputs share memory, or the operator rejects all.
+
+        It has a meaning only if `resized` is empty.
+        """
         if not self.can_be_resized:
             return "no input has a size that can change"
         if self.are_shared:
@@ -223,10 +229,10 @@ class OpInputs:
         return [leaf for leaf in tensors if leaf.is_floating_point() or leaf.is_complex()]
 
     def _first_accepted(self, programs: Iterator[Program]) -> Baseline | None:
-        """Return the baseline of the first program that runs eagerly in all stages, or None if none does.
+        """Return the baseline of the first program that runs eagerly in all stages, or else the first forward to run.
 
-        If a forward runs but its backward raises, later programs are tried. If the backward of none runs, return the
-        first such forward alone. `other_backward_error` is set to the error of that program, even if a later one runs.
+        Such a baseline is of the forward alone. None if no forward runs. As soon as a forward runs whose backward
+        raises, `other_backward_error` is set to that error; it stays even if a later program runs in all stages.
         """
         forward: Baseline | None = None
         for program in programs:
@@ -241,9 +247,9 @@ class OpInputs:
         return forward
 
     def _run_forward(self, program: Program) -> Baseline | None:
-        """Return the baseline of the program's forward alone, after an eager run.
+        """Return the baseline of the program's forward alone, after an eager run; None if the forward raises.
 
-        Return None if the forward raises, or if the forward is all that was asked about.
+        Return None, without a run, also if `stages` has the forward only: the caller has tried that already.
         """
         if self.stages == FORWARD:
             return None

@@ -41,13 +41,13 @@ def check_op_isolated(
     memory_bytes: int | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> IsolatedOpCheck:
-    """Check a named operator in a worker; return its report, the worker's output and the warnings.
+    """Check a named operator in a worker; return its report, the end of the worker's output, and the warnings.
 
-    It is called with `arguments`, as `cli.op_arguments` describes them, or with those that the factory `inputs`
-    returns. The worker first imports the modules `imports`. `words` are the other keywords of `torchdelta.check_op`.
-    `progress` gets the name of each probe. A worker that dies in a probe gives a report with the verdict CRASHED, and
-    one that exceeds `timeout_s` TIMED_OUT. Raises what `Outcome.read` raises: ProgramError if it dies before the first
-    probe.
+    It is called with `arguments`, as `cli.op_arguments` describes them, or, if `inputs` is not None, with those that
+    this factory (`file.py:function`) returns. The worker first imports the modules `imports`. `words` are the other
+    keywords of `torchdelta.check_op`. `progress` gets the name of each probe. A worker that dies in a probe gives a
+    report with the verdict CRASHED, and one that exceeds `timeout_s`, at any time, TIMED_OUT; None is no limit. Raises
+    what `Outcome.read` raises: ProgramError if the worker dies before the first probe, and the errors of the check.
     """
     call = {"arguments": arguments, "inputs": inputs, "imports": list(imports)}
     request = {"op": op, "call": call, "words": dict(words), "seed": seed}
@@ -63,7 +63,8 @@ def check_op_isolated(
 def _report_of_death(failure: Failure, op: str, outcome: Outcome) -> OpReport:
     """Return a report on an operator that ended its worker: TIMED_OUT if the failure is a timeout, else CRASHED.
 
-    Its only probe is the one that was under way, or "loading" before the first; a note says that earlier ones are lost.
+    Its only probe is the one that was under way, or is called "loading" if none was. A note says that the results of
+    earlier probes are lost.
     """
     verdict = Verdict.TIMED_OUT if failure.kind == "timeout" else Verdict.CRASHED
     return OpReport(

@@ -44,8 +44,8 @@ class SweepFile:
     def __init__(self, directory: Path, words: Mapping[str, str], *, resume: bool) -> None:
         """Make the directory; write the header of a new file, or read the rows of one that is there.
 
-        UsageError if it cannot be written, if there is a file and `resume` is False, or if that file asked other
-        questions.
+        An empty file counts as new. UsageError if the file cannot be written, or if it is there and `resume` is False,
+        is damaged, or has another torch or other questions in its header.
         """
         self._path = directory / NAME
         self._header = {_SCHEMA: SCHEMA_VERSION, _TORCH: environment_without_torch().torch, "words": dict(words)}
@@ -71,7 +71,8 @@ class SweepFile:
     def _continue(self, *, resume: bool) -> None:
         """Read the rows of an earlier sweep into `swept`, and cut an incomplete last line off the file.
 
-        UsageError without `resume`, if a complete line is not a row, or if the earlier sweep asked other questions.
+        UsageError without `resume`, if there is no complete line or one is not a row, or if the header differs in its
+        schema, its torch or its questions.
         """
         if not resume:
             raise UsageError(f"{self._path} has a sweep: continue it by --resume, or name another directory")
@@ -91,7 +92,7 @@ class SweepFile:
         os.truncate(self._path, complete)
 
     def _read(self, line: str, number: int) -> dict[str, Any]:
-        """Return the JSON object of one line; UsageError if it is not JSON or not an object.
+        """Return the JSON object of one line as a dict; UsageError if it is not JSON or not an object.
 
         `number` is the number of the line, for the message.
         """
@@ -196,7 +197,7 @@ class SweepRequest:
     def questions(self) -> dict[str, Any]:
         """The keywords of `check_op` as plain data: probes, backends, policy and gradients.
 
-        `gradients` are True for "yes", False for "no", or "auto".
+        The probes are those of `asks`. `gradients` is True for "yes", False for "no", or "auto".
         """
         return {
             "probes": list(self.asks),
@@ -227,8 +228,9 @@ def sweep(
     With `out`, each row is appended to a file in that directory as soon as it is there. With `resume`, operators that
     have a row in it are not checked again. Each query has `timeout_s` and `memory_bytes`; a worker that dies is a row
     too. A `pool` is used as it is and stays open; without one, `workers` are started for this sweep. `task` is the
-    module whose functions they run. `tell` gets the progress. An interruption (Ctrl-C) ends the sweep early, with the
-    rows so far and a note. UsageError if the request makes no sense or if `out` cannot be used.
+    module whose functions they run. `tell` gets the progress. An interruption (Ctrl-C) while operators are checked ends
+    the sweep early, with the rows so far and a note. UsageError if the request makes no sense or if `out` cannot be
+    used.
     """
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="torchdelta-sweep-") as nowhere:
@@ -272,7 +274,8 @@ class _Sweeper:
         """Check the operators of `wanted` (name and dtype) that have no row yet, add their rows, and return notes.
 
         A note says how many had a row before, and another how many have none because of an interruption (Ctrl-C), which
-        is not raised. Queries that are under way at the end are cancelled. `tell` is called after every look at them.
+        is not raised; without either, there are no notes. Twice as many queries as `workers` are under way at once;
+        those left at an interruption or error are cancelled. `tell` gets the progress after every look at them.
         """
         before = sum(each in self.rows.swept for each in wanted)
         waiting = [each for each in wanted if each not in self.rows.swept]
@@ -308,8 +311,8 @@ class _Sweeper:
 def swept_of(outcome: Outcome, name: str, dtype: str) -> SweepRow:
     """Return the row of one operator from its query's outcome: the worker's own, or one that says how it died.
 
-    The verdict of a death is TIMED_OUT or CRASHED, and probe and sample are those that were under way. Raises what
-    `Outcome.read` raises.
+    The verdict of a death is TIMED_OUT or CRASHED. `probe` and `sample` are then the part and the arguments that were
+    under way, and no sample counts as checked. Raises what `Outcome.read` raises.
     """
     result = outcome.read(SweepRow, "swept", program=f"sweeping {name}")
     if not isinstance(result, Failure):
@@ -332,7 +335,8 @@ def swept_of(outcome: Outcome, name: str, dtype: str) -> SweepRow:
 def _operators(pool: Pool, task: str, request: SweepRequest) -> Mapping[str, Sequence[str]]:
     """Ask a worker for torch's database, and return the dtypes of each operator by its name.
 
-    The worker also tries the questions of the request: UsageError if they make no sense. RuntimeError if it dies.
+    The worker also tries the questions of the request: UsageError if they make no sense. RuntimeError if it dies or
+    takes longer than `_READY_S`.
     """
     outcome = pool.ask(f"{task}:list_operators", {"words": request.questions}, deadline_s=_READY_S)
     database = "torch's database of operators"
@@ -343,10 +347,10 @@ def _operators(pool: Pool, task: str, request: SweepRequest) -> Mapping[str, Seq
 
 
 def _wanted(request: SweepRequest, operators: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
-    """Yield the name and the dtype of each query: every operator named in the request, in each of its dtypes there.
+    """Yield (operator, dtype) for each query: all pairs that `request` names in which the operator supports the dtype.
 
-    No pair comes twice. UsageError if no operator of the database has one of the dtypes, if a name is unknown, or if no
-    operator that was named supports any of the dtypes.
+    No pair comes twice. UsageError if a dtype of the request is supported by no operator of the database, if a name is
+    unknown, or if no operator that was named supports any of the dtypes.
     """
     known = {dtype for dtypes in operators.values() for dtype in dtypes}
     for dtype in request.dtypes:
@@ -363,8 +367,8 @@ def _wanted(request: SweepRequest, operators: Mapping[str, Sequence[str]]) -> It
 def _named(word: str, operators: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the names of the operators that `word` stands for: one name, a pattern such as `linalg.*`, or `all`.
 
-    A word that is not an operator also stands for all names that begin with it and a dot. UsageError, with near names,
-    if there is none.
+    A word that is no operator's name stands for all names that match it as a pattern, or begin with it and a dot.
+    UsageError, with near names, if there are none.
     """
     if word == ALL:
         return list(operators)

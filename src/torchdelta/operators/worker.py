@@ -46,7 +46,8 @@ def named_op(op: str, *, imports: Sequence[str], arguments: Any, inputs: str | N
 
     `op` is a registered name, or `file.py:function`. The arguments are those that `inputs` returns, the name of a
     factory as `file.py:function`; if it is None, those that `arguments` describes, with values drawn by the seed.
-    Raises UsageError if there is no such operator or if it does not take the arguments.
+    Raises UsageError if there is no such operator or if it does not take the arguments, and ProgramError if a module
+    does not import or the factory fails.
     """
     for module in imports:
         import_place(module)
@@ -61,10 +62,10 @@ def _is_in_a_file(name: str) -> bool:
 
 
 def _arguments_of(spec: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Call the factory that `spec` names, and return its args and kwargs.
+    """Call the factory that `spec` names as `file.py:function`, without arguments, and return args and kwargs from it.
 
-    A result that is not a pair of a list and a mapping is args alone. ProgramError if the factory raises, or returns
-    neither a tuple nor a list.
+    A pair of a tuple or list and a mapping is args and kwargs; any other tuple or list is args alone. ProgramError if
+    the factory raises, or returns neither a tuple nor a list.
     """
     factory = load_callable(spec, what="factory of arguments")
     try:
@@ -79,7 +80,7 @@ def _arguments_of(spec: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def check_operator(request: Mapping[str, Any], place: QueryDirectory) -> dict[str, Any]:
-    """Check the operator of a request that `check_op_isolated` wrote; return `report` and `warnings`, encoded.
+    """Check the operator of a request that `check_op_isolated` wrote; return `report`, encoded, and `warnings`, texts.
 
     `place` is told the name of each probe before it is asked. Errors of `named_op` and `check_op` are raised.
     """
@@ -97,7 +98,7 @@ SAMPLES = "its samples"
 def get_ready() -> None:
     """Import the database, load the compiled loops and check a sine, so that forked workers have this behind them.
 
-    If the database cannot be imported, return at once and without an error.
+    If a module that the database needs is not installed, return at once and without an error.
     """
     try:
         opinfo.operators()
@@ -112,9 +113,10 @@ def get_ready() -> None:
 
 
 def list_operators(request: Mapping[str, Any], _: QueryDirectory) -> dict[str, Any]:
-    """Return `operators`, the dtypes of each operator in the database by its name.
+    """Return a dict with one item, `operators`: the dtypes of each operator in the database, by the operator's name.
 
-    UsageError if a check of a sine with the questions in `request["words"]` raises one.
+    First a sine is checked with the keywords `request["words"]`, and what that raises is raised: UsageError if they
+    make no sense.
     """
     # a sine shows mistakes in the questions before hundreds of operators are checked: every probe applies to it
     check_op(torch.ops.aten.sin.default, (torch.ones(3, requires_grad=True),), **request["words"])
@@ -124,9 +126,9 @@ def list_operators(request: Mapping[str, Any], _: QueryDirectory) -> dict[str, A
 def sweep_operator(request: Mapping[str, Any], place: QueryDirectory) -> dict[str, Any]:
     """Check an operator of the database in one dtype, on some of its samples; return its row as `swept`, encoded.
 
-    This process has one thread of torch afterwards. `place` is told the part that begins: the samples, then each probe
-    with its sample. If the database raises instead of giving samples, the row is inconclusive and says so. Only errors
-    of torchdelta are raised.
+    At most `request["samples"]` samples are checked. This process has one thread of torch afterwards. `place` is told
+    the part that begins: the samples, then each probe with its sample. If the database raises instead of giving
+    samples, the row is inconclusive and says so. Only errors of torchdelta are raised.
     """
     began = time.monotonic()
     # workers run side by side, and samples are small
@@ -179,8 +181,8 @@ class _Findings:
     def add(self, sample: opinfo.OpSample, words: Mapping[str, Any], seed: int, place: QueryDirectory) -> None:
         """Check one sample with the keywords `words`, and append its report to `reports`, or why there is none.
 
-        An eager failure goes to `rejected`, any other error to `unchecked`; EnvironmentUnfit alone is raised. `place`
-        is told each probe, with the arguments, before it is asked.
+        If the operator fails eagerly, the error goes to `rejected`; any other error goes to `unchecked`, with the
+        arguments. EnvironmentUnfit alone is raised. `place` is told each probe, with the arguments, before it is asked.
         """
         shown = ", ".join(describe_all(sample.args, sample.kwargs))
         place.tell(f"the arguments{AT}{shown}")
@@ -218,7 +220,8 @@ def _answer(findings: _Findings, name: str, dtype: str, began: float, why: str =
     """Return the row of an operator as `swept`, encoded; `why` is the reason for having no samples, if that is known.
 
     The verdict is the worst of the reports. It is inconclusive without any, and if a sample could not be checked while
-    no report is a failure. The row gets the sample and the reason unless it is equivalent.
+    no report is a failure. Unless it is equivalent, the row has a reason, and, if there is a report or an unchecked
+    sample, the arguments that show it. `began` is the `time.monotonic` of the start.
     """
     reports = findings.reports
     verdict = worst_of([report.verdict for report in reports])
@@ -247,7 +250,8 @@ def _answer(findings: _Findings, name: str, dtype: str, began: float, why: str =
 def _evidence(reports: Sequence[OpReport], verdict: Verdict) -> dict[str, str]:
     """Return sample, probe, reason and remedy of the first report that has this verdict, as fields of a row.
 
-    They are those of its worst probe; if that is equivalent, only the sample is returned.
+    The sample is the report's arguments, the others are those of its worst probe. Only the sample is returned if all
+    probes are equivalent.
     """
     guilty = next(report for report in reports if report.verdict is verdict)
     sample = ", ".join(guilty.arguments)

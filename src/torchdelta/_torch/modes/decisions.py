@@ -153,9 +153,9 @@ class Choice:
         return self.dim if self.dim is not None and self.indices.dim() == self.values.dim() > 0 else None
 
     def values_at(self, indices: torch.Tensor) -> torch.Tensor:
-        """Return the values at these indices, of the shape that the operation returns them in.
+        """Return the choice's values at these indices, of the shape that the operation returns them in.
 
-        The indices have the same shape as those of the choice.
+        The indices must have the same shape as those of the choice.
         """
         if self.dim is None:
             return self.values.reshape(-1)[indices]
@@ -164,10 +164,10 @@ class Choice:
         return self.values.gather(self.dim, indices.unsqueeze(self.dim)).squeeze(self.dim)
 
     def margins(self) -> torch.Tensor | None:
-        """Return the distance of each chosen value from the nearest other value of its row.
+        """Return the distance of each chosen value from the nearest other one of its row, in the shape of the indices.
 
-        That is the margin of an index as an integer: a smaller change keeps the value in its place of the order. The
-        result has the shape of the indices; it is None if a row has fewer than two values.
+        That is the margin of an index as an integer: a smaller change keeps the value in its place of the order. Return
+        None if a row has fewer than two values.
         """
         values, dim = self.values, self.dim
         if dim is None:
@@ -189,9 +189,10 @@ class Choice:
     def nearest_exchanges(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the margin of each row, and a matrix with two indices a row that a change of that size exchanges.
 
-        That is the margin of a choice as a set: a chosen index and the one that would take its place. The order among
-        the chosen values does not count, unless all of them were chosen, as a sort does: then the two are the
-        neighbours with the smallest distance. The margin is infinite where a row has no other choice.
+        That is the margin of a choice as a set: the two are a chosen index, and the one that would take its place. The
+        order among the chosen values does not count, unless all values of a row were chosen, as a sort does: then the
+        two are the neighbours with the smallest distance. Where a row has no other choice, the margin is infinite and
+        the indices are 0.
         """
         chosen, rows = self.index_rows, self.rows
         if rows.shape[-1] < 2 or not chosen.shape[-1]:
@@ -209,9 +210,9 @@ class Choice:
         return margins, torch.stack((leaving, entering), -1)
 
     def exchange(self, row: int, pair: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the indices, in which one row has each index of the pair in place of the other.
+        """Return a copy of the indices, in which the two indices of `pair` are exchanged in the row number `row`.
 
-        `row` is the number of the row. An index of the pair that is not in the row comes in for the one that is.
+        If only one of the two is in the row, the other takes its place; if neither is, nothing changes.
         """
         rows = self.index_rows.clone()
         before = rows[row].clone()
@@ -258,10 +259,11 @@ class DecisionReplay(OperationMode):
         """Indices that would have been others, where only those within rounding are replayed."""
 
     def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run one operation; return its result, or the next recorded choice with the present values at its indices.
+        """Run one operation and return its result; of a choice, return the next recorded indices instead of its own.
 
-        Each choice takes one entry off the record. Its own result is returned if the record has ended or the shapes
-        differ.
+        The values of a choice that returns them too are the present ones at those indices. With a `unit`, only indices
+        within rounding are replaced: see `_replay_close`. Each choice takes one entry off the record. The choice's own
+        result is returned if the record has ended or the shapes differ.
         """
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -277,8 +279,9 @@ class DecisionReplay(OperationMode):
     def _replay_close(self, choice: Choice, recorded: torch.Tensor, unit: float) -> torch.Tensor:
         """Return the recorded indices where their values are within rounding of the chosen ones, else the choice's own.
 
-        Within rounding is a distance of `NEAR` units of the row's largest value. A row of several indices is replayed
-        as a whole or not at all. The number of indices that the replay changes is added to `count`.
+        Within rounding is a distance of up to `NEAR` times `unit` times the row's largest absolute value. A row of
+        several indices is replayed as a whole or not at all. The number of indices that the replay changes is added to
+        `count`.
         """
         values, indices, dim = choice.values, choice.indices, choice.dim
         margin = (choice.values_at(indices) - choice.values_at(recorded)).abs()
@@ -306,10 +309,11 @@ class MarginWatch(OperationMode):
         return self.margins.get(view_key(tensor))
 
     def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run one operation, keep the margins of its decided output, and return its result.
+        """Run one operation, keep the margins of its decided output if it has one, and return its result.
 
-        An operation of `_DECIDERS` on floats gives new margins. Any other one hands on those of its operands, if
-        exactly one operand has margins. A cast of a decided value keeps that value's margins.
+        The decided output is the first tensor that is not of floats, or the result of a rounding. An operation of
+        `_DECIDERS` on floats gives new margins. Any other one hands on those of its operands, if exactly one operand
+        has margins. A cast of a decided value keeps that value's margins.
         """
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -332,9 +336,10 @@ class MarginWatch(OperationMode):
         return result
 
     def _keep(self, decided: torch.Tensor, margins: torch.Tensor | None, name: str) -> None:
-        """Keep the margins of a decided tensor and the name of the operation; do nothing if they are None.
+        """Keep the margins of a decided tensor, and the operation's name, for `margin_of`; do nothing if they are None.
 
-        Nothing is kept either if their shape differs from the tensor's. Margins of tensors that were freed are dropped.
+        Nothing is kept either if the margins have another shape than the tensor. Margins of tensors that were freed are
+        dropped.
         """
         if margins is not None and margins.shape == decided.shape:
             self._drop_expired()
@@ -367,7 +372,7 @@ def _as_rows(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _decided_output(func: OpOverload, result: Any) -> torch.Tensor | None:
-    """Return the first integer or boolean tensor of a result, or the first of any dtype if the operation rounds.
+    """Return the first tensor of a result that is not of floats, or the first of any dtype if the operation rounds.
 
     Return None if there is none.
     """
@@ -382,8 +387,8 @@ def _moved_margins(
 ) -> torch.Tensor | None:
     """Return the margins of a call's result, given those of its one decided operand; None if they are not known.
 
-    A view and a move take the margins along, by the same call on them. A pointwise operation and a cast return
-    `margins` itself.
+    Of a view and a move they are the result of the same call on `margins`. Of a pointwise operation and a cast they are
+    `margins` itself. Of any other operation they are not known.
     """
     if func.is_view or func in _MOVES:
         moved: torch.Tensor = func(margins, *args[1:], **kwargs)

@@ -25,7 +25,7 @@ _PLUMBING = (str(Path(torch.__file__).parent), str(Path(torchdelta.__file__).par
 
 
 def is_narrowing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether a call is a cast (`_to_copy`) of a float to a float dtype that holds fewer digits."""
+    """Tell whether a call is a cast (`_to_copy`) of a float tensor to a float dtype that holds fewer digits."""
     dtype = kwargs.get("dtype")
     if func is not aten._to_copy.default or not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         return False
@@ -51,12 +51,12 @@ class Elide(OperationMode):
     def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation as if its operands had not been narrowed by casts, and return its result.
 
-        - A narrowing cast returns its narrow result, whose value before the cast is kept in `wide`; so does a view of
-          it.
+        - A narrowing cast, and a view of a narrow tensor, return the narrow result. Its value before the cast is kept
+          in `wide`.
         - A pointwise operation, a sum or a cast runs on the wide values if its result is one float tensor. The result
           has the dtype that it has natively, and the casts are added to `elided`.
-        - Any other operation runs on the narrow values. One that writes drops the wide values of the memory that it
-          writes to.
+        - Any other operation runs on the narrow values. One that writes to a narrow tensor and returns it drops the
+          wide values of its memory.
         """
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

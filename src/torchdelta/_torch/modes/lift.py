@@ -66,9 +66,9 @@ class Lift(OperationMode):
         """Run one operation in float64, and return its result.
 
         Dtypes that the call names, and operands of lower dtypes, are lifted; operands of an operation that writes to
-        them are not. Integers become float64 if the result would be a lower float. Random numbers and dropout masks are
-        drawn in the program's dtype. A constant made of plain numbers is rounded as in the program, unless its elements
-        are computed, as by linspace. If float64 raises, see `_run_native`.
+        any of them are not. Integers become float64 if the result would be a lower float. Random numbers and dropout
+        masks are drawn in the dtype `drawn_in`. A constant made of plain numbers is rounded as in the program, unless
+        its elements are computed, as by linspace. An operation that raises in float64 runs natively: see `_run_native`.
         """
         kwargs = dict(kwargs or {})
         name = func._schema.name.partition("::")[2]
@@ -103,10 +103,10 @@ class Lift(OperationMode):
         return widened(value) if isinstance(value, torch.dtype) else value
 
     def _run_native(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
-        """Run an operation that failed in float64 in the program's own dtype, and return its result in float64.
+        """Run an operation that failed in float64 on operands in the dtype `drawn_in`; return its result in float64.
 
-        The operation is added to `unlifted`. Raise `error`, that of float64, if it fails there too, or writes to its
-        operands.
+        The operation is added to `unlifted`. Raise `error`, that of float64, if it fails there too, or is one that
+        writes to its operands.
         """
         narrow_args, narrow_kwargs = tree_map(self._narrow, (args, kwargs))
         try:
@@ -124,7 +124,7 @@ class Lift(OperationMode):
         return value.to(self.drawn_in) if is_wide else value
 
     def _draw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Draw in the program's dtype, and return the numbers in float64.
+        """Draw random numbers by `func` in the dtype `drawn_in`, and return them in float64.
 
         An operation that draws in place writes them to its operand, which is returned.
         """

@@ -105,7 +105,10 @@ class Noisy(OperationMode):
     """
 
     def __init__(self, *, seed: int, unit: float | None = None) -> None:
-        """Begin without sources: until `depend_on` or `start_from` names some, no value is rounded anew."""
+        """Begin without sources: until `depend_on` or `start_from` names some, no value is rounded anew.
+
+        `seed` determines the roundings. `unit` is their relative size; None is the epsilon of each value's dtype.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps = Steps(seed, unit)
         self.dependent: set[StorageWeakRef] = set()
@@ -120,7 +123,7 @@ class Noisy(OperationMode):
             self._mark(tensor)
 
     def start_from(self, sources: Iterable[torch.Tensor]) -> None:
-        """Round the sources anew, in place, and all values that are computed from them.
+        """Round the sources anew, in place, and from now on all values that are computed from them.
 
         A source is rounded in its whole storage, and once, even if several sources share it. Only strided floats of two
         or more bytes are rounded; values that are computed from any other source are rounded all the same.
@@ -138,7 +141,7 @@ class Noisy(OperationMode):
 
         Views and operations that only move or select values are exact, but their results depend on the sources too.
         Fused norms and softmax run decomposed, so that each of their steps is rounded. `has_chosen` and `narrowed_to`
-        are updated by every operation.
+        are updated by every operation, whether it depends on a source or not.
         """
         kwargs = kwargs or {}
         self.has_chosen |= is_choice(func, args)
@@ -166,7 +169,8 @@ class Noisy(OperationMode):
         """Add noise to one output of an operation, in place: a step of rounding, and the error of a sum that it takes.
 
         `index` is the place of the output among those of the operation. Only reductions and operations that sum a
-        gradient inside have such an error. Half dtypes get the step alone, because their sums are taken in float32.
+        gradient inside have the error of a sum. Half dtypes get the step alone, because their sums are taken in
+        float32.
         """
         if output.dtype not in _NARROW:
             if name in _REDUCTIONS:
@@ -176,9 +180,9 @@ class Noisy(OperationMode):
         self.steps.take(output)
 
     def _add_error_of_sum(self, name: str, kind: str, args: tuple[Any, ...], output: torch.Tensor) -> None:
-        """Add the error of a sum that is taken term by term to an output: Σ S_k·δ_k over its partial sums S_k.
+        """Add a random error to an output, in place, as large as that of its sum taken term by term: Σ S_k·δ_k.
 
-        The output is changed in place. `kind` says what it is of its terms: their `sum`, their `mean`, or a `root` of
+        S_k are the partial sums. `kind` says what the output is of its terms: their `sum`, their `mean`, or a `root` of
         the sum of their squares. With terms of mean μ and variance σ², E S_k² = k²μ² + kσ². The sum of these over k
         gives the spread of the error, so the sum itself need not be run. Terms that are not floats, or fewer than two,
         give no error.
@@ -201,10 +205,10 @@ class Noisy(OperationMode):
         output.add_(torch.nan_to_num(error, nan=0.0, posinf=0.0, neginf=0.0).reshape(output.shape))
 
     def _add_error_of_inner_sum(self, args: tuple[Any, ...], output: torch.Tensor) -> None:
-        """Add the error of a long sum inside of an operation to its output, in place.
+        """Add a random error to an output, in place, as large as that of a long sum inside of the operation.
 
-        The number of terms is that of the largest operand's elements for each element of the output; under 8, nothing
-        is added.
+        The number of terms is taken to be the elements of the largest tensor argument for each element of the output;
+        under 8, nothing is added.
         """
         terms = max((arg.numel() for arg in args if isinstance(arg, torch.Tensor)), default=1) / output.numel()
         if terms < 8:
@@ -259,10 +263,10 @@ class Steps:
         return torch.randn(like.shape, generator=self.generator, dtype=like.dtype).to(like.device)
 
     def _factors(self, piece: torch.Tensor) -> torch.Tensor:
-        """Return a factor for each element of a piece (1, or one unit more or less), to multiply it by.
+        """Return a factor for each element of a piece: 1, or 1 plus or minus one unit, to multiply it by.
 
-        It is a view of the pool of the piece's dtype and device, from a random place of it. The pool is drawn on first
-        use.
+        It is a view of the pool of the piece's dtype and device, from a random place of it, so it must not be written
+        to. The pool is drawn on first use.
         """
         key = piece.dtype, piece.device
         if key not in self.pools:
@@ -287,7 +291,7 @@ def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def _reduced_dims(name: str, args: tuple[Any, ...], rank: int) -> list[int]:
-    """Return the dimensions that a reduction sums over; all of the `rank` if its call names none."""
+    """Return the dimensions that the reduction `name` sums over, by its `args`; all of the `rank` if they name none."""
     position = 2 if name == "linalg_vector_norm" else 1
     dims = args[position] if len(args) > position else None
     if isinstance(dims, int):

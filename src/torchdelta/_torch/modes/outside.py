@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 def without_modes_or_hooks() -> Iterator[None]:
     """Run the body without any mode around it, and without a hook on the tensors that autograd saves.
 
-    Inference mode is off too. The body records gradients exactly if the caller did. Afterwards all are as before.
+    Inference mode is off too. The body records gradients if the caller did, and only then. Afterwards all are as
+    before.
     """
     is_recording = torch.is_grad_enabled()
     # a compiler needs the overrides of tensor functions, so only the modes go
@@ -37,7 +38,7 @@ def without_modes_or_hooks() -> Iterator[None]:
 
 @contextmanager
 def _without_function_modes() -> Iterator[None]:
-    """Take every mode for functions of torch off its stack while the body runs, and put them back afterwards."""
+    """Take every `__torch_function__` mode off its stack while the body runs, and put them back afterwards."""
     modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
     try:
         yield
@@ -48,10 +49,10 @@ def _without_function_modes() -> Iterator[None]:
 
 @contextmanager
 def preserved_dispatch() -> Iterator[None]:
-    """Leave the dispatcher as it was, even if a kernel written in Python raises in the body.
+    """Leave torch's dispatch state after the body as it was before, even if a kernel written in Python raises there.
 
-    Torch puts its dispatch state back only when the traceback of such a kernel is freed, which may be much later. So
-    garbage is collected after the body.
+    Torch puts that state back only when the traceback of such a kernel is freed, which may be much later. So garbage is
+    collected after the body. The exception is not caught.
     """
     before = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     with torch._C._ForceDispatchKeyGuard(*before):

@@ -36,10 +36,10 @@ class Unknown(enum.Enum):
 
 
 def call_faked(call: Calling, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call with a fake tensor of the same sizes in place of each tensor, and return the results.
+    """Run `call` with a fake tensor of the same sizes in place of each tensor, and return its results.
 
-    Tensors among them are fake; a size that depends on data is a symbol there. A number that depends on data is
-    `Unknown.VALUE`. Raises what the call raises, and UnsupportedFakeTensorException if an input cannot be faked.
+    Tensors among the results are fake; a size of theirs that depends on data is a symbol. A number that depends on data
+    is `Unknown.VALUE`. Raises what the call raises, and UnsupportedFakeTensorException if an input cannot be faked.
     """
     mode = _mode()
     fake_args, fake_kwargs = tree_map_only(
@@ -56,9 +56,10 @@ class Symbolic:
     """
 
     def __init__(self, call: Calling, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Make the call at once and keep its results; `inputs` are the fake tensors, in the order of the arguments.
+        """Make the call at once, on fake tensors of symbolic sizes, and keep its results for the other methods.
 
-        Raises what the call raises, and UnsupportedFakeTensorException if an input cannot be faked.
+        `inputs` are the fake tensors, in the order of the arguments. Raises what the call raises, and
+        UnsupportedFakeTensorException if an input cannot be faked.
         """
         self.mode = _mode()
         self.inputs: list[FakeTensor] = []
@@ -88,7 +89,8 @@ class Symbolic:
     def returned(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Return the results, in which symbolic numbers have the values that they have for inputs of these sizes.
 
-        A number that depends on data is `Unknown.VALUE`. Tensors stay fake and keep their symbolic sizes: see `sizes`.
+        A number that depends on data is `Unknown.VALUE`. Tensors stay fake and keep their symbolic sizes: `sizes`
+        returns theirs.
         """
         numbers = self._numbers(tensors)
 
@@ -105,7 +107,7 @@ class Symbolic:
         return tuple(_evaluate(size, numbers) for size in fake.shape)
 
     def _numbers(self, tensors: Sequence[torch.Tensor]) -> dict[Any, int]:
-        """Return the number of each symbol that is an input's size, for inputs of these sizes.
+        """Return the number of each symbol that is an input's size, by the symbol, for inputs of these tensors' sizes.
 
         A symbol that stands for several sizes has the first of their numbers.
         """

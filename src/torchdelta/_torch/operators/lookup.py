@@ -40,7 +40,9 @@ def is_built_in(target: OpOverload) -> bool:
 def registered_by(target: Any) -> str | None:
     """Return the name of the module or package that registered an operator, so that importing it makes it known.
 
-    None for torch's own operators and for other callables. LookupError if it is unknown which module registered it.
+    It is the module of a custom operator's Python function, or the operator's namespace if a module of that name is
+    imported. None for torch's own operators and for anything that is not an overload or a packet. LookupError if it is
+    unknown which module registered the operator.
     """
     if not isinstance(target, (OpOverload, OpOverloadPacket)):
         return None
@@ -61,7 +63,8 @@ def operator_named(name: str) -> Callable[..., Any]:
     """Return the operator, packet or function of that name; UsageError names near ones if there is none.
 
     A name is `aten.add.Tensor`, `mylib::op`, `torch.ops.mylib.op` or `torch.nn.functional.gelu`. Without an overload it
-    stands for the packet of all overloads, and after `torch.` or `nn.` for a function of torch.
+    stands for the packet of all overloads. After `torch.` (but not `torch.ops.`) or `nn.` it stands for a function of
+    torch.
     """
     path = name.strip().removeprefix("torch.ops.").replace("::", ".", 1)
     namespace, _, rest = path.partition(".")
@@ -98,8 +101,9 @@ def _registered_names() -> dict[str, set[str]]:
 def _explain_unknown_namespace(name: str, namespace: str, rest: str, known: Mapping[str, Iterable[str]]) -> str:
     """Return the message of an error about a name whose namespace is not registered, with what may be meant.
 
-    `rest` is the name after the namespace; if it is empty, the user wrote an operator without one. `known` has the
-    names of all registered operators by namespace.
+    `rest` is the name after the namespace. If it is empty, the user wrote an operator without a namespace: then
+    `namespace` is the operator's name, and the message names those of aten, prims and torch that have it. `known` has
+    the names of all registered operators by namespace.
     """
     if not rest:
         names = [f"{each}.{namespace}" for each in ("aten", "prims") if namespace in known.get(each, ())]
@@ -145,8 +149,9 @@ _KEYS = {
 def devices_of(op: Any) -> frozenset[str] | None:
     """Return the devices (`cpu`, `cuda`) that an operator has a kernel for here, or None if it runs on any device.
 
-    Composite operators and Python functions run where the operators that they call do. The devices of all overloads are
-    taken together; the set is empty if none has a kernel in this process.
+    None is for a Python function and for an operator with a composite overload: they run where the operators that they
+    call do. Otherwise the devices of all overloads are taken together; the set is empty if none has a kernel in this
+    process.
     """
     devices: set[str] = set()
     for name in (each._name for each in overloads_of(op)):
@@ -157,7 +162,7 @@ def devices_of(op: Any) -> frozenset[str] | None:
 
 
 def require_kernel(op: Any, device: str) -> None:
-    """Raise EnvironmentUnfit if an operator has no kernel for this type of device, such as `cuda`."""
+    """Raise EnvironmentUnfit if an operator has no kernel for this type of device, such as `cuda`; see `devices_of`."""
     devices = devices_of(op)
     if devices is None or device in devices:
         return
@@ -173,7 +178,7 @@ def is_registered(op: Any) -> bool:
 
 
 def name_of(op: Any) -> str:
-    """Return `aten.add.Tensor`, `mylib.op`, `torch.nn.functional.gelu` or the name of another Python function.
+    """Return an operator's name: `aten.add.Tensor`, `mylib.op`, `torch.nn.functional.gelu` or a Python function's own.
 
     A function within a function is named without the outer one. An object without a name has that of its class.
     """
@@ -212,9 +217,10 @@ class _BeforeAnyKernel(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def require_fitting(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise UsageError, with the schema, if the arguments do not fit it; no kernel is run to find out.
+    """Raise UsageError if the arguments do not fit the operator's schema; no kernel is run to find out.
 
-    The arguments of a Python function must fit its signature. Errors that are not about the fit are left to the run.
+    The arguments of a Python function must fit its signature, if it has one. Errors that are not about the fit are
+    ignored here, because running the operator will show them.
     """
     if not is_registered(op):
         return _require_binding(op, args, kwargs)
@@ -260,7 +266,7 @@ def _require_binding(function: Callable[..., Any], args: Sequence[Any], kwargs: 
 
 
 def overloads_of(op: Any) -> list[OpOverload]:
-    """Return every overload of an operator, a packet or a custom operator; an empty list for a function.
+    """Return the overloads of a packet or custom operator, or an overload itself, in a list; empty for a function.
 
     Of a packet, overloads without a kernel are left out, and so are out= forms if there are others.
     """

@@ -79,10 +79,10 @@ def operators() -> dict[str, tuple[str, ...]]:
 
 
 def draw_samples(name: str, dtype: str, *, seed: int) -> OperatorOffer:
-    """Return every sample of an operator in a dtype, drawn anew from the seed; generators stay as they were.
+    """Return every sample of an operator in a dtype (`float32`), drawn anew from the seed; generators are restored.
 
     Inputs require grad if the operator has gradients in this dtype. Samples that cannot be checked are only counted, in
-    `left_out`. KeyError if the database has no such operator.
+    `left_out`. KeyError if the database has no such operator; also raises what the database raises.
     """
     entry = _database()[name]
     of_dtype = getattr(torch, dtype)
@@ -102,10 +102,11 @@ def draw_samples(name: str, dtype: str, *, seed: int) -> OperatorOffer:
 
 
 def choose(samples: Sequence[OpSample], most: int) -> tuple[OpSample, ...]:
-    """Return at most `most` samples in the order of the database: substantial ones first, then others.
+    """Choose at most `most` samples, substantial ones before others, and return them in the order of the database.
 
-    They are spread over all samples, because neighbours in the database resemble each other, and the first ones are
-    often numbers or empty. One of them has a gradient if any substantial sample has.
+    A sample is substantial if no tensor is empty, and one has several elements. The chosen ones are spread over all
+    samples, because neighbours in the database resemble each other. If any substantial sample has a gradient, one of
+    those is chosen.
     """
     substantial = [sample for sample in samples if sample.is_substantial]
     picked = list(_spread(substantial, most))
@@ -162,7 +163,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _sample_of(entry: Any, drawn: Any, number: int) -> OpSample:
-    """Return a sample of the database as a call; `number` is its place there.
+    """Return a sample of the database as a call; `number` is its place among all samples of the operator's `entry`.
 
     A tensor that is not an autograd leaf becomes one, of the same memory and with the same requires_grad.
     """
@@ -176,7 +177,7 @@ def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _call(entry: Any, drawn: Any) -> Callable[..., Any]:
-    """Return the operator itself, or a function that calls it with the entry's changes of inputs and outputs.
+    """Return the operator itself, or, if the entry changes inputs or outputs, a function that calls it with changes.
 
     Some operators are defined for symmetric inputs only, and some outputs only up to a sign, such as eigenvectors. The
     function has the operator's name.
@@ -203,7 +204,7 @@ def _is_identity(function: Callable[[Any], Any]) -> bool:
 
 
 def _only_calls(wrapper: Callable[..., Any]) -> bool:
-    """Tell, by a call, whether a wrapper calls its operator with unchanged arguments; it does not if it raises."""
+    """Tell, by a call, whether a wrapper changes neither arguments nor result of its operator; False if it raises."""
     argument = object()
     try:
         return wrapper(lambda only: only, argument) is argument

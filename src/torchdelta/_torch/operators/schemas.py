@@ -32,9 +32,9 @@ class DeclaredEffects(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator that is dispatched, and return its results; watch it unless it is torch's own.
+        """Run an operator that is dispatched, and return its results; watch its effects unless it is torch's own.
 
-        Torch's own operator in question is watched too.
+        Torch's own operators are watched only if they are the one in question (`op`); higher-order operators never.
         """
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload) or (is_built_in(func) and not self._is_in_question(func)):
@@ -42,7 +42,7 @@ class DeclaredEffects(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._watch(func, args, kwargs)
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call the operator in question, count it in `calls`, and return its results; the mode must be active.
+        """Call the operator in question, watch it, count it in `calls`, and return its results; the mode must be on.
 
         It is watched from here, because a composite operator is not dispatched itself.
         """
@@ -52,8 +52,8 @@ class DeclaredEffects(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator and return its results; add a sentence to `breaches` for each undeclared write and alias.
 
-        A write is a change of values, sizes, strides or dtype of an argument. Where an argument shares memory with one
-        that is declared as written, its values may change.
+        A sentence is there once only. A write is a change of values, sizes, strides, offset or dtype of an argument.
+        Where an argument overlaps one that is declared as written, its values may change.
         """
         arguments = dict(_arguments(func, args, kwargs))
         # another argument may share memory with one that is declared as written, and then changes with it
@@ -92,7 +92,7 @@ class _Snapshot:
         self.form = _form(tensor)
 
     def matches(self, tensor: torch.Tensor) -> bool:
-        """Tell whether the tensor still has the form and the bits of the snapshot.
+        """Tell whether the tensor still has the form (see `_form`) and the bits of the snapshot.
 
         Only the form decides if the snapshot has no values, or if the tensor has no plain memory.
         """
@@ -128,7 +128,7 @@ def as_operator(op: Any) -> Any:
 
 
 def has_autograd_kernel(op: Any, device: str) -> bool:
-    """Tell whether every overload of an operator has an autograd kernel for a device, or is composite.
+    """Tell whether every overload of an operator has an autograd kernel for a device such as `cpu`, or is composite.
 
     It is true of a Python function, which has no overloads. Torch's fallback does not count as a kernel.
     """
@@ -141,9 +141,9 @@ def has_autograd_kernel(op: Any, device: str) -> bool:
 
 @contextmanager
 def without_autograd_fallback() -> Iterator[None]:
-    """Switch off torch's fallback for operators without an autograd kernel, so that their results come unchanged.
+    """Switch off torch's fallback for operators without an autograd kernel while the body runs.
 
-    Afterwards the fallback is as it was before.
+    So their results come as the kernel returned them. Afterwards the fallback is as it was before.
     """
     before = torch._C._get_autograd_fallback_mode()
     torch._C._set_autograd_fallback_mode("nothing")
@@ -194,7 +194,8 @@ def _undeclared_aliases(func: OpOverload, arguments: Mapping[str, tuple[Any, Any
     """Yield a sentence for each result that shares memory with an argument or another result without declaring it.
 
     `arguments` has the declaration and the value of each argument by its name. A result with an alias annotation may
-    share memory with other results. Without one, not even the elements of a list may share memory.
+    share memory with earlier results, and with the arguments that `_may_alias` allows. Without one, not even the
+    elements of a list may share memory.
     """
     results = returned if isinstance(returned, tuple) else (returned,)
     declared = func._schema.returns
@@ -218,10 +219,10 @@ def _undeclared_aliases(func: OpOverload, arguments: Mapping[str, tuple[Any, Any
 
 
 def _may_alias(some: Any, other: Any) -> bool:
-    """Tell whether a result's alias annotation `some` and an argument's `other` declare that they share memory.
+    """Tell whether a result's alias annotation `some` and an argument's `other` declare that they may share memory.
 
-    A missing annotation (None) shares nothing. That of a list does not name its elements, and shares with every other
-    one.
+    They do if they have a set in common, or if the result's is `*`. A missing annotation (None) shares nothing. That of
+    a list names no set, and shares with every other annotation.
     """
     if some is None or other is None:
         return False
@@ -241,7 +242,7 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return dtype, sizes, strides and offset of a tensor, as far as its layout has them, to compare by equality.
 
-    A nested tensor has only layout and dtype, a sparse one only layout and sizes.
+    Of a nested tensor return only layout and dtype, of a sparse one only layout and sizes.
     """
     if tensor.is_nested:
         return (tensor.layout, tensor.dtype)

@@ -17,9 +17,9 @@ _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory")
 
 
 def place_of(error: BaseException) -> str:
-    """Return `file.py:12`, the innermost line of the user's code that an error was raised through, or "" if none.
+    """Return the innermost line of the user's code that an error was raised through, as `file.py:12`; "" if none.
 
-    The frames are those of the innermost cause, because a compiler wraps the exceptions that it catches.
+    The frames are those of the innermost `__cause__`, because a compiler wraps the exceptions that it catches.
     """
     inner = error
     while inner.__cause__ is not None:

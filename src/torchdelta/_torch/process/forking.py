@@ -72,12 +72,13 @@ def headers_directory() -> Path:
 
 
 def warm_up(backend: str) -> None:
-    """Compile a small function, so that later forks find headers, patterns and vector instructions ready.
+    """Compile a small function with a backend, except for its C++ kernel, so that later forks find most work done.
 
-    The function has too few elements for a second thread, and no backward, because the autograd engine must not see a
-    fork. The cache is the user's, which may have the vector instructions already. The graph cache is off, because a
-    cached graph would warm up nothing. The kernel itself is not compiled, because that prepares nothing for others.
-    Afterwards this process compiles without helpers (`compile_alone`), and dynamo and its counters are reset.
+    They find headers, patterns and vector instructions ready. The function has too few elements for a second thread,
+    and no backward, because the autograd engine must not see a fork. The cache is the user's, which may have the vector
+    instructions already. The graph cache is off, because a cached graph would warm up nothing. The kernel is not
+    compiled, because that prepares nothing for others. Afterwards this process compiles without helpers
+    (`compile_alone`), and dynamo and its counters are reset.
     """
     # a progress bar would start a thread, and a process with threads must not fork
     torch.hub.tqdm.monitor_interval = 0  # type: ignore[attr-defined]
@@ -98,7 +99,8 @@ def warm_up(backend: str) -> None:
 def use_private_cache(directory: Path, *, scratch: Path | None = None) -> None:
     """Set the directory of inductor's cache for this process, and that of temporary files if `scratch` is given.
 
-    Both are set in the environment too, and everything that inductor keeps in memory of another directory is dropped.
+    Both are set by environment variables, which child processes inherit. Everything that inductor and `tempfile` keep
+    in memory of another directory is dropped.
     """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory)
     if scratch is not None:

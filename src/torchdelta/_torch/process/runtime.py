@@ -52,7 +52,7 @@ _CONFIGS = (
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Leave random generators, flags, environment and compiler settings as they were, exceptions included.
+    """Restore random generators, flags, environment and compiler settings after the body, even if it raises.
 
     The generators are those of torch, random and numpy, and the flags those of `_read_flags`. The settings are those of
     dynamo, inductor, functorch and symbolic shapes, as far as they were imported before the body.
@@ -76,7 +76,7 @@ def preserved() -> Iterator[None]:
 
 @contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Leave the generators of torch (on every device), random and numpy as they were, exceptions included."""
+    """Restore the generators of torch (on every device), random and numpy after the body, even if it raises."""
     states = generator_states()
     python, numpy = random.getstate(), np.random.get_state()
     try:
@@ -103,7 +103,7 @@ def has_drawn_since(states: GeneratorStates) -> bool:
 
 @contextmanager
 def drawing_from(states: GeneratorStates | None = None) -> Iterator[None]:
-    """Run the body with torch's generators in these states, or in the present ones if None; restore them afterwards.
+    """Run the body with torch's generators in these states, or as they are if None; afterwards they are as before.
 
     The generators of random and numpy are left alone.
     """
@@ -156,7 +156,7 @@ def release_memory() -> None:
 
 @contextmanager
 def preserved_flags() -> Iterator[None]:
-    """Leave torch's flags as they were: those that `_read_flags` returns."""
+    """Restore torch's flags after the body, even if it raises: those that `_read_flags` returns."""
     with _between_compilations():
         flags = _read_flags()
     try:
@@ -198,10 +198,11 @@ def _set_generator_states(states: GeneratorStates) -> None:
 
 @contextmanager
 def _between_compilations() -> Iterator[None]:
-    """Run the body while no other thread compiles, because a compilation changes flags for its duration.
+    """Wait until no other thread compiles, and let none begin while the body runs.
 
-    Such flags would be saved or restored as if they were the user's. After a timeout, the body runs all the same, and
-    so do later ones without a wait, until a compilation is found to have ended.
+    Nothing is waited for if dynamo is not imported. A compilation changes flags for its duration, which would be saved
+    or restored as if they were the user's. If it does not end within `_COMPILATION_TIMEOUT_S`, the body runs all the
+    same, and so do later bodies, without a wait, until a compilation is found to have ended.
     """
     lock: Any = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
     # one wait at most, because a compilation may take minutes, or wait for this thread itself
@@ -215,7 +216,7 @@ def _between_compilations() -> Iterator[None]:
 
 
 def _read_flags() -> dict[str, Any]:
-    """Return torch's global flags, as `_restore_flags` takes them.
+    """Return torch's global flags by name, as `_restore_flags` takes them.
 
     They are deterministic algorithms, filling of uninitialised memory, default dtype and device, grad mode, anomaly
     mode, the precision of matrix products, flags of cuDNN and MKLDNN, and the number of threads.

@@ -17,7 +17,7 @@ _OF_INDUCTOR = (
 
 
 def warmup_steps(backend: object, *, forks: bool) -> tuple[str, ...]:
-    """Return the imports and calls of every process that compiles with this backend, in order.
+    """Return, in order, the imports and calls that every process that compiles with this backend can do beforehand.
 
     Each is a module, `module:function` or `file.py:function`. For any other backend than `inductor` or
     `backend:inductor`, only torch is imported. With `forks`, vector instructions are probed in forks, which is faster.

@@ -37,7 +37,7 @@ def backward(subject: OpSubject) -> Probe:
 
     DIVERGED if it writes to a tensor that it gets, or if its results for two layouts of the same values differ by more
     than rounding. CRASHED if it raises for a layout that is not contiguous. INCONCLUSIVE if it raises for a contiguous
-    one or draws random numbers. Otherwise EQUIVALENT.
+    one, or draws random numbers without writing to what it gets. Otherwise EQUIVALENT.
     """
     baseline = subject.inputs.own
     for plain_layout, layouts in _LAYOUTS:
@@ -69,9 +69,10 @@ def backward(subject: OpSubject) -> Probe:
 
 
 def _expand(axes: slice, gradient: torch.Tensor, _: int) -> torch.Tensor:
-    """Return a copy of the gradient's first elements along the axes, expanded to the gradient's shape.
+    """Return the gradient's first elements along the axes, copied and then expanded to the gradient's shape.
 
-    The backward of `sum` over these axes returns such a gradient. Its values are not those of `gradient`.
+    The backward of `sum` over these axes returns such a gradient. Its values are not those of `gradient`. The last
+    argument is not used.
     """
     chosen = range(gradient.dim())[axes]
     first = gradient[tuple(slice(0, 1) if axis in chosen else slice(None) for axis in range(gradient.dim()))]
@@ -109,10 +110,12 @@ class _Backward:
 
     @classmethod
     def run(cls, baseline: Baseline, lay_out: Layout) -> _Backward:
-        """Run a copy of the program and its backward; return the gradients of its inputs, and the tensors it wrote to.
+        """Run a copy of the program and its backward; return the gradients, the tensors written to, and any draws.
 
-        The cotangents of all outputs that require grad are random numbers, laid out by `lay_out`. Watched for writes of
-        the backward are the cotangents, the outputs and the inputs. Raise what the program or its backward raises.
+        The gradients are those of the inputs that require grad, None for one that got none; `has_drawn` tells whether
+        the backward drew random numbers. The cotangents of all outputs that require grad are random numbers, laid out
+        by `lay_out`. Watched for writes of the backward are the cotangents, the outputs and the inputs. Raise what the
+        program or its backward raises.
         """
         side = Side.copied_from(baseline.program)
         seed = baseline.plan.seed
@@ -148,7 +151,7 @@ class _Backward:
 
 
 def _report_writes(places: Sequence[str]) -> Probe:
-    """Return a DIVERGED probe for a backward that writes to the tensors at these places."""
+    """Return a DIVERGED probe for a backward that writes to the tensors at these places (texts for the message)."""
     return Probe(
         name="backward",
         verdict=Verdict.DIVERGED,

@@ -66,7 +66,7 @@ def is_registered(subject: OpSubject) -> str:
 def wants_gradients(subject: OpSubject) -> str:
     """Return why gradients are not asked about, or an empty text if they are.
 
-    They are not if `gradients` is False, nor if it is "auto" and no input is a float or complex tensor.
+    They are not asked about if `gradients` is False, or if it is "auto" and no input is a float or complex tensor.
     """
     if not subject.gradients:
         return "gradients were left out on request"
@@ -81,7 +81,7 @@ def has_input_with_grad(subject: OpSubject) -> str:
 
 
 def has_backward(subject: OpSubject) -> str:
-    """Return why there is no backward to ask about, or an empty text if there is one that runs eagerly.
+    """Return why there is no backward to ask about, or an empty text if one runs eagerly on the user's inputs.
 
     There is none if it raises, or if no output requires grad.
     """

@@ -53,8 +53,9 @@ def derivative(subject: OpSubject) -> Probe:
     """Compare the backward with differences of the function: at the user's inputs, at fresh values, at other sizes.
 
     DIVERGED if a gradient is wrong at any of these. INCONCLUSIVE if the operator does not run in float64 with the
-    user's inputs, or if the derivative along some input is known at none of these. Otherwise EQUIVALENT. Other inputs
-    that the operator does not take are skipped.
+    user's inputs, or if the derivative along some input is known at none of these. Otherwise EQUIVALENT, also if no
+    output requires grad in float64. Other inputs that the operator does not take are skipped; there are none if a
+    tensor input is of integers or booleans.
     """
     own = subject.inputs.own
     unknown: set[str] | None = None
@@ -127,7 +128,8 @@ class Slope:
 def slopes(baseline: Baseline) -> list[Slope]:
     """Run the operator and its backward in float64; return the slope of each input tensor that requires grad.
 
-    Return an empty list if no output requires grad in float64. Raise what the operator raises there.
+    A slope is the gradient and the derivative by differences, along one random direction. Return an empty list if no
+    output requires grad in float64. Raise what the operator or its backward raises there.
     """
     function = _Function(baseline)
     here = function.at({})
@@ -162,11 +164,11 @@ class _Function:
             earlier.add(id(leaf))
 
     def at(self, moved: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """Call the program and return the function's summands: all elements of the outputs, each times its cotangent's.
+        """Call the program; return the function's summands: each element of an output times its random cotangent.
 
-        They are one flat tensor. `moved` has values to use in place of inputs that require grad, by the id of the
-        input. Only outputs of floats that require grad count; without any, the result is empty. A call writes only to
-        copies of the other inputs.
+        They are one flat tensor of real numbers. `moved` has values to use in place of inputs that require grad, by the
+        id of the input. Only outputs of floats that require grad count; without any, the result is empty. Inputs that
+        do not require grad are passed as copies, because the call may write to them.
         """
 
         def replace_input(tensor: torch.Tensor) -> torch.Tensor:
@@ -187,8 +189,9 @@ class _Function:
         """Return the gradient of one input, and the derivative by differences, both along one random direction.
 
         `leaf` is the input at `path`. Its gradient has to be in `leaf.grad` already; None counts as zero. `here` has
-        the summands at the start, as `at` returns them. The slope is not known if the differences do not settle on a
-        derivative, or if the function's values are so large that float64 has lost their last digits.
+        the summands at the start, as `at` returns them. The slope also has the difference between the two that is
+        allowed. It is not known if the differences do not settle on a derivative, or if the function's values are so
+        large that float64 has lost their last digits.
         """
         start = self.starts[path]
         direction = _draw_direction(start, path)
@@ -231,7 +234,10 @@ class _Difference:
 
     @classmethod
     def of(cls, here: torch.Tensor, ahead: torch.Tensor, behind: torch.Tensor, step: float) -> _Difference:
-        """Return the central difference of a function, given its summands here, a step ahead and a step behind."""
+        """Return the slope of a function, the sum of (ahead − behind) / (2 step), with `total`, `bend` and `scale`.
+
+        `here`, `ahead` and `behind` are the summands at the start, one step ahead of it and one step behind it.
+        """
         slopes = (ahead - behind) / (2.0 * step)
         return cls(
             step=step,
@@ -253,11 +259,11 @@ class _Estimate:
 
 
 def _estimate(differences: Sequence[_Difference]) -> _Estimate:
-    """Return the derivative by the step that agrees best with its neighbours, its error, and whether it is known.
+    """Return the slope of the step that agrees best with its neighbours, its possible error, and whether it is known.
 
-    `differences` are in the order of `STEPS`, the largest step first. The derivative is not known at a kink, on a
-    staircase, if smaller steps disagree by more than rounding explains, if its error may be too large to decide
-    anything, or if it is not finite.
+    `differences` are in the order of `STEPS`, the largest step first. The derivative is not known at a kink (left and
+    right slopes differ), on a staircase (small steps change nothing, and larger ones do), if smaller steps disagree by
+    more than rounding explains, if its error may be too large to decide anything, or if it is not finite.
     """
     spread, place = min(
         (max(abs(differences[place].slope - differences[place + side].slope) for side in (-1, 1)), place)
@@ -284,9 +290,9 @@ def _estimate(differences: Sequence[_Difference]) -> _Estimate:
 
 
 def _draw_direction(start: torch.Tensor, path: str) -> torch.Tensor:
-    """Return a random direction, the same for the same path and shape, as large as the input in the root mean square.
+    """Return a random direction of the input's shape, the same for the same path and shape, as large as the input is.
 
-    If no element of the input is finite, or all are zero, the size is 1.
+    The size is the root mean square of the input's finite elements; 1 if none is finite, or all are zero.
     """
     drawn = cotangent_for(start, path, seed=1)
     finite = start[torch.isfinite(start)]

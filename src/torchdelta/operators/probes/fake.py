@@ -44,19 +44,19 @@ def fake_given(subject: OpSubject) -> Probe:
 
 
 def fake_resized(subject: OpSubject) -> Probe | str:
-    """Compare the fake kernel with the real one on inputs of other sizes; return the worst answer.
+    """Compare the fake kernel with the real one on inputs of other sizes; return the probe with the worst verdict.
 
-    Return why there are no other sizes if the operator takes none.
+    Return a text that says why there are no other sizes if the operator takes none.
     """
     inputs = subject.inputs
     return _worst_of([compare_fake("fake/resized", other) for other in inputs.resized], inputs.why_no_sizes)
 
 
 def fake_symbolic(subject: OpSubject) -> Probe | str:
-    """Compare the fake kernel, run on symbolic sizes, with the real one on other sizes; return the worst answer.
+    """Compare the fake kernel, run on symbolic sizes, with the real one on other sizes; return the worst probe.
 
-    Only those inputs are tried that differ from the user's in sizes and values of tensors alone. Return a text if there
-    are none, or if the fake kernel takes another branch for all of them.
+    Only inputs are tried that differ from the user's in sizes and values of tensors alone. Return a text instead if
+    there are none, or if the fake kernel takes another branch for all of them without fixing a size.
     """
     inputs = subject.inputs
     answers = [compare_symbolic("fake/symbolic", inputs.own, other) for other in inputs.resized_alike]
@@ -64,9 +64,9 @@ def fake_symbolic(subject: OpSubject) -> Probe | str:
 
 
 def _worst_of(answers: Sequence[Probe | str], why_none: str) -> Probe | str:
-    """Return the first probe among the answers with the worst verdict.
+    """Return the probe with the worst verdict among the answers, the first of them if several have it.
 
-    If all answers are texts, return the first; if there are no answers, return `why_none`.
+    Texts count only if there is no probe: then return the first. If there are no answers, return `why_none`.
     """
     probes = [answer for answer in answers if isinstance(answer, Probe)]
     if probes:
@@ -77,7 +77,8 @@ def _worst_of(answers: Sequence[Probe | str], why_none: str) -> Probe | str:
 def compare_fake(name: str, baseline: Baseline) -> Probe:
     """Call fake and real kernel with a baseline's inputs; return a probe, `name`, that compares their results.
 
-    It is EQUIVALENT or DIVERGED. If the fake kernel raises, it is INCONCLUSIVE or CRASHED: see `_report_error`.
+    It is EQUIVALENT or DIVERGED: see `_compare`. If the fake kernel raises, it is INCONCLUSIVE or CRASHED: see
+    `_report_error`.
     """
     side = Side.copied_from(baseline.program)
     with runtime.preserved_generators(), preserved_dispatch():
@@ -123,8 +124,8 @@ def _compare(name: str, real: Leaves, fakes: Leaves, sizes: dict[str, Sizes]) ->
     """Compare the fake leaves with the real leaves of the same paths; return a DIVERGED or EQUIVALENT probe, `name`.
 
     A missing or additional path is a difference, and so is a tensor on one side only. Tensors differ by sizes and by
-    what `_other_breaches` returns, plain values if they are not equal. `sizes` has the sizes of each fake leaf by its
-    path; one that is unknown agrees with any.
+    what `_other_breaches` returns, numbers and texts if they are not equal; other objects are not compared. `sizes` has
+    the sizes of each fake leaf by its path; one that is unknown (None) agrees with any.
     """
     wrong = [f"{path} is missing" for path in real if path not in fakes]
     wrong += [f"{path} does not exist" for path in fakes if path not in real]
@@ -166,7 +167,8 @@ def _is_other_number(fake: Any, real: Any) -> bool:
 def _other_breaches(real: torch.Tensor, fake: torch.Tensor) -> Iterable[str]:
     """Return a text for each difference between two tensors in dtype, strides, device and requires_grad.
 
-    If a size or stride of the fake one is a symbol, only dtype and device are compared.
+    A text names what the fake one has and what the real one has. Strides of dimensions with fewer than two elements do
+    not count. If a size or stride of the fake one is a symbol, only dtype and device are compared.
     """
     if any(isinstance(size, torch.SymInt) for size in (*fake.shape, *fake.stride())):
         pairs = {"dtype": (real.dtype, fake.dtype), "device": (real.device, fake.device)}
@@ -206,7 +208,7 @@ def _report_error(name: str, error: BaseException) -> Probe:
     """Return a probe, `name`, for a fake kernel that raised: INCONCLUSIVE if it could not have answered, else CRASHED.
 
     It could not if torch has no fake tensors of its inputs' kind, if there is no fake kernel, or if its results depend
-    on data. The remedy of a crash is about symbolic sizes if `name` ends in "symbolic".
+    on data. The remedy of a crash is about symbolic sizes if `name` ends in "symbolic", else about mending the kernel.
     """
     if fake_kernels.has_no_fake_tensor(error):
         return Probe(

@@ -50,7 +50,7 @@ class Trace:
 
 
 def trace_probes(backends: Sequence[str]) -> Iterator[ProbeEntry]:
-    """Yield a probe for each trace: AOTAutograd's in every variant, and the backends', static and then dynamic.
+    """Yield a probe's entry for each trace: AOTAutograd's variants and the backends', all static and then all dynamic.
 
     A dynamic trace by AOTAutograd applies only if no two inputs share memory. All are asked without correctness too.
     """
@@ -87,10 +87,10 @@ def has_separate_inputs(subject: OpSubject) -> str:
 def ask_trace(trace: Trace, subject: OpSubject) -> Probe:
     """Trace the operator with the user's inputs, run the trace on them and then on others, and return a probe.
 
-    It is the first answer that is not EQUIVALENT. The others are of other sizes if the trace is dynamic and there are
-    any, or if the user gave `others`; else they are fresh values of the same sizes. They are tried only if the user's
-    own are equivalent. If other inputs are possible, but none were accepted, the probe is INCONCLUSIVE instead of
-    EQUIVALENT.
+    It is the first probe that is not EQUIVALENT, or an EQUIVALENT one if all are. Other inputs are tried only if the
+    user's own are equivalent: those of other sizes if the trace is dynamic and there are any, or if the user gave
+    `others`; else fresh values of the same sizes. If other inputs are possible, but none were accepted, the probe is
+    INCONCLUSIVE instead of EQUIVALENT.
     """
     inputs = subject.inputs
     is_resized = trace.is_dynamic and bool(inputs.resized)
@@ -118,7 +118,8 @@ def ask_trace(trace: Trace, subject: OpSubject) -> Probe:
 def _untried(trace: Trace, inputs: OpInputs) -> str:
     """Return why the trace ran on no other inputs, or an empty text if it did or if no other inputs are possible.
 
-    For a dynamic trace of inputs that have sizes, other inputs are those of other sizes; otherwise fresh values.
+    Other inputs are those of other sizes if the trace is dynamic and an input has a size to change; otherwise fresh
+    values or the user's `others`.
     """
     if trace.is_dynamic and inputs.can_be_resized:
         return "" if inputs.resized else inputs.why_no_sizes
@@ -131,8 +132,7 @@ def _run(subject: OpSubject, trace: Trace, transform: Transform, baseline: Basel
     """Check the traced operator on the inputs of a baseline; return the check's verdict and report as a probe.
 
     A verdict that is not EQUIVALENT has a reason and, if one is known, a remedy. It is INCONCLUSIVE instead of CRASHED
-    if torch has no fake tensors of the inputs' kind. Without `correctness` the trace is only run, and nothing is
-    compared.
+    if torch has no fake tensors of the inputs' kind. Without `correctness` return what `_run_only` returns.
     """
     if not subject.correctness:
         return _run_only(trace, transform, baseline)
@@ -182,8 +182,8 @@ def _run_only(trace: Trace, transform: Transform, baseline: Baseline) -> Probe:
 def _remedy(report: Report) -> str:
     """Return what to change in the operator, or an empty text if the report does not tell.
 
-    A failure is looked up by its message. Otherwise the diverged comparisons decide, in this order: an alias, an input
-    that differs after the forward, or only gradients that differ.
+    The remedy of a failure is looked up by its message. Otherwise the diverged comparisons decide, in this order: a
+    breach of the clause `aliasing`; an input that differs after the forward; gradients, if nothing else differs.
     """
     if report.failure is not None:
         return remedy_of(report.failure.message)
