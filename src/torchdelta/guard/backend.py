@@ -55,11 +55,11 @@ class Guard:
         self.__name__ = self.origin.name
 
     def __call__(self, graph_module: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-        """Compile a graph with the backend, and return a callable that checks its first call with values.
+        """Compile a graph with the backend; return a callable that runs it and checks its calls as the config says.
 
-        `options` are those that torch.compile passes to a backend. For a guard of "inductor" by its name, they are
-        turned into settings of inductor; any other backend gets them unchanged. UsageError if another guard is
-        compiling this graph, which means that it is around this one.
+        `options` are those that torch.compile passes to a backend, such as `mode`. For a guard of "inductor" by its
+        name, they are turned into settings of inductor; any other backend gets them unchanged. UsageError if another
+        guard is compiling this graph, which means that it is around this one.
         """
         settings = dict(self.origin.config)
         if self.is_inductor_by_name and options:
@@ -80,8 +80,8 @@ class Guard:
         """Compile a graph with the backend; return the callable, in which dynamo's or the ATen graphs are guarded.
 
         If the config says `graph="dynamo"`, the graph itself is guarded. Otherwise each forward, backward or inference
-        graph that AOTAutograd makes of it is guarded; a note is added if the backend is not built on AOTAutograd,
-        because then nothing is. The backend gets the `options`; `settings` are inductor's, for the recordings.
+        graph that AOTAutograd makes of it is guarded. If the backend is not built on AOTAutograd, nothing is guarded
+        then, and a note says so. The backend gets the `options`; `settings` are inductor's, for the recordings.
         """
         if self.guard_config.graph == "dynamo":
 
@@ -98,7 +98,10 @@ class Guard:
         return compiled
 
     def finish(self) -> GuardSummary:
-        """Name the culprits of all findings, wait for commands in the background, and return the summary."""
+        """Run `locate` on the failures, or `diagnose` if the config says `minify`; wait, and return the summary.
+
+        The records are updated with the answers: the culprit, and the script that `diagnose` writes.
+        """
         self.findings.finish()
         return self.findings.summary()
 
@@ -113,13 +116,13 @@ class Guard:
     def _guard_graph(
         self, graph_module: GraphModule, example_inputs: Sequence[Any], make: Make, level: str, settings: dict[str, Any]
     ) -> Callable[..., Any]:
-        """Compile one graph by `make`; return the callable, guarded unless that is not wanted or not possible.
+        """Compile one graph by `make`, and return the callable, guarded if that is wanted and possible.
 
-        A record is added to the findings. The callable is unguarded if the config's `only` leaves the graph out, or if
-        its nodes cannot be copied; the record says which. If `make` raises, the first call of the guarded graph deals
-        with the error. It is raised at once if the config says `on_failure="report"` or `check="off"`, or if it is
-        torchdelta's own or meant for dynamo. The callable takes its arguments one by one at the `level` "dynamo", and
-        in a list at all others. `settings` are inductor's, for the recording.
+        A record is added to the findings. A graph that the config's `only` leaves out, or that cannot be copied, is not
+        guarded, and the record says why. If `make` raises, the error is kept, and the first call of the returned
+        callable raises it or falls back. But it is raised at once with `check="off"`, if it is torchdelta's own or
+        meant for dynamo, and with `on_failure="report"`, after it was reported. The callable takes its arguments one by
+        one at the `level` "dynamo", and in a list at all others. `settings` are inductor's, for the recording.
         """
         record = self.findings.add(
             GuardedGraphRecord(
@@ -168,7 +171,10 @@ class Guard:
 
     @property
     def _spec(self) -> str | None:
-        """The name by which another process finds the backend, or None if it cannot be imported."""
+        """The name by which another process finds the backend, or None if it cannot be imported.
+
+        It is `inductor`, `backend:NAME` for any other registered backend, or `module:function`.
+        """
         origin = self.origin
         if origin.is_inductor or origin.name in dynamo.backend_names():
             return origin.name if origin.is_inductor else f"backend:{origin.name}"
@@ -185,11 +191,12 @@ class GuardFactory:
         out: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> Guard:
-        """Return a torch.compile backend that checks another; the options are the fields of `GuardConfig`.
+        """Return a torch.compile backend that compiles with another one and checks it.
 
-        Each graph is checked on its first real call. Findings are written into `out`, by default a new directory in the
-        current one, which is made when there is something to write. UsageError if an option or its value does not
-        exist.
+        `options` are the fields of `GuardConfig`. By default each graph is checked on its first real call, and a
+        failure is raised. Findings are written into `out`, which is made at once; without it, into a new directory in
+        the current one, made when there is something to write. UsageError if `out` cannot be made, the backend is
+        unknown or guarded, or an option or its value does not exist.
         """
         config = _build_config(options)
         command = "diagnose" if config.minify else "locate"
@@ -197,9 +204,9 @@ class GuardFactory:
         return Guard(backend, config, findings)
 
     def preset(self, level: int, backend: str | dynamo.Backend = "inductor", **options: Any) -> Guard:
-        """Return the guard that replaces one of PyTorch's four repro levels; options override the preset's.
+        """Return the guard that replaces one of PyTorch's four repro levels; `options` override those of `PRESETS`.
 
-        UsageError if `level` is not from 1 to 4.
+        UsageError if `level` is not from 1 to 4. The options are `out` and those of `GuardConfig`.
         """
         if level not in PRESETS:
             raise UsageError(f"there is no repro level {level!r}: they are {', '.join(map(str, PRESETS))}")
@@ -225,7 +232,7 @@ def _compiling(graph_module: GraphModule) -> Iterator[None]:
 
 
 def _build_config(options: dict[str, Any]) -> GuardConfig:
-    """Return the config with these options; UsageError if one does not exist."""
+    """Return the config with these options; UsageError if one does not exist or has a value that it cannot have."""
     try:
         return GuardConfig(**options)
     except TypeError as error:
@@ -233,6 +240,6 @@ def _build_config(options: dict[str, Any]) -> GuardConfig:
 
 
 def _name_of(graph_module: GraphModule) -> str:
-    """Return the first line of the user's code that a graph comes from."""
+    """Return the first line of the user's code that a graph comes from, or a text that says that there is none."""
     lines = (source_line(node) for node in graph_module.graph.nodes if node.op not in ("placeholder", "output"))
     return next(filter(None, lines), "a graph without source lines")

@@ -50,12 +50,16 @@ class GuardedCompiles:
 
     @contextmanager
     def guard_all(self) -> Iterator[None]:
-        """Guard everything that is compiled inside, and watch its passes if that is wanted."""
+        """Guard what is compiled inside with the backend `wanted`, or with any if it is `all`; count the other graphs.
+
+        If `wanted` is None, nothing is guarded or counted. With `is_watching`, inductor's passes are watched from the
+        first compilation until the context is left.
+        """
         with self._undo, guarding_every(self._handle):
             yield
 
     def finish(self, tell: Callable[[str], None]) -> None:
-        """Run `locate` or `diagnose` on the failures, now that the script has ended, and wait for the answers.
+        """Run `locate` on the failures of the script, or `diagnose` if the guards minify; wait for the answers.
 
         `tell` gets a line before each command. Nothing is done if no guard was made. An exception or a Ctrl-C here
         becomes a note and is not raised.
@@ -72,9 +76,10 @@ class GuardedCompiles:
             self._notes.append(f"naming culprits failed ({type(error).__name__}: {error})")
 
     def summary(self) -> GuardSummary:
-        """Return the summary of all guards, in which graphs of other backends are counted as unchecked.
+        """Return the summary of all guards; graphs of backends that are not guarded count in it as unchecked.
 
-        It is empty if nothing was compiled. A note is added if graphs were compiled and none had the backend to guard.
+        It has no graphs if nothing was compiled. A note is added if graphs were compiled and none had the backend to
+        guard.
         """
         guarded = self._findings.summary() if self._findings is not None else GuardSummary(graphs=0, checked=0)
         unguarded = {f"not guarded, its backend is {name}": many for name, many in self._unguarded.items()}
@@ -106,7 +111,7 @@ class GuardedCompiles:
             raise Refused(str(error)) from error
 
     def _guard(self, backend: Backend, name: str) -> Backend:
-        """Return the backend with a guard around it, or with a counter if it is not the one to guard.
+        """Return the backend with a guard around it, or with a counter of its graphs if it is not the `wanted` one.
 
         `name` is the backend's name for torch.compile. All guards share one `GuardFindings`, which the first one makes.
         UsageError if the backend is a guard already.

@@ -38,10 +38,10 @@ class GuardConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raise UsageError for a value that an option cannot have.
+        """Raise UsageError for a value that an option cannot have; otherwise change nothing.
 
-        These are an unknown choice, a negative `every`, a `budget_s` that is not above 0, an `only` that is neither a
-        predicate nor a pair in ascending order, and a policy that cannot be read.
+        Such values are an unknown choice, a negative `every`, a `budget_s` that is not above 0, an `only` that is
+        neither a predicate nor a pair in ascending order, and a policy that cannot be read.
         """
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
@@ -70,7 +70,7 @@ class GuardConfig:
         return bool(self.only(graph_module))
 
     def is_over_budget(self, seconds: float) -> bool:
-        """Tell whether checks that took so long have used up the budget."""
+        """Tell whether checks that took `seconds` so far have used up `budget_s`; never if that is None."""
         return self.budget_s is not None and seconds >= self.budget_s
 
 

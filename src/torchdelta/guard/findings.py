@@ -49,6 +49,7 @@ class GuardFindings:
     """Held during a check, because two checks at a time would rewind each other's random numbers."""
 
     def __post_init__(self) -> None:
+        """Make the directory `out`, if one is given; UsageError if it cannot be made."""
         self.followup = Followup()
         self.has_warned = False
         if self.out is not None:
@@ -71,8 +72,9 @@ class GuardFindings:
     def directory_for(self, record: GuardedGraphRecord) -> Path:
         """Return the directory for the recording of a graph's call, within `out`, and make it if there is none.
 
-        It is named by the graph's number and level, and from the second call on by the number of the call. Without
-        `out`, a new directory in the current one becomes `out`, and all earlier records are written to its index.
+        Its name is the graph's number and level, as in `0003-dynamo`, with the number of the call behind it from the
+        second call on. Without `out`, a new directory in the current one becomes `out`, and all earlier records are
+        written to its index.
         """
         with self.lock:
             if self.out is None:
@@ -125,7 +127,8 @@ class GuardFindings:
         """Run `self.command` on each failure that needs it, wait for the answer, and update the record with it.
 
         `diagnose` runs on every failure; `locate` only on a graph that diverged and has no culprit yet. `tell` gets a
-        line before each command. A record stays as it is if its answer does not come in time.
+        line before each command. A record stays as it is if it has no recording, or if no readable answer comes in
+        time.
         """
         for record in self._failures():
             # an exception names its own culprit; only different values need a search
@@ -134,7 +137,10 @@ class GuardFindings:
                 self.update(self.followup.wait_for(record, self.command))
 
     def summary(self) -> GuardSummary:
-        """Return the summary so far: graphs by verdict or by the reason why unchecked, failures, notes and seconds."""
+        """Return the summary so far: counts of graphs, in all and by verdict, failures, notes, and seconds of checks.
+
+        Graphs without a verdict are counted by the reason why they are unchecked.
+        """
         with self.lock:
             records = list(self.records.values())
             checked = [record for record in records if record.verdict is not None]

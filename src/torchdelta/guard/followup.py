@@ -66,9 +66,10 @@ class Followup:
     """For each command an event that is set when it has ended."""
 
     def begin(self, record: GuardedGraphRecord, command: str) -> threading.Event:
-        """Queue a command about a finding, unless it was queued before; return the event that is set at its end.
+        """Queue a command about a finding, unless it was queued before; return the event that is set when it has ended.
 
-        The first call starts the thread that runs the commands. The record must have a directory.
+        `command` is `locate` or `diagnose`. The first call starts the thread that runs the commands. The record must
+        have a directory.
         """
         assert record.directory is not None
         followup = FollowupCommand(directory=Path(record.directory), command=command)
@@ -81,9 +82,11 @@ class Followup:
         return self.ends[followup]
 
     def wait_for(self, record: GuardedGraphRecord, command: str, *, timeout_s: float = WAIT_S) -> GuardedGraphRecord:
-        """Queue a command about a finding if need be, and wait; return the record with its answer.
+        """Queue a command about a finding if need be, wait for its end, and return the record with its answer.
 
-        The record is returned unchanged if it has no directory, or if the command wrote no answer within `timeout_s`.
+        A command that was queued before is not queued again. The answer of `locate` is the culprit, that of `diagnose`
+        the culprit and the path of a script. The record is returned unchanged if it has no directory, or if the command
+        wrote no readable answer within `timeout_s`.
         """
         if record.directory is None or not self.begin(record, command).wait(timeout_s):
             return record

@@ -69,7 +69,7 @@ class CheckedCall:
     error: Exception | None
 
     def report(self, args: Sequence[Any]) -> Report:
-        """Compare a call of the compiled graph with eager on copies of these arguments, and return the report.
+        """Compare the compiled graph with the original one, which runs eagerly, on copies of `args`; return the report.
 
         Gradients are compared only for a graph of dynamo and while gradients are enabled. If they cannot be, because
         the graph raises eagerly, the forward is compared alone and a note says so. Raise UncheckedCall or ProgramError
@@ -86,11 +86,11 @@ class CheckedCall:
             return replace(report, notes=(*report.notes, f"gradients were not compared: {error}"))
 
     def _compare_with_eager(self, args: Sequence[Any], stages: tuple[str, ...] | None) -> Report:
-        """Return the report of a check on copies of the arguments; None as `stages` are the default ones.
+        """Return the report of a check on copies of `args`; the `stages` to compare are the default ones if it is None.
 
-        If the graph could not be compiled, the report is a crash without comparisons. Raise ProgramError if the
-        original graph itself raises. Raise UncheckedCall if only errors are looked for and the compiled graph runs, or
-        if the memory does not suffice for a check.
+        If the graph could not be compiled, the report is a crash without comparisons. With `check="errors"` there is a
+        report only if the compiled graph raises. Raise ProgramError if the original graph itself raises. Raise
+        UncheckedCall if only errors are looked for and there is none, or if the memory does not suffice for a check.
         """
         check = self._prepare(args, stages)
         if self.error is not None:
@@ -200,15 +200,16 @@ class GuardedGraph:
     def call_boxed(self, args: list[Any]) -> Any:
         """Check the call if it is due, then run it with arguments in a list, which the compiled graph may empty.
 
-        Unlike `__call__`, it raises what the compiled graph raises, without a fallback.
+        Return the result. Unlike `__call__`, it raises what the compiled graph raises, without a fallback.
         """
         self._check_if_due(args)
         return as_boxed(self.run)(args)
 
     def _check_if_due(self, args: Sequence[Any]) -> None:
-        """Count the call; check it if it is the first with values, or if its number is a multiple of `every`.
+        """Count the call; check it if it is the first with values, or if its number is a multiple of `config.every`.
 
-        It is not checked if the original graph runs by now, or if a tensor among `args` has no values.
+        It is not checked if the original graph runs by now, or if a tensor among `args` has no values. What
+        `check_call` raises is raised here.
         """
         self.calls += 1
         every = self.config.every
@@ -294,9 +295,10 @@ class GuardedGraph:
     def _act_on(self, record: GuardedGraphRecord, report: Report, args: Sequence[Any]) -> None:
         """Update the record with the report of a check, and act on a failure as the config says.
 
-        Only the first failure of a graph is written to disk and followed up. Then with `fallback` the original graph
-        runs from now on, with a warning; with `raise`, Diverged is raised, or CompilerFailed for another failure than a
-        divergence. If the check did not fail, the original graph is freed unless it is needed.
+        Only the first failure of a graph is written to disk and followed up. Then with `on_failure="fallback"` the
+        original graph runs from now on, with a warning if it is the first of the run; with "raise", Diverged is raised,
+        or CompilerFailed for another failure than a divergence; with "report", nothing more is done. If the check did
+        not fail, the original graph is dropped, unless later calls may need it.
         """
         if not report.verdict.is_failure:
             self._update(record)
@@ -316,10 +318,10 @@ class GuardedGraph:
             raise error
 
     def _leave_unchecked(self, record: GuardedGraphRecord) -> None:
-        """Update the record, which says why a call was not checked, and free the original graph unless it is needed.
+        """Update the record, which says why a call was not checked, and drop the original graph.
 
-        If the graph could not be compiled and the config says `fallback`, the original graph runs from now on, with a
-        warning.
+        It is kept if later calls may need it. If the graph could not be compiled and the config says `fallback`, the
+        original graph runs from now on, with a warning if it is the first of the run.
         """
         self._update(record)
         if self.error is not None and self.config.on_failure == "fallback":
@@ -328,7 +330,7 @@ class GuardedGraph:
         self._free()
 
     def _write_failure(self, record: GuardedGraphRecord, report: Report, args: Sequence[Any]) -> None:
-        """Write the recording of a failure, unless it is there, and its report to disk; then update the record.
+        """Write the report of a failure, and the recording of its call if there is none, to disk; update the record.
 
         An error in writing becomes a note, and the record is updated all the same.
         """
@@ -364,10 +366,10 @@ class GuardedGraph:
             followup.begin(self.record, "diagnose")
 
     def _can_fall_back(self, error: Exception, args: Sequence[Any]) -> bool:
-        """Check a call in which the compiled graph raised; tell whether the original graph runs from now on.
+        """Check a call in which the compiled graph raised; return whether the original graph runs from now on.
 
         Without a check, return False if the config does not say `fallback`, if checks are off, if it has fallen back
-        before, if the error is that of compiling, or if a node may have written to the inputs.
+        before, if the error is that of compiling, or if a node of the graph may write to its inputs.
         """
         is_final = self.config.on_failure != "fallback" or self.config.check == "off" or self.has_fallen_back
         # inputs may have been mutated, and then a second run would not be comparable

@@ -53,11 +53,11 @@ class ScriptEnding:
 
 
 def run_script(script: Script) -> ScriptEnding:
-    """Run a script in this process as `__main__`, and return how it ended; Refused if it cannot be run.
+    """Run a script in this process as `__main__`, and return its exit status and whether Ctrl-C ended it.
 
     `sys.argv`, `sys.path` and the module `__main__` become the script's and stay so. An exception of the script is
-    printed as Python prints it and gives the status 1. The script's threads have ended when this returns. Refused is
-    raised as well if a guard raises it within the script.
+    printed as Python prints it and gives the status 1; a `sys.exit` gives its own. The script's threads have ended when
+    this returns, except daemons. Refused if the script cannot be run, or if a guard raises it within the script.
     """
     try:
         module, code = _load(script)
@@ -77,8 +77,8 @@ def run_script(script: Script) -> ScriptEnding:
 def _load(script: Script) -> tuple[ModuleType, CodeType]:
     """Set `sys.argv` and `sys.path[0]` as Python would; return a `__main__` module and its code, not run yet.
 
-    Of a folder or a zip file, `__main__.py` is run. Refused if there is none, if the module does not exist, or if the
-    file cannot be read. A SyntaxError passes through.
+    Of a folder or a zip file, the code is that of `__main__.py`. Refused if there is none, if a module (`-m`) does not
+    exist or is not in Python, or if the file cannot be read. A SyntaxError passes through.
     """
     if script.kind == CODE:
         _set_paths("", ("-c", *script.arguments))
@@ -124,7 +124,7 @@ def _as_main(path: str | None, loader: object) -> ModuleType:
 
 
 def _module_spec(name: str) -> importlib.machinery.ModuleSpec:
-    """Return the spec of a module that `-m` names, or of `__main__` in a package.
+    """Return the spec of a module that `-m` names; if it is a package, that of `__main__` in it.
 
     Refused if there is no such module, no `__main__` in the package, or no spec. An import error within a parent
     package, which is imported for this, passes through.
@@ -164,7 +164,10 @@ def _from_spec(spec: importlib.machinery.ModuleSpec, argv: list[str]) -> tuple[M
 
 
 def _ending_of_exit(exited: SystemExit) -> ScriptEnding:
-    """Return the ending of a `sys.exit`: its status, 0 for None; any other value is printed, and the status is 1."""
+    """Return the ending of a `sys.exit`: its status if that is an int, and 0 if it is None.
+
+    Any other value is printed to stderr, and the status is 1.
+    """
     if exited.code is None or isinstance(exited.code, int):
         return ScriptEnding(status=int(exited.code or 0))
     print(exited.code, file=sys.stderr)

@@ -54,13 +54,14 @@ def check_pipeline(
     seed: int = 0,
     semantic: bool = True,
 ) -> Pipeline:
-    """Run passes over a copy of a graph; return a row for each, and the first that makes it compute something else.
+    """Run passes over a copy of a graph; return a row for each, and as `first` the first that raises or makes it wrong.
 
-    A pass takes a graph module and example inputs, a graph module, or a graph, as its signature says; it changes that
-    in place or returns another. The graph behind each pass that changes it is compared with the original. If they
-    differ, it is also compared with the graph before the pass, so that inherited errors do not count against it. The
-    passes behind one that raises, or that returns a callable other than a graph, are not run, and their rows say so.
-    `policy` and the arguments after it are those of `check`.
+    `first` is None if none does; the verdict is INCONCLUSIVE if no pass changes the graph. A pass takes a graph module
+    and example inputs, a graph module, or a graph, as its signature says; it changes that in place or returns another.
+    The graph behind each pass that changes it is compared with the original, and, unless both graphs around the pass
+    are equivalent to that, with the graph before the pass, so that inherited errors do not count against it. Passes
+    behind one that raises, or that returns a callable other than a graph, are not run. Other arguments are those of
+    `check`.
 
     UsageError if `graph` is not a graph module, if there are no passes, or if one is not callable. Raise ProgramError
     if the graph itself fails. Neither the graph nor the inputs are changed.
@@ -155,7 +156,7 @@ class _PipelineRun:
     def _run_pass(self, each: Pass, graph: GraphModule) -> Callable[..., Any]:
         """Run a pass on a graph that it may change in place; return the graph or callable that it leaves, ready to run.
 
-        The given graph is returned if the pass returns None, a bool or a number. A `Graph` is made a module, and of
+        The given graph is returned if the pass returns None, a bool or an int. A `Graph` is made a module, and of
         torch's `PassResult` the module is taken. Raise TypeError for anything else that is not callable.
         """
         result = each(*_arguments(each, graph, self.succession.inputs))
@@ -167,7 +168,7 @@ class _PipelineRun:
 
 
 def _row(name: str, step: PassStep) -> PassRow:
-    """Return the row of a pass that changed the graph.
+    """Return the row of a pass `name` that changed the graph, with all that `step` says about it.
 
     `error` and `noise` are those of the worst comparison with the original, or None if nothing was compared.
     """
@@ -196,8 +197,8 @@ def _crash_row(name: str, error: BaseException) -> PassRow:
 def _arguments(each: Pass, graph: GraphModule, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments to call a pass with, by its signature: a graph module or a graph, and perhaps the inputs.
 
-    Copies of the inputs come second, in a list, if the second parameter has no default or the name of inputs, if there
-    is a `*args`, or if the signature cannot be read or is empty.
+    Copies of the inputs come second, as one list, if the second parameter has no default or is named in `_INPUT_NAMES`,
+    if there is a `*args`, or if the signature cannot be read or is empty.
     """
     try:
         parameters = list(inspect.signature(each).parameters.values())
@@ -234,9 +235,9 @@ def _key_of(graph: GraphModule) -> str:
 def _describe_attribute(value: Any) -> str:
     """Return a text that two attributes share if their content is the same, so that a changed weight is a change.
 
-    A tensor counts by shape, strides, dtype, `requires_grad` and values; a module by its parameters, buffers and plain
-    attributes; any other value by its `repr`. A tensor whose values cannot be read, such as a sparse or fake one, is
-    the same only as itself.
+    A tensor counts by shape, strides, dtype, `requires_grad` and values; a module by its `repr`, parameters, buffers
+    and plain attributes; any other value by its `repr`. A tensor whose values cannot be read, such as a sparse or fake
+    one, counts by its identity, so that even its copy is another.
     """
     if isinstance(value, torch.Tensor):
         if not tensors.has_own_buffer(value):

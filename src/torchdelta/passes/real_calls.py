@@ -99,12 +99,13 @@ def written_nonleaves(graph_module: GraphModule, args: Sequence[Any]) -> tuple[i
 
 
 def adapt_call(run: Run, graph_module: GraphModule, level: str, cloned: Sequence[int]) -> Run:
-    """Return a callable that runs a compiled graph, and returns what its graph returns in a check.
+    """Return a function that runs a compiled graph on its arguments, and returns what its graph returns in a check.
 
-    The inputs at the places `cloned` are cloned before the run, and the clones are further outputs, as `return_written`
-    makes them for the graph. At the `level` "backward", inputs that the graph only reads are cloned too, because a
-    compiled backward may reuse the memory of saved tensors. The result is a list if the graph returns one and nothing
-    is `cloned`, otherwise a tuple; a single value stays one if nothing is `cloned`.
+    `run` is the compiled graph and `graph_module` the original. The inputs at the places `cloned` are cloned before the
+    run, and the clones are further outputs, as `return_written` makes them for the graph. At the `level` "backward",
+    inputs that the graph only reads are cloned too, because a compiled backward may reuse the memory of saved tensors.
+    The result is a list if the graph returns one and nothing is `cloned`, otherwise a tuple; a single value stays one
+    if nothing is `cloned`.
     """
     kind = list if isinstance(graph_module.graph.output_node().args[0], list) and not cloned else tuple
     written = _written(graph_module)

@@ -62,7 +62,7 @@ class Succession:
         return prepare(self.original, self.inputs, options=replace(self.options, candidate=self.original))
 
     def compare(self, graph: Callable[..., Any]) -> Report:
-        """Return the report of a graph against the first one.
+        """Return the report of a check of `graph` against the first graph.
 
         The last two graphs are remembered by identity with their reports, and are not compared again.
         """
@@ -75,8 +75,9 @@ class Succession:
     def judge_step(self, before: Callable[..., Any], after: Callable[..., Any]) -> PassStep:
         """Return the verdict on the step from the graph `before` to the graph `after`.
 
-        `after` is compared with the first graph. If both `before` and `after` are equivalent to that, the step
-        introduces nothing. Otherwise the two are compared with each other, and the culprit is looked for.
+        Steps may be judged in any order. Both are compared with the first graph. If both are equivalent to it, the step
+        introduces nothing. Otherwise the two are compared with each other, and the culprit is looked for; `introduced`
+        is None if that cannot be done.
         """
         verdict_before = Verdict.EQUIVALENT if before is self.original else self.compare(before).verdict
         report = self.compare(after)
@@ -95,11 +96,11 @@ class Succession:
     def _compare_neighbours(
         self, step: PassStep, before: Callable[..., Any], after: Callable[..., Any], verdict_before: Verdict
     ) -> PassStep:
-        """Return the step with the verdict, reason and culprit of the graph `after` it against the one `before`.
+        """Return the step with the verdict, reason and culprit of the graph `after` it against the graph `before` it.
 
         `introduced` is None, with the reason, if the graph before does not run (CRASHED or TIMED_OUT as
         `verdict_before`), is not a graph module, or cannot be compared. The verdict of `step` against the original
-        stays. A note is added if differences of several passes add up, or if the graph computes what the original does
+        stays. A note is added if differences of several passes add up, or if `after` computes what the original does
         again.
         """
         if verdict_before in (Verdict.CRASHED, Verdict.TIMED_OUT):
@@ -121,10 +122,10 @@ class Succession:
         return located
 
     def _locate(self, before: GraphModule, after: Callable[..., Any]) -> Location:
-        """Compare two neighbouring graphs on the inputs, and return the location of their difference.
+        """Compare the graph `after` with the graph `before` on the inputs; return the location of their difference.
 
-        The reference is `before`. If that is the original, its reference run and truth are shared with the other
-        comparisons.
+        The reference is `before`. The location has the verdict, and no culprits if nothing is wrong. If `before` is the
+        original, its reference run and truth are shared with the other comparisons.
         """
         if before is self.original:
             check = self._check_of(after)

@@ -57,10 +57,11 @@ class ChainJudge:
     """Whether every part of the chain could be judged."""
 
     def judge(self, values: Mapping[str, Any]) -> None:
-        """Judge the chain on the inputs of a call, and add to `findings` and `notes`.
+        """Judge the chain of graph versions on the inputs of a call, and add to `findings` and `notes`.
 
         `values` has the inputs by the names of the graph's placeholders. A graph with collectives is not judged, and a
-        note says so. Raise TorchDeltaError if a pass changes the inputs of the graph, or if one has no value.
+        note says so. `is_checked` is cleared if a part is not judged. Raise TorchDeltaError if a pass changes the
+        inputs of the graph, or if one has no value.
         """
         if needs_other_processes(self.chain.versions[0].as_module):
             self._leave_open(f"not checked: {TALKS}")
@@ -72,11 +73,11 @@ class ChainJudge:
                     self._judge_part(part, inputs)
 
     def _judge_part(self, part: list[Version], inputs: tuple[Any, ...]) -> None:
-        """Compare versions with the same random draws; add a finding for the first pass that makes them diverge.
+        """Compare versions that draw the same random numbers; add a finding for the first pass that makes them diverge.
 
         Nothing is added if the last version is equivalent to the first. A version that crashes is skipped with a note.
-        If no single pass diverges, a note says that they differ together. Outside of the phase "pre-grad" only the
-        forward is compared, without aliasing.
+        If no single pass diverges, a note has the verdict of all together, unless the last version crashes. Outside of
+        the phase "pre-grad" only the forward is compared, without aliasing.
         """
         options = self.options
         if self.chain.phase != inductor_passes.PRE_GRAD:
@@ -120,8 +121,8 @@ class ChainJudge:
     def _comparable(self) -> Iterator[list[Version]]:
         """Yield the versions in successive lists that draw the same random numbers, because others cannot be compared.
 
-        A note is added for each place where the numbers change. At a version with packed weights the lists end, with a
-        note; the last list may be empty.
+        A note is added for each place where the numbers change. The lists end before a version with packed weights,
+        with a note; the last list may be empty.
         """
         part: list[Version] = []
         for version in self.chain.versions:
@@ -140,8 +141,8 @@ class ChainJudge:
         """Return the inputs of the graphs in the order of their placeholders; tensors are detached aliases.
 
         `values` has them by name. An input of a joint graph without a value is a tangent, and gets seeded random
-        numbers. Raise TorchDeltaError if a version has other placeholders than the first, or if an input of another
-        graph has no value.
+        numbers. Raise TorchDeltaError if a version has other placeholders than the first, if an input of another graph
+        has no value, or if a tensor is None.
         """
         chain, first = self.chain, self.chain.versions[0].inputs
         names = [node.name for node in first]
@@ -191,12 +192,13 @@ NOTHING_SEEN = (
 
 @contextmanager
 def watch_passes(*, policy: str = "noise", seed: int = 0) -> Iterator[PassSummary]:
-    """Watch every pass that inductor runs over graphs that are compiled while the context is open; give the summary.
+    """Watch the passes that inductor runs over graphs that are compiled while the context is open; yield a summary.
 
-    Its `findings` name each pass, with the node, behind which a graph computes something else on the inputs of its
-    first call. Its `notes` say what could not be checked. Both are complete when the context is left. The run itself
-    does not change, and an error of the watcher does not end it. `policy` and `seed` are those of `check`. UsageError
-    if the policy is wrong or passes are watched already.
+    In each phase of each graph, its `findings` name the first pass, with the node, behind which the graph computes
+    something else on the inputs of its first call; there are none if nothing is wrong. Its `notes` say what could not
+    be checked. Both are complete when the context is left. The run itself does not change, and an error of the watcher
+    does not end it. `policy` and `seed` are those of `check`. UsageError if the policy is wrong or passes are watched
+    already.
     """
     parse(policy)  # a wrong policy raises before anything runs
     watcher = _Watcher(summary=PassSummary(), options=CheckOptions(policy=policy, seed=seed))
@@ -248,7 +250,10 @@ class _Watcher:
         return self.threads.__dict__.setdefault("stack", [])  # type: ignore[no-any-return]
 
     def fail(self, what: str, error: Exception) -> None:
-        """Add a note on what the watcher could not do, and on the first line of the error."""
+        """Add a note of `what` could not be done, and of the first line of the error.
+
+        The error's type is named, too, unless it is torchdelta's own.
+        """
         words = str(error).splitlines()[0] if str(error) else ""
         kind = "" if isinstance(error, TorchDeltaError) else f"{type(error).__name__}: "
         self.summary.note(f"{what}: {kind}{words}".removesuffix(": "))
@@ -256,8 +261,8 @@ class _Watcher:
     def take(self, chain: Chain) -> None:
         """Count the chain of a phase that is over, and keep it with the graph that this thread is compiling.
 
-        A chain without changes is only counted. If this thread is not compiling a graph, a note says that the chain is
-        not checked.
+        A chain holds the versions of a graph that the passes of one phase made. One without changes is only counted. If
+        this thread is not compiling a graph, a note says that the chain is not checked.
         """
         is_changed = len(chain.versions) > 1
         with self.lock:
@@ -272,10 +277,10 @@ class _Watcher:
     def compile_program(
         self, compile_module: Callable[[], Callable[..., Any]], module: GraphModule
     ) -> Callable[..., Any]:
-        """Compile a captured graph; return a callable whose first call with values judges its pre-grad passes.
+        """Compile a captured graph; return a callable that runs it, and judges its pre-grad passes in the first call.
 
-        `compile_module` compiles `module`, of which only the names of the inputs are read. If no pre-grad pass changed
-        the graph, the compiled callable itself is returned.
+        The first call is the first with values. `compile_module` compiles `module`, of which only the names of the
+        inputs are read. If no pre-grad pass changed the graph, the compiled callable itself is returned.
         """
         with self._compiling(lambda: self._begin_program(module)) as program:
             compiled = compile_module()
@@ -290,9 +295,10 @@ class _Watcher:
         return call
 
     def compile_part(self, handed: HandedGraph) -> Callable[..., Any]:
-        """Compile a graph of AOTAutograd's; return a callable whose first call with values judges its passes.
+        """Compile a graph of AOTAutograd's; return a callable that runs it, and judges its passes in the first call.
 
-        The compiled callable itself is returned if there is nothing to judge.
+        The first call is the first with values. The compiled callable itself is returned if no pass changed the graph
+        and it is not the forward of a program.
         """
         with self._compiling(lambda: self._begin_part(handed)) as part:
             compiled = handed.on()
@@ -368,7 +374,7 @@ class _Watcher:
         return call
 
     def _judge_call(self, compiled: _CompiledGraph, args: Sequence[Any], phase: str) -> None:
-        """Judge the chains of a graph on the arguments of a call, and add the results to the summary.
+        """Judge the chains of versions of a graph on the arguments of a call, and add the results to the summary.
 
         The chains of `phase`, or all if it is empty, are popped, so that each is judged once. For a forward graph those
         of its program's joint graph are popped too. If there are several joint graphs, only the last is judged, and a
@@ -408,7 +414,7 @@ class _Watcher:
             self.summary.note(note)
 
     def close(self) -> None:
-        """End the watch: drop the chains of graphs that were never called, and note how many there are.
+        """End the watch: drop the chains of graphs that were never called; a note counts them if there are any.
 
         If no graph was seen at all, a note says so. Later calls of compiled graphs are not judged.
         """

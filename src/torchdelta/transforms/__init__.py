@@ -54,9 +54,10 @@ TRANSFORMS.add("module", TransformFactory(OtherModule, "FACTORY"))
 def build(spec: str | Transform | Callable[..., Any], options: Options) -> Transform:
     """Return the transform that a name, `file.py:fn` or a function stands for; a transform is returned as it is.
 
-    A name is one of `TRANSFORMS`, with its argument behind a colon. Any other text with a colon, and any function, is a
-    pass. UsageError if the name is unknown, with the nearest known ones, or if its argument is missing or not wanted. A
-    transform that is built already keeps its own options.
+    A name is one of `TRANSFORMS`, with its argument behind a colon if it takes one. Any other text with a colon, and
+    any function, is a pass. UsageError if the name is unknown, with the nearest known ones, if its argument is missing
+    or not wanted, or if an option is unknown; UsageError or ProgramError if a function cannot be loaded. A transform
+    that is built already keeps its own options.
     """
     if isinstance(spec, Transform):
         return spec

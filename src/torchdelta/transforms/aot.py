@@ -41,9 +41,10 @@ class Aot(Transform):
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[TransformedSide]:
-        """Give the side with a call that AOTAutograd traces at its first call and whenever no earlier trace fits.
+        """Yield the side with a call that runs traces of AOTAutograd in place of the program.
 
-        The trace runs uncompiled, and the witness counts traces and calls. UsageError if `lifted`; `seam` is not used.
+        It is traced at the first call, and whenever no earlier trace fits. A trace runs uncompiled, and the witness
+        counts traces and calls. UsageError if `lifted`; `draws_random` and `seam` are not used.
         """
         if lifted:
             raise UsageError("AOTAutograd alone keeps the program's operations and rounds as they do")

@@ -61,7 +61,7 @@ class TransformedSide:
 
     @classmethod
     def counting_calls(cls, side: Side, *, captured: int = 0) -> TransformedSide:
-        """Return a side whose every call counts as transformed, with `captured` graphs."""
+        """Return the side with a call that counts as transformed each time; `captured` is the number of graphs."""
         witness = Witness(captured=captured)
         return cls(side=replace(side, call=counted(side.call, witness)), witness=witness)
 
@@ -75,18 +75,20 @@ class Transform(ABC):
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> AbstractContextManager[TransformedSide]:
-        """Return a context that gives the transformed side, which runs while the context is open.
+        """Return a context manager that yields the transformed side, which runs while the context is open.
 
-        The side is fresh, and the transform may change it. `draws_random` means that the reference drew random
-        numbers, so the candidate must draw the same ones. `lifted` means that the side is in float64 and nothing may
-        round below that: a compiler lifts the graphs that it captures; for every other transform the caller runs the
-        side under a dispatch mode. Each graph that the transform changes passes the `seam`; a transform without graphs
-        ignores it.
+        The side is fresh, and the transform may change it. `draws_random` means that the reference drew random numbers,
+        so the candidate must draw the same ones. `lifted` means that the side is in float64 and nothing may round below
+        that: a compiler lifts the graphs that it captures; for every other transform the caller runs the side under a
+        dispatch mode. Each graph that the transform changes passes the `seam`; a transform without graphs ignores it.
         """
 
 
 def require_known(transform: str, options: Options, known: Iterable[str]) -> None:
-    """Raise UsageError, which lists the `known` options, for an option that is not among them."""
+    """Raise UsageError for the first option that is not among the `known` ones, which it lists; otherwise do nothing.
+
+    `transform` is the transform's name for the message.
+    """
     names = sorted(known)
     for name in options:
         if name not in names:
@@ -95,7 +97,7 @@ def require_known(transform: str, options: Options, known: Iterable[str]) -> Non
 
 
 def flag(options: Options, name: str) -> bool | None:
-    """Return a yes-or-no option, or None if it was not given; UsageError if its value is not a bool."""
+    """Return the value of a yes-or-no option, or None if it is not given; UsageError if it is not a bool."""
     value = options.get(name)
     if value is None or isinstance(value, bool):
         return value
@@ -103,7 +105,7 @@ def flag(options: Options, name: str) -> bool | None:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return the floating-point dtype of that name; UsageError suggests some."""
+    """Return the floating-point dtype that torch has by that name, as in `bfloat16`; UsageError if there is none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise UsageError(f"{name!r} is not a floating-point dtype: try bfloat16, float16, float32 or float64")

@@ -26,9 +26,10 @@ class Cast(Transform):
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[TransformedSide]:
-        """Give a copy of the side in which all float tensors of the callable and the inputs have the dtype.
+        """Yield a copy of the side in which all float tensors of the callable and the inputs have the dtype.
 
-        Its calls count as transformed only if some tensor changed its dtype.
+        Its calls count as transformed only if some tensor changed its dtype. Complex and integer tensors keep theirs.
+        The keywords are not used.
         """
 
         def convert(dtype: torch.dtype) -> torch.dtype:

@@ -45,13 +45,16 @@ class Compiler(Transform):
         self.config = {**(dynamo.mode_config(str(mode), dynamic=self.dynamic) if mode else {}), **settings}
 
     def with_backend(self, name: str) -> Compiler:
-        """Return a copy of this compiler with another backend, given by its registered name."""
+        """Return a copy of this compiler with the registered backend of that name; UsageError if there is none.
+
+        Its options and settings stay.
+        """
         changed = copy.copy(self)
         changed.backend, changed.is_inductor = dynamo.backend_named(name), name == "inductor"
         return changed
 
     def with_config(self, settings: Mapping[str, Any]) -> Compiler:
-        """Return a copy of this compiler with these inductor settings on top of its own."""
+        """Return a copy of this compiler with these inductor settings on top of its own; names are not checked."""
         changed = copy.copy(self)
         changed.config = {**self.config, **settings}
         return changed
@@ -60,7 +63,7 @@ class Compiler(Transform):
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[TransformedSide]:
-        """Give the side with its call compiled afresh; it is compiled in its first call, while the context is open.
+        """Yield the side with its call compiled afresh; it is compiled in its first call, while the context is open.
 
         If `draws_random`, inductor's `fallback_random` is on, so that it draws the numbers of eager, and a note says
         so. If `lifted`, each captured graph is rewritten to compute in float64. Then the `seam` gets it.

@@ -35,9 +35,10 @@ class Decompose(Transform):
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[TransformedSide]:
-        """Give the side with its call exported and decomposed; its calls count as transformed, with one graph.
+        """Yield the side with its call exported and decomposed; its calls count as transformed, with one graph.
 
-        The `seam` gets the exported graph, and the graph that it hands on is exported once more and decomposed.
+        The `seam` gets the exported graph, and the graph that it hands on is exported once more and decomposed. The
+        other keywords are not used.
         """
         if seam is hand_on:
             yield TransformedSide.counting_calls(self._decompose(side), captured=1)
@@ -65,9 +66,9 @@ class Decompose(Transform):
 
 
 def _load_table(spec: str) -> dict[Any, Callable[..., Any]]:
-    """Return the decomposition table that `file.py:name` is, or returns if it is a function, as a new dict.
+    """Return the decomposition table that `file.py:name` is, or, if it is a function, that it returns, as a new dict.
 
-    UsageError if it is not a mapping.
+    UsageError if it is not a mapping; UsageError or ProgramError if it cannot be loaded.
     """
     loaded = load_object(spec, what="decomposition table")
     table = loaded() if callable(loaded) else loaded

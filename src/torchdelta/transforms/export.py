@@ -32,7 +32,10 @@ class Export(Transform):
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[TransformedSide]:
-        """Give the side with its call exported; its parameters keep their names."""
+        """Yield the side with its call exported, whose parameters keep their names; all calls count as transformed.
+
+        The keywords are not used.
+        """
         yield TransformedSide.counting_calls(export_side(side, strict=self.strict)[1], captured=1)
 
 
@@ -73,7 +76,7 @@ class Exports:
 
 
 def _as_module(side: Side) -> tuple[torch.nn.Module, dict[str, str]]:
-    """Return the side's callable as a module, and the program's name of each tensor by its name in the module.
+    """Return the side's callable as a module, and a dict: the program's name of each tensor by that in the module.
 
     A module is returned itself, and its names stay. A function is wrapped in a new module, in which the modules that it
     refers to are registered, because export sees only such state. Tensors outside of modules have no name here.

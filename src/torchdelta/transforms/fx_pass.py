@@ -49,7 +49,7 @@ class FxPass(Transform):
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[TransformedSide]:
-        """Give the side that runs, in place of each captured graph, the callable that the pass makes of it.
+        """Yield the side that runs, in place of each captured graph, the callable that the pass makes of it.
 
         The `seam` gets each graph before the pass. With `graph=export` the pass runs at once on the one exported graph,
         and all calls count as transformed. Otherwise it runs as a backend of torch.compile, when the side is first
@@ -78,10 +78,10 @@ class FxPass(Transform):
         return Compiler(graphs.after_aot(compiler) if self.graph == "aten" else backend, self.options)
 
     def _run_pass(self, seam: Seam, module: GraphModule, inputs: Sequence[Any], level: str) -> Callable[..., Any]:
-        """Hand a graph to the seam at this level, and return its callable: that which the pass makes of the graph.
+        """Hand a graph to the seam at this level, and return the seam's callable; `make` there runs the pass.
 
-        If the pass returns None, it is the graph, changed in place. Raise TypeError if the pass returns something that
-        is not callable.
+        What the pass returns is the callable that `make` returns; if that is None, it is the graph, changed in place.
+        Raise TypeError if the pass returns something that is not callable.
         """
 
         def make(graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -91,10 +91,10 @@ class FxPass(Transform):
 
 
 def _owner(call: Callable[..., Any], exported: Side) -> Callable[..., Any]:
-    """Return the module whose state a call changes: the graph behind the call, or the exported module.
+    """Return the module whose state a call changes: the graph behind the call, or else the exported module.
 
-    Many passes copy their graph and return the copy. It is the owner if it has all of the exported module's parameters
-    and buffers by name.
+    It is the graph if there is one, and it has all of the exported module's parameters and buffers by name: many passes
+    copy their graph and return the copy.
     """
     graph = graph_behind(call)
     if graph is None:

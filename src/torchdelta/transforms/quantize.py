@@ -66,7 +66,7 @@ class Quantize(Transform):
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[TransformedSide]:
-        """Give the side with its call exported, prepared, calibrated on the side's own inputs and converted.
+        """Yield the side with its call exported and quantized, after a calibration on the side's own inputs.
 
         It runs under `no_grad`, and of the program's state it has only the buffers of the same name; a note says so
         about the weights. The `seam` gets the exported graph with its handles. Calls count as transformed only if the
@@ -94,7 +94,7 @@ def quantize_side(
     """Return the exported graph of a side, its quantized copy, and the side that runs the copy under `no_grad`.
 
     `quantizer` is a name as in `quantize:NAME`, or a function that builds one; `only` is the path of the one module to
-    quantize. Nodes of both graphs carry the handles that match them.
+    quantize, or None for all. Nodes of both graphs carry the handles that match them.
     """
     factory = quantizer_factory(quantizer) if isinstance(quantizer, str) else quantizer
     reference, names = export_with_handles(side)
@@ -115,7 +115,7 @@ def has_levels(graph: GraphModule) -> bool:
 
 
 def quantizer_factory(name: str) -> Callable[[], Quantizer]:
-    """Return the function that builds the quantizer of that name, which is `x86` or `file.py:factory`.
+    """Return a function without arguments that builds the quantizer of that name, which is `x86` or `file.py:factory`.
 
     EnvironmentUnfit if torchao is not installed; UsageError if the name is unknown, UsageError or ProgramError if the
     factory cannot be loaded.
@@ -143,9 +143,10 @@ def quantize(
 ) -> GraphModule:
     """Return a quantized copy of a graph, calibrated by one run on a copy of the side's inputs.
 
-    `only` is the path of the one module to quantize, and `is_inside` tells which nodes belong to it; UsageError if no
-    node was traced in that module. Buffers are as before the calibration. The copy's nodes carry the handles of the
-    nodes that they come from. Raise ProgramError if `factory` raises, and UsageError if it does not return a quantizer.
+    `only` is the path of the one module to quantize, None for all, and `is_inside` tells which nodes belong to it;
+    UsageError if no node was traced in that module. Buffers are as before the calibration. The copy's nodes carry the
+    handles of the nodes that they come from. Raise ProgramError if `factory` raises, and UsageError if it does not
+    return a quantizer.
     """
     pt2e = _import_torchao(f"{_PT2E}.quantize_pt2e")
     quantizer = _build_quantizer(factory)
@@ -177,10 +178,9 @@ class QuantizedSubset:
         return getattr(self.quantizer, name)
 
     def annotate(self, model: GraphModule) -> GraphModule:
-        """Let the quantizer annotate a graph in place, remove what lies outside of the module, and return the graph.
+        """Let the quantizer annotate a graph in place, remove annotations outside of the module, and return the graph.
 
-        Removed are the annotations of nodes outside, and then all specs that take their parameters from a place that is
-        not quantized any more.
+        Then all specs are removed that take scale and zero point from a place that is not quantized any more.
         """
         annotated: GraphModule = self.quantizer.annotate(model) or model
         nodes = [node for node in annotated.graph.nodes if _ANNOTATION in node.meta]
@@ -254,7 +254,10 @@ def _build_quantizer(factory: Callable[[], Quantizer]) -> Quantizer:
 
 
 def _require_module(graph: GraphModule, path: str) -> None:
-    """Raise UsageError with the nearest paths if no node is in the module of that path; an empty path is accepted."""
+    """Raise UsageError, with the nearest paths, if no node of the graph was traced in the module of that path.
+
+    Otherwise, and for an empty path, do nothing.
+    """
     if path and not any(is_within(node, path) for node in graph.graph.nodes):
         paths = dict.fromkeys(module_path(node) for node in graph.graph.nodes)
         raise UsageError(f"no node is in the module {path!r}: {nearest(path, filter(None, paths))}")
@@ -273,7 +276,7 @@ def _forget_calibration(prepared: GraphModule, graph: GraphModule) -> None:
 
 
 def for_inference(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that runs the call under `no_grad`, because rounding has no gradient."""
+    """Return a function that takes the arguments of the call and runs it under `no_grad`: rounding has no gradient."""
 
     def infer(*args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():

@@ -39,9 +39,10 @@ class Replacement(Transform):
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[TransformedSide]:
-        """Give a side that runs a copy of the candidate on the inputs of this one; all calls count as transformed.
+        """Yield a side that runs a copy of the candidate on the inputs of this one; all calls count as transformed.
 
-        If `lifted`, the copy's tensors are in float64; TypeError if torch.compile made the candidate.
+        If `lifted`, the copy's tensors are in float64; TypeError if torch.compile made the candidate. `draws_random`
+        and `seam` are not used.
         """
         call = _copy_lifted(self.call) if lifted else copy_together(self.call, name="the candidate")
         yield TransformedSide.counting_calls(Side.of(call, side.args, side.kwargs))
@@ -80,11 +81,12 @@ class OtherModule(Transform):
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[TransformedSide]:
-        """Give a side that runs the module, built anew with the reference's state, on the inputs of this one.
+        """Yield a side that runs the module, built anew with the reference's state, on the inputs of this one.
 
         If the factory returns a tuple, its first item is the module. Another callable than a module gets no state.
         Raise ProgramError if the factory raises, or if the program has no state dict or one that does not fit. If
-        `lifted`, the module is copied to float64; TypeError if torch.compile made it.
+        `lifted`, the module is copied to float64; TypeError if torch.compile made it. `draws_random` and `seam` are not
+        used.
         """
         try:
             built = self.factory()

@@ -37,7 +37,7 @@ class AppliedOnce(Transform):
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[TransformedSide]:
-        """Give this side with the first side's callable, witness and notes; TypeError if it is `lifted`.
+        """Yield this side with the first side's callable, witness and notes; TypeError if it is `lifted`.
 
         Nothing is transformed again, so `draws_random` and `seam` are not used.
         """
@@ -48,7 +48,7 @@ class AppliedOnce(Transform):
 
 @contextmanager
 def applied_once(inner: Transform, side: Side, *, draws_random: bool) -> Iterator[AppliedOnce]:
-    """Apply a transform to a side without state; yield a transform that runs the result on the inputs of others."""
+    """Apply a transform to a side without state; yield a transform that runs the result on other sides' inputs."""
     with inner.apply(side, draws_random=draws_random) as transformed:
         yield AppliedOnce(inner, transformed)
 
@@ -76,7 +76,7 @@ class PrecompiledTransform(Transform):
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[TransformedSide]:
-        """Give the side with the callable as its call, counted as one graph; TypeError if it is `lifted`.
+        """Yield the side with the callable as its call, counted as one graph; TypeError if it is `lifted`.
 
         If `draws_random`, the call is instead one that `compile_again` builds with inductor's `fallback_random`, so
         that it draws the numbers of eager, and a note says so. The setting holds while the context is open. `seam` is
@@ -104,9 +104,9 @@ class ObservedTransform(Transform):
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[TransformedSide]:
-        """Apply the inner transform, and give its transformed side.
+        """Apply the inner transform, and yield its transformed side; each graph passes this object's seam first.
 
-        Each graph passes the seam of this object first, and then that of the caller.
+        Then it passes the `seam` of the caller.
         """
         both = chain_seams(self.seam, seam)
         with self.inner.apply(side, draws_random=draws_random, lifted=lifted, seam=both) as transformed:
@@ -137,9 +137,9 @@ class ObservedAfterAot(ObservedTransform):
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[TransformedSide]:
-        """Apply the compiler with its own seam behind AOTAutograd; the caller's seam gets dynamo's graphs.
+        """Apply the compiler with its own seam behind AOTAutograd, and yield its transformed side.
 
-        Give the compiler's transformed side. `self.interception` is replaced by the record of this application.
+        The caller's `seam` gets dynamo's graphs. `self.interception` is replaced by the record of this application.
         """
         intercepting = aot.intercepting(self.seam, decompose=self.decompose, compile_graphs=self.compile_graphs)
         with (

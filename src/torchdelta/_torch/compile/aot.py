@@ -29,7 +29,7 @@ class SaveEverything(CustomPartitionerFn):
     def __call__(
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
-        """Split the joint graph without recomputation, and return the forward and the backward graph."""
+        """Split the joint graph so that nothing is recomputed, and return the forward and the backward graph."""
         kwargs.pop("compiler", None)
         return default_partition(gm, joint_inputs, **kwargs)
 
@@ -50,11 +50,12 @@ class Interception:
 
 @contextmanager
 def intercepting(seam: Seam, *, decompose: bool = True, compile_graphs: bool = True) -> Iterator[Interception]:
-    """Hand every graph of AOTAutograd to the seam, while the context is open; yield a record of the graphs.
+    """Hand every graph that AOTAutograd makes to the seam, while the context is open; yield an `Interception`.
 
-    The seam gets forward, backward and inference graphs. Without `decompose` the backend's own decompositions are left
-    out; without `compile_graphs` its graphs run uncompiled. AOTAutograd's cache is off in this thread, because a graph
-    from it is not handed over.
+    That counts the captured graphs, and has the decompositions that their backends asked for. The seam gets forward,
+    backward and inference graphs. Without `decompose` the backend's own decompositions are left out; without
+    `compile_graphs` its graphs run uncompiled. AOTAutograd's cache is off in this thread, because a graph from it is
+    not handed over.
     """
     stock = vars(common)["aot_module_simplified"]
     record = Interception()
@@ -89,10 +90,10 @@ def intercepting(seam: Seam, *, decompose: bool = True, compile_graphs: bool = T
 
 
 def _at_seam(compiler: Any, level: str, seam: Seam) -> Callable[..., Any]:
-    """Return a compiler that hands its graph to the seam as a graph of this `level`; `make` there calls `compiler`.
+    """Return a compiler that hands its graph to the seam, and returns the seam's callable, which then takes a list.
 
-    The compiled graph takes its arguments in a list. If `make` gets a graph with more outputs than the original one,
-    the strides that the compiler reports for them are dropped.
+    The seam gets the graph as one of this `level`; `make` there calls `compiler`. If `make` gets a graph with more
+    outputs than the original one, the strides that the compiler reports for them are dropped.
     """
 
     def compile_at_seam(graph_module: GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
@@ -110,7 +111,7 @@ def _at_seam(compiler: Any, level: str, seam: Seam) -> Callable[..., Any]:
 
 
 def boxed(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a callable that takes its arguments in a list, as AOTAutograd calls it; `run` may free them early.
+    """Return a function that takes the arguments of `run` in a list, as AOTAutograd calls it; `run` may free them.
 
     A callable that is marked as one for lists is returned as it is; the new one gets the mark.
     """

@@ -54,7 +54,10 @@ class AotTrace:
         self.traces: list[_Trace] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the first earlier trace that fits the call, or trace anew; return the result and count the call."""
+        """Run the first earlier trace that fits the call, or trace anew, and return the result; count the call.
+
+        A new trace is kept for later calls.
+        """
         names, state = _state_of(self.call)
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [*state, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
@@ -155,9 +158,9 @@ class _Trace:
     def fits(self, inputs: Sequence[torch.Tensor], plain: tuple[Any, ...], spec: TreeSpec) -> bool:
         """Tell whether the trace holds for a call with these inputs, whatever the values of the tensors are.
 
-        It does if the structure, the plain values, the dtypes and the sharing of memory are the same, and the shapes
-        too; a dynamic trace asks its guards on shapes instead. Strides, devices and `requires_grad` are not compared
-        here.
+        `inputs` are the tensors, `plain` the other arguments, `spec` their structure. It holds if structure, plain
+        values, dtypes and sharing of memory are the same, and the shapes too; a dynamic trace asks its guards on shapes
+        instead. Strides, devices and `requires_grad` are not compared here.
         """
         if spec != self.spec or not _are_same(plain, self.plain) or _sharing(inputs) != self.sharing:
             return False
@@ -182,7 +185,10 @@ def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _sharing(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return for each tensor the position of the first one in the same memory, which may be its own."""
+    """Return for each tensor the position of the first one in the same memory; its own if there is no earlier one.
+
+    A tensor without memory of its own, such as an empty or sparse one, has its own position.
+    """
     keys = [storage_key(tensor) or -place for place, tensor in enumerate(tensors, 1)]
     return [keys.index(key) for key in keys]
 

@@ -49,9 +49,10 @@ def guarding_every(wrap: Wrap) -> Iterator[None]:
 
 
 def _look_up_and_wrap(look_up: Callable[[Any], Any], wrap: Wrap, requested: Any) -> Any:
-    """Look up the `requested` backend as dynamo does, and return it or a substitute that runs what `wrap` returns.
+    """Look up the `requested` backend as dynamo does; return it, or a substitute that runs what `wrap` returns for it.
 
-    The backend itself is returned if it is eager or one that torch uses inside, or if `wrap` returns it unchanged.
+    `look_up` is dynamo's own function; `wrap` gets the backend and its name. The backend itself is returned if it is
+    eager or one that torch uses inside, or if `wrap` returns it unchanged.
     """
     backend = look_up(requested)
     name = str(getattr(backend, "_compiler_name", None) or getattr(backend, "__name__", type(backend).__name__))
@@ -101,7 +102,7 @@ class _WaitingFinder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of the awaited module, whose loader calls the function after it has run the module.
+        """Return the spec of the awaited module, whose loader runs the module and then calls the function with it.
 
         None for any other module, and if the awaited one is not found.
         """

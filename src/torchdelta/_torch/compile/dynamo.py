@@ -38,7 +38,7 @@ class Witness:
     is_compiler: bool = False
 
     def eager_reasons(self) -> list[str]:
-        """Return why parts of the program ran eagerly, in the compiler's own words; nothing if it is not a compiler.
+        """Return why parts of the program ran eagerly, in the compiler's own words; empty if it is not a compiler.
 
         Each is the first line of a message that dynamo has counted since the last `compiling` began, and comes once.
         """
@@ -64,7 +64,10 @@ def uncompiled(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compiles_itself(call: Callable[..., Any]) -> bool:
-    """Tell whether a callable, or a module inside of it, is wrapped by torch.compile."""
+    """Tell whether torch.compile or `Module.compile` was applied to a callable or, if it is a module, to one in it.
+
+    What a function refers to is not looked at.
+    """
     if uncompiled(call) is not call:
         return True
     parts = call.modules() if isinstance(call, torch.nn.Module) else ()
@@ -93,10 +96,10 @@ def mode_config(mode: str, *, dynamic: bool | None) -> dict[str, Any]:
 
 
 def config_of(*, mode: str | None = None, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the inductor settings that a mode and options of torch.compile stand for; the options win.
+    """Return the inductor settings, by name, that a mode and options of torch.compile stand for; the options win.
 
-    Dashes in names of options become underscores. UsageError if the mode or an option is unknown, or a value has a
-    wrong type.
+    They are empty without both. Dashes in names of options become underscores. UsageError if the mode or an option is
+    unknown, or a value has a wrong type.
     """
     settings = {name.replace("-", "_"): value for name, value in (options or {}).items()}
     require_known_config(settings)
@@ -112,7 +115,8 @@ def hint_of(value: Any) -> Any:
 def require_known_config(settings: Mapping[str, Any]) -> None:
     """Raise UsageError if inductor has no setting of a name, or if a value has another type than the present one.
 
-    `settings` has values by name. The type counts only if the present value is a bool, int, float or str.
+    `settings` has values by name. The type counts only if the present value is a bool, int, float or str; an int is not
+    a float, but a bool is an int.
     """
     known = torch._inductor.config.get_config_copy()
     for name, value in settings.items():
@@ -188,9 +192,10 @@ class GraphOrigin:
 def origin_of(backend: str | Backend) -> GraphOrigin:
     """Return the backend without the wrappers of torch.compile, its name, and the settings that were passed with it.
 
-    A text is the name of a registered backend: UsageError if there is none. A backend of the user may be any callable,
-    and need not be hashable. Its name is its `compiler_name`, or else that of the function or class. Its `config` and
-    those of its wrappers count if they are mappings.
+    A text is the name of a registered backend, without settings: UsageError if there is none. A backend of the user may
+    be any callable, and need not be hashable. Its name is its `compiler_name`, or `inductor` if it is that, or else
+    that of the function or class. Its `config` and those of its wrappers count if they are mappings; the innermost
+    wins.
     """
     if isinstance(backend, str):
         return GraphOrigin(backend=backend_named(backend), name=backend, config={})
@@ -210,7 +215,10 @@ def origin_of(backend: str | Backend) -> GraphOrigin:
 
 
 def unfit_reason(error: BaseException) -> str | None:
-    """Return a sentence if an error, or one that caused it, says that inductor finds no C++ compiler; else None."""
+    """Return a sentence if an error, or one that caused it, says that inductor finds no C++ compiler; otherwise None.
+
+    The sentence says what to install.
+    """
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, InvalidCxxCompiler) or "InvalidCxxCompiler" in str(cause):
@@ -220,7 +228,7 @@ def unfit_reason(error: BaseException) -> str | None:
 
 
 def witnessed(backend: Backend, witness: Witness) -> Backend:
-    """Return the backend wrapped, so that the witness counts its graphs and the calls of the code it returns."""
+    """Return a backend that compiles with the given one; the witness counts its graphs and the compiled calls."""
 
     def counting_backend(graph_module: torch.fx.GraphModule, example_inputs: list[Any], **options: Any) -> Any:
         witness.captured += 1
@@ -260,7 +268,7 @@ def _lifting(backend: Backend) -> Backend:
 
 
 def counted(function: Callable[..., Any], witness: Witness) -> Callable[..., Any]:
-    """Return the callable wrapped, so that the witness counts its calls."""
+    """Return a function that calls the given one and returns its result; the witness counts the calls."""
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         witness.calls += 1

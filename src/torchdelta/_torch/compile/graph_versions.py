@@ -57,9 +57,9 @@ class Version:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the graph or one inside of it holds an MKL-DNN tensor or calls an operator of `_PACKING`.
+        """Whether the graph or one inside of it has weights that are packed for a library, which alone can read them.
 
-        Such weights can only be read by a library for one processor.
+        That is so if it holds an MKL-DNN tensor or calls an operator of `_PACKING`.
         """
         attributes = self.attributes.values()
         if any(isinstance(each, torch.Tensor) and each.is_mkldnn for each in attributes):
@@ -70,7 +70,7 @@ class Version:
 
     @property
     def draws(self) -> tuple[str, ...]:
-        """The calls that draw random numbers, in order, then those of inner graphs, each as a text.
+        """The calls that draw random numbers, in order, then those of inner graphs, each as a text; empty if none does.
 
         A version with other draws computes something else.
         """
@@ -96,7 +96,8 @@ class Chain:
     def look(self, name: str) -> None:
         """Add a version of this name if the graph has changed since the last one, or if there is none yet.
 
-        Two versions differ if their keys (`key_of`) do. A node keeps its handle from version to version.
+        Otherwise nothing is added. Two versions differ if their keys (`key_of`) do. A node keeps its handle, a number,
+        from version to version.
         """
         assert self.module is not None
         parts = list(_parts(self.module))
@@ -140,10 +141,10 @@ def take_version(module: GraphModule, name: str, handle: Handle) -> Version:
 
 
 def key_of(module: GraphModule, describe: Describe | None = None) -> str:
-    """Return a hash that two graphs share exactly if they run the same calls, whatever their nodes are named.
+    """Return a hash that two graphs share if they run the same calls in the same order, whatever their nodes are named.
 
-    `describe` gives the text of an attribute that is not a graph; without it, attributes are the same if they are one
-    object.
+    Calls are the same if target, arguments and, for modules and constants, the attribute are. `describe` gives the text
+    of an attribute that is not a graph; without it, attributes are the same if they are one object.
     """
     digest = hashlib.sha256()
     places: dict[Node, int] = {node: place for place, node in enumerate(module.graph.nodes)}
@@ -161,7 +162,7 @@ def key_of(module: GraphModule, describe: Describe | None = None) -> str:
 def _parts(module: GraphModule) -> Iterator[Any]:
     """Yield the nodes, targets, arguments and attributes of a graph and of its inner graphs.
 
-    After a change at least one of them is another object.
+    After a change of the graph at least one of them is another object, or their number is another.
     """
     for node in module.graph.nodes:
         yield from (node, node.target, node.args, node.kwargs)

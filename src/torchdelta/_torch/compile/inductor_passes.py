@@ -41,10 +41,11 @@ Failed = Callable[[str, Exception], None]
 
 @contextmanager
 def watching(done: Callable[[Chain], None], failed: Failed) -> Iterator[None]:
-    """Follow every graph through inductor's passes; `done` gets the chain of versions when a phase is over.
+    """Follow every graph through inductor's passes while the context is open; `done` gets its chain after each phase.
 
-    Errors in following a graph go to `failed` and not to the compiler. All threads are followed. Inductor's cache is
-    bypassed, because no pass runs for a graph that comes from it. UsageError if passes are watched already.
+    The chain has the versions of the graph: the first, and one behind each pass that changed it. Errors in following a
+    graph go to `failed` and not to the compiler. All threads are followed. Inductor's cache is bypassed, because no
+    pass runs for a graph that comes from it. UsageError if passes are watched already.
     """
     # here, because the import takes seconds; a process that compiles imports it anyway
     from torch._inductor import compile_fx
@@ -111,10 +112,11 @@ def current_graph_number() -> int | None:
 
 
 def empty_input(node: Node, inputs: Sequence[Node], values: Mapping[str, Any]) -> torch.Tensor:
-    """Return an uninitialised tensor with the shape, strides, dtype and device that the graph states for an input.
+    """Return an uninitialised tensor with the shape, strides, dtype and device that the graph states for `node`.
 
-    The input is `node`; `inputs` are all inputs of the graph, and `values` those that are known, by name: symbolic
-    sizes get their numbers from them. Raise TorchDeltaError if the graph does not state that the input is a tensor.
+    `node` is one of its inputs. `inputs` are all inputs of the graph, and `values` those that are known, by name:
+    symbolic sizes get their numbers from them. Raise TorchDeltaError if the graph does not state that the input is a
+    tensor.
     """
     fake = node.meta.get("val")
     if not isinstance(fake, torch.Tensor):
@@ -229,8 +231,8 @@ class _PassRecorder:
     def _enter(self, observer: Any) -> None:
         """Note that a pass begins, and add a version of the graph to the chain if it was changed before the pass.
 
-        Only a pass outside of any other is counted. If the observer's graph is not part of the chain's, it replaces
-        that. Outside of a phase only the name is noted.
+        `observer` is torch's observer of the pass. Only a pass outside of any other is counted. If the observer's graph
+        is not part of the chain's, it replaces that. Outside of a phase only the name is noted.
         """
         name = _name_of(observer, self.functions.get(id(observer)))
         self.names.append(name)

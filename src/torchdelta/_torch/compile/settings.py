@@ -23,7 +23,8 @@ _CONFIGS = (
 def changed_settings() -> dict[str, Any]:
     """Return the value of each setting that differs from its default, by full name, except those no result depends on.
 
-    They are the settings of dynamo, AOTAutograd, inductor and fx; a config that is not imported has none.
+    They are the settings of dynamo, AOTAutograd, inductor and fx, such as `torch._inductor.config.max_autotune`; a
+    config module that is not imported has none.
     """
     return {
         f"{name}.{key}": value
@@ -48,9 +49,10 @@ def _is_changed(config: Any, key: str, value: Any) -> bool:
 
 
 def apply(settings: Mapping[str, Any]) -> None:
-    """Set settings, by full name, from now on; raise LookupError for a setting that this torch does not have.
+    """Set settings from now on; raise LookupError for one that this torch does not have.
 
-    The settings before that one stay set.
+    `settings` has values by full name, such as `torch._inductor.config.max_autotune`. Those before a missing one stay
+    set.
     """
     for full, value in settings.items():
         name = next((name for name in _CONFIGS if full.startswith(f"{name}.")), None)
@@ -64,9 +66,9 @@ def apply(settings: Mapping[str, Any]) -> None:
 
 @contextmanager
 def applied(settings: Mapping[str, Any]) -> Iterator[None]:
-    """Set settings, by full name, while the context is open, and put the old values back.
+    """Set settings while the context is open, and put the old values back.
 
-    They come from `changed_settings`, here or in another process.
+    `settings` has values by full name, from `changed_settings`, here or in another process. All must exist.
     """
     with ExitStack() as stack:
         for full, value in settings.items():

@@ -24,8 +24,8 @@ _LOCK = threading.Lock()
 def eager_here() -> Iterator[None]:
     """Run the body eagerly in this thread, code that was compiled before included; other threads are not affected.
 
-    Torch's stance is replaced in the meantime. Afterwards it is the one from before, or one that was set later and is
-    in use.
+    Torch's stance is replaced in the meantime. Afterwards it is the one from before, or another that was set since and
+    is still in use.
     """
     namespace = vars(eval_frame)
     with _LOCK:
