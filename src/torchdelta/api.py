@@ -99,7 +99,8 @@ def check(
     recorded directory, which has a transform, options, stages and policy of its own for those that are not passed.
     Without `stages`, `forward` is compared, and `gradients` if an output requires grad. The caller's own objects are
     neither run nor changed: every side is a copy, and global state is as before afterwards. With `thorough`, each node
-    is judged by itself too.
+    is judged by itself too. A candidate that raises is a verdict on the report; a program that fails eagerly raises
+    ProgramError.
     """
     check_options = CheckOptions.read(
         transform=transform,
@@ -128,7 +129,10 @@ def assert_equivalent(
     kwargs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Report:
-    """Check, and raise `Diverged`, `Crashed`, `TimedOut` or `Inconclusive` unless the verdict is equivalent."""
+    """Check; return the report if its verdict is equivalent, or else raise Diverged, Crashed, TimedOut or Inconclusive.
+
+    Takes the keywords of `check` too. The exception has the report as its `report`.
+    """
     report = check(program, args, kwargs, **options)
     if report.verdict is not Verdict.EQUIVALENT:
         raise _ERRORS[report.verdict](evidence_of(report), report=report)
@@ -145,11 +149,12 @@ def locate(
     cause: bool = False,
     **options: Any,
 ) -> Location:
-    """Check, and name the culprit: the first operation that is wrong when it gets the reference's own inputs.
+    """Check, and return the culprits in a location: operations that are wrong when given the reference's own inputs.
 
-    Takes the keywords of `check` too. `mapping` pairs nodes of the reference's graph with nodes of the candidate's, by
-    name. `memory_bytes` bounds the memory of taps on a compiler. With `cause`, a setting that makes the difference
-    vanish is looked for even if a node was named.
+    The first goes wrong first. Nodes are looked at even if the check passes; if none is wrong, there are no culprits.
+    Takes the keywords of `check` too, without `thorough` (UsageError). `mapping` pairs nodes of the reference's graph
+    with nodes of the candidate's, by name. `memory_bytes` bounds the memory of taps on a compiler. With `cause`, a
+    setting of inductor that makes the difference vanish is looked for even if a node was named.
     """
     if "thorough" in options:
         raise errors.UsageError("locate looks at each node anyway: thorough belongs to a check")
@@ -174,9 +179,10 @@ def sensitivity(
     transform: str | Quantize = "quantize:x86",
     **options: Any,
 ) -> Sensitivity:
-    """Quantize each module alone that the quantizer would quantize, and return the effect on every output.
+    """Quantize each module alone that the quantizer would quantize, and all at once; return the effects on all outputs.
 
     Takes the keywords of `check` too, but stages and policy mean nothing here. The module that loses most is first.
+    UsageError if the transform is not a quantizer.
     """
     progress = options.pop("progress", lambda _: None)
     check_options = CheckOptions.read(transform=transform, **options)
@@ -204,16 +210,15 @@ def minify(
     data: bool = True,
     **options: Any,
 ) -> MinifiedGraph:
-    """Find the smallest graph that fails as the program does, each query in a process of its own.
+    """Return the smallest graph that is found to fail as the program does; NothingToMinify if no graph of it fails.
 
-    Takes the keywords of `check` too. The best graph so far is kept in the directory `out`, and `resume` continues from
-    there. Without `isolated`, or if no other process can import the transform, queries run in this process. The
-    first query may take `timeout_s`; `queries` and `seconds` bound the whole search. Of several failures, the first
-    whose signature matches the regular expression `match` is followed. NothingToMinify is raised if no graph of the
-    program fails by itself. The level `aot` makes forward and backward graphs of AOTAutograd smaller instead of
-    dynamo's. `workers` is a pool that was started earlier, and `clean` a process that waits for the script. If `script`
-    is the path to which the caller will write it, with or without `data`, the script is already run while the last
-    queries are.
+    Takes the keywords of `check` too. Queries run in workers; without `isolated`, or if no other process can import the
+    transform, in this process. The best graph so far is kept in the directory `out`, and `resume` continues from there.
+    The first query may take `timeout_s`; `queries` and `seconds` bound the whole search. Of several failures, the first
+    whose signature matches the regular expression `match` is followed. The level `aot` makes graphs of AOTAutograd
+    smaller instead of dynamo's. `workers` is a pool that was started earlier, and `clean` a process that waits for the
+    script. No script is written; but if the caller will write it to the path `script`, with or without `data`, it
+    is run already while the last queries are.
     """
     check_options = complete(program, CheckOptions.read(**options))
     minifier = Minifier(
@@ -260,12 +265,12 @@ def diagnose(
     workers: Pool | None = None,
     **options: Any,
 ) -> Report:
-    """Check, locate, minify and write a script: the whole way from a failing program to one small file.
+    """Check; if the program fails, also locate, minify and write a script that shows it; return the report of all that.
 
-    Takes the keywords of `check` too. The directory `out` gets `report.json` and `repro.py`, with `issue` also the
-    text of an issue. The result of each step is kept if a later one fails, and `resume` continues from there. `every`
-    minifies each group of failures and not only the first. Without `data`, random numbers replace the user's in the
-    script. The limits, `level` and `workers` are as for `minify`.
+    Takes the keywords of `check` too. The directory `out` gets `report.json`, and after a failure `repro.py`, with
+    `issue` also the text of an issue. If locating or minifying fails, a note says so, and what was found before is
+    kept; `resume` continues from there. `every` minifies each group of failures and not only the first. Without `data`,
+    random numbers replace the user's in the script. The limits, `level` and `workers` are as for `minify`.
     """
     diagnosis = Diagnosis(
         program=program,
@@ -300,9 +305,9 @@ def compare(
     ignore: str | Sequence[str] = (),
     strict: str | Sequence[str] = (),
 ) -> Report:
-    """Compare two values of any structure, without running anything.
+    """Compare two values of any structure without running anything, and return the report with the verdict.
 
     With a `truth` (the same in float64) the default policy is `noise`; without one it is `close`, which means
-    torch.testing's tolerances, and the report says so.
+    torch.testing's tolerances, and a note says so. Two values without leaves are inconclusive.
     """
     return compare_values(reference, candidate, truth=truth, policy=policy, ignore=ignore, strict=strict)

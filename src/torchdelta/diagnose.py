@@ -80,11 +80,11 @@ class Diagnosis:
     minified: list[MinifiedGraph] = field(default_factory=list)
 
     def run(self) -> Report:
-        """Check, locate, minify and write the script; return the report, which is written to the directory `out` too.
+        """Check the program; only if it fails, also locate, minify and write the script; return the report.
 
-        A UsageError, EnvironmentUnfit, or any error of loading or checking the program is raised. Other errors of
-        locating and minifying become notes on the report. Workers are those of `workers`, or of a pool that ends with
-        this call.
+        The report is written to the directory `out` too, which is made. UsageError, EnvironmentUnfit, and any error of
+        loading or checking the program are raised; other errors of locating and minifying become notes on the report.
+        Workers are those of `workers`, or of a pool that ends with this call.
         """
         self.out.mkdir(parents=True, exist_ok=True)
         pool = (
@@ -101,8 +101,8 @@ class Diagnosis:
     def _run_steps(self) -> Report:
         """Check, locate and minify, and return the report; after a check that did not fail, return its report at once.
 
-        `report.json` is written after each step, and `found.json` after locating. With a report of an earlier diagnosis
-        there is no check, and a report that has culprits is not located again. At last `notes` are added to the report.
+        `report.json` is written after each step, and `found.json` after locating. If there is a report of an earlier
+        diagnosis to resume, the check is left out, and so is locating if it has culprits. At last `notes` are added.
         """
         report = self._read_earlier() or self._check()
         self._keep(report)
@@ -133,11 +133,11 @@ class Diagnosis:
         return report
 
     def _take_step(self, name: str, report: Report, step: Callable[[Report], Report]) -> Report:
-        """Call `step` with the report, write the new report to `report.json` and return it; the old one if that fails.
+        """Call `step` with the report, write the report that it returns to `report.json`, and return that.
 
-        UsageError and EnvironmentUnfit are raised. Any other error of torchdelta's becomes a note; any other exception
-        becomes a note too, and its traceback a file in the directory. `name` is the step's name in those and for
-        `progress`.
+        If the step raises UsageError or EnvironmentUnfit, so does this. After any other Exception `report` itself is
+        returned and a note is added; unless it is a TorchDeltaError, its traceback becomes a file in the directory.
+        `name` is the step's name in those and for `progress`.
         """
         self.progress(name)
         try:
@@ -160,11 +160,11 @@ class Diagnosis:
         return plain_settings(settings.changed_settings())
 
     def _check(self) -> Report:
-        """Check the program where a crash does no harm, and return the report.
+        """Check the program where a crash does no harm, if possible, and return the report.
 
-        A named program with named options is checked in a worker. Any other can only be checked here. So workers first
-        check its graphs one by one, if they can import the transform, and the report of the first graph that ends its
-        worker is returned instead. Graphs that were captured for that are kept in `subjects`.
+        A named program with named options is checked in a worker. Any other is checked in this process. But before
+        that, workers check its graphs one by one, if they can import the transform; if a graph ends its worker, the
+        report on the first such graph is returned instead. Graphs that were captured for that are kept in `subjects`.
         """
         if isinstance(self.program, str) and self.options.is_named:
             return check_isolated(
@@ -185,11 +185,11 @@ class Diagnosis:
         return self.check.run()
 
     def _locate(self, report: Report) -> Report:
-        """Search for culprits; return the report with them. It is returned unchanged unless its verdict is DIVERGED.
+        """Search for culprits, and return the report with those that were found; unchanged if it is not DIVERGED.
 
-        The report gets coverage and notes of the search too. A named program is searched in a worker, and any other in
-        this process. Graphs of dynamo that the search captures become `subjects`, if there are none yet and the level
-        to minify is `dynamo`.
+        The report gets coverage and notes of the search too. A named program with named options is searched in a
+        worker, and any other in this process. Graphs of dynamo that the search captures become `subjects`, if there are
+        none yet and the level to minify is `dynamo`.
         """
         if report.verdict is not Verdict.DIVERGED:
             return report
@@ -240,9 +240,10 @@ class Diagnosis:
     def _reproduce(self, report: Report) -> Report:
         """Minify each group of failures and write its script; return the report with the first reduction and script.
 
-        Without `does_all` only the first group is done, and a note counts them. Results are appended to `minified`, and
-        captured graphs are kept in `subjects`. NothingToMinify if no graph shows the first group; for a later one that
-        is a note.
+        A group is the culprits of one operation and stage; without culprits there is one group. Without `does_all` only
+        the first group is done, and a note counts the groups if there are several. Results are appended to `minified`,
+        and captured graphs are kept in `subjects`. NothingToMinify if no graph shows the first group; for a later one
+        that is a note.
         """
         self.report = report
         groups: Sequence[Culprit | None] = groups_of(report.culprits) or [None]
@@ -269,9 +270,9 @@ class Diagnosis:
     def _write_script(self, report: Report, small: MinifiedGraph, number: int) -> Report:
         """Write the script of one reduction, and with `with_issue` the text of an issue beside it; return the report.
 
-        For `number` 1 the report gets the reduction, and the script if there is one; for others it is returned
-        unchanged. Notes are added: those of the reduction, other failures that were seen, and whether the script could
-        not be written or did not show the failure.
+        `number` is that of the group, from 1. Only for 1 the report gets the reduction, and the script if there is one;
+        for others it is returned unchanged. Notes are added: those of the reduction, other failures that were seen, and
+        a note if the script could not be written or did not show the failure.
         """
         self.notes += small.notes
         if small.also_seen:
@@ -308,7 +309,7 @@ def _read_captured(directory: Path) -> list[CapturedGraph]:
 
 
 def with_location(report: Report, location: Location) -> Report:
-    """Return a copy of the report with the location's culprits and coverage, and with the notes of both."""
+    """Return a copy of the report with the location's culprits and coverage, and with the notes of both, each once."""
     return replace(
         report,
         culprits=location.culprits,

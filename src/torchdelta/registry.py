@@ -24,9 +24,9 @@ _MOST_NAMES = 40
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a sentence on a wrong name: up to three known names that are near it, or all of them if none is near.
+    """Return the text `did you mean …?` with up to three known names near a wrong name, or else `there are …` with all.
 
-    Of all names at most the first `_MOST_NAMES` are listed, and the others are counted.
+    At most the first `_MOST_NAMES` of all names are listed, and the others are counted.
     """
     names = list(known)
     if near := difflib.get_close_matches(name, names, n=3, cutoff=0.5):
@@ -52,8 +52,8 @@ class Registry(Generic[T]):
     def get(self, name: str) -> T:
         """Return the thing of that name; UsageError with the nearest names if there is none.
 
-        A thing of an installed package is imported when it is first asked for, and kept; EnvironmentUnfit if that
-        fails.
+        A thing of an installed package is imported when it is first asked for, and kept. EnvironmentUnfit if it cannot
+        be imported.
         """
         if name not in self:
             raise UsageError(f"unknown {self.kind} {name!r}: {nearest(name, self)}")

@@ -53,7 +53,7 @@ def class_of(tensor: torch.Tensor) -> type:
 
 
 def describe(tensor: torch.Tensor) -> str:
-    """Return layout, class and shape of a tensor in words, as in `sparse_coo tensor of shape (2, 2)`.
+    """Return layout, class and shape of a tensor in words, without its dtype: `sparse_coo tensor of shape (2, 2)`.
 
     The layout is left out if it is strided, and the shape if the tensor is nested. A parameter is called a tensor.
     """
@@ -65,7 +65,10 @@ def describe(tensor: torch.Tensor) -> str:
 
 
 def without_class(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a plain tensor of the same memory, because operators of a subclass may do anything."""
+    """Return a plain tensor of the same memory, because operators of a subclass may do anything.
+
+    A plain tensor or parameter is returned itself.
+    """
     if type(tensor) in _PLAIN:
         return tensor
     with torch._C.DisableTorchFunctionSubclass():
@@ -73,7 +76,7 @@ def without_class(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def element(tensor: torch.Tensor, index: tuple[int, ...]) -> bool | int | float | complex:
-    """Return the element of an ordinary tensor at an index, as a number of Python's own."""
+    """Return the element of an ordinary tensor at an index, one number per dimension, as a number of Python's own."""
     if tensor.dtype in _READ_BY_NUMPY and tensor.is_cpu and not tensor.is_neg():
         # numpy takes a third of the time that torch does
         array = (tensor.detach() if tensor.requires_grad else tensor).numpy()
@@ -140,7 +143,7 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def copy_hooks(tensor: torch.Tensor, duplicate: torch.Tensor, copied: Callable[[Any], Any]) -> None:
-    """Register a copy of each hook of a leaf on its duplicate; `copied` copies a hook."""
+    """Register a copy of each hook of a leaf tensor on its duplicate; `copied` takes a hook and returns its copy."""
     for hook in (tensor._backward_hooks or {}).values():
         duplicate.register_hook(copied(hook))  # type: ignore[no-untyped-call]
     for hook in (tensor._post_accumulate_grad_hooks or {}).values():
@@ -148,7 +151,10 @@ def copy_hooks(tensor: torch.Tensor, duplicate: torch.Tensor, copied: Callable[[
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
-    """Return a number that two tensors have in common exactly if they share a storage; None without memory."""
+    """Return a number that two living tensors have in common exactly if they share a storage.
+
+    None for a tensor that has no buffer of its own, such as a sparse or fake one, or an empty one without memory.
+    """
     if not has_own_buffer(tensor):
         return None
     pointer = tensor.untyped_storage().data_ptr()
@@ -156,7 +162,10 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 
 
 def _components_by_layout(tensor: torch.Tensor) -> list[Component]:
-    """Return the indices and values of a sparse tensor, coalesced if it is COO; of any other layout a dense copy."""
+    """Return (name, tensor) pairs: indices and values of a sparse tensor, or a dense copy if it is of any other layout.
+
+    A COO tensor is coalesced first. The compressed layouts have two tensors of indices.
+    """
     if tensor.layout is torch.sparse_coo:
         merged = tensor.coalesce()
         return [(".indices()", merged.indices()), (".values()", merged.values())]
@@ -167,7 +176,10 @@ def _components_by_layout(tensor: torch.Tensor) -> list[Component]:
 
 
 def _quantizer_parameters(tensor: torch.Tensor) -> list[Component]:
-    """Return the named scale and zero point of a quantized tensor; if it has channels, all of theirs and the axis."""
+    """Return (name, value) pairs of a quantized tensor: its scale and zero point, as numbers.
+
+    If it is quantized by channel, they are the tensors of all scales and zero points, and the axis.
+    """
     if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
         return [(".q_scale()", tensor.q_scale()), (".q_zero_point()", tensor.q_zero_point())]
     return [

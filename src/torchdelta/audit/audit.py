@@ -49,11 +49,12 @@ def audit(
     per_kind: int = 1,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Audit:
-    """Plant faults in a program, check each under these options, and return all outcomes.
+    """Plant one fault after the other in a named program, check it under these options, and return all outcomes.
 
-    Without `kinds`, faults of all kinds are planted; `per_kind` is the number of places that are tried for each.
-    `progress` is called with a few words before the check without a fault and before each kind. Raise UsageError if a
-    kind is unknown or `per_kind` is below 1, and ProgramError if the program cannot be exported.
+    The first check is without a fault. Without `kinds`, faults of all kinds are planted; `per_kind` is the number of
+    places that are tried for each, at most. `progress` is called with a few words before the check without a fault and
+    before each kind. Raise UsageError if a kind is unknown or `per_kind` is below 1, and ProgramError if the program
+    cannot be loaded, fails eagerly or cannot be exported.
     """
     chosen_kinds = [FAULTS.get(kind).name for kind in dict.fromkeys(kinds)] or list(FAULTS)
     if per_kind < 1:
@@ -73,8 +74,8 @@ class _Auditor:
     def run(self, kinds: Sequence[str], per_kind: int, progress: Callable[[str], None]) -> Audit:
         """Return the control's verdict, the trials of all kinds, and the kinds that have no place in the program.
 
-        At most `per_kind` places are tried for each kind, and `progress` is called before each. Raise ProgramError if
-        the program cannot be exported, because a fault is planted in an exported graph.
+        At most `per_kind` places are tried for each kind. `progress` is called before the control and before each kind.
+        Raise ProgramError if the program cannot be exported, because a fault is planted in an exported graph.
         """
         progress("without a fault")
         if failure := self._clean.failure:
@@ -103,8 +104,8 @@ class _Auditor:
         """Yield the trial of a fault of this kind at one place after the other, at `limit` places at most.
 
         The outcome is CRASHED if the faulty program fails without the transform, NO_EFFECT if it computes the same bits
-        as without the fault, and otherwise that of the check under the transform. Nothing more is yielded when the
-        program has no further place.
+        as without the fault, and otherwise follows from the verdict of the check under the transform (`_OUTCOMES`).
+        Nothing is yielded if the program has no place, and no more if it has no further one.
         """
         seed, transform = self.control.case.seed, self.control.transform
         used_nodes: list[str] = []
@@ -154,9 +155,10 @@ def _has_same_values(clean: Observation, faulty: Observation) -> bool:
 
 
 def _reason_for(report: Report) -> str:
-    """Return worst stage, path of its worst leaf, and its reason as one text; empty if all stages are equivalent.
+    """Return one line on a report's worst stage, `STAGE PATH: REASON` of its worst leaf; empty if all are equivalent.
 
-    If no leaf has the stage's verdict, the text has the reason of the stage. It is empty without stages too.
+    If no leaf has the stage's verdict, it is `STAGE: REASON` with the reason of the stage. It is empty without stages
+    too.
     """
     worst = max(report.stages, key=lambda stage: stage.verdict.severity, default=None)
     if worst is None or worst.verdict is Verdict.EQUIVALENT:

@@ -53,7 +53,7 @@ def read_sweep(
     ] = None,
     resume: Resume = False,
 ) -> dict[str, Any]:
-    """Return the options of a sweep by name, as they were typed; None for those that were not.
+    """Return the options of a sweep by name, as they were typed; None for those that were not, `resume` included.
 
     UsageError if `workers` is below 1, or if there is `resume` without `out`.
     """
@@ -75,9 +75,10 @@ def run_sweep(
 ) -> Sweep:
     """Run the sweep that was typed, and return its result; options that are None get their defaults.
 
-    `typed` is the result of `read_sweep`, and `words` that of `read_questions`. The directory `out` is made.
-    `timeout_s` and `memory_bytes` hold for each operator. `progress` gets a line with the number of operators that are
-    done. Ctrl-C ends the sweep early, with the rows so far; UsageError if the request makes no sense.
+    `typed` is the result of `read_sweep`, and `words` that of `read_questions`. The directory `out` is made if one was
+    typed. `timeout_s` (None means `TIMEOUT_S`) and `memory_bytes` hold for each operator. `progress` gets a line with
+    the number of operators that are done. Ctrl-C ends the sweep early, with the rows so far. UsageError if the request
+    makes no sense.
     """
     request = SweepRequest(
         operators=words_of(typed["opinfo"]),
@@ -109,7 +110,7 @@ def read_call(
         list[str] | None, typer.Option("--import", help="A module or file that registers the operator.")
     ] = None,
 ) -> dict[str, Any]:
-    """Return the options of one call (`args`, `inputs`, `import`) as they were typed; None for those that were not.
+    """Return the options of one call as they were typed, by name (`args`, `inputs`, `import`); None if one was not.
 
     UsageError if both `args` and `inputs` were typed.
     """
@@ -125,9 +126,10 @@ def read_questions(
     gradients: Annotated[str, typer.Option(help="auto, yes or no.")] = "auto",
     seed: Seed = 0,
 ) -> dict[str, Any]:
-    """Return the questions about an operator by name; probes and backends are tuples of names, empty by default.
+    """Return these options by name: `probes` and `backends` split at commas into tuples, the others as they were typed.
 
-    UsageError if `gradients` is not auto, yes or no. Other values are not checked here.
+    The tuples are empty by default. UsageError if `gradients` is not auto, yes or no. Other values are not checked
+    here.
     """
     if gradients not in GRADIENTS:
         raise UsageError(f"--gradients is auto, yes or no, not {gradients!r}")
@@ -198,10 +200,11 @@ def _check(
     *,
     verbose: bool,
 ) -> OpReport:
-    """Check one operator in a worker, print the worker's output and warnings or their number; return the report.
+    """Check one operator in a worker, print what the worker printed, and return the report.
 
-    `call` is the result of `read_call`, `questions` that of `read_questions`, and `limits` has the time and the memory.
-    Without `args` and `inputs` the operator is called without arguments.
+    Warnings are printed too if `verbose`, and otherwise their number. `call` is the result of `read_call`, `questions`
+    that of `read_questions`, and `limits` has `timeout_s` and `memory_bytes`. Without `args` and `inputs` the operator
+    is called without arguments.
     """
     result = check_op_isolated(
         name,

@@ -176,9 +176,9 @@ class _Reader:
         raise self._wrong(node, "it is not a number; nothing is computed here")
 
     def _named_by_torch(self, node: ast.expr, name: str) -> Any:
-        """Return the description of `torch.NAME`: a number, a dtype, a layout or a memory format.
+        """Return the description of `torch.NAME`, where NAME is a number such as inf, a dtype, or one of `_CONSTANTS`.
 
-        UsageError with the nearest names for any other name.
+        Those are layouts and memory formats. UsageError with the nearest names for any other name.
         """
         if name in _NUMBERS:
             return _plain(_NUMBERS[name])
@@ -217,9 +217,10 @@ class _Reader:
         }
 
     def _dtype_and_bounds(self, node: ast.expr) -> tuple[str, list[float] | None]:
-        """Return the full name of a tensor's dtype, and the range of its values (see `_bounds`), or None by default.
+        """Return the full name of a tensor's dtype, and the range of its values (see `_bounds`); None without a range.
 
-        UsageError if the dtype is unknown or the range makes no sense.
+        `node` is the part before the sizes: `f32`, `torch.float32` or `f32(0, 1)`. UsageError if it is not one, if the
+        dtype is unknown, or if the range makes no sense.
         """
         if isinstance(node, ast.Call):
             dtype, _ = self._dtype_and_bounds(node.func)
@@ -248,7 +249,8 @@ class _Reader:
     def _bound(self, node: ast.expr, dtype: str) -> float:
         """Return one end of a range; UsageError if it is not a finite real number, or an integer dtype cannot have it.
 
-        For an integer dtype it is an int from the dtype's least value to one above its largest, but at most 2**63 - 1.
+        For an integer dtype it has to be an int from the dtype's least value to one above its largest, but at most
+        2**63 - 1, because values are drawn as int64.
         """
         number = self._number(node)
         if isinstance(number, complex) or not math.isfinite(number):

@@ -92,9 +92,10 @@ def read_check_options(
     ] = CheckOptions.deterministic,
     anomaly: Annotated[bool, typer.Option("--anomaly", help="With autograd's anomaly mode.")] = CheckOptions.anomaly,
 ) -> CheckOptions:
-    """Return the options of a check that were typed, without the transform.
+    """Return the options of a check that were typed, without a transform, which the command adds.
 
-    `strict_casts` adds `casts` to `strict`. UsageError if an option of the transform is not `key=value`.
+    `stages`, `ignore` and `strict` are split at commas; `strict_casts` adds `casts` to `strict`. UsageError if an
+    option of the transform is not `key=value`. Other values are not checked here.
     """
     return CheckOptions.read(
         options=read_options(option),
@@ -117,10 +118,11 @@ Command = Callable[..., None]
 
 
 def taking(**readers: Callable[..., Any]) -> Callable[[Command], Command]:
-    """Return a decorator that replaces an argument of a command by the options of the reader of that name.
+    """Return a decorator that replaces an argument of a command by the parameters of a reader, which makes it of them.
 
-    The decorated command has the parameters of each reader in the argument's place, all of them keywords. When it is
-    called, each reader gets its own, and the command gets the reader's result as the argument.
+    `readers` has the reader of each argument, by the argument's name. The decorated command takes keywords only, and
+    all of them have to be passed, as typer does. When it is called, each reader gets its own, and the command gets the
+    reader's result as the argument.
     """
     shared = {name: inspect.signature(read, eval_str=True).parameters for name, read in readers.items()}
 
@@ -143,10 +145,10 @@ def taking(**readers: Callable[..., Any]) -> Callable[[Command], Command]:
 
 @contextmanager
 def running(transform: str, json_file: Path | None, *, verbose: bool) -> Iterator[Callable[[str], None]]:
-    """Surround a run with a spinner on stderr; yield a function that shows a text there behind the transform's name.
+    """Show a spinner on stderr during a run; yield a function that takes a text and shows `TRANSFORM: TEXT` there.
 
-    UsageError at once if `json_file` cannot be written. Without `verbose`, warnings are not shown, and their number is
-    printed at the end.
+    UsageError at once if `json_file` cannot be written; None is no file. Without `verbose`, warnings are not shown, and
+    their number is printed at the end.
     """
     if json_file is not None:
         require_writable(json_file)
@@ -200,9 +202,10 @@ def _scalar(text: str) -> Scalar:
 
 
 def read_bytes(text: str) -> int:
-    """Return the bytes of an amount of memory: `2GB`, `1.5 GiB`, or a number of bytes.
+    """Return an amount of memory, such as `2GB`, `1.5 GiB` or a plain number of bytes, in whole bytes.
 
-    GB and the like are powers of 1000, GiB of 1024. UsageError if it is malformed or less than a byte.
+    kB, MB, GB and TB are powers of 1000, KiB and the like of 1024, in any case of letters. UsageError if the text is
+    malformed (`2G`) or less than a byte.
     """
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.strip().lower())
     unit = _UNITS.get(match[2]) if match else None
@@ -213,9 +216,9 @@ def read_bytes(text: str) -> int:
 
 
 def read_mapping(path: Path) -> dict[str, str]:
-    """Return the node names that a file has as a JSON object: from a name in the reference to one in the candidate.
+    """Return the JSON object in a file as a dict, from names of the reference's nodes to names of the candidate's.
 
-    UsageError if the file cannot be read, is not such an object, or has a name of the reference twice.
+    UsageError if the file cannot be read, is not an object of texts, or has a name of the reference twice.
     """
     try:
         pairs = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=lambda items: _unique(items, path))
@@ -320,10 +323,10 @@ def read_limits(
     seconds: Annotated[float | None, typer.Option(help="At most so long.")] = SearchLimits.seconds,
     memory: Memory = None,
 ) -> SearchLimits:
-    """Return which failure to follow and what that may cost.
+    """Return the typed limits of a search as a record: which failure it follows, in which graphs, and at which cost.
 
-    UsageError if `timeout`, `queries` or `seconds` is not above 0, `match` is not a regular expression, `level` is
-    unknown, or `memory` is malformed.
+    `memory` is read by `read_bytes`. UsageError if `timeout`, `queries` or `seconds` is not above 0, `match` is not a
+    regular expression, `level` is unknown, or `memory` is malformed.
     """
     for name, value in (("timeout", timeout), ("queries", queries), ("seconds", seconds)):
         if value is not None and value <= 0:

@@ -48,9 +48,10 @@ def read_guard_options(
     ] = None,
     policy: Policy = Case.policy,
 ) -> dict[str, Any]:
-    """Return the keywords of a guard by name, in which `only_nodes` has become `only`, a pair of numbers or None.
+    """Return the keywords of a guard by name; `only_nodes` is called `only` there, a pair of numbers or None for all.
 
-    UsageError for a value that makes no sense, before the script begins; the policy is not checked here.
+    `budget` is called `budget_s`. UsageError for a value that makes no sense, before the script begins; the policy is
+    not checked here.
     """
     if every < 0:
         raise UsageError(f"--every is a number of calls from 0, not {every}")
@@ -123,11 +124,11 @@ def command(
 
 
 def _sum_up(compiles: GuardedCompiles, ending: ScriptEnding, *, strict: bool) -> ScriptEnding:
-    """Flush stdout, name culprits, print the summary to stderr, and return how this process has to end.
+    """Finish the guards, print their summary to stderr, and return how this process has to end.
 
-    That is the script's ending itself; or with `strict` the status 1 if the script's is 0, but a guarded graph failed
-    or a watched pass changed a result. Culprits are not looked for after Ctrl-C, and nothing is printed if stderr is
-    closed.
+    That is the script's `ending` itself; only with `strict`, if the script's status is 0 but a guarded graph failed or
+    a watched pass changed a result, it is an ending with status 1. Stdout is flushed first. Guards are not finished
+    (culprits are not looked for) after Ctrl-C, and nothing is printed if stderr is closed.
     """
     with contextlib.suppress(OSError, ValueError):  # Python itself reports a closed pipe when it exits
         if sys.stdout is not None:

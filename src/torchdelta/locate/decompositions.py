@@ -34,10 +34,11 @@ class Decompositions:
     notes: list[str] = field(default_factory=list)
 
     def __call__(self, handed: HandedGraph) -> Callable[..., Any]:
-        """Compile the graph; return a callable that runs the result, and on its first call judges decompositions too.
+        """Compile the graph; return a callable that runs the compiled graph, and in its first call judges nodes first.
 
-        They are judged on copies of that call's arguments, in a run of the original graph before the compiled one. The
-        results are added to `nodes`, `total` and `notes`; torch's random generators are as before afterwards.
+        The nodes that `table` can decompose are judged, in a run of a copy of the uncompiled graph on copies of that
+        call's arguments. The results are added to `nodes`, `total` and `notes`; torch's random generators are as before
+        afterwards.
         """
         graph = graphs.copy_graph(handed.graph)
         compiled = handed.on()
@@ -56,8 +57,9 @@ class Decompositions:
     def _judged(self, graph: GraphModule, inputs: Sequence[Any], level: str) -> Iterator[TappedNode]:
         """Run the graph node by node on `inputs`, and yield the judgement of each node that `table` can decompose.
 
-        `inputs` are the values of the placeholders, in order. Nodes that draw random numbers are skipped. `total` grows
-        by one for each node that is yielded, also if it could not be judged; `level` is stored with it.
+        `inputs` are the values of the placeholders, in order. Nodes that draw random numbers are run, but not yielded.
+        `total` grows by one for each node that is yielded, also if it could not be judged. `level` is the level of the
+        graph (`HandedGraph.level`), and is only stored in the results.
         """
         interpreter = Interpreter(graph, garbage_collect_values=False)
         feed = iter(inputs)
@@ -77,10 +79,11 @@ class Decompositions:
     def _judged_node(
         self, region: Region, decomposition: Callable[..., Any], values: Mapping[Node, Any], level: str
     ) -> TappedNode:
-        """Run a node's decomposition on copies of its inputs; return the node with the comparison to its own value.
+        """Run a node's decomposition on copies of its inputs; return the node, with the result judged by its own value.
 
         `region` is the node alone, and `values` has the value of each node so far. If the decomposition raises, a note
-        is added and the node is returned as not judged; if it returns NotImplemented, the same without a note.
+        is added and the node is returned as not judged; if it returns NotImplemented, the same without a note. `level`
+        is only stored.
         """
         node = region.result
         args, kwargs = copy_tensors(map_arg((node.args, node.kwargs), values.__getitem__))

@@ -31,13 +31,13 @@ def locate_isolated(
     graphs: Path | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Location:
-    """Search for the culprit of a named program in a worker, and return the location.
+    """Search for the culprits of a named program in a worker of `pool`, wait for it, and return the location.
 
-    `report` is that of the check, which is not run again; `options` must be named. `settings` are compiler settings
-    that the worker has during the search. If the search runs the graphs that dynamo captures, they are written into the
-    directory `graphs`; None writes none. `progress` gets the name of each part. SearchFailed if the worker died, or
-    exceeded the time or memory of `limits`. Raises what `Outcome.read` raises: a TorchDeltaError of the search itself,
-    or RuntimeError.
+    `report` is that of the check, which is not run again. `options` must have names only (`is_named`), which a worker
+    can read. `settings` are compiler settings that the worker has during the search. If the search runs the graphs that
+    dynamo captures, they are written into the directory `graphs`; None writes none. `progress` gets the name of each
+    part. SearchFailed if the worker died, or exceeded the time or memory of `limits`; a TorchDeltaError that the search
+    raises is raised here, and RuntimeError for any other exception of it.
     """
     request = {
         "program": program,

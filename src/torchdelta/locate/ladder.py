@@ -48,7 +48,7 @@ def steps_of(transform: Transform) -> Iterator[LadderStep]:
     """Yield the rungs of a transform, from the shortest part of the way to the transform itself, which is the last.
 
     A compiler has four: `dynamo`, `aot`, `decomposed` and `backend`. The transform `decompose` has two: `export` and
-    `decompose`. Every other transform is a single step, and has none.
+    `decompose`. For every other transform nothing is yielded.
     """
     if isinstance(transform, Compiler):
         yield LadderStep(CAPTURED, transform.with_backend("eager"))
@@ -61,11 +61,12 @@ def steps_of(transform: Transform) -> Iterator[LadderStep]:
 
 
 def climb(transform: Transform, known: tuple[Verdict, str], ask: Ask) -> tuple[Rung, ...]:
-    """Return the rungs of a transform in order, up to the first that fails, which is included; none for a single step.
+    """Return the rungs of a transform in order, up to the first that fails, which is included; all if none fails.
 
-    A rung fails if its verdict is DIVERGED, CRASHED or TIMED_OUT. `known` is the verdict and reason of the transform
-    itself, the last rung; `ask` runs every rung before it. The rungs `aot` and `decomposed` are left out if the backend
-    is not built on AOTAutograd, which shows when `aot` runs and no graph gets there.
+    There are none if `steps_of` has none. A rung fails if its verdict is DIVERGED, CRASHED or TIMED_OUT. `known` is the
+    verdict and reason of the transform itself, the last rung; `ask` runs every rung before it. The rungs `aot` and
+    `decomposed` are left out if the backend is not built on AOTAutograd, which shows when `aot` runs and no graph gets
+    there.
     """
     rungs = []
     has_aot = True
@@ -112,9 +113,9 @@ CAUSES = (
 def find_cause(transform: Transform, ask: Callable[[Transform], tuple[Verdict, str]]) -> tuple[Cause | None, int]:
     """Return the first of `CAUSES` whose setting makes the verdict EQUIVALENT, and its number in that list, from 1.
 
-    `ask` checks the transform with one setting changed, and returns verdict and reason. Return None and the length of
-    the list if no setting does it, or None and 0 if the transform is not inductor. A cause whose setting the transform
-    has already is not tried, but counts.
+    Each is tried alone: `ask` checks the transform with that one setting changed, and returns verdict and reason.
+    Return None and the length of the list if no setting does it, or None and 0 if the transform is not inductor. A
+    cause whose setting the transform has already is not tried, but is counted in the number.
     """
     if not isinstance(transform, Compiler) or not transform.is_inductor:
         return None, 0

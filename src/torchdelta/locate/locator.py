@@ -57,11 +57,12 @@ class Locator:
     notes: list[str] = field(default_factory=list)
 
     def run(self) -> Location:
-        """Run the check if there is no report yet, search for culprits, and return the location.
+        """Run the check if there is no report yet, search for culprits, and return the location, with or without them.
 
-        Nodes are judged in float64 if a comparison of the float64 question diverged, and otherwise natively. Each
-        culprit gets the name of the first rung that fails. The location has the notes of the report, of the search and
-        of the walk, each once. Random generators, flags and settings are as before the search.
+        Nodes are looked at even if the check passes, and a node that is wrong by itself then makes the verdict DIVERGED
+        (`_verdict`). They are judged in float64 if a comparison of the float64 question diverged, and otherwise
+        natively. Each culprit gets the name of the first rung that fails, or None. The location has the notes of the
+        report, of the search and of the walk, each once. Random generators, flags and settings are as before.
         """
         report = self.report
         if report is None:
@@ -101,10 +102,10 @@ class Locator:
         """Return the findings about nodes, and the rungs up to the first that fails; no rungs unless the check failed.
 
         If the candidate crashed or timed out, nodes are judged only for a transform that is not a compiler and has a
-        seam. If a compiler fails at `dynamo` or `aot`, the findings are only a note. If it fails at `decomposed`, each
-        decomposition is judged; otherwise each node is. If it fails at `backend`, a cause by setting is looked for,
-        too, if there is no culprit, if taps changed the result, or with `with_cause`. `walk.has_aot` is set if there
-        are rungs to climb.
+        seam; the findings of others are empty. If a compiler fails at the rung `dynamo` or `aot`, the findings are only
+        a note. If it fails at `decomposed`, each decomposition is judged. In all other cases each node is, also if the
+        check passed. If it fails at `backend`, a cause by setting is looked for too, if there is no culprit, if taps
+        changed the result, or with `with_cause`. `walk.has_aot` is set if the check failed.
         """
         transform = self.check.transform
         rungs: tuple[Rung, ...] = ()
@@ -125,10 +126,10 @@ class Locator:
         return findings, rungs
 
     def _ask_rung(self, step: LadderStep) -> tuple[Verdict, str]:
-        """Compare a rung with the eager program, and return its verdict and reason.
+        """Run a rung, compare it with the eager program, and return its verdict and reason.
 
-        If there is a `recorder`, it records the graphs of the rung `dynamo`, in as many calls as the check has
-        iterations; but not if the walk is in float64.
+        If there is a `recorder` and the walk is not in float64, the graphs of the rung `dynamo` are recorded, in as
+        many calls as the check has iterations.
         """
         recorder = self.recorder
         if recorder is None or step.name != CAPTURED or self.walk.is_lifted:
@@ -137,9 +138,10 @@ class Locator:
         return self.walk.ask(RecordedTransform(step.transform, recorder))
 
     def _by_decomposition(self, transform: Transform) -> NodeFindings:
-        """Run the graphs after AOTAutograd uncompiled; return the findings about each operator that is decomposed.
+        """Run the graphs after AOTAutograd without compiling them; return the findings about each decomposed operator.
 
-        An operator that the backend would decompose runs whole and decomposed on the same inputs.
+        An operator that the backend would decompose runs whole and decomposed on the same inputs, and the decomposition
+        is judged by the whole operator.
         """
         seam = Decompositions(judge=self.walk.judge(), table=lambda: watched.interception.decompositions)
         watched = ObservedAfterAot(transform, seam, decompose=False, compile_graphs=False)
@@ -175,9 +177,9 @@ class Locator:
 
 
 def _verdict(report: Report, findings: NodeFindings) -> Verdict:
-    """Return the check's verdict; DIVERGED if it did not fail and there is a culprit.
+    """Return DIVERGED if the check did not fail but there is a culprit, and otherwise the check's verdict.
 
-    INCONCLUSIVE otherwise, whatever the check says, if there are nodes and none of them was matched.
+    That is replaced by INCONCLUSIVE, whatever it is, if there are nodes and none of them was matched.
     """
     if findings.culprits and not report.verdict.is_failure:
         return Verdict.DIVERGED
@@ -196,9 +198,10 @@ def locate(
     cause: bool = False,
     progress: Progress = lambda _: None,
 ) -> Location:
-    """Check a program, search for the first operation that goes wrong, and return its location.
+    """Check a program, search for the operations that go wrong, and return the location; the first culprit comes first.
 
-    `torchdelta.locate` explains the parameters. UsageError if `memory_bytes` is not a whole number from 0.
+    If nothing goes wrong, the location has the check's verdict and no culprits. `torchdelta.locate` explains the
+    parameters. UsageError if `memory_bytes` is neither None nor a whole number from 0.
     """
     if memory_bytes is not None and (not isinstance(memory_bytes, int) or memory_bytes < 0):
         raise UsageError(f"memory_bytes is a number of bytes, not {memory_bytes!r}")

@@ -38,11 +38,11 @@ def measure_sensitivity(
     options: CheckOptions,
     progress: Progress = lambda _: None,
 ) -> Sensitivity:
-    """Quantize each module alone that the quantizer would quantize, and return the effect on every output.
+    """Quantize each module alone that the quantizer would quantize, and all at once; return the effects on all outputs.
 
     Only the stage `forward` runs, and stages and policy of `options` mean nothing here. The module that loses most is
-    first. UsageError if the transform is not a quantizer; ProgramError if the program fails eagerly, or the quantizer
-    on all of it. `torchdelta.sensitivity` explains more.
+    first. UsageError if the transform is not a quantizer; ProgramError if the program fails eagerly, or if the
+    quantizer fails on the whole program; SideFailed if the quantized whole fails when run.
     """
     check = prepare(program, args, kwargs, options=replace(options, stages=("forward",)), progress=progress)
     if not isinstance(check.transform, Quantize):
@@ -108,10 +108,10 @@ class _OneByOne:
             raise ProgramError(f"{name} fails on {self.check.case.program} as a whole: {_words(error)}") from error
 
     def _quantize_one(self, graph: GraphModule, side: Side, path: str, ops: tuple[str, ...]) -> LayerEffect:
-        """Quantize the module at `path` alone, without its submodules; return its effect, or why that is not known.
+        """Quantize the module at `path` alone, without its submodules; return its effects, or why they are not known.
 
-        The reason is the exception of the quantizer or of the run, or that nothing was quantized; no exception is
-        raised. `ops` are only stored in the result.
+        The reason is the exception of the quantizer or of the run, or that nothing was quantized; no Exception is
+        raised. `graph` is not changed, `side` has the inputs to calibrate on, and `ops` are only stored in the result.
         """
         try:
             quantized = quantize(graph, side, self.transform.quantizer_factory, only=path, is_inside=_is_directly_in)
@@ -126,9 +126,9 @@ class _OneByOne:
     def _effects(self, graph: GraphModule) -> tuple[Effect, ...]:
         """Run a quantized graph on copies of the inputs, and return the measurement of each tensor that it returns.
 
-        Tensors are measured against the reference's. An output that is not of a float dtype, or became another shape or
-        not a tensor, is left out with a note; a reference that is not a tensor is left out without. SideFailed if the
-        graph raises.
+        Each is measured against the reference's tensor. A tensor of the reference that is of integers or bools, or for
+        which the graph returns another shape or no tensor, is left out with a note; an output of the reference that is
+        not a tensor is left out without one. SideFailed if the graph raises.
         """
         baseline = self.check.baseline
         fresh = Side.copied_from(baseline.program, with_callable=False)
@@ -148,9 +148,9 @@ class _OneByOne:
 
 
 def _readers(graph: GraphModule) -> dict[str, tuple[str, ...]]:
-    """Return the names of the operations that read a dequantized value, each once, by the path of their module.
+    """Return, by the path of each module, the names of its operations that read a dequantized value, each name once.
 
-    The output node does not count.
+    Modules without such operations are left out; the output node does not count.
     """
     readers: dict[str, dict[str, None]] = {}
     for node in handled_nodes(graph):

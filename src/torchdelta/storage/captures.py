@@ -116,8 +116,9 @@ class Capture:
     def _load(self, leaves: Leaves) -> Leaves:
         """Return the leaves with a tensor, read from its file, in the place of each `StoredTensor`.
 
-        Leaves that were views of one storage share it again. If nothing is stored in a file, `leaves` itself is
-        returned. Raise ReportUnreadable, with the name of the file, if a tensor cannot be read.
+        Files are read anew in each call. Leaves of one call that were views of one storage share it again. `leaves`
+        itself is returned if no leaf is in a file, or the capture has no directory. Raise ReportUnreadable, with the
+        path of the file, if a tensor cannot be read, and EnvironmentUnfit if this machine lacks its device.
         """
         rows: dict[int, list[int]] = {}
         for leaf in leaves.values():
@@ -168,11 +169,11 @@ class CaptureWriter:
         return self._waiting_bytes >= GROUP_BYTES
 
     def flush(self) -> None:
-        """Write the tensors that wait to one new file, and put a `StoredTensor` in the place of each in its leaves.
+        """Write the tensors that `add` planned to one new file; in their leaves, put a `StoredTensor` in their place.
 
-        Afterwards none waits, and `files` has the table of the new file. A place that holds something else by now is
-        left as it is, and a tensor that no file can hold becomes an `Unreadable`. No file is written if no tensor
-        remains. Raise UsageError if the file cannot be written.
+        Afterwards no tensor waits, and the table of the new file is appended to `files`. A place that does not hold a
+        tensor by now is left as it is, and a tensor that no file can hold becomes an `Unreadable`. If no tensor
+        remains, no file is written. Raise UsageError if the file cannot be written.
         """
         group = TensorWriter()
         rows: list[tuple[Leaves, str, int]] = []
@@ -212,7 +213,7 @@ class CaptureWriter:
 def read_capture(path: str | os.PathLike[str]) -> Capture:
     """Return the capture in a directory; its tensors are read when they are needed.
 
-    Raise ReportUnreadable if there is no finished capture, or if its JSON is damaged or of another version.
+    Raise ReportUnreadable if the directory has no `capture.json`, or if that is damaged or of another version.
     """
     directory = Path(path)
     file = directory / _MANIFEST
@@ -256,10 +257,10 @@ def _name_file(directory: Path, number: int) -> Path:
 
 
 def _prepare(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as it is written: on the CPU, negated if that was pending, and without a much larger storage.
+    """Return a tensor as it is written: on the CPU, a lazy negation carried out, and without a much larger storage.
 
-    It is copied if its storage is more than twice as large as itself: reading a view reads its storage, so a small view
-    of a large storage would make files large and reading slow. A tensor that needs none of this is returned itself.
+    It is copied if its storage is more than twice as large as itself, because a small view of a large storage would
+    make files large and reading slow. A tensor that needs none of this is returned itself; a lazy conjugate stays one.
     """
     plain = tensor.resolve_neg().cpu()
     is_small_part = 2 * plain.numel() * plain.itemsize < plain.untyped_storage().nbytes()

@@ -63,8 +63,8 @@ class ModuleWriter:
         """Return the row of a module; first add the modules inside of it to the table, and its tensors to the file.
 
         The row refers to both by number. Of a graph, the attributes that its nodes read are remembered before, and the
-        guards that export adds are left out. Raise UsageError if the module has hooks, attributes that are not data, or
-        nodes that cannot be written; `path` is its place, for the message.
+        guards that export adds are left out. Raise UsageError if the module has hooks, or if its class, a tensor, an
+        attribute or a node cannot be written. `path` is its place for the message, empty for the outermost graph.
         """
         where = path or "the graph"
         _refuse_hooks(module, where)
@@ -118,7 +118,7 @@ class ModuleWriter:
         """Return the encoded attributes of a module by name, without those that torch keeps in every module.
 
         Of a graph, only those are returned that a node of a graph reads. Tensors among them are added to the file.
-        Raise Unwritable if an attribute is not data.
+        Raise Unwritable if an attribute is neither plain data nor something that `_refer` refers to.
         """
         own = {name: value for name, value in vars(module).items() if name not in _MACHINERY}
         if isinstance(module, GraphModule):
@@ -130,10 +130,11 @@ class ModuleWriter:
         return None if value is None else self._tensors.add(value)
 
     def _refer(self, value: Any) -> dict[str, Any] | None:
-        """Return the reference to a tensor, a weak reference to one, or a callable; None if the value is none of these.
+        """Return the reference that stands for a tensor, a weak reference to a tensor, or a callable; else None.
 
-        A tensor is added to the file. Raise Unwritable if it cannot be written, or if another process could not find
-        the callable.
+        A tensor is added to the file. A member of an enumeration and the structure of a pytree count as callables here,
+        as in `refer_to_callable`. Raise Unwritable if a tensor cannot be written, or if another process could not find
+        the callable or class.
         """
         if isinstance(value, torch.Tensor):
             return {"tensor": self._tensors.add(value)}
@@ -169,9 +170,9 @@ def _read_module(
 ) -> torch.nn.Module:
     """Return the module of a row, with its children, tensors and attributes, and the nodes if it is a graph.
 
-    `modules` are those of the rows before it and `tensors` those of the file: the row refers to both by number. Raise
-    ReportUnreadable if the row is damaged, or has an attribute of torch's own; `where` is the place that the message
-    names.
+    `modules` are those of the rows before it and `tensors` those of the file: the row refers to both by number. `find`
+    and `builder` are those of `read_nodes`. Raise ReportUnreadable if the row is damaged, or has an attribute of
+    torch's own; `where` is the place that the message names.
     """
     if not isinstance(record, dict):
         raise ReportUnreadable(f"{where}: {reprlib.repr(record)} is not a module")
@@ -207,8 +208,8 @@ def _read_module(
 def _create_empty(record: Mapping[str, Any], where: str, find: Find) -> torch.nn.Module:
     """Return an instance of a row's class with only what torch keeps in every module; no constructor of the class runs.
 
-    A row with nodes becomes an empty `GraphModule` of the row's name. Raise ReportUnreadable if that is not a name, or
-    if the class of another row is not one of modules.
+    A row with nodes becomes a `GraphModule` without nodes, whose class has the row's name. Raise ReportUnreadable if
+    that name is not printable text, or if the class of a row without nodes is not a class of modules.
     """
     if "nodes" in record:
         name = record.get("name")
@@ -226,9 +227,10 @@ def _create_empty(record: Mapping[str, Any], where: str, find: Find) -> torch.nn
 def _read_graph(
     module: GraphModule, record: Mapping[str, Any], where: str, find: Find, builder: descriptions.ValueBuilder
 ) -> None:
-    """Give a graph module the nodes, calling convention and `meta` of its row, and let torch generate its code.
+    """Give an empty graph module the nodes, calling convention and `meta` of its row; torch then generates its code.
 
-    Raise ReportUnreadable if one of them is damaged, if a node reads or calls an attribute that no module has, or if
+    The module has its children and attributes already. `find` and `builder` are those of `read_nodes`. Raise
+    ReportUnreadable if a part of the row is damaged, if a node reads or calls an attribute that no module has, or if
     torch cannot generate code for the nodes.
     """
     graph = read_nodes(record["nodes"], f"{where}.nodes", find, builder)
@@ -253,10 +255,10 @@ def _read_graph(
 
 
 def _find_attributes(module: GraphModule, graph: Graph | None = None) -> Iterator[tuple[Any, str]]:
-    """Yield each attribute that a graph's nodes read or call, as (the module that it belongs to, name).
+    """Yield (owner, name) for each node that reads an attribute or calls a module: the module that has it, its name.
 
-    The nodes are those of `graph`, or the module's own if it is None. The first value is None if no module is at the
-    path.
+    The nodes are those of `graph`, or the module's own if it is None; their paths start at `module`. The owner is None
+    if there is no module at the path. An attribute that several nodes read comes several times.
     """
     for node in (graph or module.graph).nodes:
         if node.op in ("get_attr", "call_module"):
@@ -287,7 +289,7 @@ def _pick(table: Sequence[Any], index: Any, where: str) -> Any:
 
 
 def _refuse_hooks(module: torch.nn.Module, where: str) -> None:
-    """Raise UsageError if a module has hooks; those that export adds to a graph module are accepted."""
+    """Raise UsageError if a module itself has hooks; those that export adds to a graph module are accepted."""
     for name in _HOOKS:
         hooks = (vars(module)[name] or {}).values()
         foreign = [hook for hook in hooks if not (isinstance(module, GraphModule) and _is_of_export(hook))]
@@ -303,7 +305,7 @@ def _is_of_export(value: Any) -> bool:
 
 
 def _is_guard(node: Node) -> bool:
-    """Tell whether a node calls the input checks that export adds, and nothing reads its result."""
+    """Tell whether a node calls the input checks that export adds to a graph (`_guards_fn`), and nothing reads it."""
     owner = node.graph.owning_module
     return (
         node.op == "call_module"

@@ -38,8 +38,8 @@ Find = Callable[[str, str], Any]
 def write_nodes(graph: Graph, where: str, is_left_out: Callable[[Node], bool]) -> list[dict[str, Any]]:
     """Return a record of each node of a graph, in order, except those for which `is_left_out` is true.
 
-    `where` is put in front of a node's name in messages. Raise UsageError if a node cannot be written, or reads one
-    that was left out or comes later.
+    `where` is put in front of a node's name in messages. Raise UsageError if a node cannot be written, or if it reads a
+    node that was left out or that comes later.
     """
     written: set[Node] = set()
     records = []
@@ -69,8 +69,8 @@ def read_nodes(records: Any, where: str, find: Find, builder: descriptions.Value
 def refer_to_callable(value: Any) -> dict[str, Any] | None:
     """Return the reference to a callable, a member of an enumeration or a pytree's structure; None for other values.
 
-    The reference is a dict of one entry, `target`, `enum` or `tree`. Devices, modules and tensors count as other
-    values. Raise Unwritable if another process could not find the callable or class.
+    The reference is a dict of one entry with the key `target`, `enum` or `tree`. Devices, modules and tensors count as
+    other values, although they can be called. Raise Unwritable if another process could not find the callable or class.
     """
     if descriptions.is_tree_spec(value):
         return {"tree": descriptions.describe_tree(value, lambda context: encode_value(context, refer_to_callable))}
@@ -108,10 +108,10 @@ def make_fetch(find: Find) -> Fetch:
 
 
 def _read_member(data: Any, where: str, find: Find) -> Any:
-    """Return the member of an enumeration that `data`, [name of the class, name of the member], refers to.
+    """Return the member of an enumeration that `data`, a list [name of the class, name of the member], refers to.
 
-    Raise ReportUnreadable if there is none, or if the class is not an enumeration; `where` is the place for the
-    message.
+    `find` returns the class by its name. Raise ReportUnreadable if `data` is not such a list, the class is not an
+    enumeration, or it has no such member; `where` is the place for the message.
     """
     if not isinstance(data, list) or len(data) != 2 or not all(isinstance(part, str) for part in data):
         raise ReportUnreadable(f"{where}: {reprlib.repr(data)} is not a member of an enumeration")
@@ -210,8 +210,10 @@ def _read_node(graph: Graph, record: dict[str, Any], where: str, nodes: Mapping[
 def _refuse_strange_names(op: str, target: str, kwargs: Mapping[str, Any], where: str) -> None:
     """Raise ReportUnreadable if a target or keyword could be more than a name in the code that torch generates.
 
-    Keywords, methods and placeholders have to be identifiers. The path of an attribute or module may have any printable
-    characters but quotes and backslashes. The target of a function is not looked at, because it is never code.
+    Keywords and the target of an output have to be identifiers and no keywords of Python; so has a placeholder, behind
+    its asterisks, and each part of a method's name between dots. The path of an attribute or module may have any
+    printable characters but double quotes and backslashes, and no empty part. The target of a function is not looked
+    at, because it is never code.
     """
     parts = [target.lstrip("*")] if op == "placeholder" else target.split(".")
     if op in ("get_attr", "call_module"):
@@ -226,9 +228,10 @@ def _refuse_strange_names(op: str, target: str, kwargs: Mapping[str, Any], where
 
 
 def _write_annotation(annotation: Any) -> str | None:
-    """Return the name of an annotation that is a class of torch's or Python's own; None for any other.
+    """Return the name of an annotation if it is a class that every reader may look up; None for any other annotation.
 
-    Others are left out because an annotation computes nothing.
+    Those are classes of torch, and of some of Python's own modules. Others are left out, because an annotation computes
+    nothing.
     """
     try:
         name = targets.name_target(annotation) if isinstance(annotation, type) else None
@@ -244,10 +247,10 @@ def _read_annotation(data: Any, where: str, find: Find) -> Any:
 
 
 def _write_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the encoded entries of a node's `meta` that have a meaning in another process; others are left out.
+    """Return the entries of a node's `meta`, encoded by key; those that cannot be written are left out without a word.
 
-    Traced values are described without their elements, and classes in module stacks are given by name. Of `custom`,
-    only the entries that are plain data are kept.
+    Traced values are described without their elements, and classes in module stacks are given by name. Of the dict
+    `custom`, only the entries that are plain data are kept. All else is plain data or a member of an enumeration.
     """
     entries: dict[str, Any] = {}
     for key, value in meta.items():

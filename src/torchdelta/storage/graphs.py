@@ -48,7 +48,7 @@ _FORMAT = FileFormat(kind="graph", version=1, remedy="write the graph again")
 
 
 def write_graph(graph_module: GraphModule, path: str | os.PathLike[str]) -> None:
-    """Write a graph with its tensors and handles: JSON to the path, tensors to `<path>.safetensors`.
+    """Write a graph with its tensors and handles: JSON to the path, and the tensors to `<path>.safetensors` beside it.
 
     Raise UsageError if it is not a graph or something in it cannot be written; then no file is touched. Raise it too if
     a file cannot be written.
@@ -90,7 +90,8 @@ def read_graph(path: str | os.PathLike[str], *, allow: Iterable[str] = ()) -> Gr
 def modules_named(graph_module: GraphModule) -> list[str]:
     """Return the sorted names of the Python modules that a graph's functions and module classes are in.
 
-    Nested graphs count too; operators are in no module. A reader elsewhere has to allow those that are not torch's own.
+    Nested graphs count too; operators are in no module. A function without a name that a file could hold is left out.
+    `read_graph` has to be told to allow those that are not torch's or Python's own.
     """
     inner = list(graph_module.modules())
     nodes = (node for module in inner if isinstance(module, GraphModule) for node in module.graph.nodes)
@@ -144,7 +145,7 @@ def read_values(path: str | os.PathLike[str], *, allow: Iterable[str] = ()) -> A
 
 
 def require_writable(value: Any) -> None:
-    """Raise Unwritable if `write_values` could not write a value; write nothing."""
+    """Raise Unwritable if `write_values` could not write a value, a tensor or plain data; write nothing to a file."""
 
     def refer(inner: Any) -> dict[str, Any] | None:
         if not isinstance(inner, torch.Tensor):
@@ -156,9 +157,10 @@ def require_writable(value: Any) -> None:
 
 
 def _graph_returning(values: Any) -> GraphModule:
-    """Return a graph without inputs that returns the values, with their tensors themselves as its attributes.
+    """Return a graph without inputs that returns the values; their tensors themselves become its attributes.
 
-    Tensors in tuples, lists and dicts are found; any other value, such as a named tuple, stays as it is.
+    Tensors are found in tuples, lists and dicts, nested too. Any other value, such as a named tuple with tensors in it,
+    becomes an argument of the output node as it is.
     """
     graph, root = Graph(), torch.nn.Module()
     numbers = itertools.count()

@@ -76,7 +76,7 @@ class TensorWriter:
     def add(self, tensor: torch.Tensor) -> int:
         """Return the number of the row that a tensor will have; the same tensor always has the same row.
 
-        Raise Unwritable if no file can hold it. The tensor is not copied, and its bytes are read by `write`.
+        Raise Unwritable if no file can hold it. The tensor is not copied: `write` writes the values that it has then.
         """
         if id(tensor) not in self._rows:
             refuse_special(tensor)
@@ -85,9 +85,9 @@ class TensorWriter:
         return self._rows[id(tensor)]
 
     def write(self, path: Path) -> TensorTable:
-        """Write the bytes of every tensor to a file, in one step, and return the table that describes the tensors.
+        """Write the bytes of every added tensor to a file, and return the table that describes the tensors.
 
-        Raise UsageError if the file cannot be written.
+        A file of that path is replaced in one step. Raise UsageError if it cannot be written.
         """
         table, contents = self._describe()
         try:
@@ -99,7 +99,8 @@ class TensorWriter:
     def _describe(self) -> tuple[TensorTable, dict[str, torch.Tensor]]:
         """Return the table, and the bytes of each storage by its name in the file, which is the number of its row.
 
-        A storage has only the bytes that its tensors can reach. One on the meta device has a row and no bytes.
+        Of a storage only the bytes from the first to the last that its tensors can reach are taken. A storage on the
+        meta device has a row, and no bytes.
         """
         members_by_storage: dict[Any, list[int]] = {}
         for index, tensor in enumerate(self._tensors):
@@ -129,8 +130,9 @@ class TensorWriter:
 def read_tensors(path: Path, table: TensorTable, rows: Iterable[int] | None = None) -> list[torch.Tensor]:
     """Return the tensors of a file: all, or those of `rows` in that order; only the storages that they need are read.
 
-    Tensors of one storage share it. Raise ReportUnreadable if the file does not hold them or their bytes were changed,
-    and EnvironmentUnfit if this machine lacks a device.
+    Each call makes new storages, and tensors of one storage share it. `table` describes the tensors of the file. Raise
+    ReportUnreadable if the file does not hold them or their bytes were changed, and EnvironmentUnfit if this machine
+    lacks a device.
     """
     indices = range(len(table.tensors)) if rows is None else list(rows)
     needed = {table.tensors[index].storage for index in indices}
@@ -150,8 +152,8 @@ def read_tensors(path: Path, table: TensorTable, rows: Iterable[int] | None = No
 def refuse_special(tensor: torch.Tensor) -> None:
     """Raise Unwritable if a tensor is more than a view of a storage.
 
-    That is so if it is of a subclass other than a parameter, sparse or nested, quantized, computed under autograd, or a
-    view that is negated lazily. A lazy conjugate is accepted.
+    That is so if its class is neither `Tensor` nor `Parameter`, if it is sparse or of another layout that is not
+    strided, nested, quantized, computed under autograd (not a leaf), or negated lazily. A lazy conjugate is accepted.
     """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise Unwritable(f"a tensor is of class {type(tensor).__qualname__}, and only plain tensors can be kept")
@@ -166,7 +168,10 @@ def refuse_special(tensor: torch.Tensor) -> None:
 
 
 def _find_reach(members: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """Return the first byte that any view of a storage can touch, rounded down, and the byte after the last."""
+    """Return the first byte that any of these views of one storage can touch, and the byte after the last.
+
+    The first is rounded down to a multiple of `_ALIGNMENT`. Both are 0 if all views are empty.
+    """
     spans = [_find_span(tensor) for tensor in members if tensor.numel()]
     if not spans:
         return 0, 0
@@ -233,7 +238,7 @@ def _build_tensor(where: str, row: TensorRow, memory: dict[int, torch.UntypedSto
     """Return the tensor of a row, a leaf that views its storage in `memory` (storages by number) without a copy.
 
     It is a parameter or a lazy conjugate if the row says so. Raise ReportUnreadable, with the place `where`, if there
-    is no such storage or dtype, or if the tensor does not fit into the storage.
+    is no such storage or dtype, if a number is negative, or if the tensor does not fit into the storage.
     """
     try:
         if row.offset < 0 or min((*row.shape, *row.stride), default=0) < 0:

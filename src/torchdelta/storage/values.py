@@ -59,7 +59,8 @@ def encode_value(value: Any, refer: Refer = refer_to_nothing) -> Any:
     """Return a value as JSON's own types; raise Unwritable if it, or a value inside it, has no encoding.
 
     `refer` is asked about every value but None and plain booleans, integers, floats and texts; a reference that it
-    returns stands for the value. A named tuple has no encoding; a subclass of list or dict is encoded as a plain one.
+    returns stands for the value. The default makes no references. Sets, bytes, named tuples and most other objects have
+    no encoding; a subclass of tuple (but a named one), list or dict is encoded as a plain one.
     """
     if value is None or type(value) in (bool, int):
         return value
@@ -84,9 +85,10 @@ def encode_value(value: Any, refer: Refer = refer_to_nothing) -> Any:
 
 
 def decode_value(data: Any, where: str, fetch: Fetch = fetch_nothing) -> Any:
-    """Return the value that `encode_value` was given; `fetch` returns the value of a reference.
+    """Return the value that `encode_value` encoded as `data`; raise ReportUnreadable if `data` encodes no value.
 
-    Raise ReportUnreadable if `data` encodes no value; `where` is the place that the message names.
+    `fetch` is called for each object with an unknown tag, which is a reference, and returns its value; the default
+    refuses all references. `where` is the place that messages name.
     """
     if data is None or isinstance(data, (bool, int, float)):
         return data

@@ -28,7 +28,7 @@ _CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
 
 
 def _drop_residual(node: Node) -> None:
-    """Replace a sum by the operand that was computed last."""
+    """Replace a sum in the graph by a copy of the operand that was computed last."""
     order = {each: index for index, each in enumerate(node.graph.nodes)}
     # the residual is the operand that was computed first, in whatever order the sum is written
     branch = max(node.all_input_nodes, key=order.__getitem__)
@@ -46,7 +46,7 @@ def _replace_by_operand(node: Node, operand: Node) -> None:
 
 
 def _has_bias(node: Node) -> bool:
-    """Tell whether the node is a linear, convolution or addmm with a bias."""
+    """Tell whether the node is a linear or convolution with a bias, or an addmm whose beta is not 0."""
     if is_call(node, aten.addmm.default):
         return bool(arguments(node)["beta"])
     return is_call(node, *_BIASED) and arguments(node)["bias"] is not None
@@ -61,9 +61,9 @@ def _drop_bias(node: Node) -> None:
 
 
 def _is_swappable(node: Node) -> bool:
-    """Tell whether the node is a linear or addmm with a square weight, or a product of square matrices of one shape.
+    """Tell whether the node is a linear or addmm with a square weight, or a matmul or bmm of square matrices.
 
-    The product is a matmul or bmm. It is False if a shape is not known.
+    The two operands of a matmul or bmm have to be of one shape. It is False if a shape is not known.
     """
     if is_call(node, *_WEIGHT):
         weight = tensor_of(node.args[_WEIGHT[node.target]])
@@ -77,7 +77,7 @@ def _is_swappable(node: Node) -> bool:
 
 
 def _swap_operands(node: Node) -> None:
-    """Transpose the weight of a linear or addmm, or swap the two operands of a matmul or bmm, in the graph itself."""
+    """Change the graph: transpose the weight of a linear or addmm, or swap the two operands of a matmul or bmm."""
     if is_call(node, *_WEIGHT):
         add_before(node, _WEIGHT[node.target], aten.t.default)
     else:

@@ -25,7 +25,7 @@ def attention_one_ahead(
     is_causal: bool = True,  # noqa: ARG001 — that is the fault
     **options: Any,
 ) -> torch.Tensor:
-    """Return causal attention in which every query sees one key too many: the next one.
+    """Return causal attention in which every query sees one key too many: the first after its own place.
 
     `attn_mask` and `is_causal` are ignored. `options` are the other keyword arguments of the operator, such as `scale`.
     """
@@ -88,7 +88,7 @@ def _has_another_dimension(node: Node) -> bool:
 
 
 def _mistake_dimension(node: Node) -> None:
-    """Let a softmax run over the last dimension but one, or over the last if it ran over that one."""
+    """Let a softmax run over the last dimension but one; if it does so already, over the last."""
     tensor = tensor_of(node)
     assert tensor is not None
     is_last_but_one = arguments(node)["dim"] % tensor.dim() == tensor.dim() - 2

@@ -70,7 +70,10 @@ def eligible_nodes(fault: Fault, graph: Graph) -> list[Node]:
 
 
 def _live_nodes(graph: Graph) -> set[Node]:
-    """Return the nodes that an output or a change of state depends on, the output node and those changes included."""
+    """Return the nodes that an output or a change of state depends on, the output node and those changes included.
+
+    Drawing random numbers alone is not a change of state. An input belongs to them only if one of them reads it.
+    """
     waiting = [node for node in graph.nodes if node.op != "placeholder" and node.is_impure(impure_random=False)]
     live: set[Node] = set()
     while waiting:
@@ -100,8 +103,8 @@ def _path_in_program(path: str, names: Mapping[str, str]) -> str:
     """Return the path of a module in the program, given its path in the exported graph.
 
     Export may have wrapped the program, which adds a first name to the path; it is replaced by the program's own name
-    for that module. `names` maps names of state in the graph to those in the program. A path is returned unchanged if
-    no state there begins with its first name.
+    for that module, or dropped if that is empty. `names` maps names of state in the graph to those in the program. The
+    path is returned unchanged if no name of state in the graph begins with the path's first name.
     """
     head, _, rest = path.partition(".")
     for own, original in names.items():
@@ -120,9 +123,9 @@ def is_call(value: object, *operators: Any) -> TypeGuard[Node]:
 
 
 def tensor_of(value: object) -> torch.Tensor | None:
-    """Return the tensor of a node, real or fake, from its metadata or the attribute that it reads.
+    """Return the tensor that a node computes, often a fake one, from its metadata or the attribute that it reads.
 
-    Return None if the value is not a node, or if the node has no tensor there.
+    Return None if the value is not a node, or if no tensor is known for it.
     """
     if not isinstance(value, Node):
         return None
@@ -144,7 +147,10 @@ def is_floating(value: object) -> bool:
 
 
 def is_arithmetic(node: Node) -> bool:
-    """Tell whether the node computes a floating-point tensor of at least two elements."""
+    """Tell whether the node calls an operator that computes a floating-point tensor of at least two elements.
+
+    Operators that only pass values on or make constants do not count.
+    """
     tensor = tensor_of(node)
     packet = getattr(node.target, "overloadpacket", None)
     is_computed = node.op == "call_function" and packet is not None and packet not in _WITHOUT_ARITHMETIC
@@ -152,10 +158,10 @@ def is_arithmetic(node: Node) -> bool:
 
 
 def is_sum_of_two(node: Node) -> bool:
-    """Tell whether the node adds two different floating-point tensors, as a residual connection does.
+    """Tell whether the node adds the floating-point tensors of two different nodes, as a residual connection does.
 
-    They have the same shape, of two dimensions or more, and the same dtype. A sum with keyword arguments (alpha) does
-    not count.
+    They have the same shape, of two dimensions or more, and the same dtype. The sum may be in place. A sum with keyword
+    arguments (alpha) does not count.
     """
     if not is_call(node, aten.add.Tensor, aten.add_.Tensor) or node.kwargs:
         return False
@@ -174,9 +180,9 @@ def is_sum_of_two(node: Node) -> bool:
 
 
 def replace_call(functions: Mapping[Any, Callable[..., Any]]) -> Callable[[Node], None]:
-    """Return a `Fault.plant` that lets a node call another function with the same arguments.
+    """Return a function for `Fault.plant`, which lets a node call another function with the same arguments.
 
-    `functions` maps operators to replacements; the node's operator has to be among them.
+    `functions` maps operators to replacements; KeyError in that function if the node's operator is not among them.
     """
 
     def plant(node: Node) -> None:
@@ -186,10 +192,10 @@ def replace_call(functions: Mapping[Any, Callable[..., Any]]) -> Callable[[Node]
 
 
 def add_after(node: Node, *calls: tuple[Any, ...]) -> None:
-    """Add calls after a node, one after the other, so that its readers read the last of them.
+    """Add calls after a node, one after the other; all readers of the node read the last call instead.
 
-    Each call is an operator and its arguments; the first argument is left out, because it is the call before, or the
-    node for the first call.
+    Each call is a tuple of an operator and its further arguments. Its first argument is not in the tuple: it is the
+    node for the first call, and for every other the call before it.
     """
     readers = list(node.users)
     last = node
@@ -220,7 +226,8 @@ def _new_call(origin: Node, operator: Any, *arguments: Any) -> Node:
 def result_fault(name: str, summary: str, *calls: tuple[Any, ...], without: torch.dtype | None = None) -> Fault:
     """Return a fault that adds calls after any operation with a floating-point result of two elements or more.
 
-    The calls are those of `add_after`. Results of dtype `without` are not eligible.
+    The calls are those of `add_after`. Eligible are the nodes of `has_result`, so not those with a result of dtype
+    `without`, nor operators that only pass values on or make constants.
     """
     return Fault(
         name=name,
@@ -238,9 +245,10 @@ def needs_result(without: torch.dtype | None = None) -> str:
 
 
 def has_result(without: torch.dtype | None = None) -> Callable[[Node], bool]:
-    """Return a `Fault.is_eligible`: the node computes a floating-point tensor of two elements or more.
+    """Return a function of a node that tells whether it computes a floating-point tensor of two elements or more.
 
-    A result of dtype `without` does not count, and neither do operators that only pass values on or make constants.
+    It is for `Fault.is_eligible`. A result of dtype `without` does not count (None excludes none), and neither do
+    operators that only pass values on or make constants.
     """
 
     def is_eligible(node: Node) -> bool:

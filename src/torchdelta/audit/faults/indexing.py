@@ -38,7 +38,7 @@ def slice_one_earlier(
 
 
 def with_stale_tail(x: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with its last element overwritten by the one before."""
+    """Return a copy of a tensor of two elements or more whose last element has the value of the one before."""
     flat = x.reshape(-1)
     return torch.cat((flat[:-1], flat[-2:-1])).reshape(x.shape)
 
@@ -59,7 +59,7 @@ def _is_part_of_tensor(node: Node) -> bool:
 def _shift_part(node: Node) -> None:
     """Change a slice in the graph to begin and end one element earlier, or an index to the next one.
 
-    Before the first element comes the last one. The last index becomes the one before it.
+    For a slice, the last element comes before the first. The last index, which has no next one, becomes the one before.
     """
     if is_call(node, aten.slice.Tensor):
         node.target = slice_one_earlier
@@ -93,14 +93,14 @@ def _reshape_instead(node: Node) -> None:
 
 
 def _is_integer_count(node: Node) -> bool:
-    """Tell whether the node computes integers by arange, cumsum or floor division."""
+    """Tell whether the node computes integers, in two dimensions at most, by arange, cumsum or floor division."""
     tensor = tensor_of(node)
     is_counting = is_call(node, *_ARANGES, aten.floor_divide.default, aten.cumsum.default)
     return is_counting and tensor is not None and not tensor.is_floating_point() and tensor.dim() <= 2
 
 
 def _miscount(node: Node) -> None:
-    """Subtract 1 from every count, but not below 0, or add 1 to the dividend of a floor division."""
+    """Change the graph: add 1 to the dividend of a floor division; subtract 1 from other counts, but not below 0."""
     if is_call(node, aten.floor_divide.default):
         add_before(node, 0, aten.add.Tensor, 1)
     else:
@@ -109,7 +109,7 @@ def _miscount(node: Node) -> None:
 
 
 def _mistake_padding(node: Node) -> None:
-    """Remove the padding index of an embedding, or add one if it has none."""
+    """Remove the padding index of an embedding; if it has none, set it to 3, or to the last row of a smaller table."""
     table = tensor_of(node.args[0])
     assert table is not None
     has_padding = arguments(node)["padding_idx"] >= 0
@@ -121,7 +121,7 @@ def _is_padded(node: Node) -> bool:
 
 
 def _pad_at_the_end(node: Node) -> None:
-    """Move all padding of a convolution behind the values."""
+    """Move all padding of a convolution behind the values: a new node pads its input, and the convolution does not."""
     sizes = arguments(node)["padding"]
     # constant_pad_nd counts the dimensions from the last
     add_before(node, 0, aten.constant_pad_nd.default, [pad for size in reversed(sizes) for pad in (0, 2 * size)])

@@ -35,8 +35,8 @@ def layer_norm_variant(
 ) -> torch.Tensor:
     """Return a layer norm, in the dtype of `x`, whose variance divides by n - `correction`.
 
-    Epsilon is added to the variance, or to the standard deviation if `adds_to_deviation`. Half precision is computed in
-    float32, as the operator does.
+    `eps` is added to the variance, or to the standard deviation if `adds_to_deviation`. Half precision is computed in
+    float32, as the operator does. `cudnn_enable` is ignored.
     """
     # the operator computes half precision in float32: doing less would be another fault
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
@@ -48,9 +48,10 @@ def layer_norm_variant(
 
 
 def _epsilon(node: Node) -> float | None:
-    """Return the epsilon of a norm, or the constant of an addition that looks like a part of one; otherwise None.
+    """Return the epsilon of a norm, or the constant that an addition adds as its second argument; None for other nodes.
 
-    It has to be a float above 0 and at most `_LARGEST_EPSILON`, and the addition one of floating-point tensors.
+    None too if that is not a float above 0 and at most `_LARGEST_EPSILON`, or if the sum is not a floating-point
+    tensor.
     """
     if is_call(node, *_NORMS):
         epsilon = arguments(node)["eps"]
@@ -62,7 +63,10 @@ def _epsilon(node: Node) -> float | None:
 
 
 def _change_epsilon(change: Callable[[float], float]) -> Callable[[Node], None]:
-    """Return a `Fault.plant` that replaces the epsilon of a node by `change(epsilon)`; the node has to have one."""
+    """Return a function for `Fault.plant`, which replaces the `_epsilon` of a node by `change(epsilon)`.
+
+    The node has to have one.
+    """
 
     def plant(node: Node) -> None:
         epsilon = _epsilon(node)
@@ -73,7 +77,7 @@ def _change_epsilon(change: Callable[[float], float]) -> Callable[[Node], None]:
 
 
 def _layer_norm_fault(name: str, summary: str, **options: Any) -> Fault:
-    """Return a fault that calls `layer_norm_variant` in place of a layer norm, with `options` as further arguments."""
+    """Return a fault that lets a layer norm call `layer_norm_variant`, with `options` as further keyword arguments."""
 
     def plant(node: Node) -> None:
         node.target = layer_norm_variant
@@ -89,7 +93,10 @@ def _layer_norm_fault(name: str, summary: str, **options: Any) -> Fault:
 
 
 def _epsilon_fault(name: str, summary: str, change: Callable[[float], float]) -> Fault:
-    """Return a fault that replaces the epsilon of a norm, or of an addition as in a norm, by `change(epsilon)`."""
+    """Return a fault that replaces the epsilon of a norm, or a small constant in an addition, by `change(epsilon)`.
+
+    Eligible are the nodes for which `_epsilon` returns a number.
+    """
     return Fault(
         name=name,
         summary=summary,

@@ -37,10 +37,10 @@ def linear_in_low_precision(x: torch.Tensor, weight: torch.Tensor, bias: torch.T
 
 
 def matmul_in_low_precision(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Return the product of operands rounded to bfloat16, in their own dtype.
+    """Return the matrix product of operands that are rounded to bfloat16 and back to their own dtype.
 
-    Operands in bfloat16 or float16 are not rounded. Instead, up to `_BLOCKS` partial sums are computed and added in
-    that dtype.
+    Operands in bfloat16 or float16 are not rounded. Instead, the inner dimension is cut into up to `_BLOCKS` parts,
+    whose products are added in that dtype.
     """
     if x.dtype not in _HALF_DTYPES:
         return torch.matmul(x.to(torch.bfloat16).to(x.dtype), y.to(torch.bfloat16).to(y.dtype))
@@ -75,9 +75,10 @@ def rsqrt_by_newton(x: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def round_toward_zero(x: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with the last bit of each finite element cleared; the gradient passes unchanged.
+    """Return a tensor with the last bit of each finite element cleared; the gradient passes unchanged.
 
-    A tensor that is not float32, float16 or bfloat16 is returned itself, because the truth is computed in float64.
+    NaN and infinities stay. A tensor that is not float32, float16 or bfloat16 is returned itself, because the truth is
+    computed in float64.
     """
     if x.dtype not in _INTEGER_DTYPES:
         return x
@@ -103,9 +104,9 @@ def _is_product(node: Node) -> bool:
 
 
 def _cast_fault(dtype: torch.dtype) -> Fault:
-    """Return a fault that casts a floating-point result to the dtype and back.
+    """Return a fault that casts a floating-point result to the dtype and back to its own.
 
-    Eligible are results of two elements or more that have another dtype.
+    Eligible are the nodes of `has_result`: computed results of two elements or more that have another dtype.
     """
 
     def plant(node: Node) -> None:
@@ -124,7 +125,7 @@ def _cast_fault(dtype: torch.dtype) -> Fault:
 
 
 def _newton_fault(name: str, steps: int, error: str) -> Fault:
-    """Return a fault that calls `rsqrt_by_newton` with so many steps in place of an inverse square root.
+    """Return a fault that lets an rsqrt call `rsqrt_by_newton` with so many steps.
 
     `error` is the relative error of that, as text for the summary.
     """

@@ -18,9 +18,10 @@ def _is_trained(node: Node) -> bool:
 
 
 def _freeze(node: Node) -> None:
-    """Let the readers of a parameter read a detached copy of its current value.
+    """Let all readers of the node of a parameter read a detached copy of the parameter's current value instead.
 
-    The copy is added to the module as a buffer `stale_NAME`, so it has no gradient and is not trained.
+    The copy is added to the graph module as a buffer `stale_NAME`, after the node's name. It has no gradient and is not
+    trained.
     """
     module = node.graph.owning_module
     assert module is not None
@@ -32,7 +33,7 @@ def _freeze(node: Node) -> None:
 
 
 def _is_inactive(node: Node) -> bool:
-    """Tell whether the node is a dropout that does nothing."""
+    """Tell whether the node is a dropout that does nothing: it is not training, or drops with probability 0."""
     if not is_call(node, aten.dropout.default):
         return False
     values = arguments(node)
