@@ -93,8 +93,9 @@ def _differs(comparison: Comparison) -> bool:
 def differing_runs(first: Observation, second: Observation) -> dict[tuple[str, str], Comparison]:
     """Return the comparisons of the leaves in which two runs of the same side differ, by (stage, path).
 
-    Leaves differ if a bit or a clause of the contract does, or if only one run has the leaf. Stages that only `second`
-    has are not looked at.
+    Leaves differ if a bit of a value does, except that any NaN equals any NaN, if dtype, shape, device, requires_grad
+    or class do, or if only one run has the leaf. Strides and shared memory do not count, nor leaves that cannot be
+    compared. Stages that only `second` has are not looked at.
     """
     judge = Judge(policy=Bitwise())
     return {

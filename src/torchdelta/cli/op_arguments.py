@@ -94,7 +94,11 @@ class _Reader:
         return root
 
     def _stray_bracket(self) -> UsageError | None:
-        """Return an error, not raised, with the place of the first `)` that closes nothing; None if there is none."""
+        """Return an error, not raised, with the place of the first `)` before which the text reads as whole arguments.
+
+        Such a bracket closes nothing, unless it is in a comment. None if there is none: also if a mistake comes before
+        the bracket, as in `1 2)`, or if an open bracket of another kind does, as in `f32[3, 4)`.
+        """
         for place, letter in enumerate(self.text):
             if letter == ")" and _reads(self.text[:place]):
                 before = self.source[: len(_OPENING) + place]

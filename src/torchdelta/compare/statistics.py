@@ -90,10 +90,11 @@ def compare_statistics(
 ) -> Comparison:
     """Return the comparison of two tensors at `path` by their statistics alone.
 
-    Same dtype, shape and checksum are EQUIVALENT. Another dtype or shape that the terms do not excuse is DIVERGED. All
-    else is DIVERGED if the statistics show an error beyond what the policy allows, and otherwise INCONCLUSIVE; so are
-    all differences of floats under a policy that needs a truth, unless counts of NaN or Inf differ. The error is a
-    lower bound.
+    Same dtype, shape and checksum are EQUIVALENT. Another dtype or shape that the terms do not excuse is DIVERGED. So
+    are other counts of NaN or Inf, any other difference of integers, and any difference under `Bitwise`. Other
+    differences of floats are INCONCLUSIVE under a policy that needs a truth, or a `Threshold` of another metric than
+    `sqnr`. Under any other policy they are DIVERGED if the statistics show an error beyond its bound or tolerance,
+    which is 0 for a user's function, and otherwise INCONCLUSIVE. The error is a lower bound.
     """
     breaches = []
     if reference.dtype != candidate.dtype:

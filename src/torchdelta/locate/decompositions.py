@@ -36,8 +36,9 @@ class Decompositions:
     def __call__(self, handed: HandedGraph) -> Callable[..., Any]:
         """Compile the graph; return a callable that runs the compiled graph, and in its first call judges nodes first.
 
-        The nodes that `table` can decompose are judged, in a run of a copy of the uncompiled graph on copies of that
-        call's arguments. The results are added to `nodes`, `total` and `notes`; torch's random generators are as before
+        Judged are the nodes that `table` can decompose, except those that draw random numbers, such as dropout: they
+        are neither judged nor counted. This is done in a run of a copy of the uncompiled graph on copies of that call's
+        arguments. The results are added to `nodes`, `total` and `notes`; torch's random generators are as before
         afterwards.
         """
         graph = graphs.copy_graph(handed.graph)

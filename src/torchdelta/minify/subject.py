@@ -143,8 +143,9 @@ class Subject:
     def key(self) -> str:
         """A hash of the graph and its inputs, which is the same for equal subjects in every process.
 
-        Names of nodes, `drawn`, `origin`, devices and attributes of the graph module do not count. Of an input without
-        a plain buffer, such as a sparse one, the elements do not count.
+        Names of nodes, `drawn`, `origin`, attributes of the graph module and the devices of inputs do not count; a
+        device among the arguments of a node does. Of an input without a plain buffer, such as a sparse one, the
+        elements do not count.
         """
         names: dict[Node, str] = {}
 

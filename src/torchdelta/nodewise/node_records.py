@@ -115,7 +115,12 @@ def _has_shape(value: Any) -> bool:
 
 
 def _find_example(node: Node, owner: GraphModule) -> Any:
-    """Return an example of a node's value: traced, read from an attribute, or of the node that it observes; or None."""
+    """Return an example of a node's value, or an object that has its `shape` and `dtype`; None if neither is known.
+
+    It is what tracing recorded (`val`, `example_value` or `tensor_meta`), or else the attribute that a `get_attr` node
+    reads. An observer or dequantize node without these gets an object of shape and dtype alone: the shape of the value
+    that it observes, and the dtype of what it returns itself (`_find_observed_example`).
+    """
     for key in ("val", "example_value", "tensor_meta"):
         if node.meta.get(key) is not None:
             return node.meta[key]

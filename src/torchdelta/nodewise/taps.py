@@ -175,7 +175,8 @@ def tap(graph_module: GraphModule, names: Collection[str]) -> tuple[GraphModule,
     """Return a copy of the graph that returns these nodes' values too, and the number of its original outputs.
 
     The copy takes and returns flat values, and shares the parameters. A tapped value is a detached clone; they come
-    after the outputs, in the order of the graph. Names that the graph does not have are ignored.
+    after the outputs, in the order of the graph. Names that the graph does not have are ignored. Nested outputs, which
+    a plain fx trace may have, are not flattened, and each counts as one.
     """
     # the copy shares the parameters, so that gradients reach those of the original
     tapped = graphs.flatten_signature(GraphModule(graph_module, copy.deepcopy(graph_module.graph)))

@@ -85,10 +85,12 @@ def detach_inputs(args: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def written_nonleaves(graph_module: GraphModule, args: Sequence[Any]) -> tuple[int, ...]:
-    """Return the places of the input tensors that the graph writes to, that require grad and are not leaves.
+    """Return the places of the input tensors that a node may write to, that require grad and are not leaves.
 
-    Places count the placeholders from 0 and are ascending; there are none while gradients are disabled. A check passes
-    leaves, which cannot be written to while they require grad. So these inputs need clones.
+    Places count the placeholders from 0 and are ascending; there are none while gradients are disabled. `may_write`
+    decides: if a method, a called module or a function other than an operator writes, all its inputs count. A write to
+    a view of an input is not seen. A check passes leaves, which cannot be written to while they require grad. So these
+    inputs need clones.
     """
     if not torch.is_grad_enabled():
         return ()

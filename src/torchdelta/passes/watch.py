@@ -250,9 +250,10 @@ class _Watcher:
         return self.threads.__dict__.setdefault("stack", [])  # type: ignore[no-any-return]
 
     def fail(self, what: str, error: Exception) -> None:
-        """Add a note of `what` could not be done, and of the first line of the error.
+        """Add the note `WHAT: ERROR` to the summary, unless it is there already.
 
-        The error's type is named, too, unless it is torchdelta's own.
+        `what` is the whole statement of what was not done, such as "graph 0 was not checked". Of the error, the note
+        has the first line of its message, and before it the type, unless that is torchdelta's own.
         """
         words = str(error).splitlines()[0] if str(error) else ""
         kind = "" if isinstance(error, TorchDeltaError) else f"{type(error).__name__}: "

@@ -98,11 +98,12 @@ def shared_state_unchanged(value: Any, *, name: str) -> Iterator[None]:
 
 
 def _copy_tensors(originals: list[torch.Tensor], memo: dict[int, Any], convert: Convert) -> None:
-    """Add a copy of each tensor to the memo, by the id of the original; strides, aliasing and views are as they were.
+    """Add a copy of each tensor to the memo, by the id of the original.
 
     The copy has the converted dtype, is a leaf with the same `requires_grad`, and has copies of gradient and
-    attributes. Tensors of one storage and dtype share one copied storage; subclasses, lazy conjugates and tensors
-    without a plain buffer are cloned, each by itself.
+    attributes. Strides stay, and tensors of one storage and dtype share one copied storage, but not with those of
+    another dtype. A view stays a view only if it has the dtype of its base and neither requires grad. Subclasses, lazy
+    conjugates and tensors without a plain buffer are cloned, each by itself, and share no memory.
     """
     storages: dict[tuple[int, torch.dtype], torch.Tensor] = {}
     for tensor in sorted(originals, key=_is_plain_view):  # a base comes before its views
@@ -294,7 +295,8 @@ def has_state(value: Any) -> bool:
 def captured_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
     """Yield the values that a function uses besides its arguments: closure, defaults, attributes, used globals.
 
-    Each comes as (name, value); a positional default is called `default[0]`. Cells without a value are left out.
+    Each comes as (name, value); a positional default is called `default[0]`. Cells without a value are left out, and
+    so are all globals of a function that belongs to an installed package or to Python itself.
     """
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if is_filled(cell):

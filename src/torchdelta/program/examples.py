@@ -304,7 +304,8 @@ def _draw_like(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor
 
     They are on the CPU: float64 for floats, complex128 for complex values, int64 for integers unless these are all
     equal. Booleans keep their share of True. NaN and infinities stay in their places, and so do values that are all
-    equal; a single float is multiplied by 0.5 to 1.5.
+    equal; a single float is multiplied by 0.5 to 1.5. Of complex values the components are drawn, as floats of one
+    range, so equal complex values stay only if both components are equal too.
     """
     if values.is_complex():
         return torch.view_as_complex(_draw_like(torch.view_as_real(values), generator).contiguous())

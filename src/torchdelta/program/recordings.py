@@ -187,7 +187,7 @@ class _Needs:
     lacks: list[str] = field(default_factory=list)
 
     def add_module(self, module: str, content: str) -> None:
-        """Add how another process imports a module to `imports` and `path`; if it cannot, add a sentence to `lacks`.
+        """Add how another process imports a module to `imports` and `path`; of `__main__`, add a sentence to `lacks`.
 
         `content` begins that sentence: it says what is lacking without the module.
         """

@@ -201,7 +201,10 @@ def _in_float64(finding: Finding) -> Finding:
 
 
 def _names_narrow(graph_module: GraphModule) -> bool:
-    """Return whether an argument of a node is a dtype below float64 or complex128, alone or in lists and tuples."""
+    """Return whether an argument of a node is float16, bfloat16, float32, complex32 or complex64.
+
+    Dtypes in lists and tuples count too. Float8, integer and boolean dtypes do not.
+    """
 
     def flatten(values: Any) -> Iterator[Any]:
         if isinstance(values, (list, tuple)):

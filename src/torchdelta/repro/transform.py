@@ -45,7 +45,7 @@ def write_transform(case: Case, script: Path, device: str) -> TransformSource:
 
     `script` is the path of the script, to which imports are relative, and `device` the type of device on which its
     inputs are, for autocast. A script cannot quantize, replace the module, or use a pass that has no importable name
-    (`path/file.py:name` or `package.module:name`).
+    (`path/file.py:name` or `package.module:name`), nor a pass, or a `decompose` table, whose file or module is missing.
     """
     name, colon, argument = case.transform.partition(":")
     writers: dict[str, Callable[[], TransformSource]] = {

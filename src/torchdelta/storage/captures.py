@@ -276,10 +276,10 @@ def _encode_batch(batch: Batch) -> dict[str, Any]:
 
 
 def _decode_batch(data: Any, where: str, header: _Header) -> Batch:
-    """Return the batch that `_encode_batch` encoded as `data`; its tensors stay `StoredTensor`.
+    """Return the batch that `_encode_batch` encoded as `data`; its tensors stay `StoredTensor`, and no file is read.
 
-    Raise ReportUnreadable if an entry is missing, unknown or damaged; `where` is the place that the message names.
-    `header` has the tables of tensors that a leaf may refer to.
+    Raise ReportUnreadable if an entry is missing, unknown or damaged, or if a leaf refers to a tensor that no table of
+    `header` has; the tables are used for this check only. `where` is the place that the message names.
     """
     entries = expect(data, dict, where)
     if unknown := entries.keys() - {"values", "results", "failure"}:

@@ -65,10 +65,12 @@ def write_graph(graph_module: GraphModule, path: str | os.PathLike[str]) -> None
 
 
 def read_graph(path: str | os.PathLike[str], *, allow: Iterable[str] = ()) -> GraphModule:
-    """Return the graph in a file; `allow` names the packages beyond torch whose functions and classes it may use.
+    """Return the graph in a file; `allow` names further packages whose functions and classes it may use.
 
-    Raise ReportUnreadable if a file is missing or damaged, or if the graph uses a function that is not allowed. Raise
-    EnvironmentUnfit if a tensor was on a device that this machine lacks, and UsageError if `allow` is a single text.
+    Always allowed are registered operators, `operator`, `math`, builtins such as `max`, and torch, except for its
+    modules that run code from elsewhere, such as `torch.hub`. Raise ReportUnreadable if a file is missing or damaged,
+    or if the graph uses a function that is not allowed. Raise EnvironmentUnfit if a tensor was on a device that this
+    machine lacks, and UsageError if `allow` is a single text.
     """
     if isinstance(allow, str):
         raise UsageError(f"allow is a sequence of packages: pass ({allow!r},)")

@@ -304,8 +304,8 @@ def _share_handles_with_new_nodes(converted: GraphModule) -> None:
 def _with_buffers(side: Side, call: Callable[..., Any], graph: GraphModule, names: Mapping[str, str]) -> Side:
     """Return the side with this call and the graph as the owner of its state.
 
-    Of the program's state it has the buffers of the same name; `names` has the program's name of each tensor by its
-    name in the graph.
+    Of the program's state it has the graph's buffers that are in `names`, which has the program's name of each tensor
+    by its name in the graph.
     """
     buffers = {name: names[name] for name, _ in graph.named_buffers() if name in names}
     return replace(side, call=call, owner=graph, names=buffers)

@@ -51,8 +51,8 @@ def _is_changed(config: Any, key: str, value: Any) -> bool:
 def apply(settings: Mapping[str, Any]) -> None:
     """Set settings from now on; raise LookupError for one that this torch does not have.
 
-    `settings` has values by full name, such as `torch._inductor.config.max_autotune`. Those before a missing one stay
-    set.
+    `settings` has values by full name, such as `torch._inductor.config.max_autotune`. LookupError also comes for those
+    of other configs than dynamo, functorch, inductor and fx.experimental. Those before a missing one stay set.
     """
     for full, value in settings.items():
         name = next((name for name in _CONFIGS if full.startswith(f"{name}.")), None)

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 def without_modes_or_hooks() -> Iterator[None]:
     """Run the body without any mode around it, and without a hook on the tensors that autograd saves.
 
-    Inference mode is off too. The body records gradients if the caller did, and only then. Afterwards all are as
-    before.
+    Inference mode is off too, but autocast stays. The body records gradients if the caller did, and only then.
+    Afterwards all are as before.
     """
     is_recording = torch.is_grad_enabled()
     # a compiler needs the overrides of tensor functions, so only the modes go

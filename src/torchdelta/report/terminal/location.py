@@ -197,8 +197,8 @@ def _table(shown: Sequence[Row], location: Location) -> Table:
 def _row_lines(row: Row, location: Location) -> RenderableType:
     """Return one pair on two lines, for a terminal that is too narrow for the table.
 
-    The first has its names, operation, module and how it was matched; the second its own error, its metrics if it was
-    measured, and other differences.
+    The first has its names, operation, module and how it was matched; the second its own error, its metrics, and other
+    differences. There are no metrics if `_metrics` has none, as for a pair that is identical or was not measured.
     """
     record = row.reference
     module = f" of {record.module_path}" if record.module_path not in ("", record.name) else ""
