@@ -52,16 +52,13 @@ def capture(
     limit_bytes: int = LIMIT_BYTES,
     seed: int = 0,
 ) -> Capture:
-    """Run a graph module or exported program over batches, and return a capture with the values of every node.
+    """Run a graph module or exported program over batches, and return a capture with the values of its nodes.
 
-    A batch is a tuple of arguments, which are copied, or a pair of such a tuple and a dict of keyword arguments. Before
-    each, the generators are seeded with `seed` plus its number. Buffers go on from batch to batch and are restored at
-    the end. `keep` is "values" or "statistics"; from the first tensor beyond `limit_bytes` on, only statistics are kept
-    in any case. With `out`, the capture is written to that directory, which must be empty or not exist.
-
-    A node that raises ends the capture: its batch is logged up to that node, and a note names the exception. Raise
-    UsageError for anything but a graph, for another `keep`, if there is no batch, if a batch is not a tuple or has
-    arguments that the graph does not take, or if `out` cannot be used.
+    A batch is a tuple of arguments, or a pair of such a tuple and a dict of keyword arguments. The generators are
+    seeded with `seed` plus the number of the batch; changes of buffers last until the end, and are undone then. `keep`
+    is "values" or "statistics"; beyond `limit_bytes` only statistics are kept. With `out`, the capture is also written
+    to that directory. A node that raises ends the capture with a note. Raise UsageError for arguments that cannot be
+    used.
     """
     if keep not in ("values", "statistics"):
         raise UsageError(f"keep is 'values' or 'statistics', not {keep!r}")
@@ -170,11 +167,10 @@ class Recorder:
                 self._replace_by_copy(logged)
 
     def end(self) -> Batch:
-        """Finish the batch and return it; it shares no memory with the graph's state, which later batches may write to.
+        """Finish the batch and return it; logged tensors that share memory with the graph's state are copied first.
 
-        With a writer, the tensors that wait are written to the directory first. A tensor that was overwritten without a
-        call of `before_write` becomes `Unreadable`, with a note. State that was logged for the first time is remembered
-        in `state_leaves`, so that later batches log the same leaf while the state does not change.
+        With a writer, the tensors that wait are written to the directory. A tensor that was overwritten without a call
+        of `before_write` becomes `Unreadable`, with a note.
         """
         if self.writer:
             self._flush()
@@ -199,11 +195,10 @@ class Recorder:
     def _keep_leaf(self, log: Leaves, path: str, leaf: Any) -> Any:
         """Return a leaf as it is logged: itself, its statistics, or a record that stands for it.
 
-        A tensor is returned detached and without a copy, and is added to `uncopied`, and to the writer if there is one;
-        `log` and `path` say where the caller puts it. Return its statistics instead if only those are kept or the limit
-        is reached. State that was logged before and did not change since is returned as the leaf of that time. Numbers,
-        texts, None and containers are returned as they are. Dtypes and the like become a `LeafDescription`; other
-        objects and tensors without values, `Unreadable`.
+        A tensor is returned detached and without a copy, and remembered as uncopied at `path` of `log`; or as its
+        statistics, if only those are kept. Unchanged state is returned as the leaf that was logged first. Python's
+        numbers, texts, None and containers stay as they are; dtypes and the like become a `LeafDescription`, and other
+        objects `Unreadable`.
         """
         if isinstance(leaf, _PLAIN):
             return leaf
@@ -234,7 +229,7 @@ class Recorder:
     def _fits(self, size: int) -> bool:
         """Return whether a tensor of `size` bytes is within the limit; after the first that is not, no tensor is.
 
-        The first one that does not fit adds a note. The bytes are not counted here.
+        The first one that does not fit adds a note.
         """
         # once one tensor did not fit none does, because small values kept at random could not be understood
         if not self.is_full and self.kept_bytes + size > self.limit_bytes:
@@ -252,7 +247,7 @@ class Recorder:
     def _drop_overwritten(self, logged: _LoggedTensor) -> bool:
         """Return whether a logged tensor was overwritten unannounced; then `Unreadable` takes its place, with a note.
 
-        Return False if the log does not have this tensor any more, because a copy or a record took its place.
+        A tensor that is no longer in the log itself, because a copy or record took its place, does not count.
         """
         if tensors.version(logged.tensor) == logged.version or logged.leaves.get(logged.path) is not logged.tensor:
             return False
@@ -261,9 +256,9 @@ class Recorder:
         return True
 
     def _flush(self) -> None:
-        """Write the tensors that wait to the directory; the log then has a `StoredTensor` in the place of each.
+        """Write the tensors that wait to the directory, and forget the uncopied ones.
 
-        Tensors that were overwritten unannounced become `Unreadable` instead. `uncopied` is emptied.
+        Tensors that were overwritten unannounced become `Unreadable` instead.
         """
         assert self.writer is not None
         for entries in self.uncopied.values():
@@ -293,8 +288,7 @@ def _add_kinds(
 ) -> tuple[NodeRecord, ...]:
     """Return the nodes; those whose graph does not say their kinds get the kinds of the tensors that were logged.
 
-    The first batch that has a value of the node counts. A node without a logged value is returned as it is. `files` are
-    the tables of the tensors that are in files.
+    The first batch that has a value of the node counts. `files` are the tables of the tensors that are in files.
     """
 
     def kinds(node: NodeRecord) -> tuple[str, ...]:

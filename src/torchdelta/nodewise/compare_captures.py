@@ -52,12 +52,8 @@ def compare_captures(
 
     A row has each leaf in the batch where it is worst; one more row at the end has the outputs. `given` maps names of
     the reference's nodes to the candidate's. `ignore` has the clauses of the contract that do not count. Without a
-    `policy` torch.testing's tolerances hold, and a note says so. There are no culprits; a note names the first node
-    that diverged.
-
-    The verdict is that of the worst row. But it is CRASHED if only the candidate's capture has a failure, else
-    INCONCLUSIVE if no nodes match, and never EQUIVALENT if the reference failed or the numbers of batches differ. Raise
-    UsageError for an unknown policy or clause, and if `given` names an unknown node, or a node twice.
+    `policy` torch.testing's tolerances hold. There are no culprits, but a note names the first node that diverged.
+    `_decide` says which verdict it is. Raise UsageError for a policy or mapping that cannot be used.
     """
     chosen = policy if policy is not None else "close"
     ignored = tuple(ignore)
@@ -107,8 +103,7 @@ class _CapturePair:
     def compare_nodes(self, node: NodeRecord, other: NodeRecord, how: str) -> Row:
         """Return the row of two matched nodes, with the comparisons of their values as `inherited`.
 
-        If there are none, because neither side logged a value, the row has a reason. A value that only one side logged
-        is a divergence. `how` says how the nodes were matched.
+        If there are none, the row has a reason. `how` says how the nodes were matched.
         """
         inherited = self._compare_batches(
             lambda batch: self.reference.leaves(batch, node.name),
@@ -144,8 +139,7 @@ class _CapturePair:
     def _compare_leaves(self, reference: Leaves, candidate: Leaves) -> list[Comparison]:
         """Return the comparison of each leaf: by statistics if a side has only those of a tensor, else by the policy.
 
-        Comparisons by statistics come last; if there are any, `had_statistics` is set. A leaf that only one side has is
-        a divergence. Two containers of the same kind have no comparison.
+        If there are comparisons by statistics, `had_statistics` is set. A leaf that only one side has is DIVERGED.
         """
         statistics_paths = [
             path
@@ -167,9 +161,9 @@ class _CapturePair:
 
 
 def _drop_unlogged(coverage: Coverage, rows: Sequence[Row]) -> Coverage:
-    """Return the coverage in which nodes without a comparison in any row do not count as matched; the total stays.
+    """Return the coverage in which nodes that have rows, but none with a comparison, do not count as matched.
 
-    Neither side has logged a value of such nodes, for instance because they are in a branch that was not taken.
+    The total stays. Nodes without a row, which a group covers, still count.
     """
     how = Counter(coverage.how)
     for side in (attrgetter("reference.name"), attrgetter("candidate.name")):
@@ -242,9 +236,8 @@ def _notes(reference: Capture, candidate: Capture) -> Iterator[str]:
 def _decide(table: Sequence[Row], alignment: Alignment, reference: Capture, candidate: Capture) -> Verdict:
     """Return the worst verdict of the rows with comparisons, or that of captures that cannot be compared as a whole.
 
-    CRASHED if the candidate has a failure and the reference has none. Otherwise INCONCLUSIVE if no nodes match,
-    whatever the outputs are, or if no row has a comparison. INCONCLUSIVE or worse if the reference has a failure, or if
-    the numbers of batches differ.
+    CRASHED if only the candidate has a failure. Otherwise INCONCLUSIVE if no nodes match, whatever the outputs are, and
+    INCONCLUSIVE or worse if the reference has a failure or the numbers of batches differ.
     """
     if candidate.failure and not reference.failure:
         return Verdict.CRASHED

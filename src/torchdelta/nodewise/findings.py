@@ -36,10 +36,9 @@ class NodeFindings:
 def findings_from_lockstep(comparisons: Sequence[GraphComparison], notes: Iterable[str] = ()) -> NodeFindings:
     """Return graphs that ran in lockstep as findings: rows, culprits, coverage, unmatched nodes and notes of all.
 
-    Each judgement has a row. A node that a judgement names as culprit is one once, with the evidence of its first
-    judgement; the culprits of a graph are in the order of the reference, and a graph without any match has none. The
-    stage of a culprit is `forward` if its value is wrong outside of a backward graph, and otherwise `gradients`.
-    `notes` come after those of the graphs.
+    Each judgement has a row. A culprit comes once, with the evidence of its first judgement, in the order of the
+    reference; a graph without any match has none. Its stage is `forward` if its value is wrong outside of a backward
+    graph, and otherwise `gradients`. `notes` come after those of the graphs.
     """
     rows: list[Row] = []
     culprits: dict[Node, Culprit] = {}
@@ -83,10 +82,9 @@ def findings_from_lockstep(comparisons: Sequence[GraphComparison], notes: Iterab
 def findings_from_taps(nodes: Sequence[TappedNode], total: int, notes: Iterable[str]) -> NodeFindings:
     """Return tapped nodes as findings: a row for each judged node, the culprits, the coverage and the notes.
 
-    `total` is the number of nodes that could have a tap, and the coverage's total. Taps look into one graph, so a node
-    is its own partner. A node that diverged is a culprit unless its region contains an earlier culprit; its reason
-    names the other nodes of its region, which had no tap. The stage of a culprit is `gradients` if its level is
-    `backward`, and otherwise `forward`.
+    `total` is the coverage's total. Both sides of a row are the same node. A node that diverged is a culprit unless its
+    region contains an earlier culprit; its reason names the other nodes of its region. The stage of a culprit is
+    `gradients` if its level is `backward`, and otherwise `forward`.
     """
     rows, culprits = [], []
     blamed_nodes: set[Node] = set()
@@ -137,8 +135,8 @@ def join_findings(values: NodeFindings, gradients: NodeFindings) -> NodeFindings
 def findings_from_modules(rows: tuple[Row, ...], culprits: tuple[Row, ...], coverage: Coverage) -> NodeFindings:
     """Return the findings about modules: all rows, the coverage, and a culprit for each row in `culprits`.
 
-    A culprit's evidence is its values if one of them diverged (stage `forward`), and otherwise its gradients (stage
-    `gradients`); it must have one of the two. The result has neither unmatched nodes nor notes.
+    If a value of the row diverged, the values are the evidence, and the stage is `forward`. Otherwise the gradients
+    are, in the stage `gradients`; then the row must have some.
     """
     module_culprits = []
     for row in culprits:

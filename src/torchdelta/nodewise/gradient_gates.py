@@ -49,9 +49,9 @@ class Gates:
     def __call__(self, handed: HandedGraph) -> Callable[..., Any]:
         """Let the transform compile the graph with taps and gates; return a callable with its old inputs and outputs.
 
-        A gate is a zero that is added on an edge, so that the zero's gradient is that of the edge. The first call is
-        recorded in `runs`, with hooks on the leaves that keep their gradients; `judge_nodes` judges it after the
-        backward. The number of nodes and leaves that can be judged is added to `total`.
+        Its first call is recorded in `runs`, with hooks on the leaves that keep their gradients; `judge_nodes` judges
+        it after the backward. The number of nodes with a gated input and of leaves that get a gradient is added to
+        `total`.
         """
         original = graphs.copy_graph(handed.graph)
         redirect_reads(original)
@@ -90,8 +90,7 @@ class Gates:
     def judge_nodes(self) -> list[TappedNode]:
         """Judge the recorded graphs by the gradients that nodes and leaves got, and return the judgements of all.
 
-        Call it once, after the backward. The hooks on the leaves are removed. The random generators are left as they
-        were. A note names nodes that cannot be judged.
+        Call it once, after the backward. The hooks on the leaves are removed. A note says which nodes were left out.
         """
         for run in self.runs:
             run.gradients.remove_hooks()
@@ -99,11 +98,10 @@ class Gates:
             return [node for run in self.runs for node in self._judge_run(run)]
 
     def _judge_run(self, run: _GatedRun) -> Iterator[TappedNode]:
-        """Yield a judgement of each leaf of one graph, and of each node that got a gradient and has a gated input.
+        """Yield judgements of the leaves of one graph, and of its nodes that got a gradient and have a gated input.
 
-        The last node of the graph comes first. Nodes and leaves that are overwritten, and nodes that read a memory
-        layout, are left out with a note. Called modules, nodes that write, and those in `unsteady_nodes` are left out
-        without one.
+        The last node comes first. Nodes and leaves that are overwritten, and nodes that read a memory layout, are left
+        out with a note. Nodes that write, called modules, and `unsteady_nodes` are left out without one.
         """
         with torch.no_grad():
             values = values_between(run.graph, run.inputs, run.tapped)
@@ -141,10 +139,9 @@ class Gates:
     ) -> TappedNode:
         """Return the judgement of one node: the gradients that it sent to `sources`, against those that eager computes.
 
-        `sources` are its inputs that have a gate. `cotangents` has the gradient that each of its outputs got, or None.
-        `values` has the values of all nodes in the candidate's forward, and `edge_gradients` the gradient that the
-        candidate sent over each edge. Eager runs on these values and cotangents. A gradient that is missing on a side
-        counts as zeros. The judgement of a node that draws random numbers has no comparisons.
+        `sources` are its inputs that have a gate, and `cotangents` has the gradient that each of its outputs got, or
+        None. `values` has the candidate's value of each node, and `edge_gradients` the gradient that it sent over each
+        edge. A missing gradient counts as zeros. The judgement of a node that draws random numbers has no comparisons.
         """
         inputs = {source: values[source] for source in node.all_input_nodes}
         inputs |= {out: cotangent for out, cotangent in cotangents.items() if cotangent is not None and out is not node}
@@ -321,8 +318,8 @@ def _cotangent_of(node: Node, edge_gradients: Mapping[Edge, torch.Tensor]) -> to
 def trained_nodes(graph_module: GraphModule, inputs: Sequence[Any]) -> set[Node]:
     """Return the nodes that need a gradient: parameters and inputs that require grad, and nodes that depend on them.
 
-    `inputs` are the values of the placeholders. A node that detaches, that has a tensor of integers or booleans, or
-    that runs while gradients are switched off, does not need one, and passes none on.
+    `inputs` are the values of the placeholders. A node does not need one, and passes none on, if it detaches, has a
+    tensor of integers or booleans, or runs while gradients are switched off.
     """
     trained = {node for node, value in graph_starts(graph_module, inputs) if _is_trained(value)}
     is_recording = True

@@ -103,12 +103,11 @@ class LocalJudge:
         floor: float = 0.0,
         within: object = None,
     ) -> tuple[Comparison, ...]:
-        """Return the comparison of each leaf of a region's values; an empty tuple if both sides are equal.
+        """Return the comparison of each leaf of a region's values; an empty tuple if both sides are `is_identical`.
 
-        They are equal if `is_identical` says so. `path` is the name of the values, `again` runs the reference's region
-        on other values, and `inputs` are those that it has read; `RegionValues` explains the rest. Without a policy of
-        the user's, or if that needs a truth, `again` is run with noise, and in float64 unless both sides are. If one of
-        these runs raises, the reason is added to `notes`.
+        `path` is the name of the values, `again` runs the reference's region on other values, and `inputs` are those
+        that it has read; `RegionValues` explains the rest. Unless the user named a policy that needs no truth, `again`
+        is run in float64 and with noise. If such a run raises, the reason is added to `notes`.
         """
         values = RegionValues(
             path=path,
@@ -129,8 +128,7 @@ class LocalJudge:
     def noisy_mode(self, index: int) -> Noisy:
         """Return the mode of the noisy run number `index`; it is made at the first call, and all regions share it.
 
-        All modes read from one supply of random steps, at places that follow from the seed and the index. If the
-        candidate lowers the dtype, a step is the epsilon of the lower dtype.
+        If the candidate lowers the dtype, a step is the epsilon of the lower dtype.
         """
         if index not in self._modes:
             unit = None if self.lowered_to is None else float(torch.finfo(self.lowered_to).eps)
@@ -163,8 +161,7 @@ class NodeJudging(JudgingSteps[Leaves]):
     def judge_by_bits(self) -> list[Stage] | None:
         """Return an empty list if both values are equal, one stage if the user's policy needs no truth, or else None.
 
-        They are equal if `is_identical` says so. The stage `forward` has the comparisons by the user's policy. None
-        means that truth and noise are needed.
+        They are equal if `is_identical` says so. The stage `forward` has the comparisons by the user's policy.
         """
         if is_identical(self.values.reference, self.values.candidate):
             return []
@@ -176,8 +173,7 @@ class NodeJudging(JudgingSteps[Leaves]):
     def truth(self) -> Leaves | None:
         """Return the leaves of the region run in float64, or None if that raises; then a note is added.
 
-        It runs on copies of the inputs. If both sides run in float64 already, nothing is run, and the reference's own
-        leaves are returned.
+        If both sides run in float64 already, return the reference's own leaves.
         """
         if self.settings.is_lifted:
             return self.reference
@@ -206,9 +202,8 @@ class NodeJudging(JudgingSteps[Leaves]):
     def excuse_integers(self, stages: list[Stage], yardstick: Yardstick[Leaves]) -> list[Stage]:
         """Return the stages; diverged integers become INCONCLUSIVE if correct runs of the region differ in them too.
 
-        Booleans count as integers. The correct runs are the noisy ones and the truth. The candidate may differ in up to
-        `FLIPS` times as many elements as the most different of them. Other comparisons, and those in which the contract
-        is broken, stay as they are.
+        The correct runs are the noisy ones and the truth; `excuse_integer` has the rule. Comparisons with a breach of
+        the contract stay as they are.
         """
         runs = (*yardstick.noisy, yardstick.truth or {})
 
@@ -242,7 +237,7 @@ class NodeJudging(JudgingSteps[Leaves]):
         """Return the leaves of the noisy run number `index` of the region, or None if it raises; then a note is added.
 
         It runs on copies of the inputs, in float64 if the candidate lowers the dtype or both sides run in float64. The
-        inputs are rounded anew too, unless they are exact. The random generators are left as they were.
+        inputs are rounded anew too, unless they are exact.
         """
         settings, values = self.settings, self.values
         mode = settings.noisy_mode(index)
@@ -270,9 +265,8 @@ class NodeJudging(JudgingSteps[Leaves]):
     def _pass_few_ulps(self, comparison: Comparison) -> Comparison:
         """Return a divergence of float32 by up to `FEW_ULPS` units in the last place as EQUIVALENT, others unchanged.
 
-        An error function or an exponential that is off by so little is another correct one. An error up to the `floor`
-        of the values passes too, unless a NaN or Inf is out of place. A comparison in which the contract is broken is
-        returned unchanged.
+        An error of float32 up to the `floor` of the values passes too, unless a NaN or Inf is out of place. A
+        comparison with a breach of the contract is returned unchanged.
         """
         leaf, measurement = self.reference.get(comparison.path), comparison.measurement
         if comparison.verdict is not Verdict.DIVERGED or measurement is None or comparison.contract:
@@ -288,7 +282,7 @@ class NodeJudging(JudgingSteps[Leaves]):
 def cotangents_for(value: Any, path: str, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return a (tensor, random cotangent) pair for each tensor in a value that requires grad; may be an empty list.
 
-    `path` is the name of the value. The numbers follow from the tensor's path in the value and the seed.
+    The random numbers follow from `path`, which is the name of the value, the tensor's place in it, and the seed.
     """
     return [
         (leaf, cotangent_for(leaf, place, seed))
@@ -302,10 +296,9 @@ def gradients(
 ) -> dict[str, torch.Tensor]:
     """Return the gradients of the float and complex tensors in the wanted inputs of a region, under random cotangents.
 
-    `inputs` are the values that `run` takes, by key, and `wanted` are some of their keys. The result has the key, the
-    tensor's number in that input and `.grad` as name: `x[0].grad`. The cotangents follow from `path` and `seed`. A
-    tensor that the result does not depend on has a gradient of zeros. `run` gets copies of the tensors in wanted
-    inputs, and the other inputs themselves.
+    `inputs` are the values that `run` takes, by key, and `wanted` are some of their keys. The result is by key and the
+    tensor's number in that input: `x[0].grad`. The cotangents follow from `path` and `seed`. A tensor that the result
+    does not depend on has a gradient of zeros.
     """
     leaves: dict[Any, Any] = dict(inputs)
     trained: dict[str, torch.Tensor] = {}

@@ -72,9 +72,8 @@ class Lockstep:
     def partners(self) -> dict[Node, Node]:
         """The reference's node for each matched node of the candidate.
 
-        Matched are inputs, the nodes of the alignment, and inserted nodes. An inserted node has the node whose value it
-        must have (`inserted_nodes`). Two nodes that are not the same output of their operators (`is_same_output`), and
-        nodes inside of nested graphs, are left out.
+        Matched are inputs, the nodes of the alignment, and inserted nodes (`inserted_nodes`), but not nodes of nested
+        graphs. Two nodes that are not the same output of their operators (`is_same_output`) are left out.
         """
         ours = {node.name: node for node in self.reference.graph.nodes}
         theirs = {node.name: node for node in self.candidate.graph.nodes}
@@ -156,10 +155,9 @@ class Lockstep:
     def _step(self, node: Node, ours: GraphRun, theirs: GraphRun, identical: set[Node]) -> Iterator[NodeJudgement]:
         """Run one node of the candidate, and yield its judgement if it has a partner and a tensor to judge.
 
-        The reference runs up to the partner first. The node runs on the candidate's own values, and on the reference's
-        too if its inputs differ from those. `identical` has the candidate's nodes so far that have the reference's
-        value in their own run; this node is added to it if it has, or, without a partner, if all of its inputs have.
-        Inputs of the graph are never judged. Values that the judgement needed are released.
+        The reference runs up to the partner first. The node runs on the candidate's own values, and again on the
+        reference's if its inputs may differ from those. It is added to `identical`, the candidate's nodes whose own
+        value is the reference's, if it is one of them. Inputs of the graph are not judged.
         """
         partner = self.partners.get(node)
         # a node inside a region draws the random numbers that the node at the end of the region draws
@@ -211,7 +209,7 @@ class Lockstep:
         return FinalWrites(reference=self.reference, partners=self.partners, judge=self.judge, notes=self.notes)
 
     def _is_unwritten(self, source: Node, reader: Node, ours: GraphRun, theirs: GraphRun) -> bool:
-        """Tell whether no node but the reader's partner wrote to a value since it was computed, on either side."""
+        """Tell whether a value is as it was computed on both sides, apart from a write by the reader's partner."""
         partner = self.partners.get(source)
         writers = (None, self.partners.get(reader))
         return source not in theirs.first_writer and (partner is None or ours.first_writer.get(partner) in writers)
@@ -219,9 +217,8 @@ class Lockstep:
     def _reference_value(self, source: Node, ours: GraphRun, theirs: GraphRun, reader: Node | None = None) -> Any:
         """Return the reference's value for a node of the candidate, or the candidate's value if it has no partner.
 
-        A value without a partner was computed from the reference's values as well. `reader` is the node of the
-        reference that reads the value; if it writes, the value is that from before its write. The value is cast if the
-        candidate has a lower dtype on purpose.
+        `reader` is the node of the reference that reads the value; if it writes, the value is that from before its
+        write. The value is cast if the candidate has another dtype on purpose.
         """
         partner = self.partners.get(source)
         if partner is None:
@@ -233,10 +230,7 @@ class Lockstep:
         return value.to(self._lowered[source]) if source in self._lowered else value
 
     def _record_dtype(self, node: Node, reference: Any, own: Any) -> None:
-        """Record in `_lowered` the candidate's float dtype at a node, if it differs and the transform lowers dtypes.
-
-        The reference's values are cast to that dtype later. Values that are not float tensors are not recorded.
-        """
+        """Record in `_lowered` the candidate's float dtype at a node, if it differs and the transform lowers dtypes."""
         if (
             self.judge.lowered_to is None
             or not isinstance(own, torch.Tensor)
@@ -269,10 +263,10 @@ class Lockstep:
         """Return the judgement of a pair: of its value, the inputs that it wrote to, and its gradients, with a culprit.
 
         `local` is the candidate's value, and `after` its inputs after its writes, both on the reference's values.
-        Gradients are judged only if value and writes have not diverged: a constant in the place of a trained parameter
-        diverges; otherwise they are compared if an input is trained, the two calls differ, and their regions read the
-        same inputs. The culprit of a wrong value or of wrong gradients is what `Trial.blame` returns. For a wrong write
-        or such a constant it is the reference's node of the pair, and None if nothing is wrong.
+        Gradients are compared only if nothing else diverged, an input is trained, the two calls differ, and their
+        regions read the same inputs; a constant in the place of a trained parameter diverges without that.
+        `Trial.blame` finds the culprit of a wrong value or gradient. For a wrong write or such a constant it is the
+        reference's node, and None if nothing is wrong.
         """
         name = pair.reference.result.name
         values = {node: ours.computed[node] for node in pair.needs if node in ours.computed}
@@ -382,11 +376,10 @@ class FinalWrites:
     """The inputs of a writer of the reference whose partner does not write itself."""
 
     def record_writer(self, writer: Node, after: Mapping[Node, Any], theirs: GraphRun) -> None:
-        """Record, for each of the graph's inputs and attributes, its value after a node that is its last writer so far.
+        """Record the values of the graph's inputs and attributes whose last writer so far is this candidate's node.
 
-        `writer` is a node of the candidate, and `after` has the node's inputs after its write, when it ran on the
-        reference's values. A value that an earlier writer left is forgotten, even if `after` has no value in its place.
-        A node that is no last writer changes nothing.
+        `after` has the node's inputs after its write, when it ran on the reference's values. Values that an earlier
+        writer left are forgotten.
         """
         for start in (start for start, last in theirs.last_writer.items() if last is writer):
             self._candidate_state.pop(start, None)
@@ -397,8 +390,7 @@ class FinalWrites:
     def keep_inputs(self, writer: Node, ours: GraphRun) -> None:
         """Keep copies of the inputs of a node of the reference from before its write, if it wrote to the graph's state.
 
-        The state is the graph's inputs and attributes. A node that is not the last writer so far of any of them is
-        ignored.
+        It did if it is the last writer so far of one of the graph's inputs or attributes.
         """
         if writer in ours.last_writer.values():
             self._writer_inputs[writer] = copy_tensors(ours.before_write[writer])
@@ -424,13 +416,12 @@ class FinalWrites:
     def _judge_state(
         self, start: Node, candidate_start: Node | None, ours: GraphRun, theirs: GraphRun
     ) -> Iterator[NodeJudgement]:
-        """Yield the judgement of one input or attribute of the graphs, or nothing if both sides leave it the same.
+        """Yield the judgement of one input or attribute of the graphs, or nothing if both sides leave it close enough.
 
-        `start` is its node in the reference, and `candidate_start` that in the candidate. If the candidate does not
-        have it or does not write to it, the reference's value from before its writes stands in for the candidate's. The
-        culprit is the reference's writer; if the reference does not write, the partner of the candidate's writer, or
-        `start` without one. It is None if the difference is only inherited: on the reference's values the candidate's
-        writer is right. If its value there is not known, a note is added and nothing is yielded.
+        `start` is its node in the reference, and `candidate_start` that in the candidate. A candidate that does not
+        write to it has the value from before the reference's writes. The culprit is the reference's writer; without
+        one, the partner of the candidate's writer, or `start`; and None if the candidate's writer is right on the
+        reference's values. If its value there is not known, a note is added and nothing is yielded.
         """
         writer = ours.last_writer.get(start)
         other = theirs.last_writer.get(candidate_start) if candidate_start is not None else None
@@ -515,8 +506,7 @@ class GraphRun:
         """Run the graph up to and including the node, unless it has run already, and return the node's value.
 
         Of a node that has run already, return the value that outside readers get, or None if it was dropped.
-        `drawing_from` is the state of the random generators that the node itself starts from; after it they are put
-        back.
+        `drawing_from` is the state of the random generators for the node itself; after it they are put back.
         """
         while node not in self.executed:
             upcoming = next(self.pending)
@@ -591,9 +581,8 @@ class GraphRun:
     def _copy_before_write(self, node: Node) -> None:
         """Copy the values that the node is about to write to and that are still needed as they are.
 
-        These are its own inputs (`before_write`), inputs that were kept for other writers, values in `computed` that
-        are still to be judged or get their first direct write, and inputs and attributes that were not written to so
-        far (`initial_state`).
+        These are its own inputs (`before_write`), inputs kept for other writers, values in `computed` that are still to
+        be judged or read, and inputs and attributes of the graph at their first write (`initial_state`).
         """
         inputs = {source: self.current[source] for source in node.all_input_nodes}
         storages = storages_of([inputs[source] for source in may_write(node)])
@@ -615,8 +604,7 @@ class GraphRun:
         """Record what the node changed, after it ran: its inputs, values that share their memory, and state.
 
         The changed inputs are copied to `after_write`. The node becomes the `first_writer` of values that have none,
-        and the `last_writer` of the graph's inputs and attributes. A copy in `initial_state` of one that no node has
-        changed is dropped.
+        and the `last_writer` of the graph's inputs and attributes among them.
         """
         before = self.before_write[node]
         changes = changed_values(before, {source: self.current[source] for source in before})
@@ -655,7 +643,10 @@ def pair_inputs(reference: GraphModule, candidate: GraphModule) -> dict[Node, No
 
 
 def is_same_call(ours: Node, theirs: Node, partners: Mapping[Node, Node]) -> bool:
-    """Tell whether both nodes call the same operation with the same arguments, so that their results are equal."""
+    """Tell whether both nodes have the same operation and the same arguments, where a node is the same as its partner.
+
+    False for calls of modules. `partners` has the reference's node for each matched node of the candidate.
+    """
     if ours.op != theirs.op or ours.target != theirs.target or ours.op == "call_module":
         return False
     return bool(_with_partners([ours.args, ours.kwargs], {}) == _with_partners([theirs.args, theirs.kwargs], partners))
@@ -691,8 +682,8 @@ def inserted_nodes(partners: Mapping[Node, Node]) -> dict[Node, Node]:
     """Return the unmatched nodes of the candidate that were inserted between a matched node and its reader.
 
     The values of the dict are the reference's nodes whose values the inserted ones must have. The reader shows it: it
-    is the same call as its partner in the reference, except that it reads the inserted node where its partner reads
-    that node directly. A node that shares a handle with the reader is a part of it, and is left out.
+    is the same call as its partner, except that it reads the inserted node where its partner reads that node directly.
+    A node that shares a handle with the reader's partner is a part of the reader, and is left out.
     """
     inserted: dict[Node, Node] = {}
     for theirs, ours in partners.items():

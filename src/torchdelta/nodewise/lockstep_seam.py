@@ -101,8 +101,8 @@ class LockstepSeam:
     def require_used(self) -> None:
         """Raise a UsageError if the mapping names a node of the candidate twice, or does not fit the compared graphs.
 
-        It does not fit if no graph has a node that it names, or if it matches nodes of different graphs. If no graphs
-        were compared, only the candidate's names are checked, for being named twice.
+        It does not fit if no graph has a node that it names, or if it matches nodes of different graphs. Without
+        compared graphs that is not checked.
         """
         mapping = self.mapping or {}
         for name, times in Counter(mapping.values()).items():
@@ -138,10 +138,9 @@ def compare_graphs(
     """Match two graphs, run them in lockstep on the inputs, and return the judgement of each pair of nodes, with notes.
 
     `mapping` has the user's matches, from names of the reference's nodes to the candidate's. Raise UsageError if it
-    names an unknown node, or a node twice; if the graph is one of several, unknown names are ignored. Without
-    `candidate_inputs` the candidate gets the values of the paired inputs, and None for an input without a pair.
-    Gradients are not compared at a `level` in `AFTER_AOT`. Dead code of the candidate is left out; nodes of nested
-    graphs count as unmatched. A node that raises ends the run, with a note.
+    names an unknown node, or a node twice; with `is_one_of_several` matches of unknown nodes are ignored. Without
+    `candidate_inputs` the candidate gets the values of the paired inputs. Gradients are not compared at a `level` in
+    `AFTER_AOT`. Nodes of nested graphs count as unmatched. A node that raises ends the run, with a note.
     """
     candidate = graphs.copy_sharing_parameters(candidate)
     candidate.graph.eliminate_dead_code(lambda node: node.is_impure() or writes_to(node))

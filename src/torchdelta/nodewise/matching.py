@@ -110,8 +110,8 @@ def align(
     """Match the nodes of two graphs; return all matches, and the nodes without one.
 
     `mapping` has the user's matches, from names of the reference's nodes to the candidate's; raise UsageError if it
-    names an unknown node, or a node twice. `values` is a pair of dicts, of the reference and of the candidate, with a
-    key for the value of each node by the node's name. Without it, nodes are not matched by equal values.
+    names an unknown node, or a node twice. `values` has keys for the values of both sides' nodes, by name; without it,
+    nodes are not matched by equal values.
     """
     aligner = _Aligner(reference, candidate)
     aligner.match_mapping(mapping or {})
@@ -130,8 +130,7 @@ def align_outermost(
 ) -> Alignment:
     """Match the nodes of two graphs without looking into nested graphs, whose nodes count as unmatched.
 
-    The nested nodes are a part of the coverage's total. Raise UsageError if the mapping names an unknown or nested
-    node, or a node twice.
+    Raise UsageError if the mapping names an unknown or nested node, or a node twice.
     """
     sides = (reference, candidate)
     outermost = align(*([node for node in nodes if not is_nested(node)] for nodes in sides), mapping=mapping)
@@ -168,7 +167,7 @@ class _Aligner:
     def match_handles(self) -> None:
         """Match unmatched nodes within each group of shared handles, and count the other nodes of the group as covered.
 
-        The matches of a group are its `identical_pairs` and `end_pairs`. A group without any is left as it is. A group
+        The matches of a group are its `identical_pairs` and `end_pairs`; a group without any is left as it is. A group
         with a match and more than two nodes is added to `groups`.
         """
         for ours, theirs in group_by_handles(self.reference.unmatched, self.candidate.unmatched):
@@ -325,8 +324,8 @@ def group_by_handles(reference: NodeRecords, candidate: NodeRecords) -> list[tup
 def identical_pairs(reference: NodeRecords, candidate: NodeRecords) -> Iterator[tuple[NodeRecord, NodeRecord]]:
     """Yield the pairs of a group that are the same node on both sides.
 
-    Both nodes have the same operator, kinds and handles. Either no other node of their side has these handles, or both
-    have the same name. A `getitem` may have lost its own handle, so with the same name its handles need not be equal.
+    Both have the same operator, kinds and handles, and the same name if other nodes of a side have these handles too. A
+    `getitem` of the same name may have other handles, because it may have lost its own.
     """
     counts, others = (Counter(node.handles for node in nodes) for nodes in (reference, candidate))
     by_name = {node.name: node for node in candidate}
@@ -343,9 +342,9 @@ def identical_pairs(reference: NodeRecords, candidate: NodeRecords) -> Iterator[
 def end_pairs(reference: NodeRecords, candidate: NodeRecords) -> Iterator[tuple[NodeRecord, NodeRecord]]:
     """Yield the last node of each side of a group as a pair, if the two can have the same value; at most one pair.
 
-    Last nodes of the same operation, or without other nodes in the group, are a pair even if their kinds differ. If one
-    of them is one output of several (`getitem`), the only output of its side that has the right kinds takes its place.
-    If no output or more than one has them, nothing is yielded.
+    Two last nodes of the same operation, or the only nodes of their sides, are a pair even if their kinds differ.
+    Otherwise the kinds have to agree, and a `getitem` is replaced by the only `getitem` of its side with the right
+    kinds, if there is one.
     """
     last, other = reference[-1], candidate[-1]
     is_same_operation = last.op == other.op or len(reference) == len(candidate) == 1

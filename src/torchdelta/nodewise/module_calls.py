@@ -105,10 +105,7 @@ class ModuleCall:
 
 
 def _source_line(module: torch.nn.Module) -> str:
-    """Return file, line and text of a module's `forward`, or an empty text for torch's own and generated code.
-
-    The text is also empty if Python cannot find the source.
-    """
+    """Return file, line and text of a module's `forward`; empty for torch's own code, and if there is no source."""
     forward = type(module).forward
     if (forward.__module__ or "torch").split(".")[0] == "torch":  # generated code has no module
         return ""
@@ -129,9 +126,9 @@ def survey(
 ) -> tuple[list[ModuleCall], Any, Exception | None]:
     """Run a side and return its module calls, its outputs, and the exception that it raised, or None.
 
-    `needs_values` tells for which paths the calls get fingerprints of their inputs and outputs; shapes are recorded of
-    all. After an exception the outputs are None, and the calls are those that were begun. The side runs on copies of
-    its inputs, its state is restored, and the generators are seeded with `seed` and put back.
+    `needs_values` tells for which paths the calls get fingerprints of their inputs and outputs. After an exception the
+    outputs are None, and the calls are those that were begun. The side's inputs and state, and the generators, are left
+    as they were.
     """
     outputs: Any = None
     failure: Exception | None = None
@@ -170,8 +167,7 @@ class ModuleSurvey:
     def run(self, seed: int) -> Any:
         """Call the side on copies of its inputs and return its outputs; its state and hooks are restored.
 
-        Each module call is added to `calls`. The generators are seeded with `seed`, and put back afterwards. An
-        exception of the side is raised.
+        Each module call is added to `calls`. The generators are seeded with `seed`, and put back afterwards.
         """
         with runtime.preserved(), restored(holder for _, holder in state_holders(self.side.call)):
             args, kwargs = copy_together((self.side.args, self.side.kwargs), name="the inputs")
@@ -228,7 +224,7 @@ class ModuleSurvey:
     def _post_hook(self) -> Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
         """Return a hook that adds the output shapes to the record of a call after it ran, and calls `on_return`.
 
-        The call is taken from the end of `running`. Calls inside of it that raised, which are still there, are dropped.
+        It ends the call in `running`, and also those inside of it that raised.
         """
 
         def post_hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -264,7 +260,7 @@ class ModuleMatch:
 
     @property
     def roots(self) -> frozenset[str]:
-        """The paths of the outputs that both calls return; of a call that raised, those of the other one."""
+        """The paths of the tensors that both calls return; of a call that raised, those of the other one."""
         sides = [call.signature for call in (self.reference, self.candidate) if call.signature is not None]
         paths = [frozenset(path for path, _ in side) for side in sides]
         return frozenset.intersection(*paths) if paths else frozenset()
@@ -286,10 +282,9 @@ class ModuleMatcher:
     def run(self) -> list[ModuleMatch]:
         """Match the calls of both sides, and return the matches in the order of the reference's calls.
 
-        Calls of the same path and number are matched if their classes agree, and then if the output shapes agree or the
-        candidate's call raised. Then calls are matched by class and output shapes, and then by values alone. Classes
-        that were matched then count as the same, and the step by class is repeated. A call that is matched is not
-        considered again.
+        Calls of the same path and number come first, if their classes or output shapes agree or the candidate's call
+        raised. Then calls are matched by class and output shapes, and then by values alone. From these matches it is
+        learnt which classes correspond, and the step by class is repeated.
         """
         self._match_by_path(lambda one, other: one.kind == other.kind)
         # the outputs of a call that raised are not known, so they cannot disagree
@@ -317,9 +312,8 @@ class ModuleMatcher:
     def _match_groups(self, trait: Callable[[ModuleCall], Hashable]) -> None:
         """Match unmatched calls with the same class, output shapes and trait, in the order of the calls.
 
-        They are matched only if both sides have equally many of them. `trait` returns the trait of a call; a call whose
-        trait is None, or that did not return, is left out. A class of the reference counts as its partner in
-        `same_class`, if it has one there.
+        They are matched only if both sides have equally many of them. A call whose `trait` is None, or that did not
+        return, is left out. A class of the reference counts as its partner in `same_class`, if it has one there.
         """
         groups: dict[Hashable, tuple[list[ModuleCall], list[ModuleCall]]] = defaultdict(lambda: ([], []))
         for side, calls in enumerate((self.reference, self.candidate)):
@@ -353,7 +347,7 @@ class ModuleMatcher:
         ]
 
     def _learn_classes(self) -> None:
-        """Record in `same_class` the candidate's class for each class of the reference that has only one partner."""
+        """Record in `same_class` each class of the reference whose matched calls all have partners of one class."""
         partner_kinds: dict[str, set[str]] = defaultdict(set)
         for match in self.matches:
             partner_kinds[match.reference.kind].add(match.candidate.kind)
@@ -393,7 +387,7 @@ def state_fingerprints(modules: dict[str, torch.nn.Module]) -> dict[int, tuple[s
 
 
 def fingerprint(leaves: Leaves) -> Fingerprint:
-    """Return the fingerprint of the tensors among leaves. Different values have the same one only by chance.
+    """Return a fingerprint of each tensor among leaves, by which its values can be recognised.
 
     Other leaves, and tensors without plain memory such as fake or sparse ones, are left out.
     """

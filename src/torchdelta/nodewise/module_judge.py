@@ -65,10 +65,9 @@ class ModuleJudge:
     ) -> ModuleJudgement:
         """Run the candidate's module on the reference's inputs; return its comparisons with the `recorded` result.
 
-        They are those of outputs, changed inputs and, if the runner takes them, gradients. If the candidate's module
-        raises, the judgement has a reason instead. For gradients the reference's module runs again; if its outputs then
-        differ from the recorded ones, the judgement has a reason too. A brief judgement takes one noisy run and does
-        not ask in float64. It is enough for a module around a culprit.
+        They are those of outputs, changed inputs and, if the runner takes them, gradients. The judgement has a reason
+        instead if the candidate's module raises, or if the reference's module, run again for gradients, gives other
+        outputs. A brief judgement takes one noisy run and does not ask in float64.
         """
         try:
             result = self.runner.run(candidate, inputs)
@@ -115,8 +114,7 @@ class ModuleJudge:
     ) -> ModuleResult | None:
         """Return the result of a copy of the module within a mode, or None if it raises; then `note` is added.
 
-        `notes` gets the note with the exception behind it; an empty note is not added. With `widened` the copies of the
-        module and its inputs are in float64.
+        An empty note is not added. With `widened` the copies of the module and its inputs are in float64.
         """
         try:
             return self.runner.run_copy(module, inputs, mode, widened=widened)
@@ -169,8 +167,8 @@ class ModuleJudging(JudgingSteps[ModuleResult]):
     def excuse_integers(self, stages: list[Stage], yardstick: Yardstick[ModuleResult]) -> list[Stage]:
         """Return the stages; diverged integer outputs become INCONCLUSIVE if correct runs differ in them at all.
 
-        The correct runs are the noisy ones and the truth; another shape in one of them counts as a difference. Changed
-        inputs count as outputs. Gradients, and outputs that break the contract without an excuse, stay as they are.
+        The correct runs are the noisy ones and the truth. Changed inputs count as outputs. Gradients, and outputs that
+        break the contract without an excuse, stay as they are.
         """
         leaves = _leaves(_FORWARD, self.reference, self.reference)
         runs = [run for run in (*yardstick.noisy, yardstick.truth) if run is not None]
@@ -189,9 +187,8 @@ class ModuleJudging(JudgingSteps[ModuleResult]):
     def ask_in_float64(self, stages: list[Stage], yardstick: Yardstick[ModuleResult]) -> list[Stage]:
         """Compare both modules in float64, and return the stages; a leaf that diverges there becomes DIVERGED.
 
-        In float64 the noise is that of the native runs scaled down; if something diverges, a noisy run in float64
-        decides. Without a truth, or if the candidate's module raises in float64, return the stages unchanged. A leaf
-        that has diverged already keeps its comparison.
+        Without a truth, or if the candidate's module raises in float64, return the stages unchanged. A leaf that has
+        diverged already keeps its comparison.
         """
         if yardstick.truth is None:
             return stages
@@ -272,7 +269,7 @@ def _with_answers(stage: Stage, answers: Answers) -> Stage:
 
 
 def _are_same(first: Leaves, second: Leaves) -> bool:
-    """Tell whether two sets of leaves have the same values, whatever else is different about them."""
+    """Tell whether no leaf of the two sets diverges to the bit; other dtypes, strides and devices do not count."""
     terms = Terms(ignore=frozenset(IGNORABLE) - {"integers"})
     comparisons, _ = Judge(policy=Bitwise(), terms=terms).compare(first, second)
     return all(comparison.verdict is not Verdict.DIVERGED for comparison in comparisons)

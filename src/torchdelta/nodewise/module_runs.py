@@ -64,8 +64,8 @@ def left_by(outputs: Any, arguments: Any, versions: dict[str, int], gradients: L
     """Return what a call that has run left behind: its outputs, its inputs, which of them it changed, and `gradients`.
 
     `arguments` are the positional and keyword arguments after the call, and `versions` those of the input tensors
-    before it, by path. An input counts as changed if its version is another one, unless its memory is returned. Tensors
-    are not copied. Without `gradients` the result has an empty dict.
+    before it, by path. An input whose version is another one counts as changed, unless its memory is returned. Tensors
+    are not copied.
     """
     leaves = leaves_of(outputs, "outputs")
     returned = {tensors.storage_key(leaf) for leaf in leaves.values() if isinstance(leaf, torch.Tensor)} - {None}
@@ -107,8 +107,8 @@ def lifted(module: torch.nn.Module) -> Mode:
 def noisy(seed: int) -> Mode:
     """Return a mode for a noisy run: a function that takes a side and returns the context manager to run it in.
 
-    There, parameters, inputs and all values computed from them are rounded anew, by random numbers from `seed`. The
-    call with the side changes its parameters and inputs in place, so the side must be a copy.
+    There, values are rounded anew, by random numbers from `seed`. The call with the side changes its parameters and
+    inputs in place, so the side must be a copy.
     """
 
     def mode(side: Side) -> AbstractContextManager[Any]:
@@ -120,10 +120,7 @@ def noisy(seed: int) -> Mode:
 
 
 def both(*modes: Mode) -> Mode:
-    """Return a mode that enters all of these modes, the first one outermost; without modes it changes nothing.
-
-    A mode is a function that takes a side and returns a context manager. Each is called when the context is entered.
-    """
+    """Return a mode that enters all of these modes, the first one outermost; without modes it changes nothing."""
 
     @contextmanager
     def combined(side: Side) -> Iterator[None]:
@@ -154,7 +151,7 @@ class Runner:
     ) -> ModuleResult:
         """Call a copy of the module on copies of the inputs, in the context that `mode` returns, and return the result.
 
-        With `widened` the floating-point tensors of the copies are in float64. An exception of the module is raised.
+        With `widened` the floating-point tensors of the copies are in float64.
         """
         convert = lift.widened if widened else lambda dtype: dtype
         copied, args, kwargs = copy_together(
@@ -180,10 +177,9 @@ class Runner:
     def _gradients(self, side: Side, sources: Leaves, outputs: Any, among: frozenset[str]) -> Leaves:
         """Return the gradients of inputs and parameters under random cotangents for the outputs in `among`.
 
-        `sources` are the inputs that require grad, by path. The result has each tensor's path and `.grad` as key, such
-        as `parameters['weight'].grad`. A tensor that has two paths comes once, at the first. A tensor that no output
-        depends on has None. Return an empty dict if no output in `among` can be differentiated, or no tensor is
-        trained.
+        `sources` are the inputs that require grad, by path. The result is by path, as in `parameters['weight'].grad`; a
+        tensor that no output depends on has None. Return an empty dict if there is no output to differentiate, or no
+        tensor that requires grad.
         """
         roots = {
             path: leaf

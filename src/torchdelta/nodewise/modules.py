@@ -78,9 +78,8 @@ def locate_modules(
     """Judge every matched call of a module on the reference's inputs; return all judgements and the culprits.
 
     A culprit is a module that fails by itself while those inside of it do not. With `gradients` the gradients of each
-    module are judged too. `limit_bytes` is the memory for outputs of the candidate's own run. The state, inputs and
-    hooks of both sides are restored afterwards. Raise ProgramError if the reference itself fails, and UsageError if
-    `policy` is a text that names none; a candidate that fails is judged as far as it came.
+    module are judged too. `limit_bytes` is the memory for outputs of the candidate's own run. Raise ProgramError if the
+    reference fails, and UsageError for an unknown policy; a candidate that fails is judged as far as it came.
     """
     judging = parse(policy) if isinstance(policy, str) else policy
     with runtime.preserved():
@@ -182,8 +181,8 @@ class _ModuleSearch:
     def _record_own_outputs(self, matches: Sequence[ModuleMatch]) -> dict[int, Leaves]:
         """Run the candidate on its own values; return copies of its matched calls' outputs, by the `order` of the call.
 
-        Outputs that do not fit into `limit_bytes` with those before are left out, and a note counts them. If the
-        candidate raises, a note is added, and the outputs so far are returned.
+        Outputs that do not fit into `limit_bytes` with those before are left out. If the candidate raises, the outputs
+        so far are returned. Notes are added in both cases.
         """
         matched_orders = {match.candidate.order for match in matches}
         own_outputs: dict[int, Leaves] = {}
@@ -215,8 +214,8 @@ class _ModuleSearch:
         """Run the reference, and judge the candidate's module at each matched call; the rows go to `judged_calls`.
 
         A pair is not judged, and its row has a reason, if the inputs cannot be copied or the candidate calls its module
-        with tensors of other shapes or kinds. `own_outputs` has the candidate's outputs by the `order` of its calls,
-        and is emptied on the way. `failure` is the exception that the candidate raised in its own run, or None.
+        with tensors of other shapes or kinds. `own_outputs` has the candidate's outputs by the `order` of its calls.
+        `failure` is the exception that the candidate raised in its own run, or None.
         """
         partners = {match.reference.order: match for match in matches}
         inputs_by_call: dict[int, tuple[ModuleInputs, dict[str, int]] | str] = {}
@@ -264,7 +263,8 @@ class _ModuleSearch:
     def _culprits(self) -> list[Row]:
         """Return the rows of the innermost modules that failed, without those inside of an equivalent module.
 
-        Failed modules diverged or crashed by themselves. For each one inside of an equivalent module a note is added.
+        Failed modules diverged or crashed by themselves. For each innermost one in an equivalent module a note is
+        added.
         """
         failures = [(match, row) for match, row in self.judged_calls if _own_verdict(row) in _FAILURES]
         innermost = [
@@ -299,8 +299,8 @@ def _table_row(
 ) -> Row:
     """Return the row of one matched pair; a module that raises the same exception as the candidate itself has crashed.
 
-    `failure` is the exception of the candidate's own run, or None. The row of a crashed module has one local
-    comparison, which is CRASHED. A module that raises something else has a reason in its row, and no local comparisons.
+    `failure` is the exception of the candidate's own run, or None. A crashed module has one local comparison, which is
+    CRASHED. A module that raises something else has a reason, and no local comparisons.
     """
     local = judgement.local
     # a module that raises although the candidate as a whole does not is only called in another way than usual
@@ -318,10 +318,10 @@ def _table_row(
 
 
 def _own_verdict(row: Row) -> Verdict:
-    """Return the worst verdict of a module by itself: its values and gradients; INCONCLUSIVE if it was not judged.
+    """Return the worst verdict of a module by itself, over values and gradients; INCONCLUSIVE if it was not judged.
 
-    A module that returns more or fewer outputs than its partner, such as attention weights, is judged by the outputs
-    that both return. If another module needs a missing output, the module around them diverges.
+    Outputs that only one side returns, such as attention weights, do not count, unless there are no other comparisons
+    of values.
     """
     values = [comparison for comparison in row.local if comparison.kind != "structure"]
     return worst_of(comparison.verdict for comparison in (*(values or row.local), *row.local_gradients))

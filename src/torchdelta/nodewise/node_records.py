@@ -117,9 +117,8 @@ def _has_shape(value: Any) -> bool:
 def _find_example(node: Node, owner: GraphModule) -> Any:
     """Return an example of a node's value, or an object that has its `shape` and `dtype`; None if neither is known.
 
-    It is what tracing recorded (`val`, `example_value` or `tensor_meta`), or else the attribute that a `get_attr` node
-    reads. An observer or dequantize node without these gets an object of shape and dtype alone: the shape of the value
-    that it observes, and the dtype of what it returns itself (`_find_observed_example`).
+    It is what tracing recorded, or else the attribute that a `get_attr` node reads. An observer or dequantize node gets
+    the shape of the value that it observes (`_find_observed_example`).
     """
     for key in ("val", "example_value", "tensor_meta"):
         if node.meta.get(key) is not None:
@@ -132,10 +131,9 @@ def _find_example(node: Node, owner: GraphModule) -> Any:
 
 
 def _find_observed_example(node: Node, owner: GraphModule) -> Any:
-    """Return shape and dtype of the value that an observer or dequantize node observes, or None if that is not known.
+    """Return an object with `shape` and `dtype` of the value that an observer or dequantize node observes, or None.
 
-    They are attributes of one object. The dtype is that of the value; of a dequantize node, its `out_dtype`, or float32
-    if it has none.
+    None means that the value is not known. The dtype of a dequantize node is its `out_dtype`, or float32 without one.
     """
     source: Node | None = node
     value: Any = None

@@ -100,7 +100,7 @@ class LevelJudging(NodeJudging):
         """Return the values of the dequantize nodes as another quantizer might have rounded them, by node.
 
         `run` is the number of the run, which shifts the levels. `before` has the values before rounding, and whether
-        they are a constant; each element of a constant is moved by a share of its own.
+        they are a constant.
         """
         # one seed for all runs: they differ by their number, and share all other random numbers
         generator = torch.Generator().manual_seed(self.settings.seed)
@@ -112,8 +112,8 @@ class LevelJudging(NodeJudging):
     def _before_rounding(self, node: Node, reads: Mapping[Node, Any]) -> tuple[torch.Tensor, bool]:
         """Return the values of a dequantize node before they were rounded, and whether they are a constant.
 
-        The last node of the region has the reference's value, and any other the value in `reads` that is quantized for
-        it. If there is none, as for a folded weight, return the node's own rounded values, as a constant.
+        The last node of the region has the reference's value, and another one the value in `reads` that is quantized
+        for it. If there is none, as for a folded weight, return the node's own rounded values, as a constant.
         """
         region, reference = self.trial.pair.candidate, self.values.reference
         source: Node | None = node

@@ -66,7 +66,7 @@ class Region:
     def before(cls, node: Node, module: GraphModule, known: Collection[Node]) -> Region:
         """Return the region that ends in this node and reads nothing but known nodes and placeholders.
 
-        All other nodes that it depends on are in the region, attribute nodes included. The node itself is always in it.
+        All other nodes that it depends on are in the region, attribute nodes included, and so is the node itself.
         """
         inner: set[Node] = {node}
         reads: dict[Node, None] = {}
@@ -129,7 +129,7 @@ def region_reading(sources: Set[Node], node: Node, module: GraphModule, known: C
 
 
 def is_discontinuous(region: Region) -> bool:
-    """Tell whether a region is a single discontinuous operation, which adds no rounding of its own.
+    """Tell whether a region is a single discontinuous operation.
 
     Such operations are comparisons, `argmax`, `sort`, `round` and the like, and divisions with a rounding mode.
     """
@@ -148,9 +148,9 @@ def run_node(interpreter: Interpreter, node: Node, values: Values) -> Any:
 def run_with_writes(
     interpreter: Interpreter, node: Node, values: Values, overrides: EdgeValues | None = None
 ) -> tuple[Any, dict[Node, Any]]:
-    """Run one node on copies of the inputs that it writes to; `overrides` has other values for some of its inputs.
+    """Run one node on copies of the inputs that it may write to; return its value, and its inputs afterwards.
 
-    Return its value, and its inputs as they are afterwards (empty if it does not write).
+    The second is empty if the node does not write. `overrides` has other values for some of its edges.
     """
     edges = overrides or {}
     inputs = {
@@ -182,8 +182,7 @@ def has_writers(module: GraphModule) -> bool:
 def copy_with_redirected_reads(module: GraphModule) -> GraphModule:
     """Return a copy of the graph after `redirect_reads`, or the graph itself if no writer returns its input.
 
-    The copy has the same parameters, and buffers of its own. In it a write that a candidate leaves out shows as an edge
-    to another node, like any other missing operation.
+    The copy has the same parameters, and buffers of its own.
     """
     if not any(returns_what_it_writes(node) for node in module.graph.nodes):
         return module
@@ -217,7 +216,8 @@ def directly_written_nodes(module: GraphModule) -> frozenset[Node]:
 def stale_edges(module: GraphModule) -> set[tuple[Node, Node]]:
     """Return the (producer, reader) edges whose value another node may have overwritten before the reader reads it.
 
-    The writer writes to the producer or to a node that may share its memory. Norms and called modules do not count.
+    The writer writes to the producer or to a node that may share its memory. Norms and called modules do not count as
+    writers.
     """
     order = {node: place for place, node in enumerate(module.graph.nodes)}
     stale: set[tuple[Node, Node]] = set()
@@ -277,8 +277,7 @@ def copy_tensors(value: Any, *, is_detached: bool = True) -> Any:
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return the value with `change` applied to every leaf in its tuples, lists, dicts and slices.
 
-    The containers are new. Subclasses of tuple stay what they are; those of list and dict become plain ones. The keys
-    of dicts stay. A value that is no container is a leaf.
+    The containers are new; the keys of dicts stay. A value that is no container is a leaf.
     """
     if isinstance(value, tuple):
         items = [map_leaves(item, change) for item in value]
@@ -300,9 +299,8 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 def is_identical(reference: Any, candidate: Any) -> bool:
     """Return whether two values are equal: tensors in dtype, shape, device and elements, others in type and by `==`.
 
-    Sequences are compared item by item, and a list may equal a tuple. A tensor object equals itself. Otherwise NaN
-    equals nothing, 0.0 equals -0.0, and a tensor that is fake, quantized or not strided equals nothing. A dict equals
-    nothing.
+    Lists and tuples are compared item by item. A tensor object equals itself. Otherwise NaN, and tensors that are fake,
+    quantized or not strided, are not equal to anything, and neither are dicts.
     """
     if isinstance(reference, torch.Tensor) and isinstance(candidate, torch.Tensor):
         return reference is candidate or (

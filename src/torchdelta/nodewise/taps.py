@@ -123,9 +123,8 @@ class Taps:
     ) -> Iterator[TappedNode]:
         """Yield a judgement for each tapped node whose region has no unsteady node; `tapped` has the values by name.
 
-        A region starts at inputs, attributes and tapped nodes, without those that `_widened_nodes` returns. A node is
-        unsteady if it reads memory that was written to under another name, or was never set; a note names the first
-        few. `level` goes to `_judge_node`.
+        A region starts at inputs, attributes and tapped nodes, without those that `_widened_nodes` returns. If there
+        are `unsteady_nodes`, a note is added.
         """
         widened, unsteady = _widened_nodes(graph), unsteady_nodes(graph)
         skipped = [node.name for node in unsteady if node.op != "output"]
@@ -146,7 +145,7 @@ class Taps:
         """Run a region eagerly on the candidate's values; return the judgement of its last node against the result.
 
         If the region draws random numbers, or reads memory that is not laid out as it was traced, a note is added and
-        the judgement has no comparisons and `is_judged=False`. `level` is put into the judgement.
+        the judgement has no comparisons and `is_judged=False`.
         """
         inputs = {node: values[node] for node in region.reads}
         node = region.result
@@ -174,9 +173,8 @@ class Taps:
 def tap(graph_module: GraphModule, names: Collection[str]) -> tuple[GraphModule, int]:
     """Return a copy of the graph that returns these nodes' values too, and the number of its original outputs.
 
-    The copy takes and returns flat values, and shares the parameters. A tapped value is a detached clone; they come
-    after the outputs, in the order of the graph. Names that the graph does not have are ignored. Nested outputs, which
-    a plain fx trace may have, are not flattened, and each counts as one.
+    The copy takes and returns flat values, and shares the parameters. The tapped values are detached clones, and come
+    after the outputs, in the order of the graph.
     """
     # the copy shares the parameters, so that gradients reach those of the original
     tapped = graphs.flatten_signature(GraphModule(graph_module, copy.deepcopy(graph_module.graph)))
@@ -209,7 +207,7 @@ def is_tappable(node: Node) -> bool:
 def _named_outputs(graph_module: GraphModule, returned: Sequence[Any]) -> dict[str, Any]:
     """Return detached copies of the graph's own outputs by name, which serve as taps.
 
-    Overwritten outputs are left out, and so are inputs and values that are not tensors.
+    Outputs that cannot have a tap, such as inputs, and overwritten ones are left out.
     """
     output = graph_module.graph.output_node()
     nodes = output.args[0] if isinstance(output.args[0], (list, tuple)) else (output.args[0],)
@@ -252,8 +250,8 @@ def fill_values(
 def _widened_nodes(graph_module: GraphModule) -> set[Node]:
     """Return the nodes that convert floats to a wider dtype, and those computed from them in at least 32 bits.
 
-    Their tapped value does not count as known. A tap shows the narrower value after its rounding, but a compiler may
-    have fused the nodes and read it before. So the region of a later node starts before the widening.
+    A tap shows the narrower value after its rounding, but a compiler may have fused the nodes and read it before. So
+    the region of a later node starts before the widening.
     """
     widened: set[Node] = set()
     for node in graph_module.graph.nodes:
@@ -265,8 +263,7 @@ def _widened_nodes(graph_module: GraphModule) -> set[Node]:
 def unsteady_nodes(graph_module: GraphModule) -> dict[Node, None]:
     """Return the nodes that read memory which another node wrote to meanwhile, or that have or read memory never set.
 
-    They are the keys, in the order of the graph; the output may be among them. A write through one node changes every
-    node that shares its memory, and a tap shows only its own node.
+    They are the keys, in the order of the graph; the output may be among them.
     """
     readers = {reader for _, reader in stale_edges(graph_module)}
     unset: set[Node] = set()

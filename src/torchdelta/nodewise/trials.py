@@ -101,7 +101,7 @@ class Trial:
         """Return the comparisons of the inputs that the reference's last node changed with those of the candidate's.
 
         Both arguments have the inputs after the writes, by the node of their side. An input of the candidate whose
-        partner is not in `reference` is left out. The result is empty if the reference's region has no nodes.
+        partner is not in `reference` is left out.
         """
         comparisons: list[Comparison] = []
         for theirs, value in candidate.items():
@@ -120,8 +120,7 @@ class Trial:
     def judge_gradients(self, replacements: Replacements) -> tuple[Comparison, ...]:
         """Return the comparisons of the trained inputs' gradients, under the same random cotangent on both sides.
 
-        The candidate's region is run with these replacements: nodes of the reference that some of its nodes read
-        instead. If a side raises, return one comparison that is DIVERGED.
+        The candidate's region is run with these replacements. If a side raises, return one comparison that is DIVERGED.
         """
         name = self.pair.reference.result.name
 
@@ -147,8 +146,7 @@ class Trial:
     def _run_candidate(self, values: Mapping[Node, Any], replacements: Replacements) -> Any:
         """Return the value of the candidate's region, run on the reference's values with these replacements.
 
-        `values` are by nodes of the reference. They are cast where the candidate has a lower dtype on purpose. The
-        random generators start as in the reference's region.
+        `values` are by nodes of the reference. Inputs are cast where the candidate has another float dtype on purpose.
         """
         inputs = {
             node: values[self.partners[node]].to(self.lowered[node])
@@ -174,10 +172,9 @@ def blame(
 ) -> Node:
     """Return the culprit: the node of the reference whose work the candidate's region does not do.
 
-    `values` has the values of the reference's nodes. `is_mended` tells whether the region is right if one of its edges
-    reads a node of the reference instead. Up to `MOST_TRIALS` such replacements are tried, and the node of the first
-    that mends the region is the culprit. If none does, or if the reader is to blame for what it reads
-    (`_is_readers_work`), the culprit is the last node of the reference's region.
+    `is_mended` tells whether the region is right if one of its edges reads a node of the reference instead. The node of
+    the first such replacement that mends the region is the culprit. If none does within `MOST_TRIALS`, or if the reader
+    is to blame for what it reads (`_is_readers_work`), it is the last node of the reference's region.
     """
     for edge, replacement in _candidate_replacements(reference, candidate, values, partners)[:MOST_TRIALS]:
         if is_mended({edge: replacement}):
@@ -191,9 +188,9 @@ def _candidate_replacements(
 ) -> list[tuple[tuple[Node, Node], Node]]:
     """Return (edge, node) pairs: an edge of the candidate's region, and a node of the reference to read there instead.
 
-    Those that are likely to mend the region come first. The nodes are those of the reference's region and those that it
-    reads, without its last one, the partner of the node that the edge reads already, and nodes without a tensor, tuple
-    or list in `values`.
+    Those that are likely to mend the region come first. The nodes are those of the reference's region and its inputs,
+    without its last one, the partner of the node that the edge reads already, and nodes without a tensor, tuple or list
+    in `values`.
     """
     available = [
         node

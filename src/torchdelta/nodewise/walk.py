@@ -74,10 +74,9 @@ class NodeWalk:
     def look_at_nodes(self, report: Report) -> NodeFindings:
         """Return the findings on every node that can be reached, in the way that this transform allows.
 
-        Without a seam, graphs run in lockstep or modules are compared. With a seam, a transform that is not a compiler
-        runs in lockstep. A compiler gets taps on the graphs behind AOTAutograd, or on those at its seam if it does not
-        use AOTAutograd. `report` is that of the check: taps have to keep its verdict, and its stages say whether
-        gradients are compared. `notes`, `compiles` and `is_disturbed` are updated.
+        Without a seam, graphs run in lockstep or modules are compared. With one, a compiler gets taps, behind
+        AOTAutograd if it uses that and otherwise at its seam; other transforms run in lockstep. `report` is that of the
+        check: taps have to keep its verdict. `notes`, `compiles` and `is_disturbed` are updated.
         """
         transform = self.transform
         if not transform.traits.has_seam:
@@ -99,8 +98,8 @@ class NodeWalk:
         """Run the candidate, and the graphs before and after the transform in lockstep; return the findings.
 
         Gradients are judged if the transform has a backward and the report has a stage other than `forward`. If the
-        transform made something that is not a graph, the findings are those of taps and gates instead. Raise UsageError
-        if `mapping` does not fit the graphs (`LockstepSeam.require_used`).
+        transform made something that is not a graph, return the findings of taps and gates instead. Raise UsageError if
+        `mapping` does not fit the graphs.
         """
         has_gradients = transform.traits.has_backward and any(stage.name != "forward" for stage in report.stages)
         seam = LockstepSeam(judge=self.judge(), mapping=self.mapping, with_gradients=has_gradients)
@@ -113,8 +112,8 @@ class NodeWalk:
     def _in_black_box(self, transform: Transform, report: Report) -> NodeFindings:
         """Return the findings of taps on the graphs at the seam, joined with those of gates if they are needed.
 
-        Gates judge gradients. They need another run, which is made if taps show no culprit and the report compared
-        gradients or steps.
+        Gates judge gradients in another run, which is made if taps show no culprit and the report compared more than
+        `forward`.
         """
         findings = self._by_taps(lambda seam: ObservedTransform(transform, seam), report)
         if findings.culprits or not any(stage.name != "forward" and stage.comparisons for stage in report.stages):
@@ -130,8 +129,8 @@ class NodeWalk:
         """Return the findings of the first taps that keep the report's verdict; if none do, the last, without culprits.
 
         `observe` returns the transform with the taps at its seam. First every node has a tap, then every second, then
-        every fourth. Each try that changes the verdict adds a note and sets `is_disturbed`, and each compilation is
-        counted. If no node can have a tap, the first findings are returned.
+        every fourth. Each try that changes the verdict adds a note and sets `is_disturbed`. Without nodes to tap, the
+        first findings are returned.
         """
         findings = NodeFindings()
         for every in THINNINGS:
@@ -177,9 +176,8 @@ class NodeWalk:
     def _in_lockstep(self, ours: Side, theirs: Side) -> NodeFindings:
         """Run the graph modules of both sides in lockstep, each on its own side's inputs, and return the findings.
 
-        Both inputs are flattened as the reference's graph takes them. Gradients are judged too if the case has the
-        stage `gradients` and the transform does not lower precision. The owner of each side has to be a graph module.
-        Raise UsageError if `mapping` names an unknown node, or a node twice.
+        Gradients are judged too if the case has the stage `gradients` and the transform does not lower precision. Raise
+        UsageError if `mapping` names an unknown node, or a node twice.
         """
         assert isinstance(ours.owner, GraphModule)
         assert isinstance(theirs.owner, GraphModule)
@@ -200,8 +198,7 @@ class NodeWalk:
     def _by_modules(self, ours: Side, theirs: Side) -> NodeFindings:
         """Compare the modules of both sides, each fed the reference's inputs; return the findings.
 
-        They include modules without a partner. Gradients are compared too if the case has the stage `gradients`. Raise
-        ProgramError if the reference fails.
+        Gradients are compared too if the case has the stage `gradients`. Raise ProgramError if the reference fails.
         """
         case = self.case
         result = locate_modules(ours, theirs, seed=case.seed, gradients="gradients" in case.stages, policy=self.policy)
@@ -215,8 +212,7 @@ class NodeWalk:
     def judge(self) -> LocalJudge:
         """Return a new judge of single nodes: a `QuantizedJudge` if the transform quantizes, else a `LocalJudge`.
 
-        It has the case's seed and the transform's lower dtype, and judges in float64 if the walk is lifted. It has the
-        walk's policy only if that needs no truth, and otherwise judges by noise.
+        It has the walk's policy only if that needs no truth, and otherwise judges by noise.
         """
         # a quantized layer is off by its own steps, which do not follow from a dtype
         kind = QuantizedJudge if self.transform.traits.rounds_to_levels else LocalJudge
