@@ -55,10 +55,9 @@ def capture(
     """Run a graph module or exported program over batches, and return a capture with the values of its nodes.
 
     A batch is a tuple of arguments, or a pair of such a tuple and a dict of keyword arguments. The generators are
-    seeded with `seed` plus the number of the batch; changes of buffers last until the end, and are undone then. `keep`
-    is "values" or "statistics"; beyond `limit_bytes` only statistics are kept. With `out`, the capture is also written
-    to that directory. A node that raises ends the capture with a note. Raise UsageError for arguments that cannot be
-    used.
+    seeded with `seed` plus the number of the batch. `keep` is "values" or "statistics"; beyond `limit_bytes` only
+    statistics are kept. With `out`, the values are written to that directory. A node that raises ends the capture with
+    a note. The graph's state is restored. Raise UsageError for arguments that cannot be used.
     """
     if keep not in ("values", "statistics"):
         raise UsageError(f"keep is 'values' or 'statistics', not {keep!r}")

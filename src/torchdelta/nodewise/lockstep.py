@@ -263,10 +263,10 @@ class Lockstep:
         """Return the judgement of a pair: of its value, the inputs that it wrote to, and its gradients, with a culprit.
 
         `local` is the candidate's value, and `after` its inputs after its writes, both on the reference's values.
-        Gradients are compared only if nothing else diverged, an input is trained, the two calls differ, and their
-        regions read the same inputs; a constant in the place of a trained parameter diverges without that.
-        `Trial.blame` finds the culprit of a wrong value or gradient. For a wrong write or such a constant it is the
-        reference's node, and None if nothing is wrong.
+        Gradients are judged if value and writes have not diverged: a constant in the place of a trained parameter is
+        DIVERGED, and otherwise `Trial.judge_gradients` compares them where it can. `Trial.blame` finds the culprit of a
+        wrong value or gradient; for a wrong write or such a constant it is the reference's node, and None if nothing is
+        wrong.
         """
         name = pair.reference.result.name
         values = {node: ours.computed[node] for node in pair.needs if node in ours.computed}
@@ -582,7 +582,8 @@ class GraphRun:
         """Copy the values that the node is about to write to and that are still needed as they are.
 
         These are its own inputs (`before_write`), inputs kept for other writers, values in `computed` that are still to
-        be judged or read, and inputs and attributes of the graph at their first write (`initial_state`).
+        be judged or get their first direct write, and inputs and attributes of the graph at their first write
+        (`initial_state`).
         """
         inputs = {source: self.current[source] for source in node.all_input_nodes}
         storages = storages_of([inputs[source] for source in may_write(node)])
