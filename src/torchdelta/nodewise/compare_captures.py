@@ -50,10 +50,11 @@ def compare_captures(
 ) -> Location:
     """Match the nodes of two captures, compare their values, and return a location with one row for each match.
 
-    A row has each leaf in the batch where it is worst; one more row at the end has the outputs. `given` maps names of
-    the reference's nodes to the candidate's. `ignore` has the clauses of the contract that do not count. Without a
-    `policy` torch.testing's tolerances hold. There are no culprits, but a note names the first node that diverged.
-    `_decide` says which verdict it is. Raise UsageError for a policy or mapping that cannot be used.
+    A row has each leaf in the batch where it is worst; one more row has the outputs. There are no culprits, but a note
+    names the first node that diverged. The verdict is that of the worst row; but CRASHED if only the candidate's
+    capture failed, and otherwise INCONCLUSIVE if no nodes match. `given` maps names of the reference's nodes to the
+    candidate's, and `ignore` has clauses of the contract. Without a `policy` torch.testing's tolerances hold. Raise
+    UsageError for arguments that cannot be used.
     """
     chosen = policy if policy is not None else "close"
     ignored = tuple(ignore)
@@ -236,8 +237,8 @@ def _notes(reference: Capture, candidate: Capture) -> Iterator[str]:
 def _decide(table: Sequence[Row], alignment: Alignment, reference: Capture, candidate: Capture) -> Verdict:
     """Return the worst verdict of the rows with comparisons, or that of captures that cannot be compared as a whole.
 
-    CRASHED if only the candidate has a failure. Otherwise INCONCLUSIVE if no nodes match, whatever the outputs are, and
-    INCONCLUSIVE or worse if the reference has a failure or the numbers of batches differ.
+    CRASHED if only the candidate has a failure. Otherwise INCONCLUSIVE if no nodes match, or if no row has a
+    comparison, and INCONCLUSIVE or worse if the reference has a failure or the numbers of batches differ.
     """
     if candidate.failure and not reference.failure:
         return Verdict.CRASHED

@@ -107,7 +107,7 @@ class LocalJudge:
 
         `path` is the name of the values, `again` runs the reference's region on other values, and `inputs` are those
         that it has read; `RegionValues` explains the rest. Unless the user named a policy that needs no truth, `again`
-        is run in float64 and with noise. If such a run raises, the reason is added to `notes`.
+        is run for truth and noise. If such a run raises, the reason is added to `notes`.
         """
         values = RegionValues(
             path=path,

@@ -263,10 +263,10 @@ class Lockstep:
         """Return the judgement of a pair: of its value, the inputs that it wrote to, and its gradients, with a culprit.
 
         `local` is the candidate's value, and `after` its inputs after its writes, both on the reference's values.
-        Gradients are judged if value and writes have not diverged: a constant in the place of a trained parameter is
-        DIVERGED, and otherwise `Trial.judge_gradients` compares them where it can. `Trial.blame` finds the culprit of a
-        wrong value or gradient; for a wrong write or such a constant it is the reference's node, and None if nothing is
-        wrong.
+        Unless these diverge, a constant in the place of a trained parameter is DIVERGED; otherwise gradients are
+        compared if an input is trained, the two calls differ, and the regions have the same inputs. `Trial.blame` finds
+        the culprit of a wrong value or gradient; for a wrong write or such a constant it is the reference's node.
+        Without an error it is None.
         """
         name = pair.reference.result.name
         values = {node: ours.computed[node] for node in pair.needs if node in ours.computed}

@@ -117,8 +117,8 @@ def _has_shape(value: Any) -> bool:
 def _find_example(node: Node, owner: GraphModule) -> Any:
     """Return an example of a node's value, or an object that has its `shape` and `dtype`; None if neither is known.
 
-    It is what tracing recorded, or else the attribute that a `get_attr` node reads. An observer or dequantize node gets
-    the shape of the value that it observes (`_find_observed_example`).
+    It is what tracing recorded, or else the attribute that a `get_attr` node reads. For an observer or dequantize node
+    without these it is what `_find_observed_example` returns.
     """
     for key in ("val", "example_value", "tensor_meta"):
         if node.meta.get(key) is not None:

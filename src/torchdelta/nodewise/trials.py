@@ -86,8 +86,8 @@ class Trial:
     def judge_values(self, reference: Any, replacements: Replacements) -> tuple[Comparison, ...]:
         """Run the candidate's region with these replacements; return the comparisons of its value with the reference's.
 
-        A replacement makes a node of the region read the value of a node of the reference instead. If the region
-        raises, because a replacement may have the wrong shape, return one comparison that is DIVERGED.
+        A replacement makes a node of the region read the value of a node of the reference instead. The result is empty
+        if both values are the same. If the region raises, return one comparison that is DIVERGED.
         """
         try:
             value = self._run_candidate(self.values, replacements)
@@ -120,7 +120,8 @@ class Trial:
     def judge_gradients(self, replacements: Replacements) -> tuple[Comparison, ...]:
         """Return the comparisons of the trained inputs' gradients, under the same random cotangent on both sides.
 
-        The candidate's region is run with these replacements. If a side raises, return one comparison that is DIVERGED.
+        They are empty if the gradients are the same. With `replacements`, nodes of the candidate's region read other
+        nodes of the reference instead. If a side raises, return one comparison that is DIVERGED.
         """
         name = self.pair.reference.result.name
 
