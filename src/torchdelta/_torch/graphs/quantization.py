@@ -79,7 +79,7 @@ def _levels_in(node: Node) -> Levels | None:
 
 
 def _constant(value: Any, node: Node) -> torch.Tensor | None:
-    """Return a number, a tensor, or the tensor that a `get_attr` node reads, as a float64 tensor; None for other values.
+    """Return a number, a tensor, or the tensor that a `get_attr` node reads, as a float64 tensor; None for the rest.
 
     `value` is an argument of `node`.
     """
