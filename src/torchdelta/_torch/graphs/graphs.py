@@ -185,9 +185,9 @@ def has_fixed_float(node: Node, graph_module: GraphModule) -> bool:
 
 
 def copy_sharing_parameters(graph_module: GraphModule) -> GraphModule:
-    """Return a copy with nodes of its own, the same parameters, which a run does not change, and clones of the buffers.
+    """Return a copy with nodes of its own, the same parameters, and clones of the buffers.
 
-    A module or inner graph that the graph calls is the same object in both, so there the original uses the clones too.
+    A module or inner graph that the graph calls is the same object in both, so there the original gets the clones too.
     """
     duplicate = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     for module in duplicate.modules():

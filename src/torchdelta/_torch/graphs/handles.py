@@ -53,7 +53,7 @@ def handled_nodes(program: Handled) -> Iterator[Node]:
 def assign_handles(program: Handled) -> None:
     """Give every node without a handle a new one, in nested graphs too, except for placeholders and outputs.
 
-    Ids of two calls differ, also for different programs and in other processes, because they start at a random number.
+    Ids start at a random number, so that those of two calls, also in other processes, hardly ever meet.
     """
     bare = [node for node in handled_nodes(program) if not handles_of(node)]
     # random, not the highest id plus one, because two copies of a graph must not give new nodes the same ids
