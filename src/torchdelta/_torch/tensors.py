@@ -55,7 +55,7 @@ def class_of(tensor: torch.Tensor) -> type:
 def describe(tensor: torch.Tensor) -> str:
     """Return layout, class and shape of a tensor in words, without its dtype: `sparse_coo tensor of shape (2, 2)`.
 
-    The layout is left out if it is strided, and the shape if the tensor is nested. A parameter is called a tensor.
+    A strided layout is left out, and so is the shape of a nested tensor. A parameter is called a tensor.
     """
     layout = "" if tensor.layout is torch.strided else f"{str(tensor.layout).removeprefix('torch.')} "
     name = "tensor" if class_of(tensor) is torch.Tensor else class_of(tensor).__qualname__
@@ -87,11 +87,9 @@ def element(tensor: torch.Tensor, index: tuple[int, ...]) -> bool | int | float 
 def components(tensor: torch.Tensor) -> list[Component] | None:
     """Return (name, value) pairs of a tensor whose elements cannot be read from one buffer; None of an ordinary tensor.
 
-    A name is the expression behind the tensor, such as `.indices()`. Values are tensors, and facts such as a scale or a
-    dtype. A nested tensor has its tensors; a sparse one indices and values; a quantized one integers, scale and zero
-    point; a dtype without arithmetic the raw bits; a wrapper its inner tensors or attributes, and dtype, device and
-    requires_grad of its own. Fake tensors, and other subclasses with memory of their own, are ordinary. ValueError if
-    the tensor is not initialized.
+    Such a tensor is nested, sparse, quantized, of a dtype without arithmetic, or a wrapper of others. A name is the
+    expression behind the tensor, such as `.indices()`; a value is a tensor or a fact such as a scale or a dtype.
+    ValueError if the tensor is not initialized.
     """
     is_plain = type(tensor) in _PLAIN
     if is_plain and tensor.layout is torch.strided and tensor.dtype not in _SPECIAL and not tensor.is_nested:
@@ -116,7 +114,7 @@ def components(tensor: torch.Tensor) -> list[Component] | None:
 
 
 def attributes(tensor: torch.Tensor) -> list[Component]:
-    """Return the named attributes of an instance of a subclass; none of a plain tensor."""
+    """Return the named attributes of an instance of a subclass; none of a plain or fake tensor."""
     if type(tensor) in _PLAIN or _is_fake(tensor):
         return []
     return [(f".{name}", item) for name, item in vars(tensor).items()]
@@ -151,9 +149,9 @@ def copy_hooks(tensor: torch.Tensor, duplicate: torch.Tensor, copied: Callable[[
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
-    """Return a number that two living tensors have in common exactly if they share a storage.
+    """Return a number that two living tensors have in common exactly if they share a storage, or None if there is none.
 
-    None for a tensor that has no buffer of its own, such as a sparse or fake one, or an empty one without memory.
+    There is none for a tensor without a buffer of its own, such as a sparse or fake one, or without memory.
     """
     if not has_own_buffer(tensor):
         return None
@@ -164,7 +162,7 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 def _components_by_layout(tensor: torch.Tensor) -> list[Component]:
     """Return (name, tensor) pairs: indices and values of a sparse tensor, or a dense copy if it is of any other layout.
 
-    A COO tensor is coalesced first. The compressed layouts have two tensors of indices.
+    A COO tensor is coalesced first.
     """
     if tensor.layout is torch.sparse_coo:
         merged = tensor.coalesce()
@@ -176,10 +174,7 @@ def _components_by_layout(tensor: torch.Tensor) -> list[Component]:
 
 
 def _quantizer_parameters(tensor: torch.Tensor) -> list[Component]:
-    """Return (name, value) pairs of a quantized tensor: its scale and zero point, as numbers.
-
-    If it is quantized by channel, they are the tensors of all scales and zero points, and the axis.
-    """
+    """Return (name, value) pairs of a quantized tensor: its scale and zero point; those by channel, and the axis."""
     if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
         return [(".q_scale()", tensor.q_scale()), (".q_zero_point()", tensor.q_zero_point())]
     return [
@@ -210,7 +205,7 @@ ViewKey = tuple[StorageWeakRef, int, tuple[int, ...], tuple[int, ...]]
 
 
 def view_key(tensor: torch.Tensor) -> ViewKey:
-    """Return a key of the elements of a tensor: two views of the same elements have equal keys.
+    """Return a key of the elements of a tensor: views with the same storage, offset, shape and strides have equal keys.
 
     The weak reference in it does not keep the memory alive, but no later storage can be mistaken for this one.
     """

@@ -51,7 +51,7 @@ def breaches(reference: torch.Tensor, candidate: torch.Tensor, terms: Terms) -> 
     """Return a breach for each of dtype, shape, stride, device and requires_grad that differs, excused ones included.
 
     Strides are compared only if the shapes agree, and only in dimensions of two or more elements, because other strides
-    have no effect; those of empty tensors are not compared. The tuple is empty if nothing differs.
+    have no effect. The tuple is empty if nothing differs.
     """
     broken = []
     if reference.dtype != candidate.dtype:

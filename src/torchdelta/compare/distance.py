@@ -23,8 +23,7 @@ def distance(first: torch.Tensor, second: torch.Tensor) -> float:
     """Return the largest difference as a share of the largest finite |element| of `first`; 0 if no element differs.
 
     Two NaNs are equal, and so are two infinities of one sign. Return infinity if shapes or dtypes differ, if a NaN or
-    an infinity is on one side only, if infinities have different signs, or if elements differ although all finite
-    elements of `first` are zero.
+    an infinity has no equal partner, or if elements differ although all finite elements of `first` are zero.
     """
     if first.shape != second.shape or first.dtype != second.dtype:
         return math.inf
@@ -41,13 +40,12 @@ def first_difference(
 ) -> str:
     """Return path and difference, as text, of the first leaf that rounding does not explain; empty if it explains all.
 
-    The leaves of `plain` and `other` are compared path by path. A leaf on one side only is a difference. Numbers are
-    compared as tensors; other objects differ if their types do, or if they are unequal strings. Rounding explains a
-    `distance` of two tensors up to `MOVED` times the noise, and of floats always up to the root of the dtype's eps.
+    A leaf on one side only is a difference. Numbers are compared as tensors; other objects differ if their types do, or
+    if they are unequal strings. Rounding explains a `distance` of up to `MOVED` times the leaf's noise, and between
+    floats always one of up to the root of the dtype's eps.
 
-    `moved` has the leaves of runs on inputs with other last bits. The noise of a leaf is one of their finite distances
-    from `plain`, picked by `choose`: `min` if one of the runs may have crossed an edge, `max` if the computation is
-    linear. It is 0 if there is no such distance.
+    `moved` has the leaves of runs on inputs with other last bits. The noise is one of their finite distances from
+    `plain`, picked by `choose`: `min` if one of the runs may have crossed an edge, `max` if the computation is linear.
     """
     for path in dict.fromkeys((*plain, *other)):
         if (path in plain) is not (path in other):
@@ -70,9 +68,8 @@ def first_difference(
 def with_other_last_bits(tensor: torch.Tensor, sign: int) -> torch.Tensor:
     """Return a dense detached copy with about half of the numbers moved by one or two last places.
 
-    They are multiplied by 1 plus or minus the dtype's eps: a `sign` of 1 moves them away from zero, −1 towards zero.
-    Zeros stay as they are. The random choice of elements is the same in every call with the same shape. A tensor of
-    integers or booleans is returned itself.
+    A `sign` of 1 moves them away from zero, −1 towards zero; zeros stay. The random choice of elements is the same in
+    every call with the same shape. A tensor of integers or booleans is returned itself.
     """
     if not is_inexact(tensor.dtype):
         return tensor

@@ -43,12 +43,12 @@ class Judge:
         aliases: tuple[Aliases, Aliases] = ({}, {}),
         noisy: Sequence[Leaves] = (),
     ) -> tuple[list[Comparison], list[UnmatchedLeaf]]:
-        """Return a list of comparisons, one for each path, and a list of the leaves that only one side has.
+        """Return the comparisons of the leaves, path by path, and the leaves that only one side has.
 
         A leaf without a partner has a comparison too, which is DIVERGED; two containers of one kind have none. `truth`
         and `noisy` have the leaves of the float64 run and of the noisy runs, which may lack some. `aliases` says, for
         the reference and for the candidate, with which other values the leaf at a path shares memory; a difference is a
-        breach of the clause `aliasing`.
+        breach.
         """
         pairs, unmatched = align(reference, candidate, truth, noisy)
         comparisons = [self._compare_pair(pair, aliases) for pair in pairs]
@@ -58,11 +58,10 @@ class Judge:
     def _compare_pair(self, pair: Pair, aliases: tuple[Aliases, Aliases]) -> Comparison:
         """Return the comparison of two leaves: of contract and values if both hold numbers, or else as objects.
 
-        Tensors, numbers and numeric arrays hold numbers; two of different classes are compared as objects. Values are
-        INCONCLUSIVE if the shapes differ or a side is a meta or fake tensor, and EQUIVALENT, without a measurement, if
-        both leaves are the same tensor object. Otherwise the policy judges floats, and integers have to be equal unless
-        the policy judges them too. A broken clause that the terms do not excuse makes the verdict DIVERGED, and is the
-        reason unless the values have diverged themselves.
+        Leaves of different classes are compared as objects. Values are INCONCLUSIVE if the shapes differ or a side is a
+        meta or fake tensor, and EQUIVALENT if both leaves are the same tensor. Otherwise the policy judges floats, and
+        integers have to be equal unless the policy judges them too. A broken clause that the terms do not excuse makes
+        it DIVERGED.
         """
         reference, candidate = as_tensor(pair.reference), as_tensor(pair.candidate)
         if reference is None or candidate is None or not is_same_class(pair.reference, pair.candidate):
@@ -104,9 +103,8 @@ class Judge:
     ) -> Sample:
         """Measure two tensors; return them with the measurement, its worst element, their truth and their noisy runs.
 
-        The sample's truth is None if it has another shape or no values, and noisy runs that are not tensors with values
-        of the reference's shape are left out. The tolerances of the measurement are the policy's, or torch.testing's
-        for the two dtypes if one of the policy's is None.
+        A truth or noisy run that has another shape than the reference, or no values, is left out. The tolerances are
+        the policy's, or torch.testing's for the two dtypes if one of the policy's is None.
         """
         reference, candidate = tensors.resolve(reference), tensors.resolve(candidate)
         truth = tensors.resolve(truth) if truth is not None and _is_like(truth, reference) else None
@@ -136,7 +134,7 @@ class Judge:
         return self._judge_exact(sample.measurement)
 
     def _judge_exact(self, pair: Measurement) -> Judgement:
-        """Return the judgement of integers or booleans: DIVERGED if an element differs, otherwise EQUIVALENT.
+        """Return the judgement of two tensors that are not both floats: DIVERGED if an element differs, or EQUIVALENT.
 
         If the terms excuse the clause `integers`, a difference is EQUIVALENT too, and the judgement has the excused
         breach. The error is the largest difference.
@@ -154,7 +152,7 @@ class Judge:
         )
 
     def _aliasing(self, path: str, aliases: tuple[Aliases, Aliases]) -> tuple[Breach, ...]:
-        """Return the breach of a leaf that shares memory with other values than in the reference, if it does."""
+        """Return the breach of a leaf that shares memory with other values than in the reference, or an empty tuple."""
         of_reference, of_candidate = aliases[0].get(path, _NONE), aliases[1].get(path, _NONE)
         if of_reference == of_candidate:
             return ()
@@ -182,10 +180,9 @@ def _partners(paths: frozenset[str]) -> str:
 def _worst(
     measurement: Measurement, reference: torch.Tensor, candidate: torch.Tensor, truth: torch.Tensor | None
 ) -> Worst | None:
-    """Return index and values of the worst element in reference, candidate and truth, or None if the tensors are empty.
+    """Return the index of the worst element and its values in reference, candidate and truth, or None if there is none.
 
-    The worst element is the first NaN or Inf that only one side has, or else that of the largest difference, or the
-    first element if none differs. Without a truth the value in the truth is None. Complex values are strings.
+    There is none in empty tensors. Without a truth its value there is None. Complex values are strings.
     """
     if measurement.worst < 0:
         return None

@@ -34,8 +34,8 @@ class _Small:
 def compiled(name: str, elements: int) -> ModuleType | None:
     """Import and return a module of compiled loops, or None if numba is missing or torch is fast enough for `elements`.
 
-    `name` is that of a module of this package. Until the module is loaded, each call for at most `CPU_PIECE` elements
-    is counted and returns None, up to `_MANY` calls in the process; after these it is loaded for small tensors too.
+    `name` is that of a module of this package. While it is not loaded, calls for at most `CPU_PIECE` elements return
+    None, until there were `_MANY` of them in the process.
     """
     module = f"{__package__}.{name}"
     if module not in sys.modules and elements <= CPU_PIECE:
@@ -84,9 +84,8 @@ def measure(reference: torch.Tensor, candidate: torch.Tensor, *, rtol: float = 0
     """Return the measurement of two dense tensors of the same shape, element by element; nothing is broadcast.
 
     Dtypes and devices may differ. `rtol` and `atol` only decide which elements count as `beyond`. Of complex tensors
-    the components are measured as elements, but `worst` is the flat index of a whole element; it is −1 of empty
-    tensors. ValueError if the shapes differ, TypeError if a tensor is quantized, sparse or of a dtype without
-    arithmetic.
+    the components are measured, but `worst` is the flat index of a whole element. ValueError if the shapes differ,
+    TypeError if a tensor is quantized, sparse or of a dtype without arithmetic.
     """
     if reference.shape != candidate.shape:
         raise ValueError(

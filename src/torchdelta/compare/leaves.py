@@ -95,10 +95,9 @@ class Unreadable:
 def leaves_of(value: Any, path: str = "value") -> Leaves:
     """Return every leaf of a value by its path, which starts with `path`; each container on the way is a `Container`.
 
-    A value that is a leaf itself is the only entry. A value that raises when it is taken apart becomes an `Unreadable`.
-    A container inside of itself becomes a `Container` that names the path of the outer one, and is not entered again.
-    The attributes of a tensor subclass are leaves beside the tensor. A path that is taken already gets a prime (′) at
-    its end.
+    A value that is a leaf itself is the only entry, unless it is a tensor subclass with attributes, which are leaves
+    beside it. A value that raises when it is taken apart becomes an `Unreadable`. A container inside of itself becomes
+    a `Container` that names the outer one's path.
     """
     leaves: Leaves = {}
     waiting: list[tuple[str, Any, dict[int, Child]]] = [(path, value, {})]
@@ -133,8 +132,7 @@ def align(
     """Return the pairs of leaves of the same path, with truth and noisy runs, and the leaves without a partner.
 
     Containers of the same kind are not among the pairs, because they are structure and not evidence. A pair's truth is
-    None if the truth does not have the path, and noisy runs without the path are left out of it. The leaves that only
-    the reference has come before those of the candidate.
+    None if the truth does not have the path, and noisy runs without the path are left out of it.
     """
     truth = truth or {}
     pairs = [
@@ -150,8 +148,8 @@ def align(
 def describe(value: Any) -> str:
     """Return in a few words what a leaf is: dtype, class and shape of a tensor or array, `repr` of any other object.
 
-    A `Container` or `Unreadable` is described by its `str`. Of `repr` and `str` the first line is returned, cut to 60
-    characters. An object whose `repr` raises is described by its class.
+    A `Container` or `Unreadable` is described by its `str`, an object whose `repr` raises by its class. Texts are cut
+    to one line of 60 characters.
     """
     if isinstance(value, torch.Tensor):
         return f"{tensors.dtype_name(value.dtype)} {tensors.describe(value)}"
@@ -180,10 +178,7 @@ def _unmatched(side: str, leaves: Leaves, others: Leaves) -> list[UnmatchedLeaf]
 
 
 def _kind(value: Any) -> str:
-    """Return the kind of a container in words: its class, and for a tensor or array also its shape.
-
-    The words for a tensor have its layout unless it is strided, and those for an array its dtype.
-    """
+    """Return the kind of a container in words: its class, and for a tensor or array also such facts as its shape."""
     if isinstance(value, torch.Tensor):
         return tensors.describe(value)
     if isinstance(value, np.ndarray):
@@ -194,10 +189,9 @@ def _kind(value: Any) -> str:
 def _children(value: Any) -> list[Child] | None:
     """Return the children of a container, each as its step in the path and its value, or None for a leaf.
 
-    A tensor that is sparse, nested or quantized, or wraps others, has its components; a masked array data and mask; an
-    array of objects its elements; a collection its items; and any other object its attributes. A subclass of a built-in
-    collection has items and attributes. Ordinary tensors and arrays, atoms such as numbers, strings and functions, and
-    objects that may keep state outside of attributes are leaves.
+    A tensor that is sparse, nested, quantized or a wrapper has its components, a collection or array of objects its
+    items, and another object its attributes; a subclass of a built-in collection has both. Ordinary tensors and arrays,
+    atoms such as numbers, strings and functions, and objects that may keep state outside of attributes are leaves.
     """
     if isinstance(value, torch.Tensor):
         return tensors.components(value)
@@ -218,9 +212,8 @@ def _items(value: Any) -> list[Child] | None:
     """Return the items of a mapping, set, sequence, partial or method by their steps, or None for any other object.
 
     The step is `[key]` in a mapping, `.field` in a named tuple, `[index]` in a sequence, and `{index}` in a set, which
-    is sorted: numbers by size first, and then other items by their `repr`. A partial has `.func`, `.args` and
-    `.keywords`, a method `.__self__` and `.__func__`. A `ParameterDict` counts as a mapping, a `ParameterList` and a
-    `ModuleList` as sequences. Texts and bytes are sequences too, so the caller has to handle them before.
+    is sorted. A partial or a method has its parts, such as `.func`. Texts and bytes count as sequences, so the caller
+    has to handle them before.
     """
     if isinstance(value, (torch.nn.ParameterDict, Mapping)):
         return list(_entries(value))
@@ -240,8 +233,8 @@ def _items(value: Any) -> list[Child] | None:
 def _entries(mapping: Any) -> Iterator[Child]:
     """Yield the values of a mapping as (`[key]`, value) in its order.
 
-    A key other than a number, a text or the like, or a tuple of these, may share its `repr` with another key. It is
-    yielded as a child of its own, at `.keys()[index]`, before its value at `.values()[index]`.
+    A key whose `repr` does not identify it, such as a tensor, is yielded as a child of its own, at `.keys()[index]`,
+    before its value at `.values()[index]`.
     """
     for index, (key, item) in enumerate(mapping.items()):
         if all(isinstance(part, _NAMED) for part in (key if isinstance(key, tuple) else (key,))):
@@ -283,7 +276,7 @@ def _state(value: Any) -> dict[str, Any] | None:
     """Return the attributes of an object, those in slots included, by name, or None if its state may be elsewhere.
 
     It may be elsewhere if an extension constructs its class, or if it has neither `__dict__` nor a slot with a value.
-    The value of a cached property is left out, unless another attribute has the same object.
+    The value of a cached property is left out, unless an ordinary attribute has the same object.
     """
     kind = type(value)
     if not isinstance(kind.__new__, FunctionType) and kind.__new__ not in _TRANSPARENT:
@@ -302,8 +295,7 @@ def _state(value: Any) -> dict[str, Any] | None:
 def _slots(value: Any) -> Iterator[Child]:
     """Yield name and value of the attributes that an object keeps in slots, its base classes' included.
 
-    Slots without a value are left out, and so are `__dict__` and `__weakref__`. The name of a private slot is the
-    mangled one.
+    Slots without a value are left out. The name of a private slot is the mangled one.
     """
     for kind in type(value).__mro__:
         names = kind.__dict__.get("__slots__", ())

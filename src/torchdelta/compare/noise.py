@@ -59,11 +59,10 @@ class Noise(Policy):
     def judge(self, sample: Sample) -> Judgement:
         """Return DIVERGED if the candidate is further from the truth than rounding explains, and otherwise EQUIVALENT.
 
-        The worst of three statistics decides: the rms error, the largest error, and, with noisy runs, the error of the
-        worst block. Identical tensors are EQUIVALENT in any case. A lost mask constant is DIVERGED, and so is a NaN or
-        Inf out of place, unless the reference has as many out of place against the truth. INCONCLUSIVE if values differ
-        without a truth, if the dtype is so coarse that its rounding alone would excuse most errors, if the noise
-        overflows float64, or if truth and reference disagree about NaN and Inf.
+        The worst of rms error, largest error and, with noisy runs, error of the worst block decides. Identical tensors
+        are EQUIVALENT. Lost mask constants, and more NaN or Inf out of place than between reference and truth, are
+        DIVERGED. INCONCLUSIVE if values differ without a truth, if the dtype is too coarse, if the noise overflows
+        float64, or if NaN or Inf leave values that cannot be judged.
         """
         if sample.truth is None:
             return _judge_without_truth(sample.measurement)
@@ -151,9 +150,9 @@ class _Distances:
     def judgements(self) -> list[Judgement]:
         """Return the judgements of the rms error, of the largest error, and, with noisy runs, of the worst block.
 
-        The noise of the first two is the largest of: the reference's error, half a unit of rounding, and the errors of
-        the noisy runs over their exaggeration. Blocks are not judged without noisy runs, if there is only one block, or
-        if the sum of their squared errors overflows.
+        The noise of the first two is the largest of the reference's error, the errors of the noisy runs over their
+        exaggeration, and a floor of half a unit of rounding. Blocks are not judged if there is only one, or if their
+        squared errors overflow.
         """
         exaggeration = min(LARGEST, self.slack.exaggeration)
         peaks = (run.peak / exaggeration for run in self.noisy)
@@ -169,10 +168,9 @@ class _Distances:
     def _judge_rows(self) -> Judgement:
         """Return the judgement of the block whose error is the largest in multiples of its noise.
 
-        The noise of a block is its rms error, averaged over the correct runs: the noisy ones and, unless precision is
-        lowered, the reference. It varies by chance, so the noise of the judgement is multiplied by the largest factor
-        by which any block of one correct run exceeds the average of the others, over the run's exaggeration. The limit
-        is `ROW` times that of other statistics.
+        The noise of a block is its error in the correct runs together: the noisy ones and, unless precision is lowered,
+        the reference. It is multiplied by a factor for chance: how far a block of one correct run exceeds the others.
+        The limit is `ROW` times that of other statistics.
         """
         exaggeration = self.slack.exaggeration
         floor = (0.5 * self.unit) ** 2 * self.sizes + (self.unit * self.scale * 2.0**-10) ** 2
@@ -247,7 +245,7 @@ def _judge(statistic: str, error: float, noise: float, limit: float) -> Judgemen
 def _judge_identical(sample: Sample) -> Judgement:
     """Return the judgement of two identical tensors: EQUIVALENT, with an error and a noise of zero.
 
-    Its resolution is one unit in the last place of the reference's dtype, or of `lowered_to` if that is coarser.
+    Its resolution is the eps of the reference's dtype, or of `lowered_to` if that is coarser.
     """
     roundoff = _coarsest_roundoff(sample)
     return Judgement(
@@ -280,11 +278,10 @@ def _judge_without_truth(pair: Measurement) -> Judgement:
 def _judge_non_finite(judgement: Judgement, sample: Sample, distances: _Distances) -> Judgement:
     """Return the judgement of the finite values, corrected by lost mask constants and misplaced NaNs and infinities.
 
-    Disagree means here that two tensors have NaN or Inf at different elements. DIVERGED, with an infinite error, if
-    mask constants were lost, or if candidate and reference disagree at more elements than reference and truth. A
-    judgement that is DIVERGED already stays. INCONCLUSIVE if the candidate disagrees with the reference, at no more
-    elements than that, and with the truth too, or if the truth is NaN or Inf where the reference is finite. Otherwise
-    the judgement is returned unchanged.
+    It becomes DIVERGED, with an infinite error, if mask constants were lost, or if NaN or Inf are misplaced at more
+    elements between reference and candidate than between truth and reference. Unless it is DIVERGED already, it becomes
+    INCONCLUSIVE if the candidate has NaN or Inf elsewhere than both reference and truth, or if the truth is NaN or Inf
+    where the reference is finite. Otherwise it is returned unchanged.
     """
     pair = sample.measurement
     assert sample.truth is not None

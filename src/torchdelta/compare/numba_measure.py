@@ -63,8 +63,7 @@ def measure_span(reference: torch.Tensor, candidate: torch.Tensor, rtol: float, 
     """Return the measurement of two CPU tensors of the same shape, with elements, computed on this thread.
 
     Only `beyond` depends on `rtol` and `atol`. Of complex tensors the components are elements, and `worst` is the flat
-    index of a component. `max_ulp` is None unless both have the same floating-point or complex dtype. Tensors with
-    integers beyond 2**53 are left to `torch_kernels`.
+    index of a component. `max_ulp` is None unless both have the same floating-point or complex dtype.
     """
     if _has_huge_integers(reference) or _has_huge_integers(candidate):
         return torch_kernels.measure_span(reference, candidate, rtol, atol)
@@ -85,8 +84,8 @@ def measure_span(reference: torch.Tensor, candidate: torch.Tensor, rtol: float, 
 def _can_read_in_place(reference: torch.Tensor, candidate: torch.Tensor) -> bool:
     """Tell whether both tensors can be scanned as a whole: without a copy, or small enough to be widened at once.
 
-    Both have to be contiguous and without a conjugate or negative bit. Then float32, float64, bfloat16, complex64 and
-    complex128 need no copy if both have the same dtype, and other real tensors may have up to `CPU_PIECE` elements.
+    Both have to be contiguous and without a conjugate or negative bit. Then tensors of one dtype of `_IN_PLACE_DTYPES`
+    need no copy, and other real tensors may have up to `CPU_PIECE` elements.
     """
     for side in (reference, candidate):
         if not side.is_contiguous() or side.is_conj() or side.is_neg():
@@ -144,8 +143,9 @@ def _shifted_bits(tensor: torch.Tensor, shift: int) -> Array:
 def _scan(values: ArrayPair, bits: ArrayPair, by_value: bool, rtol: float, atol: float, tally: Any) -> None:
     """Add two arrays to the tally, block by block; without `by_value` their bits are compared too.
 
-    `values` and `bits` are pairs: first the reference's array, then the candidate's. `bits` has the same elements as
-    `values`, as signed integers of the same size. `tally` is an array of one record, which is changed.
+    `values` and `bits` are pairs: first the reference's array, then the candidate's. `bits` has the bits of the same
+    elements as signed integers; those of narrow floats are shifted to the left. `tally` is an array of one record,
+    which is changed.
     """
     for start in range(0, values[0].size, _BLOCK):
         block = slice(start, start + _BLOCK)
@@ -181,8 +181,8 @@ def _widen_bfloat16(narrow: Array, wide: Array) -> Array:
 def _scan_block(values: ArrayPair, bits: ArrayPair, by_value: bool, rtol: float, atol: float, tally: Any) -> None:
     """Update every number of the tally, a `Measurement` in progress, by one block of elements.
 
-    If the sum of squares is not finite, NaN and Inf are counted and replaced by zeros first. With `by_value`, elements
-    mismatch if their values differ, and `max_ulp` means nothing; otherwise they mismatch if their bits differ.
+    Elements that are NaN or Inf are counted and then taken for zeros. With `by_value`, elements mismatch if their
+    values differ, and `max_ulp` means nothing; otherwise they mismatch if their bits differ.
     """
     tally.finite += values[0].size
     sums = _sums(values[0], values[1], tally.max_abs, tally.max_rel)
@@ -219,8 +219,7 @@ def _sums(reference: Array, candidate: Array, max_abs: float, max_rel: float) ->
     """Return four sums over a block, and how many elements may have a larger error than those before.
 
     The sums are those of squared errors, of the reference's squares, of the candidate's squares, and of the products.
-    `max_abs` and `max_rel` are the largest errors before. The elements counted are those whose error exceeds `max_abs`,
-    or exceeds `max_rel` times |reference| as far as rounding allows to tell.
+    `max_abs` and `max_rel` are the largest absolute and relative error before.
     """
     square_error = 0.0
     square_reference = 0.0
@@ -267,11 +266,7 @@ def _find_records(reference: Array, candidate: Array, tally: Any) -> None:
 
 @_compile_inner
 def _count_beyond(reference: Array, candidate: Array, rtol: float, atol: float) -> int:
-    """Return the number of elements with |candidate − reference| > atol + rtol·|reference|.
-
-    Both arrays are finite, because the caller has replaced NaN and Inf by zeros. With both tolerances 0 these are the
-    elements whose values differ.
-    """
+    """Return the number of elements with |candidate − reference| > atol + rtol·|reference|; both arrays are finite."""
     beyond = 0
     for i in range(reference.size):
         r = np.float64(reference[i])
@@ -325,9 +320,8 @@ def _split_off_non_finite(values: ArrayPair, bits: ArrayPair, tally: Any) -> tup
     """Count the NaN and Inf of each side of a block in the tally; return copies of values and bits without them.
 
     Where an element is NaN or Inf on one side or both, both sides have zeros in the copies, and the tally's `finite` is
-    one less. NaN and NaN, or the same Inf, agree. Any other such element counts as misplaced, as a mismatch and as
-    beyond; the first of the whole tensor becomes `worst`. An Inf against a number or against the other Inf counts for
-    `max_ulp`.
+    one less. Two NaNs, or two equal infinities, agree; any other such element counts as misplaced, as a mismatch and as
+    beyond, and the first one becomes `worst`.
     """
     finite_values = np.zeros_like(values[0]), np.zeros_like(values[1])
     finite_bits = np.zeros_like(bits[0]), np.zeros_like(bits[1])

@@ -43,7 +43,7 @@ def scan(truth: torch.Tensor, run: torch.Tensor, length: int, mask: float, squar
 def _scan(truth: Array, run: Array, length: int, mask: float, squares: Array) -> ScanResult:
     """Write the mean square error of each block to `squares`; return the `ScanResult` of the whole run, as `scan` does.
 
-    `squares` has one element for each block of `length` elements. The run is an array of float32 or float64.
+    The run is an array of float32 or float64.
     """
     state = np.zeros(4)
     state[1] = -1.0
@@ -75,9 +75,8 @@ def _scan_bfloat16(truth: Array, run: Array, length: int, mask: float, squares: 
 def _scan_block(truth: Array, run: Array, start: int, mask: float, squares: Array, block: int, state: Array) -> None:
     """Write the mean square error of one block to `squares[block]`, and update the `ScanResult` in `state`.
 
-    `state` has the four numbers of the result so far. `truth` and `run` are the elements of the block, and `start` is
-    the index of the first one. Elements that are not finite on at least one side, or whose |truth| exceeds `mask`,
-    count as errors of zero.
+    `truth` and `run` are the elements of the block, and `start` is the index of the first one. Elements that are not
+    finite on at least one side, or whose |truth| exceeds `mask`, count as errors of zero.
     """
     square, largest, largest_truth = _sums(truth, run)
     # NaN and Inf show in the sum of squares, a mask constant in the largest truth

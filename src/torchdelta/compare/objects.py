@@ -25,9 +25,9 @@ _SINGLETONS = (Enum, type, torch.dtype, torch.layout, torch.memory_format)
 def as_tensor(value: Any) -> torch.Tensor | None:
     """Return a tensor, number, boolean or numeric array as a plain tensor, or None for any other object.
 
-    A plain tensor is returned itself; other tensors and arrays share their memory with the result where torch allows
-    that. A float becomes float64, and a complex number complex128. None is returned for an integer that int64 does not
-    hold, and for an array of a dtype that torch does not have.
+    Tensors and arrays are not copied unless torch requires it. A float becomes float64, and a complex number
+    complex128. None is returned, too, for an integer that int64 does not hold, and for an array of a dtype that torch
+    does not have.
     """
     if isinstance(value, torch.Tensor):
         return tensors.without_class(value)
@@ -51,10 +51,10 @@ def is_same_class(reference: Any, candidate: Any) -> bool:
 def compare_objects(pair: Pair, terms: Terms) -> Comparison:
     """Return the comparison of two leaves that are of different classes, or do not both hold numbers.
 
-    DIVERGED, as a difference of structure, if their classes or kinds of containers differ; DIVERGED too if they are
-    unequal and the terms do not excuse that. EQUIVALENT if they are the same object, equal, both NaN, or excused, which
-    only dtypes and devices can be. INCONCLUSIVE if a side could not be taken apart, if `==` raises, or if they are two
-    different objects whose class does not define equality, unless they are enum members, classes or the like.
+    DIVERGED if their classes or kinds of containers differ, which is a difference of structure, or if they are unequal
+    and the terms do not excuse that. EQUIVALENT if they are the same object, equal, both NaN, or excused. INCONCLUSIVE
+    if a side could not be taken apart, if `==` raises, or if they are two objects of a class that does not define
+    equality, except enum members, classes and the like.
     """
     reference, candidate = pair.reference, pair.candidate
     if unreadable := next((side for side in (reference, candidate) if isinstance(side, Unreadable)), None):
@@ -98,7 +98,8 @@ def _defines_equality(kind: Any) -> bool:
 def _difference(reference: Any, candidate: Any, terms: Terms) -> Breach | None:
     """Return the breach by which two objects of one class differ, or None if they are the same, equal or both NaN.
 
-    The clause is `dtype` for dtypes, `device` for devices, and otherwise `value`; the terms may excuse it.
+    The clause is `dtype` for dtypes, `device` for devices, and otherwise `value`. The terms may excuse it, except
+    between arrays.
     """
     if reference is candidate:
         return None
@@ -116,8 +117,7 @@ def _difference(reference: Any, candidate: Any, terms: Terms) -> Breach | None:
 def _difference_of_arrays(reference: np.ndarray[Any, Any], candidate: np.ndarray[Any, Any]) -> Breach | None:
     """Return the breach by which two arrays that torch cannot hold, such as text, differ, or None if they are equal.
 
-    It has both dtypes and shapes if these differ, or else the first elements that differ and the number of these. NaN
-    equals NaN.
+    It has both dtypes and shapes if these differ, or else the first elements that differ. NaN equals NaN.
     """
     if (reference.dtype, reference.shape) != (candidate.dtype, candidate.shape):
         return Breach(clause="value", reference=describe(reference), candidate=describe(candidate))
@@ -130,9 +130,9 @@ def _difference_of_arrays(reference: np.ndarray[Any, Any], candidate: np.ndarray
 
 
 def _array_as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
-    """Return an array as a tensor that shares its memory, or None if torch does not have its dtype.
+    """Return an array as a tensor, or None if torch does not have its dtype.
 
-    An array is copied if it has negative strides, strides between whole elements, or another byte order.
+    The tensor shares the array's memory unless torch does not have its strides or byte order.
     """
     with warnings.catch_warnings():
         # the tensor is only read, so a read-only array is fine

@@ -195,9 +195,8 @@ class Tolerance(Policy):
     def judge(self, sample: Sample) -> Judgement:
         """Return DIVERGED if a single element is beyond the tolerance or a NaN or Inf misplaced, else EQUIVALENT.
 
-        The tolerance is that of the sample, which is torch.testing's if this policy has none. Complex elements count by
-        their modulus. The error is the largest difference, or infinity if a NaN or Inf is misplaced; `allowed` is the
-        tolerance at the worst element.
+        The tolerance is that of the sample. Complex elements count by their modulus. The error is the largest
+        difference, or infinity if a NaN or Inf is misplaced; `allowed` is the tolerance at the worst element.
         """
         pair, rtol, atol = sample.measurement, sample.rtol, sample.atol
         is_complex = sample.reference.dtype.is_complex or sample.candidate.dtype.is_complex
@@ -224,8 +223,7 @@ def _format_tolerance(rtol: float, atol: float) -> str:
 def _count_beyond_by_modulus(sample: Sample) -> int:
     """Return the number of complex elements beyond the sample's tolerance, by modulus as in torch; NaN equals NaN.
 
-    The result is at least the number of misplaced components, because torch takes two complex numbers for equal if each
-    has a NaN in either component. The measurement's own `beyond` counts components.
+    It is at least the number of misplaced components, some of which torch would not count.
     """
     beyond = 0
     for index in torch_kernels.pieces(sample.reference.shape, 2**14):

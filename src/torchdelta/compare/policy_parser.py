@@ -22,8 +22,7 @@ def parse(text: str) -> Policy:
     """Return the policy that a text such as `noise`, `bitwise`, `close`, `rtol=1e-5,atol=1e-6` or `sqnr>=35` names.
 
     A metric may have `>=` or `<=`. Of `rtol` and `atol` one may be left out, which is then zero. UsageError if the text
-    is of none of these forms, names an unknown metric, or has a number that is malformed or not finite, or a negative
-    tolerance.
+    is of none of these forms, or has an unknown metric or a bad number.
     """
     words = text.strip()
     fixed: dict[str, Policy] = {"noise": Noise(), "bitwise": Bitwise(), "close": Tolerance()}

@@ -65,10 +65,9 @@ class JudgingSteps(ABC, Generic[Run]):
     def judge(self) -> list[Stage]:
         """Judge the candidate by bits, then by truth and noise; return the stages with their comparisons.
 
-        If bits decide all, nothing else is run. Otherwise the stages are compared with the truth and one noisy run, and
-        with `is_brief` that is all. Then, as long as a comparison is near the threshold, the stages are compared again
-        with each number of noisy runs in `rounds`. At last integers that rounding decides become INCONCLUSIVE, and the
-        float64 question is asked.
+        If bits decide all, nothing else is run. With `is_brief` the comparison with the truth and one noisy run is the
+        last step. Otherwise stages are compared again with more noisy runs while a comparison is near the threshold,
+        integers that rounding decides become INCONCLUSIVE, and the float64 question is asked.
         """
         stages = self.judge_by_bits()
         if stages is not None:
@@ -143,10 +142,8 @@ def excuse_integer(
     """Return a diverged comparison of integers or booleans as INCONCLUSIVE if correct runs differ in them too.
 
     `reference` is the reference's leaf, and `correct` has the same leaf of other correct runs. The candidate may differ
-    from the reference in `times` times as many elements as the correct run that differs most; a run whose leaf is
-    missing or has another shape counts as `other_shape` elements. The comparison is returned unchanged if the candidate
-    differs in more, if no correct run differs, if it has not diverged or was not measured, or if the reference is not a
-    tensor of integers or booleans.
+    in `times` times as many elements as the correct run that differs most; a run whose leaf is missing or has another
+    shape counts as `other_shape` elements. Any other comparison is returned unchanged.
     """
     is_integer = isinstance(reference, torch.Tensor) and not is_inexact(reference.dtype)
     if comparison.verdict is not Verdict.DIVERGED or comparison.measurement is None or not is_integer:
@@ -171,9 +168,8 @@ def answer_in_float64(
 ) -> Answers:
     """Return what `compare` says about both sides in float64, by stage and path.
 
-    `compare` takes a yardstick, and is called with `native` first, whose noise it scales down to float64. If something
-    diverges, `lifted` is called, without arguments, for a yardstick of noisy runs in float64 itself. Unless that is
-    None, `compare` is called with it, and all of the first answers are replaced by the second.
+    `compare` is called with the yardstick `native` first. If something diverges, `lifted` is called for a yardstick of
+    runs in float64 itself; unless that is None, `compare` is called with it, and its answers replace the first ones.
     """
     answers = compare(native)
     if has_diverged(answers) and (yardstick := lifted()) is not None:

@@ -33,10 +33,8 @@ def rounded(values: torch.Tensor, levels: Levels, run: int, generator: torch.Gen
     """Return the values, in their own dtype, as another correct quantizer with these levels might have rounded them.
 
     Without `apart` values are rounded to levels that are shifted by a random share of the step plus `run` / `RUNS` of
-    it. Equal values are then off by the same share, as in a real quantizer, and values beyond the first or last level
-    are clipped if that is worth it. With `apart` every element is moved by a random share of its own of up to half a
-    step, and not rounded, because values that lie on the levels already do not show how they were rounded. Random
-    numbers are drawn from `generator`.
+    it, and clipped if that is worth it. With `apart` every element is moved by a random share of its own of up to half
+    a step, for values that lie on the levels already. Random numbers are drawn from `generator`.
     """
     wide = values.detach().double()
     step = step_for(wide, levels)
@@ -54,9 +52,7 @@ def step_for(values: torch.Tensor, levels: Levels) -> torch.Tensor:
     """Return the step between levels for these values, in a shape that broadcasts over them.
 
     It is the quantizer's own scale, but no finer than the range of the values needs, and no more than `COARSER` times
-    as coarse. If the scale is not known, it is the step that the range needs: the range, zero included, over `high` −
-    `low`, or twice the largest |value| over that if the zero point is in the middle of the levels. Values that are not
-    finite count as zero. If the scale varies along a dimension, the step does too.
+    as coarse. If the scale is not known, it is the step that the range needs. Values that are not finite count as zero.
     """
     kept = levels.axes_in(values)
     others = [axis for axis in range(values.dim()) if axis not in kept]
@@ -102,10 +98,9 @@ class StepNoise(Policy):
     def judge(self, sample: Sample) -> Judgement:
         """Return DIVERGED if a quantized layer is further from the float layer than its steps explain, else EQUIVALENT.
 
-        The reference is the float layer, and the noise is the largest error of the noisy runs, which round its inputs
-        to levels; the worse of rms and largest error decides. A misplaced NaN or Inf is DIVERGED. Values that differ
-        are INCONCLUSIVE without noisy runs; they are INCONCLUSIVE instead of EQUIVALENT if the noise is so large beside
-        the values that much else would pass.
+        The reference is the float layer, and the noise is the largest error of the noisy runs; the worse of rms and
+        largest error decides. A misplaced NaN or Inf is DIVERGED. INCONCLUSIVE if values differ and there are no noisy
+        runs, or in place of EQUIVALENT if the noise is large beside the values.
         """
         pair = sample.measurement
         if not pair.mismatches:

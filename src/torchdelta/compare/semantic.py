@@ -37,10 +37,9 @@ class Semantic(Policy):
     def judge(self, sample: Sample) -> Judgement:
         """Return DIVERGED if both sides, run in float64, differ by more than rounding there, and otherwise EQUIVALENT.
 
-        The worst of three statistics decides: the rms error, the largest error, and the error of the worst block. The
-        rounding is the noise of the noisy runs, scaled down to float64, and at least half a unit of rounding. A
-        misplaced NaN or Inf and a lost mask constant are DIVERGED, with an infinite error. Differences of up to `floor`
-        of the values are always rounding.
+        The worst of rms error, largest error and error of the worst block decides. The rounding is the noise of the
+        noisy runs, scaled down to float64, but at least half a unit of rounding or what `floor` allows. A misplaced NaN
+        or Inf and a lost mask constant are DIVERGED, with an infinite error.
         """
         pair = sample.measurement
         if not pair.mismatches:
@@ -94,7 +93,7 @@ def _diverged(reason: str) -> Judgement:
 
 
 def _judge(statistic: str, error: float, noise: float, limit: float) -> Judgement:
-    """Return DIVERGED, for another function, if `error` is more than `limit` times `noise`, and otherwise EQUIVALENT.
+    """Return DIVERGED, for another function, if `error` is NaN or more than `limit` times `noise`, else EQUIVALENT.
 
     `statistic` is the name of the error in the reason and in the details.
     """

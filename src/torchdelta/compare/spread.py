@@ -65,9 +65,8 @@ def spread(truth: torch.Tensor, run: torch.Tensor, mask: float = MASK) -> Spread
     """Return the distances of a run from the truth: mean squares by block, the largest with its index, and two counts.
 
     The counts are those of elements that are NaN or infinite on at least one side, and of other elements at which
-    |truth| is beyond `mask`; all of these have a distance of zero. Of complex tensors the components are elements. A
-    tensor without elements has one block, of zero. Large tensors are scanned by threads. ValueError if the shapes
-    differ or only one of both is complex.
+    |truth| is beyond `mask`; all of these have a distance of zero. Of complex tensors the components are elements.
+    ValueError if the shapes differ or only one of both is complex.
     """
     if truth.shape != run.shape or truth.is_complex() != run.is_complex():
         raise ValueError(
@@ -163,7 +162,7 @@ def scan_with_torch(
 
     They are the largest distance, its index (0 if there is no distance), the number of elements that are NaN or
     infinite on at least one side, and the number of other elements at which |truth| is beyond `mask`. The elements of
-    both counts have a distance of zero. Both tensors are flat, and their lengths are multiples of `length`.
+    both counts have a distance of zero. Both tensors are flat.
     """
     wide = run.double()
     is_finite = truth.isfinite() & wide.isfinite()

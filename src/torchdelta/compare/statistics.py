@@ -90,11 +90,10 @@ def compare_statistics(
 ) -> Comparison:
     """Return the comparison of two tensors at `path` by their statistics alone.
 
-    Same dtype, shape and checksum are EQUIVALENT. Another dtype or shape that the terms do not excuse is DIVERGED. So
-    are other counts of NaN or Inf, any other difference of integers, and any difference under `Bitwise`. Other
-    differences of floats are INCONCLUSIVE under a policy that needs a truth, or a `Threshold` of another metric than
-    `sqnr`. Under any other policy they are DIVERGED if the statistics show an error beyond its bound or tolerance,
-    which is 0 for a user's function, and otherwise INCONCLUSIVE. The error is a lower bound.
+    Same dtype, shape and checksum are EQUIVALENT. Another dtype or shape that the terms do not excuse is DIVERGED, and
+    so are integers that differ, other counts of NaN or Inf, and an error of floats beyond what the policy allows. Any
+    other difference, such as one of floats under a policy that needs a truth, is INCONCLUSIVE. The error of floats is a
+    lower bound.
     """
     breaches = []
     if reference.dtype != candidate.dtype:
@@ -131,10 +130,9 @@ def compare_statistics(
 def _judge_gap(reference: Statistics, candidate: Statistics, policy: Policy) -> tuple[Verdict, str, float, float]:
     """Return verdict, reason, a lower bound of the error, and the allowed error of two tensors whose checksums differ.
 
-    The verdict is only DIVERGED or INCONCLUSIVE. DIVERGED, with an infinite error, if the counts of NaN or Inf differ
-    or the reference is of integers. Otherwise DIVERGED under `Bitwise`, INCONCLUSIVE under a policy that needs a truth
-    or a `Threshold` of a metric other than `sqnr`, and under any other policy DIVERGED if the lower bound exceeds what
-    it allows, or else INCONCLUSIVE.
+    DIVERGED, with an infinite error, if the counts of NaN or Inf differ or the reference is of integers; DIVERGED, too,
+    under `Bitwise`, or if the lower bound exceeds what the policy allows. Otherwise INCONCLUSIVE. A policy that needs a
+    truth, or a `Threshold` of a metric other than `sqnr`, does not make floats DIVERGED by the lower bound.
     """
     if (reference.nan, reference.inf) != (candidate.nan, candidate.inf):
         counts = f"{reference.nan} NaN and {reference.inf} Inf in the reference, {candidate.nan} and {candidate.inf}"

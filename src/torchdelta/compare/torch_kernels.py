@@ -28,7 +28,7 @@ Index = tuple[int | slice, ...]
 
 
 def measure_span(reference: torch.Tensor, candidate: torch.Tensor, rtol: float, atol: float) -> Measurement:
-    """Return the measurement of two tensors of the same shape, computed on the reference's device."""
+    """Return the measurement of two tensors of the same shape, which have elements."""
     by_value = not has_ulps(reference, candidate)
     measurements = (_measure_piece(*piece, by_value, rtol, atol) for piece in paired_pieces(reference, candidate))
     return functools.reduce(join, measurements)
@@ -73,8 +73,7 @@ def join(first: Measurement, second: Measurement) -> Measurement:
 def paired_pieces(reference: torch.Tensor, candidate: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield (reference, candidate) pairs of contiguous real pieces, in flat order, on the device that measures them.
 
-    That is the reference's device, or the CPU in place of MPS. If one of both tensors is complex, both pieces have the
-    real and imaginary components along a new last dimension.
+    If one of both tensors is complex, both pieces have the real and imaginary components along a new last dimension.
     """
     # MPS has no float64, which all sums need
     device = torch.device("cpu") if reference.device.type == "mps" else reference.device
@@ -127,8 +126,8 @@ def _measure_piece(
     """Return the measurement of two real tensors of one shape; without `by_value` their bits are compared too.
 
     With `by_value` elements mismatch if their values differ, and `max_ulp` is None. Elements that are NaN or infinite
-    on at least one side are left out of sums and maxima; those that disagree count as misplaced and as beyond the
-    tolerance.
+    on at least one side are left out of the sums and of the largest errors; those that disagree count as misplaced and
+    as beyond the tolerance.
     """
     r, r_rest = _as_float64(reference)
     c, c_rest = _as_float64(candidate)

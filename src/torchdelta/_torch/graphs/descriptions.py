@@ -40,9 +40,9 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 def describe_value(value: Any) -> Any:
     """Return the description, without elements, of a tensor, its metadata, a size, or nested lists and tuples of these.
 
-    It is a dict of one entry, whose key is `metadata`, `tensor`, `list`, `tuple` or `size`. A size is a number, None or
-    a symbolic integer. The class of a named tuple is lost. Raise ValueError of any other value, and of a tensor that is
-    quantized, sparse, or of a subclass other than a parameter or fake tensor.
+    It is a dict of one entry, whose key is `metadata`, `tensor`, `list`, `tuple` or `size`; a size is a number, None or
+    a symbolic integer. Raise ValueError of other values, and of tensors that are more than this, such as quantized
+    ones.
     """
     if isinstance(value, TensorMetadata):
         if value.is_quantized:
@@ -60,8 +60,8 @@ def describe_value(value: Any) -> Any:
 def _describe_tensor(tensor: torch.Tensor) -> list[Any]:
     """Return dtype, shape, strides, device and `requires_grad` as a list, without the tensor's elements.
 
-    Raise ValueError if it is of a subclass other than a parameter or fake tensor, sparse, quantized, or without
-    strides, as inside of vmap.
+    Raise ValueError if it is sparse, quantized, without strides, or of a subclass other than a parameter or fake
+    tensor.
     """
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_quantized:
         raise ValueError(f"{type(tensor).__name__} is more than a strided tensor")
@@ -78,8 +78,8 @@ def _describe_tensor(tensor: torch.Tensor) -> list[Any]:
 def _describe_size(size: Any) -> Any:
     """Return a number or None as JSON has it, and a symbolic integer as `{"symbol": [expression, hint]}`.
 
-    A float that JSON does not have, such as NaN, becomes a text. The hint is the symbol's value in the traced run, or
-    None if it is not known. Raise ValueError of any other value.
+    A float that is not finite becomes a text. The hint is the symbol's value in the traced run, or None if it is not
+    known. Raise ValueError of any other value.
     """
     if size is None or type(size) in (bool, int):
         return size
@@ -114,7 +114,7 @@ class ValueBuilder:
         """Return the value that `describe_value` described as `data`; a tensor becomes a fake tensor.
 
         Symbols of the same text become one symbol in all values of this builder. Raise ValueError if the kind is
-        unknown, and any of Python's own errors if `data` is damaged otherwise.
+        unknown; other damage of `data` may raise other errors.
         """
         ((kind, content),) = data.items()
         if kind in ("list", "tuple"):
@@ -142,10 +142,10 @@ class ValueBuilder:
         return fake.requires_grad_() if requires_grad is True else fake
 
     def _size(self, data: Any) -> Any:
-        """Return a described size: a number, a float from its text, None, or the symbol of a dict.
+        """Return a described size: a number or None as it is, a float from its text, or the symbol of a dict.
 
-        The symbol is made at its first use and remembered by its text. Its value is the hint, and without a hint it is
-        unbacked. Raise ValueError if a dict does not describe a symbol, or a text is not a float.
+        The symbol is made at its first use and remembered by its text; it is unbacked if it has no hint. Raise
+        ValueError if a dict does not describe a symbol.
         """
         if not isinstance(data, dict):
             return float(data) if isinstance(data, str) else data
@@ -209,8 +209,7 @@ def rebuild_tree(data: Any, decode: Callable[[Any], Any], find: Callable[[str], 
     """Return the `TreeSpec` that `describe_tree` described as `data`; a `data` of None is a leaf.
 
     `decode` decodes the context of a node, and `find` returns the class of a name that is not a standard container's.
-    Raise LookupError if torch does not know the class as a structure or an entry is missing, TypeError if `data` is
-    damaged otherwise, and what `decode` and `find` raise.
+    Raise LookupError if torch does not know the class as a structure, and what `decode` and `find` raise.
     """
     if data is None:
         return pytree.treespec_leaf()
@@ -224,10 +223,9 @@ def rebuild_tree(data: Any, decode: Callable[[Any], Any], find: Callable[[str], 
 def describe_convention(graph: Graph, encode: Callable[[Any], Any]) -> Any:
     """Return how a graph takes its inputs: `"values"` one by one, `"boxed"` in a list, or a dict if as pytrees.
 
-    The dict has the `names` of the arguments, in `taken` the tree of the inputs as `describe_tree` returns it, and in
-    `returned` a dict with the tree of the outputs as `tree`, or None if that is not known. `encode` encodes the context
-    of a tree's node. Raise ValueError if the code generator is of another class or changes the code, or if a graph that
-    takes pytrees has a default for an input.
+    The dict has the `names` of the arguments, the tree of the inputs as `taken`, and as `returned` a dict with the
+    `tree` of the outputs, or None if that is not known. `encode` encodes the context of a tree's node. Raise ValueError
+    if the code generator is unknown, or if a graph that takes pytrees has a default for an input.
     """
     codegen = graph._codegen
     if codegen._body_transformer is not None:
@@ -250,10 +248,8 @@ def describe_convention(graph: Graph, encode: Callable[[Any], Any]) -> Any:
 def set_convention(graph: Graph, data: Any, decode: Callable[[Any], Any], find: Callable[[str], Any]) -> None:
     """Give a graph the calling convention that `describe_convention` described as `data`; `"values"` changes nothing.
 
-    `"boxed"` makes it take its inputs in one list, and a dict as pytrees. `decode` and `find` are those of
-    `rebuild_tree`. Raise LookupError, TypeError or ValueError if the description is damaged, and, unless it is
-    `"values"`, ValueError if an input has a default. Raise ValueError, too, if the name of an argument is not a plain
-    name, because it becomes code.
+    `decode` and `find` are those of `rebuild_tree`. Raise ValueError if an input has a default, or if the name of an
+    argument is not a plain name, because it becomes code. A damaged description may raise other errors.
     """
     if data == "values":
         return

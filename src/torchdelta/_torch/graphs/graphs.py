@@ -32,9 +32,9 @@ Pass = Callable[[GraphModule, Sequence[Any]], Any]
 def as_callable(result: Any, graph_module: GraphModule) -> Callable[..., Any]:
     """Return the result of a pass as a callable that takes its arguments one by one.
 
-    If the result is None, the pass changed `graph_module` in place, and that is returned. A graph module gets its nodes
-    sorted and is recompiled, in place; raise ValueError if it has a cycle. A function that takes its arguments as one
-    list is wrapped. Raise TypeError if the result is neither None nor callable.
+    A result of None stands for `graph_module`, which the pass changed in place. A graph module gets its nodes sorted
+    and is recompiled, in place; raise ValueError if it has a cycle. A function that takes its arguments as one list is
+    wrapped. Raise TypeError if the result is neither None nor callable.
     """
     function = graph_module if result is None else result
     if isinstance(function, GraphModule):
@@ -108,10 +108,8 @@ def after_aot(compiler: Callable[[GraphModule, Sequence[Any], str], Callable[...
 def read_before_update(graph_module: GraphModule) -> None:
     """Change a functionalised graph in place so that other nodes read a copy of each buffer or input that it updates.
 
-    An update is a `copy_` to the buffer or input itself, and stays. The copy of a buffer is made right after the
-    `get_attr` node that reads it, that of an input after the last placeholder. Autograd saves the tensors that an
-    operation reads, and refuses a backward if one was overwritten: without the copy, the graph could be run but not
-    trained. The graph is recompiled.
+    An update is a `copy_` to the buffer or input itself, and stays. Without the copy autograd would refuse a backward,
+    because a tensor that it saved was overwritten. The graph is recompiled.
     """
     graph = graph_module.graph
     for node in [node for node in graph.nodes if node.op in ("get_attr", "placeholder")]:
@@ -146,10 +144,10 @@ def flat_inputs(graph_module: GraphModule, args: Sequence[Any], kwargs: Mapping[
 
 
 def output_builder(graph_module: GraphModule) -> Callable[[Sequence[Any]], Any]:
-    """Return a function that turns a graph's flat output values into the structure that its caller gets.
+    """Return a function that turns a sequence of a graph's flat output values into the structure that its caller gets.
 
-    The function takes a sequence of values. A graph that returns pytrees has its own structure. Otherwise the values
-    become a tuple if the graph returns a list or tuple, or else the function returns the first value alone.
+    That is the graph's own structure if it returns pytrees, a tuple if it returns a list or tuple, or else the first
+    value alone.
     """
     codegen = graph_module.graph._codegen
     if isinstance(codegen, _PyTreeCodeGen) and codegen.pytree_info.out_spec is not None:
@@ -187,9 +185,9 @@ def has_fixed_float(node: Node, graph_module: GraphModule) -> bool:
 
 
 def copy_sharing_parameters(graph_module: GraphModule) -> GraphModule:
-    """Return a copy with nodes of its own, the same parameters, which a run does not change, and clones of the buffers.
+    """Return a copy with nodes of its own, the same parameters, and clones of the buffers.
 
-    A module or inner graph that the graph calls is the same object in both, so there the original uses the clones too.
+    A module or inner graph that the graph calls is the same object in both, so there the original gets the clones too.
     """
     duplicate = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     for module in duplicate.modules():
@@ -199,10 +197,7 @@ def copy_sharing_parameters(graph_module: GraphModule) -> GraphModule:
 
 
 def copy_nodes(graph_module: GraphModule) -> GraphModule:
-    """Return a copy with nodes of its own, inner graphs included, and the same parameters, buffers and other modules.
-
-    A compiler that rewrites the nodes of one copy does not change the other. The copy's code is generated at once.
-    """
+    """Return a copy with nodes of its own, inner graphs included, and the same parameters, buffers and modules."""
     with outside_modes():
         duplicate = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     for node in duplicate.graph.nodes:
@@ -218,9 +213,8 @@ def return_inputs(graph_module: GraphModule, places: Sequence[int]) -> GraphModu
     """Return a copy of the graph that uses copies of the inputs at `places`, and returns these after its own outputs.
 
     `places` are positions among the placeholders, from 0. What the graph writes to these inputs shows in the returned
-    copies only. The inputs themselves may be leaves that require grad, to which autograd does not allow writes. The new
-    graph always returns a tuple: the outputs, then the copies in the order of `places`. Parameters and buffers are
-    shared with the original.
+    copies only. The new graph returns a tuple: the outputs, then the copies in the order of `places`. Parameters and
+    buffers are shared with the original.
     """
     duplicate = copy_nodes(graph_module)
     placeholders = [node for node in duplicate.graph.nodes if node.op == "placeholder"]

@@ -53,7 +53,7 @@ def handled_nodes(program: Handled) -> Iterator[Node]:
 def assign_handles(program: Handled) -> None:
     """Give every node without a handle a new one, in nested graphs too, except for placeholders and outputs.
 
-    Ids of two calls differ, also for different programs and in other processes, because they start at a random number.
+    Ids start at a random number, so that those of two calls, also in other processes, hardly ever meet.
     """
     bare = [node for node in handled_nodes(program) if not handles_of(node)]
     # random, not the highest id plus one, because two copies of a graph must not give new nodes the same ids
@@ -65,8 +65,8 @@ def assign_handles(program: Handled) -> None:
 def handles_of(node: Node) -> frozenset[int]:
     """Return the handles of a node, or of the node that it observes if it has none of its own.
 
-    That node is followed through several observers, quantize and dequantize nodes. The set is empty if none has
-    handles, and for placeholders and outputs.
+    Several observers, quantize and dequantize nodes in a row are followed. The set is empty if none has handles, and
+    for placeholders and outputs.
     """
     source: Node | None = node
     while source is not None and source.op not in _OPS_WITHOUT_HANDLES:
@@ -93,7 +93,7 @@ def merge_handles(into: Node, *sources: Node) -> None:
 
 
 def observed_by(node: Node) -> Node | None:
-    """Return the node whose values an observer, quantize or dequantize node passes on, or None for other nodes."""
+    """Return the first node that an observer, or a node that `is_quantizing` accepts, takes; None for other nodes."""
     if not (is_observer(node) or is_quantizing(node)):
         return None
     return next((argument for argument in node.args if isinstance(argument, Node)), None)
@@ -147,10 +147,9 @@ def restore_handles(converted: GraphModule, observed: Mapping[str, frozenset[int
 def share_handles_of_folded(before: GraphModule, after: GraphModule) -> None:
     """Give the handles of nodes that were folded away to the node that does their work, and to its constants.
 
-    `before` is the graph before the folding, and `after`, whose handles are changed in place, the one after it. Batch
-    norm, for example, is folded into the convolution before it, which changes the weights. Only what both compute
-    together still matches, so the convolution and its weights all get the same handles: those of both nodes, of the
-    weights, and of the constants that batch norm read.
+    `before` is the graph before the folding, and `after`, whose handles are changed in place, the one after it. If
+    batch norm was folded into a convolution, the convolution and its weights all get the same handles: those of both
+    nodes, of the weights, and of the constants that batch norm read.
     """
     survivors = {handle: node for node in handled_nodes(after) if not is_observer(node) for handle in handles_of(node)}
     for node in handled_nodes(before):
@@ -165,11 +164,11 @@ def share_handles_of_folded(before: GraphModule, after: GraphModule) -> None:
 
 
 def _heir(node: Node, survivors: Mapping[int, Node]) -> Node | None:
-    """Return the heir of a node that was folded away: the node of the later graph that is read in place of it; or None.
+    """Return the node of the later graph that is read in place of a node that was folded away, or None.
 
-    A node survived if a node of the later graph shares a handle with it; `survivors` has these by their handles. The
-    heir is the survivor of the nearest node before `node`, along first inputs. None if the node itself survived, if no
-    node before it did, or if none of the survivors of its readers reads the heir.
+    `survivors` has the nodes of the later graph by their handles. The heir is the survivor of the nearest node before
+    `node`, along first inputs. None if `node` itself survived, if no node before it did, or if no survivor of its
+    readers reads the heir.
     """
     if _survivor(node, survivors) is not None:
         return None
@@ -184,10 +183,10 @@ def _heir(node: Node, survivors: Mapping[int, Node]) -> Node | None:
 
 
 def _readers(node: Node, survivors: Mapping[int, Node], heir: Node) -> Iterator[Node]:
-    """Yield the nodes of the later graph that stand for the readers of a node of the earlier one.
+    """Yield the nodes of the later graph that share a handle with a reader of a node of the earlier one.
 
-    These are the nodes that share a handle with a reader; `survivors` has the nodes of the later graph by their
-    handles. A reader that is gone is replaced by its own readers, and an output by the output of the graph of `heir`.
+    `survivors` has the nodes of the later graph by their handles. A reader that is gone is replaced by its own readers,
+    and an output by the output of the graph of `heir`.
     """
     for user in node.users:
         if user.op == "output":

@@ -45,9 +45,9 @@ class ObservingInterpreter(Interpreter):
     ) -> None:
         """Prepare to interpret the graph; nothing runs yet.
 
-        `before_write` gets the tensors that a node may write to, before it runs, and `after_node` each node's name and
-        value; for placeholders and outputs neither is called. Names start with `prefix`. Operators that run graphs
-        inside, which are not observed, are added to `unlogged`: the operator by the name of its node.
+        `before_write` gets the tensors that a node may write to, before it runs, and `after_node` a node's name and
+        value. Operators whose inner graphs are not observed are added to `unlogged`, by the name of their node. Names
+        start with `prefix`.
         """
         super().__init__(graph_module, garbage_collect_values=True)
         self.before_write = before_write
@@ -67,8 +67,8 @@ class ObservingInterpreter(Interpreter):
         """Run one node, with `before_write` before and `after_node` after it, and return its value.
 
         Placeholders and outputs have neither callback, and a node whose value is a module only the first. A graph
-        module that the node calls, and the branch that a `cond` takes, are interpreted node by node too. Any other
-        operator that runs graphs inside is added to `unlogged`. `at` is set to the node's name.
+        module that the node calls, and the branch that a `cond` takes, are interpreted too; other higher-order
+        operators with graphs as arguments are added to `unlogged`. `at` is set to the node's name.
         """
         self.at = self.prefix + n.name
         if n.op in ("placeholder", "output"):
@@ -93,8 +93,7 @@ class ObservingInterpreter(Interpreter):
     ) -> Any:
         """Interpret the branch that a `cond` takes, and return its value.
 
-        `node` is the node of the `cond`; the others are the values of its arguments. The name of the branch's graph is
-        the prefix of its nodes' names.
+        `node` is the node of the `cond`; the others are the values of its arguments.
         """
         place, branch = (1, if_true) if bool(predicate) else (2, if_false)
         source = node.args[place]
@@ -122,12 +121,12 @@ class ObservingInterpreter(Interpreter):
             raise
 
     def _may_write(self, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """Return the tensors that a node may write to, by its schema or its name; of an unknown function all inputs.
+        """Return the tensors that a node may write to; `args` and `kwargs` are the values of its arguments.
 
         An operator writes to what its schema says, and a norm with running statistics to all inputs but the first. A
         module may write to its parameters and buffers, and unless it is one of torch.nn's without `inplace`, to its
-        inputs. A method, or a function of torch or Python, writes to all inputs if its name, `out` or `inplace` says
-        so, or else to none; a `get_attr` node to none. `args` and `kwargs` are the values of the node's arguments.
+        inputs. A method, or a function of torch or Python, whose name and arguments do not say that it writes has none;
+        any other call may write to all its inputs.
         """
         if node.op == "get_attr":
             return []
@@ -168,8 +167,8 @@ def as_graph_module(graph: Any) -> GraphModule:
 def flat_inputs(graph_module: GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the value of each placeholder, in order, for a call of the graph module with these arguments.
 
-    Arguments that are left out get their defaults, and the structures of an exported graph are flattened. Raise
-    UsageError if the arguments do not fit the signature of `forward`.
+    Defaults are filled in, and the structures of an exported graph are flattened. Raise UsageError if the arguments do
+    not fit the signature of `forward`.
     """
     try:
         bound = inspect.signature(graph_module.forward).bind(*args, **kwargs)
@@ -201,7 +200,7 @@ def _is_inplace(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 
 
 def _is_of_torch(target: Any) -> bool:
-    """Return whether a function belongs to torch or Python, so that its name says whether it writes."""
+    """Return whether a function belongs to torch or Python and is not a higher-order operator: its name is telling."""
     module = getattr(target, "__module__", None)
     if module is None:  # torch's builtins and operator packets have no module
         return isinstance(target, torch._ops.OpOverloadPacket) or type(target).__name__.startswith("builtin")

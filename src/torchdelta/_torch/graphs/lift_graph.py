@@ -46,11 +46,10 @@ def lift_graph(graph_module: GraphModule) -> GraphModule:
 def _lift_node(node: Node) -> None:
     """Rewrite one node in place so that it does not round below float64; nodes may be inserted around it.
 
-    Narrow dtypes are those that `is_narrow` accepts; the graph's metadata tells those of values. A node that enters
-    autocast gets it disabled. If a node without tensor inputs makes a narrow tensor, one that computes its elements,
-    such as `linspace`, is told the wide dtype, and behind any other a cast is inserted. A node with tensor inputs gets
-    wide dtypes in place of the narrow ones that it names, also as methods such as `half`. If it is elementwise and
-    turns integers into narrow floats without naming a dtype, its inputs are cast first.
+    A node that enters autocast gets it disabled. One without tensor inputs that makes a narrow tensor, by the graph's
+    metadata, is told the wide dtype if it computes its elements, as `linspace` does, or else followed by a cast. Any
+    other node names wide dtypes in place of narrow ones; if it is elementwise and turns integers into narrow floats
+    without naming a dtype, its inputs are cast.
     """
     if node.target is torch.amp.autocast_mode._enter_autocast:
         device, dtype, _, cache = node.args

@@ -39,8 +39,8 @@ def op_name(node: Node) -> str:
 def module_path(node: Node) -> str:
     """Return the path of the innermost module that the node was traced in, or an empty string if none is known.
 
-    For a `get_attr` node that is the module that holds the attribute. A backward node has the module of its forward
-    node. Dynamo's names such as `L['self'].layers[0]` become paths such as `layers.0`.
+    For a `get_attr` node that is the module that holds the attribute, and for a backward node that of its forward node.
+    Dynamo's names such as `L['self'].layers[0]` become paths such as `layers.0`.
     """
     if node.op == "get_attr":
         return str(node.target).rpartition(".")[0]
@@ -53,9 +53,9 @@ def module_path(node: Node) -> str:
 
 
 def source_line(node: Node) -> str:
-    """Return the innermost source line outside of torch, as `file:line: code`, or an empty string if there is none.
+    """Return the innermost source line of a node's stack trace, as `file:line: code`, or an empty string without one.
 
-    If all frames are in torch, the innermost one counts. A `get_attr` node has the line of its first reader.
+    Lines outside of torch are preferred. A `get_attr` node has the line of its first reader.
     """
     reader = next(iter(node.users)) if node.op == "get_attr" and node.users else node
     frames = list(_FRAME.finditer(reader.meta.get("stack_trace") or ""))
@@ -130,9 +130,8 @@ def updates_statistics(name: str) -> bool:
 def writes_to(node: Node) -> bool:
     """Tell whether a node may write to one of its inputs; a call of a module always may.
 
-    An operator is judged by its schema, and norms that update running statistics count too. Other functions and methods
-    are judged by their name and by their keyword arguments `out` and `inplace=True`. A placeholder, output or
-    `get_attr` node does not write.
+    An operator is judged by its schema, other functions and methods by their name and by their keyword arguments `out`
+    and `inplace=True`. Norms that may update running statistics count as writing.
     """
     if isinstance(node.target, OpOverload):
         return bool(node.target._schema.is_mutable) or updates_statistics(op_name(node))
@@ -148,8 +147,8 @@ def writes_to(node: Node) -> bool:
 def may_write(node: Node) -> frozenset[Node]:
     """Return the input nodes whose values a node may write to; empty if it does not write.
 
-    If the node calls an operator, these are the arguments that its schema declares as written to, and those whose names
-    start with `running_`. If it writes by any other function, method or module, these are all its input nodes.
+    For an operator these are the arguments that its schema declares as written to, and those whose names start with
+    `running_`. If any other function, method or module writes, all its input nodes count.
     """
     if not writes_to(node):
         return frozenset()
@@ -222,11 +221,11 @@ def writes_to_first(node: Node) -> bool:
 
 
 def returns_what_it_writes(node: Node) -> bool:
-    """Tell whether a node writes to its first argument, which is a node, and returns that same tensor.
+    """Tell whether a node seems to write to its first argument, which is a node, and to return that same tensor.
 
-    An operator is judged by its schema. Every writing method counts, and so do functions of torch that write, even if
-    they do so to `out`, and Python's operators such as `+=` if the metadata of the first argument is a tensor. False
-    for `x[index] = value`, for modules, for norms in training, and for functions of the user's.
+    An operator is judged by its schema. Writing methods and writing functions of torch count, and Python's operators
+    such as `+=` if the metadata of the first argument is a tensor. False for `x[index] = value`, modules, norms that
+    may update running statistics, and functions of the user's.
     """
     if not (node.args and isinstance(node.args[0], Node) and writes_to_first(node)) or is_item_assignment(node):
         return False

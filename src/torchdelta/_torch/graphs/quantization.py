@@ -45,8 +45,7 @@ class Levels:
 def levels_of(node: Node) -> Levels | None:
     """Return the levels of a dequantize node, or None if its operator is of an unknown kind or has no bounds.
 
-    If its values come straight from a quantize node, the levels, or None, are those of that node, because it did the
-    rounding.
+    If its first input is a quantize node, the result is that of the quantize node, because it did the rounding.
     """
     source = observed_by(node)
     is_rounded_here = source is not None and is_quantizing(source) and not is_dequantizing(source)
@@ -56,8 +55,8 @@ def levels_of(node: Node) -> Levels | None:
 def _levels_in(node: Node) -> Levels | None:
     """Return the levels that the arguments of a quantize or dequantize node describe, or None.
 
-    None if the name of its operator does not end with `per_tensor`, `per_channel` or `per_token`, or if its bounds are
-    not two integers, the lower one first. The scale or zero point of the levels is None if the graph computes it.
+    None if its operator is not one by tensor, channel or token, or if its bounds are not two integers, the lower one
+    first. The scale or zero point of the levels is None if the graph computes it.
     """
     operator = str(node.target).split(".")[1]
     kind = next((kind for kind in _KINDS if operator.endswith(kind)), None)
@@ -80,9 +79,9 @@ def _levels_in(node: Node) -> Levels | None:
 
 
 def _constant(value: Any, node: Node) -> torch.Tensor | None:
-    """Return an argument of a node as a float64 tensor, or None if the graph computes it.
+    """Return a number, a tensor, or the tensor that a `get_attr` node reads, as a float64 tensor; None for the rest.
 
-    The argument is a number, a tensor, or a node, which is constant if it is a `get_attr`. Any other value is None too.
+    `value` is an argument of `node`.
     """
     if isinstance(value, Node):
         module = node.graph.owning_module

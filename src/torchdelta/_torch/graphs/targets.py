@@ -60,9 +60,8 @@ def name_target(target: Any) -> str:
 def find_target(name: str, allow: Iterable[str] = ()) -> Callable[..., Any]:
     """Return the callable that `name_target` named; raise LookupError if there is none or its module is not allowed.
 
-    The module of a function, or of a higher-order operator that is not registered yet, is imported. `allow` names
-    packages whose modules may be imported besides those of torch, `operator`, `math` and some builtins. A registered
-    operator needs no permission.
+    Modules may be imported for that. `allow` names packages whose modules are allowed besides those of torch,
+    `operator`, `math` and some builtins. A registered operator needs no permission.
     """
     kind, _, rest = name.partition(" ")
     if kind == "operator":
@@ -89,8 +88,8 @@ def _registered_name(target: OpOverload | HigherOrderOperator) -> str:
 def _name_function(target: Any) -> str:
     """Return the `module:path` under which a callable can be found in the modules that are loaded here.
 
-    Raise ValueError if it is not callable, has no name, is in `__main__` or inside of a function, or if another object
-    has its name.
+    Raise ValueError if it is not callable, has no name, is in `__main__`, or is not what is found under its name, such
+    as a function inside of another one.
     """
     if not callable(target):
         raise ValueError(f"it is a {type(target).__name__}, which cannot be called")
@@ -114,8 +113,7 @@ def _name_function(target: Any) -> str:
 def _guess_places(target: Any, module: str, path: str) -> Iterator[tuple[str, str]]:
     """Yield (module, path) pairs where a callable may be; the first is where it says it is.
 
-    The others are its short name, and the names under which its module, `torch.Tensor` or some modules of torch have
-    that same object, because many of torch's callables name a wrong module.
+    The others are tried because many of torch's callables name a wrong module.
     """
     yield module, path
     short = getattr(target, "__name__", path)
@@ -158,8 +156,8 @@ def _find_function(module: str, path: str, allow: tuple[str, ...]) -> Callable[.
 def _walk(start: Any, path: str) -> Any:
     """Return the object at a dotted path from a module, or None if there is none or `start` is None.
 
-    The path may lead through classes and real submodules, and not through instances, or modules that were imported
-    into another module.
+    The path may lead through classes and submodules, but not through instances or modules that were imported from
+    elsewhere.
     """
     place = start
     for step in path.split("."):
