@@ -262,7 +262,7 @@ class Check(JudgingSteps[Observation]):
 
         A coarse leaf differs, and its noise is nearly as large as its values. The new comparison counts only if it is
         equivalent with a finer resolution; a note says how many do. The stages are returned unchanged if no leaf is
-        coarse, if the transform lowers precision, or if there is no choice to replay.
+        coarse, if the transform lowers precision, or if `replay_reference` has nothing to replay.
         """
         is_coarse = any(steadiness.is_coarse(comparison) for stage in stages for comparison in stage.comparisons)
         if not is_coarse or not self.baseline.has_chosen or self.transform.traits.lowered_to is not None:

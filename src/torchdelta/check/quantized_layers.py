@@ -117,8 +117,9 @@ class NoQuantizedLayer(ObservedTransform):
 def policy_of_layers(comparisons: Sequence[GraphComparison], notes: Sequence[str] = ()) -> LayerwisePolicy:
     """Return the policy that gives the program the verdict of its layers, from the comparisons of its graphs.
 
-    It is INCONCLUSIVE if no node was judged; DIVERGED if a node is wrong by itself; INCONCLUSIVE if a graph has a note
-    or if a comparison of a node is not equivalent; and else EQUIVALENT. `notes` may explain the last but one.
+    It is INCONCLUSIVE if no node was judged; DIVERGED if a node is wrong by itself; INCONCLUSIVE if a graph has a note,
+    or if a comparison of a node is not equivalent, for which the first of `notes` is given as explanation; and else
+    EQUIVALENT.
     """
     judged = [each for graphs in comparisons for each in graphs.judgements]
     if not judged:

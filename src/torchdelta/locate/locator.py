@@ -100,10 +100,10 @@ class Locator:
     def _look(self, report: Report) -> tuple[NodeFindings, tuple[Rung, ...]]:
         """Return the findings about nodes, and the rungs up to the first that fails; no rungs unless the check failed.
 
-        Ordinarily each node is judged, also if the check passed. If a compiler diverges at the rung `dynamo` or `aot`,
-        the findings are only a note; at `decomposed`, each decomposition is judged; at `backend`, a cause by setting
-        may be looked for too. If the candidate crashed or timed out, the findings are empty, unless the transform has a
-        seam and is not a compiler.
+        Ordinarily each node is judged, also if the check passed. If a compiler fails at the rung `dynamo` or `aot`, the
+        findings are only a note; at `decomposed`, each decomposition is judged; at `backend`, a cause by setting may be
+        looked for too. If the candidate crashed or timed out, the findings are empty, unless the transform has a seam
+        and is not a compiler.
         """
         transform = self.check.transform
         rungs: tuple[Rung, ...] = ()
@@ -176,7 +176,7 @@ class Locator:
 def _verdict(report: Report, findings: NodeFindings) -> Verdict:
     """Return DIVERGED if there is a culprit although the check did not fail, and otherwise the check's verdict.
 
-    But it is INCONCLUSIVE if there are nodes and none of them was matched.
+    The latter is replaced by INCONCLUSIVE if there are nodes and none of them was matched.
     """
     if findings.culprits and not report.verdict.is_failure:
         return Verdict.DIVERGED
