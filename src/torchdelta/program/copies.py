@@ -234,7 +234,7 @@ def _rebind_methods(duplicate: Any, memo: dict[int, Any]) -> Any:
 
 
 def everything_in(value: Any) -> list[Any]:
-    """Return the value and every object that it reaches, each once, without plain values such as numbers and text.
+    """Return the value and the objects that it reaches by `children`, each once, without plain ones such as numbers.
 
     Tensors, classes and Python modules are in the list, but what they hold is not.
     """

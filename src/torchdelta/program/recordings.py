@@ -70,9 +70,10 @@ def origin_of(module: str) -> ModuleOrigin:
 
 
 def owners_of(graph_module: GraphModule) -> tuple[list[str], list[str]]:
-    """Return the modules that define the functions and classes of a graph that are not torch's, and problems as texts.
+    """Return the modules that another process needs for a graph's functions, classes and operators; problems as texts.
 
-    Modules are sorted. A problem is an operator of which it is unknown which module registered it.
+    Modules are sorted; those of torch's own functions are left out. A problem is an operator of which it is unknown
+    which module registered it.
     """
     owners = {name for name in modules_named(graph_module) if not targets.is_torchs_own(name)}
     problems: dict[str, None] = {}
