@@ -82,9 +82,8 @@ class Diagnosis:
     def run(self) -> Report:
         """Check the program; only if it fails, also locate, minify and write the script; return the report.
 
-        The report is written to the directory `out` too, which is made. UsageError, EnvironmentUnfit, and any error of
+        The report is written to the directory `out` too, which is made. UsageError, EnvironmentUnfit, and errors of
         loading or checking the program are raised; other errors of locating and minifying become notes on the report.
-        Workers are those of `workers`, or of a pool that ends with this call.
         """
         self.out.mkdir(parents=True, exist_ok=True)
         pool = (
@@ -101,8 +100,8 @@ class Diagnosis:
     def _run_steps(self) -> Report:
         """Check, locate and minify, and return the report; after a check that did not fail, return its report at once.
 
-        `report.json` is written after each step, and `found.json` after locating. If there is a report of an earlier
-        diagnosis to resume, the check is left out, and so is locating if it has culprits. At last `notes` are added.
+        `report.json` is written on the way, and `found.json` after locating. If there is a report of an earlier
+        diagnosis to resume, the check is left out, and so is locating if it has culprits.
         """
         report = self._read_earlier() or self._check()
         self._keep(report)
@@ -135,9 +134,9 @@ class Diagnosis:
     def _take_step(self, name: str, report: Report, step: Callable[[Report], Report]) -> Report:
         """Call `step` with the report, write the report that it returns to `report.json`, and return that.
 
-        If the step raises UsageError or EnvironmentUnfit, so does this. After any other Exception `report` itself is
-        returned and a note is added; unless it is a TorchDeltaError, its traceback becomes a file in the directory.
-        `name` is the step's name in those and for `progress`.
+        UsageError and EnvironmentUnfit pass through. After any other Exception `report` itself is returned and a note
+        is added; unless it is a TorchDeltaError, its traceback becomes a file in the directory. `name` is the step's
+        name.
         """
         self.progress(name)
         try:
@@ -162,9 +161,9 @@ class Diagnosis:
     def _check(self) -> Report:
         """Check the program where a crash does no harm, if possible, and return the report.
 
-        A named program with named options is checked in a worker. Any other is checked in this process. But before
-        that, workers check its graphs one by one, if they can import the transform; if a graph ends its worker, the
-        report on the first such graph is returned instead. Graphs that were captured for that are kept in `subjects`.
+        A named program with named options is checked in a worker, and any other in this process. In the latter case
+        workers check its graphs first, if they can import the transform; if a graph ends its worker, the report on that
+        graph is returned instead. Graphs that were captured for that are kept in `subjects`.
         """
         if isinstance(self.program, str) and self.options.is_named:
             return check_isolated(
@@ -187,9 +186,8 @@ class Diagnosis:
     def _locate(self, report: Report) -> Report:
         """Search for culprits, and return the report with those that were found; unchanged if it is not DIVERGED.
 
-        The report gets coverage and notes of the search too. A named program with named options is searched in a
-        worker, and any other in this process. Graphs of dynamo that the search captures become `subjects`, if there are
-        none yet and the level to minify is `dynamo`.
+        It gets coverage and notes of the search too. A named program with named options is searched in a worker, and
+        any other in this process. Graphs that the search captures become `subjects`, if there are none yet.
         """
         if report.verdict is not Verdict.DIVERGED:
             return report
@@ -241,9 +239,8 @@ class Diagnosis:
         """Minify each group of failures and write its script; return the report with the first reduction and script.
 
         A group is the culprits of one operation and stage; without culprits there is one group. Without `does_all` only
-        the first group is done, and a note counts the groups if there are several. Results are appended to `minified`,
-        and captured graphs are kept in `subjects`. NothingToMinify if no graph shows the first group; for a later one
-        that is a note.
+        the first group is done, with a note if there are more. Results are appended to `minified`, and captured graphs
+        are kept in `subjects`. NothingToMinify if no graph shows the first group; for a later one that is a note.
         """
         self.report = report
         groups: Sequence[Culprit | None] = groups_of(report.culprits) or [None]
@@ -270,9 +267,9 @@ class Diagnosis:
     def _write_script(self, report: Report, small: MinifiedGraph, number: int) -> Report:
         """Write the script of one reduction, and with `with_issue` the text of an issue beside it; return the report.
 
-        `number` is that of the group, from 1. Only for 1 the report gets the reduction, and the script if there is one;
-        for others it is returned unchanged. Notes are added: those of the reduction, other failures that were seen, and
-        a note if the script could not be written or did not show the failure.
+        `number` is that of the group, from 1. For 1 the report gets the reduction, and the script if there is one; for
+        others it is returned unchanged. Notes are added, also if the script could not be written or did not show the
+        failure.
         """
         self.notes += small.notes
         if small.also_seen:

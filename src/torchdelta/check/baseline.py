@@ -77,9 +77,8 @@ class Baseline:
         """Run a copy of the program eagerly within these modes, and return the observation of its stages.
 
         With `lifted` it runs in float64, and draws random numbers in the dtype `draws`, or in `drawn_in` if that is
-        None. With `noise` its parameters, inputs and roundings are moved; the modes are inside of the noise. `plan` is
-        used in place of the baseline's own. `keeps` and `before_step` are those of `stages.observe`. Raise SideFailed
-        if the program raises.
+        None. With `noise` its parameters, inputs and roundings are moved. `plan` is used in place of the baseline's
+        own; `keeps` and `before_step` are those of `stages.observe`. Raise SideFailed if the program raises.
         """
         side, convert, scope = self._prepare(modes, lifted=lifted, noise=noise, draws=draws)
         return observe(side, plan or self.plan, self.original, scope, convert, keeps=keeps, before_step=before_step)
@@ -133,9 +132,8 @@ class Baseline:
     ) -> tuple[Side, Convert, Scope]:
         """Return a fresh copy of the program, the conversion of its dtypes, and a maker of the context to run it in.
 
-        The context has the case's flags outermost, then float64 if `lifted`, then the noise, then the modes. With
-        `noise`, the parameters and inputs of the copy are moved already. `draws` is the dtype of random numbers in
-        float64; None is `drawn_in`.
+        The copy is in float64 if `lifted`, and with `noise` its parameters and inputs are moved already. The context
+        has the flags of the case, float64 if `lifted`, the noise and the modes.
         """
         convert = lift.widened if lifted else _unchanged
         outer = self.lifted_scope(draws or self.drawn_in) if lifted else self.eager_scope
@@ -175,8 +173,7 @@ class Baseline:
     def truth(self) -> Observation | None:
         """The program run in float64, or None if it does not run there; `no_truth` then has the reason.
 
-        Operations, casts and given tensors that have no float64 are added to `unlifted`, in words. If there are any and
-        the program runs, a note says that the truth is not all in float64.
+        What has no float64 is added to `unlifted`, in words. If there is any and the program runs, a note says so.
         """
         with self.timed("truth"):
             run, self.no_truth = self._run_lifted(self.drawn_in)
@@ -190,7 +187,10 @@ class Baseline:
 
     @cached_property
     def lifted_reference(self) -> Observation | None:
-        """The truth with random numbers drawn in float64, as a lifted candidate draws them; None if there is none."""
+        """The truth with random numbers drawn as a lifted candidate draws them; None if the program does not run so.
+
+        It is the truth itself if the program draws none.
+        """
         if self.truth is None or self.lifted_draws == self.drawn_in:
             return self.truth
         with self.timed("semantic"):
@@ -223,7 +223,7 @@ class Baseline:
     def _run_reference(self) -> Observation:
         """Run the reference and return its observation; raise EagerFails if it raises in its first iteration.
 
-        If a later iteration raises, the program rejects random inputs: `plan` is cut to the iterations before it,
+        If it raises in a later one, it is taken to reject random inputs: `plan` is cut to the iterations before that,
         `shortfall` says so, and the reference runs again. Raise ProgramError if the run changes a tensor that all
         copies share.
         """
@@ -253,9 +253,8 @@ class Baseline:
         """Make one noisy run and return its observation, or add a note and return None if the program fails in it.
 
         `index` is added to the seed. The run is native, or in float64 if `lifted`, or in float64 with roundings of the
-        dtype `lowered_to`. Before each optimizer step, gradients within noise of zero get random signs. Inputs,
-        parameters and buffers that the reference left unchanged are not recorded. The run also updates `has_chosen`,
-        and if native `narrowed_to`.
+        dtype `lowered_to`. Before an optimizer step, gradients within noise of zero get random signs. Updates
+        `has_chosen`, and after a native run `narrowed_to`.
         """
         in_float64 = lifted or lowered_to is not None
         unit = None if lowered_to is None else float(torch.finfo(lowered_to).eps)
@@ -299,10 +298,9 @@ class Baseline:
             yield
 
     def lifted_scope(self, draws: torch.dtype) -> Scope:
-        """Return a function without arguments that makes a context: nothing in it rounds below float64.
+        """Return a maker of a context in which operations run in float64, and random numbers are drawn in `draws`.
 
-        Random numbers are drawn in the dtype `draws` there. The context includes `eager_scope`. An operation that has
-        no float64 runs in `draws`, and its name is added to `unlifted`.
+        The context includes `eager_scope`. What has no float64 runs in `draws`, and is added to `unlifted`.
         """
 
         @contextmanager

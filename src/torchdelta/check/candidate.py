@@ -46,10 +46,7 @@ class CandidateRun:
         return self.failure is not None and STAGES.index(stage) >= self.failed_in
 
     def untransformed(self) -> str:
-        """Return why some or all calls ran untransformed, or an empty text if none did.
-
-        A compiler that reached its recompile limit counts as a reason too.
-        """
+        """Return why some or all calls ran untransformed, or an empty text if none is known to have."""
         if self.graphs.transformed_calls == 0:
             return "the transform did not happen: no transformed code ran at all"
         if self.graphs.untransformed_calls:
@@ -72,10 +69,10 @@ def run_candidate(
 ) -> CandidateRun:
     """Transform a fresh side, run it, and return the run, with the failure if the transform or the candidate raised.
 
-    `lifted` is None for a native side. For a side in float64 it is the scope in which the candidate runs; of a
-    compiler, only the loss runs in it. `draws_random` says whether the candidate has to draw the reference's random
-    numbers; `original` is that of `stages.observe`. Without a backward only the stage `forward` runs. After a failure,
-    the run has the observation up to it. Errors of the user and of the machine (TorchDeltaError) are raised.
+    `lifted` is None for a native side, and else the scope of a run in float64; of a compiler's candidate, only the loss
+    runs in it. `draws_random` says whether the candidate has to draw the reference's random numbers. If the transform
+    has no backward, only the stage `forward` runs. After a failure, the run has the observation up to it.
+    TorchDeltaError, the mistakes of the user and lacks of the machine, is raised.
     """
     run = CandidateRun()
     plan = plan if transform.traits.has_backward else replace(plan, stages=("forward",))
@@ -109,11 +106,11 @@ def _unchanged(dtype: torch.dtype) -> torch.dtype:
 
 
 def _count_calls(transformed: TransformedSide, run: CandidateRun, watch: Callable[[Side], Observation]) -> None:
-    """Run the side through `watch`, which returns its observation, and write the results to the run.
+    """Run the side through `watch`, which returns its observation, and write observation and counts to the run.
 
-    These are the observation, the numbers of captured graphs and of calls that ran transformed or not, whether the
-    recompile limit was reached, and notes on parts that ran eagerly. If `watch` raises, observation and notes are not
-    written.
+    The counts are of captured graphs and of calls that ran transformed or not. The run also gets notes on parts that
+    ran eagerly, and whether the recompile limit was reached. If `watch` raises, the counts are written, and its
+    exception passes through.
     """
     witness = transformed.witness
     untransformed = 0

@@ -29,9 +29,9 @@ _NAMED = 3
 def notice(stages: list[Stage], baseline: Baseline, candidate: Observation, terms: Terms) -> tuple[list[Stage], str]:
     """Return the stages with a breach of the clause `casts` at each leaf that elided casts explain, and a note on them.
 
-    The reference runs again with its narrowing casts elided; the note names these casts. If the run elides no cast, or
-    no leaf is explained, the stages are returned unchanged, with an empty note. If the run fails, the note says so, and
-    if `casts` is strict in the terms, each stage is at best inconclusive for that reason.
+    The reference runs again with its narrowing casts elided. If the run elides no cast, or no leaf is explained, the
+    stages are returned unchanged, with an empty note. If the run fails, the note says so, and if `casts` is strict in
+    the terms, the stages are at best inconclusive.
     """
     mode = Elide()
     try:
@@ -59,7 +59,7 @@ def _add_breaches(
     """Return the stage with a breach of the clause `casts` at every leaf that elided casts explain.
 
     A breach that the terms do not excuse makes the leaf diverged. `elided` is the run without narrowing casts, and
-    `mode` has their places. A stage without comparisons is returned unchanged.
+    `mode` has their places.
     """
     if not stage.comparisons:
         return stage

@@ -77,8 +77,7 @@ class Check(JudgingSteps[Observation]):
 
         After the steps of `judge`, decisions are followed, and leaves become inconclusive if the reference differs in
         them between two runs, or if their noise is as large as their values. The verdict is the worst of the stages.
-        Without a truth, the float64 question is not asked. Sets `unmatched`, `layers`, `candidate`, `lifted` and
-        `needs_noise`, and adds to `notes`.
+        Without a truth, the float64 question is not asked.
         """
         baseline = self.baseline
         reference = baseline.reference  # before the candidate runs, which must not be able to change it
@@ -163,13 +162,11 @@ class Check(JudgingSteps[Observation]):
         return self.baseline.noisy(count, lowered_to=self.transform.traits.lowered_to) if self.needs_noise else []
 
     def compare_stages(self, yardstick: Yardstick[Observation]) -> list[Stage]:
-        """Return every stage of the case up to the one in which the candidate failed, compared for the first time.
+        """Return the stages of the case, compared for the first time, up to the one in which the candidate failed.
 
-        That last stage is `crashed`, without comparisons. A stage that the reference does not have, or that needs a
-        backward which the candidate lacks, becomes what `_without_gradients` returns. A stage is at best inconclusive
-        if nothing with elements was compared, if calls ran untransformed, or if fewer iterations ran than planned. A
-        later stage that the user did not name, and in which nothing was compared because names differ, is left out,
-        with a note. Adds to `unmatched` and `notes`.
+        That last stage is `crashed`, without comparisons. A stage is at best inconclusive if nothing with elements was
+        compared, if calls ran untransformed, or if fewer iterations ran than planned. Stages that cannot be compared
+        become what `_without_gradients` returns, or are left out with a note. Adds to `unmatched` and `notes`.
         """
         candidate, baseline, keeps_names = self.candidate, self.baseline, self.transform.traits.keeps_names
         stages: list[Stage] = []
@@ -203,8 +200,7 @@ class Check(JudgingSteps[Observation]):
     def _without_gradients(self, name: str) -> list[Stage]:
         """Return a list of one inconclusive stage that says why it is not compared, or add a note and return no stage.
 
-        The note is for a stage that the user did not name. If the user gave a loss and the candidate has a backward,
-        there is always a stage.
+        The note is for stages that the user did not name, unless the user gave a loss and the candidate has a backward.
         """
         has_loss = self.transform.traits.has_backward and self.baseline.plan.loss is not None
         why = "the loss does not require grad" if has_loss else "no output of the reference requires grad"
@@ -224,8 +220,8 @@ class Check(JudgingSteps[Observation]):
         """Return the comparisons of a stage, the leaves without a partner, and the state whose name one side lacks.
 
         A leaf without a partner has a comparison, which diverged; state with another name has none. In the stage
-        `steps`, with a truth and noisy runs, elements of parameters whose gradient is within noise of zero are replaced
-        by the truth's on all sides, and the comparison says how many.
+        `steps`, elements of parameters whose gradient is within noise of zero are not judged, if there are a truth and
+        noisy runs; the comparison says how many.
         """
         judge = Judge(policy=self._judging_policy, terms=self._terms, is_stepped=stage == "steps")
         reference, truth, candidate = yardstick.reference, yardstick.truth, self.candidate.observation
@@ -266,8 +262,7 @@ class Check(JudgingSteps[Observation]):
 
         A coarse leaf differs, and its noise is nearly as large as its values. The new comparison counts only if it is
         equivalent with a finer resolution; a note says how many do. The stages are returned unchanged if no leaf is
-        coarse, if the program does not choose among floats, if the transform lowers precision, or if the choices cannot
-        be replayed.
+        coarse, if the transform lowers precision, or if `replay_reference` has nothing to replay.
         """
         is_coarse = any(steadiness.is_coarse(comparison) for stage in stages for comparison in stage.comparisons)
         if not is_coarse or not self.baseline.has_chosen or self.transform.traits.lowered_to is not None:
@@ -293,10 +288,10 @@ class Check(JudgingSteps[Observation]):
         return sharper
 
     def _notice_casts(self, stages: list[Stage]) -> list[Stage]:
-        """Return the stages with a breach at each leaf where the candidate left a narrowing cast out, and note that.
+        """Return the stages with a breach at each leaf where the candidate seems to lack a narrowing cast; add a note.
 
-        The stages are returned unchanged if the transform lowers precision, if the candidate left nothing behind, or if
-        no noisy run showed a narrowing cast and the clause `casts` is not strict.
+        The stages are returned unchanged if the transform lowers precision, if no stage of the candidate ran, or if no
+        noisy run showed a narrowing cast and the clause `casts` is not strict.
         """
         if self.transform.traits.lowered_to is not None or not self.candidate.observation.stages:
             return stages
@@ -347,7 +342,7 @@ class Check(JudgingSteps[Observation]):
 
 
 def _sharper(comparison: Comparison, replayed: Comparison) -> Comparison:
-    """Return the comparison with the replayed truth if it passes and resolves more, or else the first one."""
+    """Return the replayed comparison if it is equivalent and resolves more than a coarse one, or else the first one."""
     resolves_more = (replayed.resolution or 0.0) < (comparison.resolution or 0.0)
     if not steadiness.is_coarse(comparison) or replayed.verdict is not Verdict.EQUIVALENT or not resolves_more:
         return comparison

@@ -75,8 +75,8 @@ def replay_reference(
     """Run the truth and a noisy run with the reference's choices, where those are within rounding.
 
     Return a copy of the yardstick with these two in place of its own truth and noisy runs, and the number of indices
-    that the truth would have chosen otherwise. Return None if the program chooses nothing, if the truth makes the same
-    choices by itself, or if the program fails with them; only the last adds a note to the baseline.
+    that the truth would have chosen otherwise. Return None if that number is 0, or if the program fails with the
+    choices, which is noted.
     """
     record = DecisionRecord()
     with baseline.timed("replay"):
@@ -141,9 +141,8 @@ class DecisionFollower:
         """Return the stages with leaves equivalent that the candidate's decisions explain, inconclusive if they may.
 
         Only leaves that `_is_suspect` are looked at: their values diverged in the native question alone. The stages are
-        returned unchanged if there are none, if float64 diverged anywhere, because then the candidate is another
-        function, or if the program fails with the candidate's decisions, which is noted. Sets `close_rows` and
-        `exchanged`.
+        returned unchanged if there are none, if float64 diverged anywhere, or if the program fails with the candidate's
+        decisions, which is noted. Sets `close_rows` and `exchanged`.
         """
         suspects = [stage.name for stage in stages if _has_suspects(stage)]
         if not suspects or any(_has_diverged(leaves.values()) for leaves in self.semantic.values()):
@@ -164,9 +163,8 @@ class DecisionFollower:
     def _compare_again(self, stages: list[Stage], *, has_steps: bool) -> list[Stage]:
         """Return the stages with each suspect leaf equivalent that agrees with runs which decide as the candidate did.
 
-        A leaf is suspect if `_is_suspect` says so: its values diverged in the native question alone. Other leaves keep
-        their comparison, and so do those that do not agree. The runs, of truth, reference and noise, are made here,
-        with the stage `steps` if `has_steps`. A note says how many leaves were explained, and by which decisions.
+        Other leaves keep their comparison. The runs, of truth, reference and noise, are made here, with the stage
+        `steps` if `has_steps`. A note says how many leaves were explained, and by which decisions.
         """
         signs = FollowedSigns(
             candidate=self.candidate,
@@ -201,9 +199,9 @@ class DecisionFollower:
     def _doubt(self, stage: Stage) -> Stage:
         """Return the stage; its suspect leaves become inconclusive if choices that were not tried may explain them.
 
-        There are such choices if more than `TRIED` are within noise, or if any is and the stage is `steps`. Otherwise
-        the stage is returned unchanged. A leaf stays as it is if `_is_suspect` denies it, if float64 has no answer for
-        it, or if its error is more than `FAR` times the allowed one, except in the stage `steps`.
+        There are such choices if more than `TRIED` are within noise, or if any is and the stage is `steps`. A leaf
+        stays as it is if float64 has no answer for it, or, except in the stage `steps`, if its error is more than `FAR`
+        times the allowed one.
         """
         is_open = len(self.close_rows) > TRIED or (bool(self.close_rows) and stage.name == "steps")
         if not is_open or not stage.comparisons:
@@ -223,11 +221,10 @@ class DecisionFollower:
         return Stage.of(stage.name, tuple(map(with_doubt, stage.comparisons)), stage.reason)
 
     def _exchange_choices(self) -> None:
-        """Find the choices within noise, try each the other way, and keep those that bring truth and candidate closer.
+        """Find the choices within noise, try them the other way, and keep those that bring truth and candidate closer.
 
-        Set `close_rows`, `exchanged` and the indices that later runs are forced to choose. The truth's forward runs
-        once for each try, at most `TRIED` times, and its distance from the candidate counts. After an exchange, the
-        choices behind it are looked for anew.
+        Sets `close_rows`, `exchanged` and the indices that later runs are forced to choose. At most `TRIED` are tried,
+        each by a run of the truth's forward. After an exchange, the choices behind it are looked for anew.
         """
         truth, choices = self._run_forward(lifted=True)
         others = [self._run_forward()[1], self._run_forward(noise=Noisy(seed=self.baseline.plan.seed))[1]]
@@ -266,8 +263,8 @@ class DecisionFollower:
         """Return how far the candidate's forward is from this truth: the sum of the squared distances of its leaves.
 
         The distance of a leaf is a root mean square, in units of the reference's distance from the baseline's truth.
-        Only tensors of floats that all sides have in one shape count, and of these only where that unit is not 0.
-        Return infinity if the sum is not finite.
+        Leaves without such a unit do not count, nor those that are not floats of one shape on all sides. Return
+        infinity if the sum is not finite.
         """
         total = 0.0
         first_truth = self.baseline.truth or truth
@@ -355,8 +352,8 @@ def _is_like(leaf: object, value: object) -> TypeGuard[torch.Tensor]:
 def _explained(comparison: Comparison, followed: Comparison | None, semantic: Comparison | None) -> Comparison:
     """Return a copy of `followed`, the comparison with the runs that followed the candidate, if it is equivalent.
 
-    The details of the copy say so, and have error and noise of the float64 question if `semantic` has an error. Return
-    `comparison` itself if `_is_suspect` denies it, or if `followed` is None or not equivalent.
+    Its details say so, and have error and noise of the float64 question if `semantic` has them. Return `comparison`
+    itself if it is not suspect, or if `followed` is None or not equivalent.
     """
     if followed is None or not _is_suspect(comparison) or followed.verdict is not Verdict.EQUIVALENT:
         return comparison
@@ -394,8 +391,7 @@ def _excuse_stage(stage: Stage, baseline: Baseline, candidate: Observation, nois
     """Return the stage with diverged integers and booleans inconclusive where `_excuse_leaf` excuses them.
 
     It is returned unchanged if none diverged or there is no truth. Margins are measured for the stage `forward` alone,
-    by running the program again. If it fails then, a note is added to the baseline, and integers are excused as in the
-    other stages, without margins.
+    by running the program again; if that fails, a note is added to the baseline, and there are no margins.
     """
     suspects = [comparison for comparison in stage.comparisons if _is_suspect_integer(comparison)]
     if not suspects or baseline.truth is None:
@@ -430,9 +426,8 @@ def _excuse_leaf(comparison: Comparison, leaves: list[Any], known: _LeafMargins 
 
     `leaves` are those of truth, reference, candidate and noisy runs, in this order. It is inconclusive if the candidate
     equals the truth. Otherwise, with `known` margins, it is so if the largest margin of the elements that differ is at
-    most `CLOSE_INTEGER` times its noise; reason and details have the margin in either case. Without them, it is so if
-    the candidate differs from the truth in fewer than twice as many elements as a correct run does. Without a truth of
-    the same shape it is unchanged.
+    most `CLOSE_INTEGER` times its noise. Without them, it is so if the candidate differs from the truth in fewer than
+    twice as many elements as a correct run does. Without a truth of the same shape it is unchanged.
     """
     truth, reference, candidate, *noisy = leaves
     if not isinstance(truth, torch.Tensor) or truth.shape != reference.shape:
@@ -461,9 +456,8 @@ def _excuse_leaf(comparison: Comparison, leaves: list[Any], known: _LeafMargins 
 def _margins_of_outputs(baseline: Baseline) -> dict[str, _LeafMargins]:
     """Run the forward in float64, natively and with noise; return the margins of its decided outputs, by path.
 
-    These are the outputs that an operation is known to have decided: integers, booleans and rounded floats. Others are
-    left out. The margins are those in float64. Their noise is the largest change of one between float64 and the other
-    two runs, or 0 if those have none. Raise what the program raises.
+    Outputs of which no deciding operation is known are left out. The margins are those in float64; their noise is the
+    largest change of one in the other two runs, or 0 if those have none. Raise what the program raises.
     """
     in_truth, *in_others = MarginWatch(), MarginWatch(), MarginWatch()
     # not `observe`: a watch knows the output tensors themselves, not copies of them
@@ -509,8 +503,7 @@ class SignFlips:
         """Multiply each undecided element of the gradients by a random 1 or −1, in place.
 
         `gradients` has them by parameter name. Undecided is where the truth's gradient of that step is within noise of
-        zero; the noise is that of the reference and of this gradient. Nothing changes without a truth, nor in a
-        gradient that truth or reference do not have.
+        zero. Nothing changes without a truth, nor in a gradient that truth or reference do not have.
         """
         if self.truth is None:
             return
@@ -543,10 +536,9 @@ class FollowedSigns:
     def lead(self, step: int, gradients: Mapping[str, torch.Tensor]) -> None:
         """Replace undecided elements of the truth's gradients in a step by the candidate's, and remember them.
 
-        `gradients` has the truth's gradients by parameter name, and is changed in place. An element is undecided if it
-        is at most `CLOSE` times the noise of the first step, the candidate's at most twice that, and the two differ.
-        `undecided` gets the mask of each parameter, and `count` grows by the undecided elements of another sign. A
-        parameter whose gradient the candidate, the first truth or the correct runs lack is left as it is.
+        `gradients` has the truth's gradients by parameter name, and is changed in place. An element is undecided if
+        both sides are near zero by the noise of the first step, and differ. `undecided` gets a mask for each parameter
+        whose gradients are known, and `count` grows by the undecided elements of another sign.
         """
         for name, gradient in gradients.items():
             key = f"[{name!r}]"
@@ -608,8 +600,7 @@ def settle_steps(
 
     Each side has its leaves of the stage `steps`; the sides are copied, not changed. An element is undecided if the
     truth's gradient of a step is within noise of zero, by the differences between truth and the correct `runs`; it then
-    stays undecided in all later steps. Buffers, optimizer state, and parameters whose gradients are not known stay as
-    they are.
+    stays undecided in all later steps. Leaves that are not parameters stay as they are.
     """
     counts: dict[str, int] = {}
     settled = [dict(leaves) for leaves in sides]
@@ -649,8 +640,7 @@ def with_count(comparison: Comparison, counts: Mapping[str, int]) -> Comparison:
 def _with_truth(leaf: object, truth: torch.Tensor, where: torch.Tensor) -> object:
     """Return a copy of a tensor with the truth's elements where the mask `where` is set.
 
-    It has the tensor's dtype, strides and `requires_grad`. A leaf that is not a tensor of the truth's shape is returned
-    itself.
+    It has the tensor's dtype and `requires_grad`. A leaf that is not a tensor of the truth's shape is returned itself.
     """
     if not isinstance(leaf, torch.Tensor) or leaf.shape != truth.shape:
         return leaf

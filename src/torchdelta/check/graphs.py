@@ -58,10 +58,10 @@ class GraphRecorder:
     captured: list[CapturedGraph] = field(default_factory=list)
 
     def __call__(self, handed: HandedGraph) -> Callable[..., Any]:
-        """Return a callable that runs the graph itself; each of its first calls is appended to `captured`.
+        """Return a callable that runs the graph itself; its first `CALLS` calls are appended to `captured`.
 
-        Recorded are a copy of the graph, copies of the arguments, and the level. At most `CALLS` calls of each graph
-        are recorded, and none while `is_paused`. Without `with_gradients` the recorded tensors are detached.
+        Each has copies of graph and arguments, and the level. Calls while `is_paused` are not recorded or counted.
+        Without `with_gradients` the recorded tensors are detached.
         """
         graph = graphs.copy_graph(handed.graph)
         calls = 0
@@ -92,9 +92,8 @@ class RecordedTransform(ObservedTransform):
     ) -> Iterator[TransformedSide]:
         """Apply the transform with the recorder at its seam, and give the transformed side.
 
-        The recorder records during the side's first `recorder.calls` calls, or all if that is None. It is paused at any
-        other time, such as in a backward. The caller's `seam` gets no graph, because the recorder runs each graph
-        itself.
+        The recorder records during the side's first `recorder.calls` calls, or all if that is None. It is paused
+        outside of them, such as in a backward. The caller's `seam` gets no graph.
         """
         recorder, calls = self.recorder, 0
         recorder.is_paused = True
@@ -124,9 +123,8 @@ def capture_graphs(check: Check, level: str = DYNAMO) -> list[CapturedGraph]:
 def _record(check: Check, level: str) -> list[CapturedGraph]:
     """Run the program with a recorder at the compiler's seam; return each recorded call: its graph, inputs and level.
 
-    A graph has up to `CALLS` of them. The transform's own backend does not run. At the level of dynamo, only the stage
-    `forward` runs; at the level `aot`, all stages except `steps` do, and inputs are detached. Raise ProgramError, with
-    the failure if there is one, if nothing was recorded.
+    The transform's own backend does not run. At the level of dynamo, only the stage `forward` runs; at the level `aot`,
+    all stages except `steps` do, and inputs are detached. Raise ProgramError if nothing was recorded.
     """
     baseline = check.baseline
     is_dynamo = level == DYNAMO
@@ -171,11 +169,7 @@ def _export(check: Check) -> CapturedGraph:
 
 
 def write_graphs(captured: Sequence[CapturedGraph], directory: Path) -> None:
-    """Write graphs and inputs into an existing directory; UsageError if one of them cannot be written.
-
-    The index is written last. It has the level of each graph, and the modules of its functions, which a reader has to
-    allow.
-    """
+    """Write graphs and inputs into an existing directory, and then an index; UsageError if one cannot be written."""
     rows = []
     for number, each in enumerate(captured):
         write_graph(each.graph, directory / f"graph-{number}.json")
@@ -187,8 +181,7 @@ def write_graphs(captured: Sequence[CapturedGraph], directory: Path) -> None:
 def read_graphs(directory: Path) -> list[CapturedGraph]:
     """Return the graphs that `write_graphs` wrote; ReportUnreadable if the file of a graph or its inputs is damaged.
 
-    The list is empty if there is no index, which `write_graphs` writes last. A graph may call functions of the modules
-    that the index names for it, besides torch's own.
+    The list is empty if there is no index, which `write_graphs` writes last.
     """
     path = directory / _INDEX
     rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []

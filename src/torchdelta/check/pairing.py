@@ -35,10 +35,10 @@ def pair_stage(
 
 
 def has_differences(reference: Observation, candidate: Observation) -> bool:
-    """Tell whether any two tensors of the same stage and path differ: without a difference no noise is needed.
+    """Tell whether two tensors of the same stage and path differ, or may: without a difference no noise is needed.
 
-    Leaves that are not tensors or have no partner do not count, nor does one tensor object on both sides. Tensors that
-    `_is_equal` cannot compare count as different.
+    Leaves that are not tensors or have no partner do not count. Tensors that `_is_equal` does not compare count as
+    different.
     """
     return any(
         isinstance(leaf, torch.Tensor) and isinstance(other, torch.Tensor) and not _is_equal(leaf, other)
@@ -51,8 +51,8 @@ def has_differences(reference: Observation, candidate: Observation) -> bool:
 def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Tell whether two tensors are equal in shape, dtype, device and values; a NaN equals nothing.
 
-    Return False for tensors that are not compared: those without a plain buffer (sparse, nested, fake), and dtypes of
-    one byte, such as bool.
+    Also False for tensors that are not compared: those without a plain buffer, such as sparse ones, and dtypes of one
+    byte, such as bool.
     """
     if first.shape != second.shape or first.dtype != second.dtype or first.device != second.device:
         return False
@@ -68,8 +68,9 @@ def common_state(
 ) -> tuple[Leaves, Leaves, list[UnmatchedLeaf]]:
     """Return the leaves of reference and candidate without the state whose name only one side knows, and that state.
 
-    State means parameters, buffers, attributes, optimizer state, and the leaf `.grad` of a parameter. A name is known
-    to a side if it is in its `state_names`. All other leaves, such as outputs, are returned even without a partner.
+    State means parameters, buffers, attributes and optimizer state, and what is below their paths, such as `.grad`. A
+    name is known to a side if it is in its `state_names`. Other leaves, such as outputs, are returned even without a
+    partner.
     """
     common: list[Leaves] = []
     renamed: list[UnmatchedLeaf] = []

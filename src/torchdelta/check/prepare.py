@@ -35,8 +35,7 @@ def prepare(
 
     Nothing of the check runs yet. If the program is a recorded directory, options that are left open come from its
     record; ReportUnreadable if that cannot be read. A named program is imported and built with the seed of the case;
-    settings that its module makes on import stay, but the caller's random generators are restored. `progress` gets the
-    name of each part of the check as it begins.
+    settings that its module makes on import stay. `progress` gets the name of each part of the check as it begins.
     """
     options = complete(program, options)
     case = case_of(program, options)
@@ -73,8 +72,8 @@ def prepare(
 def _load(program: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Program:
     """Return the program that a name stands for, or one of the callable with these arguments.
 
-    UsageError if a named program is given arguments, because it brings its own. ProgramError or UsageError if it cannot
-    be loaded, and ProgramError if the arguments do not fit the callable.
+    UsageError if a named program is given arguments. ProgramError or UsageError if it cannot be loaded, or if the
+    arguments do not fit the callable.
     """
     if isinstance(program, str):
         if args or kwargs:

@@ -85,8 +85,8 @@ class LayerwiseCheck:
         """The policy with the verdict of the layers, or None if they are not observed.
 
         It is to be read after the candidate has run. Unless a layer diverged or no graph was observed, `ask` also
-        checks the graph before it is quantized. If that check is inconclusive, so is the policy; if it diverged,
-        crashed or timed out, the policy is diverged, with the check's reason.
+        checks the graph before it is quantized. If that check fails, the policy is diverged; if it is inconclusive, so
+        is the policy.
         """
         if self.seam is None:
             return None
@@ -117,9 +117,9 @@ class NoQuantizedLayer(ObservedTransform):
 def policy_of_layers(comparisons: Sequence[GraphComparison], notes: Sequence[str] = ()) -> LayerwisePolicy:
     """Return the policy that gives the program the verdict of its layers, from the comparisons of its graphs.
 
-    It is INCONCLUSIVE if no node was judged; DIVERGED if a node is wrong by itself; INCONCLUSIVE if a graph has a note
-    on nodes that could not be judged, or if a comparison of a node is not equivalent, in which case the first of
-    `notes` is added to the reason; and else EQUIVALENT.
+    It is INCONCLUSIVE if no node was judged; DIVERGED if a node is wrong by itself; INCONCLUSIVE if a graph has a note,
+    or if a comparison of a node is not equivalent, for which the first of `notes` is given as explanation; and else
+    EQUIVALENT.
     """
     judged = [each for graphs in comparisons for each in graphs.judgements]
     if not judged:

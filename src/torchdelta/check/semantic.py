@@ -64,8 +64,8 @@ class LiftedRun:
 def run_lifted(baseline: Baseline, transform: Transform) -> LiftedRun:
     """Apply the transform to the program in float64, and run both; return the runs, or why there are none.
 
-    Without runs, `asked` has the reason: the transform lowers precision, the program or an operation has no float64,
-    the transform raises or fails there, or calls ran untransformed.
+    Without runs, `asked` has the reason, such as that the transform lowers precision, that something has no float64, or
+    that the candidate fails or runs untransformed there.
     """
     if transform.traits.lowered_to is not None:
         return LiftedRun(asked="not asked: the transform lowers precision on purpose")
@@ -91,10 +91,10 @@ def run_lifted(baseline: Baseline, transform: Transform) -> LiftedRun:
 def judge_lifted(lifted: LiftedRun, baseline: Baseline, *, keeps_names: bool) -> tuple[str, Answers]:
     """Return the text `asked`, or why the float64 question was not asked, and its answers by stage and path.
 
-    Without runs in `lifted`, the text is the reason that it has, and there are no answers. Noisy runs in float64 are
-    made only if something diverges by the noise of a native run. If it diverges even then, and parts of the candidate
-    ran between a compiler's graphs, where they round, the answers are dropped, and the text says so. Without
-    `keeps_names`, differences as small as those of a constant in float32 pass.
+    Without runs in `lifted` there are no answers. Noisy runs in float64 are made only if something diverges by the
+    noise of a native run. If it diverges even then, and parts of the candidate ran between a compiler's graphs, where
+    they round, the answers are dropped. Without `keeps_names`, differences as small as those of a constant in float32
+    pass.
     """
     # a leaf that a run did not change is kept as the program's own tensor
     unchanged = frozenset(map(id, started_from(baseline.original)))
@@ -131,9 +131,8 @@ def _compare_stage(
     """Return the answers of float64 for one stage, by path: each compares the candidate with the yardstick's reference.
 
     `lifted` is the candidate in float64, and `unchanged` has the ids of the program's own tensors. A leaf that the
-    candidate left unchanged and the reference did not is not compared. Only float64 and complex128 leaves have answers,
-    and leaves that diverged without being measured, such as those of one side only. In the stage `steps`, elements of
-    parameters whose gradient is within noise of zero are taken from the reference on both sides.
+    candidate left unchanged and the reference did not is not compared. `select_answers` says which leaves have answers.
+    In the stage `steps`, parameters whose gradient is within noise of zero are settled by `settle_steps`.
     """
     reference, candidate, _ = pair_stage(stage, yardstick.reference, lifted, keeps_names=keeps_names)
     # torch 2.13 drops some writes of single numbers in float64 alone; writes that are dropped natively show there
@@ -154,9 +153,9 @@ def _compare_stage(
 
 
 def add_answers(stage: Stage, answers: Mapping[str, Comparison], baseline: Baseline) -> Stage:
-    """Return the stage with the float64 answer added to each of its leaves, as `_add_answer` does.
+    """Return the stage with the float64 answers, which are by path, added to its leaves, as `_add_answer` does.
 
-    `answers` are by path. A stage without comparisons is returned unchanged, and so is any stage without answers.
+    A stage without comparisons is returned unchanged, and so is any stage without answers.
     """
     if not answers or not stage.comparisons:
         return stage
@@ -172,14 +171,11 @@ def add_answers(stage: Stage, answers: Mapping[str, Comparison], baseline: Basel
 
 
 def _add_answer(native: Comparison, answer: Comparison | None, is_foreign: Callable[[str], bool]) -> Comparison:
-    """Return a native comparison with its answer in float64; one that diverged natively stays as it is.
+    """Return a native comparison with its answer in float64; unchanged without one, or if it diverged or unmeasured.
 
-    - A native leaf that was not measured is returned unchanged too, and so is one without an answer.
-    - An answer that could not be measured makes the comparison inconclusive; one without an error changes nothing.
-    - A diverged answer replaces verdict, reason and numbers; the result is inconclusive if `is_foreign` says of the
-      path that the program is another function in float64.
-    - Any other answer adds its error and noise to the details. An equivalent leaf far from its truth becomes
-      inconclusive if `is_foreign` says so of its path.
+    A diverged answer replaces verdict, reason and numbers; one that was not measured makes the comparison inconclusive;
+    any other only adds its error and noise to the details. If `is_foreign` says of the path that the program is another
+    function in float64, a diverged answer, and an equivalent leaf far from its truth, become inconclusive instead.
     """
     if answer is None or native.verdict is Verdict.DIVERGED or native.measurement is None:
         return native
@@ -208,9 +204,8 @@ def _add_answer(native: Comparison, answer: Comparison | None, is_foreign: Calla
 def _is_of_another_program(baseline: Baseline, stage: str, path: str) -> bool:
     """Tell whether the truth is much further from the reference than noise is, as if the program branched on its dtype.
 
-    `_is_further_than_noise` decides that of the leaf at the path. In the stage `steps` the path is ignored, and any
-    leaf before the first step counts, its gradients included. After a step the distance says nothing: a gradient within
-    rounding of zero takes the steps of two correct programs apart.
+    `_is_further_than_noise` decides that of the leaf at the path. In the stage `steps`, where a gradient within
+    rounding of zero takes correct programs apart, the leaves before the first step decide, and the path is ignored.
     """
     if stage != "steps":
         return _is_further_than_noise(baseline, stage, path)

@@ -31,8 +31,7 @@ def rests_on_steadiness(comparison: Comparison) -> bool:
     """Tell whether a verdict is right only if the reference is the same each time it runs.
 
     That holds for a divergence. It also holds if the values differ and their noise is more than `SUSPECT` times the
-    rounding of a single operation: a reference that draws other numbers each time is far from the truth too, and would
-    let any candidate pass.
+    rounding of a single operation: it may come from other random numbers.
     """
     floor = float(comparison.details.get("floor", 0.0))
     is_suspect = comparison.noise is not None and comparison.noise > SUSPECT * floor
@@ -93,9 +92,8 @@ def _differs(comparison: Comparison) -> bool:
 def differing_runs(first: Observation, second: Observation) -> dict[tuple[str, str], Comparison]:
     """Return the comparisons of the leaves in which two runs of the same side differ, by (stage, path).
 
-    Leaves differ if a bit of a value does, except that any NaN equals any NaN, if dtype, shape, device, requires_grad
-    or class do, or if only one run has the leaf. Strides and shared memory do not count, nor leaves that cannot be
-    compared. Stages that only `second` has are not looked at.
+    Leaves differ if a bitwise judge says that they diverged, or if only one run has the leaf. Stages that only `second`
+    has are not looked at.
     """
     judge = Judge(policy=Bitwise())
     return {
@@ -129,8 +127,8 @@ def _is_negligible(comparison: Comparison, between_runs: Comparison) -> bool:
     """Tell whether two runs of the reference differ too little to doubt the verdict of a leaf.
 
     A divergence stands if the runs differ by less than `OWN_SHARE` of the candidate's error. Any other verdict stands
-    if they differ by at most the square root of the rounding unit, relative to the values, as sums do that threads take
-    in any order. Return False if a number is missing, or if a NaN or Inf is out of place between the runs.
+    if they differ by at most the square root of the rounding unit, relative to the values. Return False if a number is
+    missing, or if a NaN or Inf is out of place between the runs.
     """
     difference = between_runs.measurement
     if comparison.noise is None or comparison.error is None or difference is None or difference.misplaced:

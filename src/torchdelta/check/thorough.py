@@ -40,8 +40,7 @@ def node_walk(
     """Return a walk over the nodes of a check's two sides, natively or in float64; it does not start yet.
 
     `mapping` has the user's matches, from names of the reference's nodes to the candidate's. `limit_bytes` is the
-    memory that taps may hold. The walk appends its notes to the list `notes`, or to a new one if it is None. There is a
-    note if a native candidate fails.
+    memory that taps may hold. The walk appends its notes to the list `notes`, or to a new one if it is None.
     """
     notes = notes if notes is not None else []
 
@@ -103,9 +102,9 @@ def _run_candidate(check: Check, transform: Transform, *, is_lifted: bool) -> st
 def ask_locally(check: Check, report: Report) -> Report:
     """Return the report with the comparisons of single nodes; a node that is wrong by itself makes it diverge.
 
-    They are one more stage, `local`. Culprits, coverage and notes are added. If the candidate failed, or no nodes could
-    be matched, the report only gets the reason why the local question was not asked. If the walk found no culprit,
-    nodes that diverged are left out, because the walk has excused them.
+    They are one more stage, `local`, if there are any. Culprits, coverage and notes are added. If the candidate failed,
+    or no nodes could be matched, the report only gets the reason why the local question was not asked. If the walk
+    found no culprit, nodes that diverged are left out.
     """
     if report.failure is not None:
         return replace(report, questions=replace(report.questions, local="not asked: the candidate failed"))

@@ -26,9 +26,9 @@ def compare_values(
 ) -> Report:
     """Return the report on two values of any structure; `torchdelta.compare` explains the parameters.
 
-    Without a policy it is `noise` if `truth` is not None, or else `close`, with a note. Two empty containers are
-    inconclusive, and so is a leaf that passes only because its noise is as large as its values. UsageError if the
-    policy or a clause is unknown.
+    Without a policy it is `noise` if `truth` is not None, or else `close`, with a note. Two empty containers of one
+    kind are inconclusive, and so is a leaf that passes only because its noise is as large as its values. UsageError if
+    the policy or a clause is unknown.
     """
     has_truth = truth is not None
     policy_name = policy if policy is not None else "noise" if has_truth else "close"

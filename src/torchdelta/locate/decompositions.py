@@ -34,12 +34,11 @@ class Decompositions:
     notes: list[str] = field(default_factory=list)
 
     def __call__(self, handed: HandedGraph) -> Callable[..., Any]:
-        """Compile the graph; return a callable that runs the compiled graph, and in its first call judges nodes first.
+        """Hand the graph on; return a callable that runs the result, and in its first call judges decompositions first.
 
-        Judged are the nodes that `table` can decompose, except those that draw random numbers, such as dropout: they
-        are neither judged nor counted. This is done in a run of a copy of the uncompiled graph on copies of that call's
-        arguments. The results are added to `nodes`, `total` and `notes`; torch's random generators are as before
-        afterwards.
+        Judged are the nodes that `table` can decompose, except those that draw random numbers. This is done in a run of
+        a copy of the graph on copies of that call's arguments. The results are added to `nodes`, `total` and `notes`;
+        torch's random generators are restored.
         """
         graph = graphs.copy_graph(handed.graph)
         compiled = handed.on()
@@ -58,9 +57,8 @@ class Decompositions:
     def _judged(self, graph: GraphModule, inputs: Sequence[Any], level: str) -> Iterator[TappedNode]:
         """Run the graph node by node on `inputs`, and yield the judgement of each node that `table` can decompose.
 
-        `inputs` are the values of the placeholders, in order. Nodes that draw random numbers are run, but not yielded.
-        `total` grows by one for each node that is yielded, also if it could not be judged. `level` is the level of the
-        graph (`HandedGraph.level`), and is only stored in the results.
+        Nodes that draw random numbers are run, but not yielded. `total` grows by one for each node that is yielded,
+        also if it could not be judged.
         """
         interpreter = Interpreter(graph, garbage_collect_values=False)
         feed = iter(inputs)
@@ -82,9 +80,8 @@ class Decompositions:
     ) -> TappedNode:
         """Run a node's decomposition on copies of its inputs; return the node, with the result judged by its own value.
 
-        `region` is the node alone, and `values` has the value of each node so far. If the decomposition raises, a note
-        is added and the node is returned as not judged; if it returns NotImplemented, the same without a note. `level`
-        is only stored.
+        `region` is the node alone, and `values` has the value of each node so far. If the decomposition raises or
+        returns NotImplemented, the node is returned as not judged; an exception is noted.
         """
         node = region.result
         args, kwargs = copy_tensors(map_arg((node.args, node.kwargs), values.__getitem__))

@@ -33,11 +33,10 @@ def locate_isolated(
 ) -> Location:
     """Search for the culprits of a named program in a worker of `pool`, wait for it, and return the location.
 
-    `report` is that of the check, which is not run again. `options` must have names only (`is_named`), which a worker
-    can read. `settings` are compiler settings that the worker has during the search. If the search runs the graphs that
-    dynamo captures, they are written into the directory `graphs`; None writes none. `progress` gets the name of each
-    part. SearchFailed if the worker died, or exceeded the time or memory of `limits`; a TorchDeltaError that the search
-    raises is raised here, and RuntimeError for any other exception of it.
+    `report` is that of the check, which is not run again. `options` must have names only (`is_named`). `settings` are
+    compiler settings that the worker has during the search. Graphs of dynamo that the search runs are written into the
+    directory `graphs`; None writes none. SearchFailed if the worker died, or exceeded the time or memory of `limits`; a
+    TorchDeltaError of the search is raised too, and RuntimeError for its other exceptions.
     """
     request = {
         "program": program,

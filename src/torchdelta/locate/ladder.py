@@ -63,10 +63,9 @@ def steps_of(transform: Transform) -> Iterator[LadderStep]:
 def climb(transform: Transform, known: tuple[Verdict, str], ask: Ask) -> tuple[Rung, ...]:
     """Return the rungs of a transform in order, up to the first that fails, which is included; all if none fails.
 
-    There are none if `steps_of` has none. A rung fails if its verdict is DIVERGED, CRASHED or TIMED_OUT. `known` is the
-    verdict and reason of the transform itself, the last rung; `ask` runs every rung before it. The rungs `aot` and
-    `decomposed` are left out if the backend is not built on AOTAutograd, which shows when `aot` runs and no graph gets
-    there.
+    A rung fails if its verdict is DIVERGED, CRASHED or TIMED_OUT. `known` is the verdict and reason of the transform
+    itself, the last rung; `ask` runs every rung before it. The rungs `aot` and `decomposed` are left out if no graph
+    gets there, because the backend is not built on AOTAutograd. There are none if `steps_of` has none.
     """
     rungs = []
     has_aot = True
@@ -115,7 +114,7 @@ def find_cause(transform: Transform, ask: Callable[[Transform], tuple[Verdict, s
 
     Each is tried alone: `ask` checks the transform with that one setting changed, and returns verdict and reason.
     Return None and the length of the list if no setting does it, or None and 0 if the transform is not inductor. A
-    cause whose setting the transform has already is not tried, but is counted in the number.
+    cause whose setting the transform has already is skipped.
     """
     if not isinstance(transform, Compiler) or not transform.is_inductor:
         return None, 0

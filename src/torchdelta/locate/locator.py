@@ -59,10 +59,9 @@ class Locator:
     def run(self) -> Location:
         """Run the check if there is no report yet, search for culprits, and return the location, with or without them.
 
-        Nodes are looked at even if the check passes, and a node that is wrong by itself then makes the verdict DIVERGED
-        (`_verdict`). They are judged in float64 if a comparison of the float64 question diverged, and otherwise
-        natively. Each culprit gets the name of the first rung that fails, or None. The location has the notes of the
-        report, of the search and of the walk, each once. Random generators, flags and settings are as before.
+        Nodes may be looked at even if the check passes, and a node that is wrong by itself then makes the verdict
+        DIVERGED. They are judged in float64 if a comparison of the float64 question diverged, and otherwise natively.
+        Each culprit gets the name of the first rung that fails, or None.
         """
         report = self.report
         if report is None:
@@ -101,11 +100,10 @@ class Locator:
     def _look(self, report: Report) -> tuple[NodeFindings, tuple[Rung, ...]]:
         """Return the findings about nodes, and the rungs up to the first that fails; no rungs unless the check failed.
 
-        If the candidate crashed or timed out, nodes are judged only for a transform that is not a compiler and has a
-        seam; the findings of others are empty. If a compiler fails at the rung `dynamo` or `aot`, the findings are only
-        a note. If it fails at `decomposed`, each decomposition is judged. In all other cases each node is, also if the
-        check passed. If it fails at `backend`, a cause by setting is looked for too, if there is no culprit, if taps
-        changed the result, or with `with_cause`. `walk.has_aot` is set if the check failed.
+        Ordinarily each node is judged, also if the check passed. If a compiler fails at the rung `dynamo` or `aot`, the
+        findings are only a note; at `decomposed`, each decomposition is judged; at `backend`, a cause by setting may be
+        looked for too. If the candidate crashed or timed out, the findings are empty, unless the transform has a seam
+        and is not a compiler.
         """
         transform = self.check.transform
         rungs: tuple[Rung, ...] = ()
@@ -128,8 +126,7 @@ class Locator:
     def _ask_rung(self, step: LadderStep) -> tuple[Verdict, str]:
         """Run a rung, compare it with the eager program, and return its verdict and reason.
 
-        If there is a `recorder` and the walk is not in float64, the graphs of the rung `dynamo` are recorded, in as
-        many calls as the check has iterations.
+        The graphs of the rung `dynamo` are recorded if there is a `recorder` and the walk is not in float64.
         """
         recorder = self.recorder
         if recorder is None or step.name != CAPTURED or self.walk.is_lifted:
@@ -151,9 +148,9 @@ class Locator:
     def _with_cause(self, transform: Transform, findings: NodeFindings, report: Report) -> NodeFindings:
         """Look for the setting that causes the failure, and return the findings with it; unchanged if no setting does.
 
-        Each culprit gets the cause. If there is no culprit, the cause becomes one: it names no node, and has the error,
-        noise and reason of the report's worst diverged comparison and the first diverged stage; a note says that no
-        node is wrong by itself. `compiles` grows by the number of settings that `find_cause` counts.
+        Each culprit gets the cause. If there is no culprit, the cause becomes one: it names no node, and has the
+        numbers of the report's worst diverged comparison; a note says that no node is wrong by itself. `compiles` grows
+        by the number that `find_cause` returns.
         """
         cause, tried = find_cause(transform, self.walk.ask)
         self.compiles += tried
@@ -177,9 +174,9 @@ class Locator:
 
 
 def _verdict(report: Report, findings: NodeFindings) -> Verdict:
-    """Return DIVERGED if the check did not fail but there is a culprit, and otherwise the check's verdict.
+    """Return DIVERGED if there is a culprit although the check did not fail, and otherwise the check's verdict.
 
-    That is replaced by INCONCLUSIVE, whatever it is, if there are nodes and none of them was matched.
+    The latter is replaced by INCONCLUSIVE if there are nodes and none of them was matched.
     """
     if findings.culprits and not report.verdict.is_failure:
         return Verdict.DIVERGED
@@ -200,8 +197,8 @@ def locate(
 ) -> Location:
     """Check a program, search for the operations that go wrong, and return the location; the first culprit comes first.
 
-    If nothing goes wrong, the location has the check's verdict and no culprits. `torchdelta.locate` explains the
-    parameters. UsageError if `memory_bytes` is neither None nor a whole number from 0.
+    If nothing goes wrong, the location has no culprits. `torchdelta.locate` explains the parameters. UsageError if
+    `memory_bytes` is neither None nor a whole number from 0; otherwise raises as `prepare` and `Check.run` do.
     """
     if memory_bytes is not None and (not isinstance(memory_bytes, int) or memory_bytes < 0):
         raise UsageError(f"memory_bytes is a number of bytes, not {memory_bytes!r}")

@@ -38,11 +38,11 @@ def measure_sensitivity(
     options: CheckOptions,
     progress: Progress = lambda _: None,
 ) -> Sensitivity:
-    """Quantize each module alone that the quantizer would quantize, and all at once; return the effects on all outputs.
+    """Quantize each module alone that the quantizer would quantize, and all at once; return the effects on the outputs.
 
-    Only the stage `forward` runs, and stages and policy of `options` mean nothing here. The module that loses most is
-    first. UsageError if the transform is not a quantizer; ProgramError if the program fails eagerly, or if the
-    quantizer fails on the whole program; SideFailed if the quantized whole fails when run.
+    The stage `forward` alone runs; stages and policy of `options` mean nothing. The module that loses most is first.
+    UsageError if the transform is not a quantizer; ProgramError if the program fails eagerly, or if the quantizer fails
+    on the whole program; SideFailed if the quantized whole fails when run.
     """
     check = prepare(program, args, kwargs, options=replace(options, stages=("forward",)), progress=progress)
     if not isinstance(check.transform, Quantize):
@@ -66,9 +66,8 @@ class _OneByOne:
     def run(self) -> Sensitivity:
         """Quantize the whole program and then each module alone; return the effects, the largest loss first.
 
-        Modules whose effect is not known come last. A note says if nothing is quantized. Raise ProgramError if the
-        program fails eagerly or the quantizer fails on the whole of it, and SideFailed if the whole quantized program
-        fails when run.
+        Modules whose effect is not known come last. A note says if nothing is quantized. `measure_sensitivity` names
+        the exceptions.
         """
         start = time.perf_counter()
         baseline = self.check.baseline
@@ -110,8 +109,8 @@ class _OneByOne:
     def _quantize_one(self, graph: GraphModule, side: Side, path: str, ops: tuple[str, ...]) -> LayerEffect:
         """Quantize the module at `path` alone, without its submodules; return its effects, or why they are not known.
 
-        The reason is the exception of the quantizer or of the run, or that nothing was quantized; no Exception is
-        raised. `graph` is not changed, `side` has the inputs to calibrate on, and `ops` are only stored in the result.
+        The reason is the exception of the quantizer or of the run, which is not raised, or that nothing was quantized.
+        `graph` is not changed, and `side` has the inputs to calibrate on.
         """
         try:
             quantized = quantize(graph, side, self.transform.quantizer_factory, only=path, is_inside=_is_directly_in)
@@ -124,11 +123,10 @@ class _OneByOne:
             return LayerEffect(module_path=path, ops=ops, reason=_words(error))
 
     def _effects(self, graph: GraphModule) -> tuple[Effect, ...]:
-        """Run a quantized graph on copies of the inputs, and return the measurement of each tensor that it returns.
+        """Run a quantized graph on copies of the inputs, and return how far each output tensor is from the reference's.
 
-        Each is measured against the reference's tensor. A tensor of the reference that is of integers or bools, or for
-        which the graph returns another shape or no tensor, is left out with a note; an output of the reference that is
-        not a tensor is left out without one. SideFailed if the graph raises.
+        A tensor that is not of floats, or for which the graph returns another shape or no tensor, is left out with a
+        note. SideFailed if the graph raises.
         """
         baseline = self.check.baseline
         fresh = Side.copied_from(baseline.program, with_callable=False)

@@ -22,9 +22,8 @@ from torchdelta.records.report import Report
 def locate_program(request: Mapping[str, Any], place: QueryDirectory) -> dict[str, Any]:
     """Search the program of a request that `locate_isolated` wrote; return the encoded `location`, and `warnings`.
 
-    `warnings` are the texts of those that came up. The check is not run again, because its report is part of the
-    request. If the request names a directory for graphs, those that dynamo captured are written into it; nothing is
-    said if they cannot be written. `place` is told the name of each part.
+    The check is not run again, because its report is part of the request. If the request names a directory for graphs,
+    those that dynamo captured are written into it, unless one cannot be written. `place` is told the name of each part.
     """
     options = decode(CheckOptions, request["options"], "options")
     recorder = GraphRecorder() if request["graphs"] is not None else None

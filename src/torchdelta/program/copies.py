@@ -42,11 +42,12 @@ Convert = Callable[[torch.dtype], torch.dtype]
 
 
 def copy_together(values: Any, *, name: str, convert: Convert = lambda dtype: dtype) -> Any:
-    """Return an independent copy of a value of any kind; `convert` may change the dtypes of its tensors.
+    """Return a copy of any value, which shares no state with it; `convert` may change the dtypes of its tensors.
 
-    Parts that share memory or objects in the original share them in the copy. Python modules, classes, and functions
-    that reach no state are not copied. Generators, and hooks and gradients of leaf tensors are. `name` is for error
-    messages. Raise ProgramError if the value cannot be copied, or if copies would share tensors that require grad.
+    Objects that are shared within the original are shared within the copy, and so is memory of plain tensors of one
+    dtype; tensors become leaves. Python modules, classes, functions that reach no state, and captured values without
+    state are not copied. `name` is for error messages. Raise ProgramError if the value cannot be copied, or if copies
+    would share tensors that require grad.
     """
     objects = everything_in(values)
     _refuse_shared(objects, name)
@@ -68,9 +69,9 @@ def copy_together(values: Any, *, name: str, convert: Convert = lambda dtype: dt
 
 
 def _refuse_shared(objects: list[Any], name: str) -> None:
-    """Raise ProgramError if a class or a Python module holds a tensor that requires grad and that copies would share.
+    """Raise ProgramError if copies would share a tensor that requires grad, because both sides would train it.
 
-    Both sides would train it. `objects` is everything that the program reaches, and `name` is for the message.
+    `objects` is everything that the program reaches, and `name` is for the message.
     """
     trained = [path for path, tensor in shared_state(objects).items() if tensor.requires_grad]
     if trained:
@@ -82,9 +83,9 @@ def _refuse_shared(objects: list[Any], name: str) -> None:
 
 @contextlib.contextmanager
 def shared_state_unchanged(value: Any, *, name: str) -> Iterator[None]:
-    """Run the block, and raise ProgramError if it wrote to a tensor that every copy of the value shares.
+    """Run the block, and raise ProgramError if it wrote in place to a tensor that every copy of the value shares.
 
-    Such tensors belong to a class or a Python module, which are not copied. Nothing is looked at if the block raises.
+    `shared_state` says which tensors these are. Nothing is looked at if the block raises.
     """
     shared = shared_state(everything_in(value))
     before = {path: (tensor, tensors.version(tensor)) for path, tensor in shared.items()}
@@ -101,9 +102,8 @@ def _copy_tensors(originals: list[torch.Tensor], memo: dict[int, Any], convert: 
     """Add a copy of each tensor to the memo, by the id of the original.
 
     The copy has the converted dtype, is a leaf with the same `requires_grad`, and has copies of gradient and
-    attributes. Strides stay, and tensors of one storage and dtype share one copied storage, but not with those of
-    another dtype. A view stays a view only if it has the dtype of its base and neither requires grad. Subclasses, lazy
-    conjugates and tensors without a plain buffer are cloned, each by itself, and share no memory.
+    attributes. Of plain tensors, strides stay, and those of one storage and dtype share one copied storage. Subclasses,
+    lazy conjugates and tensors without a plain buffer are cloned, each by itself.
     """
     storages: dict[tuple[int, torch.dtype], torch.Tensor] = {}
     for tensor in sorted(originals, key=_is_plain_view):  # a base comes before its views
@@ -160,8 +160,8 @@ def _copy_special(tensor: torch.Tensor, convert: Convert) -> torch.Tensor:
 def _function_shells(objects: list[Any], memo: dict[int, Any]) -> list[tuple[FunctionType, FunctionType]]:
     """Return each function that reaches state, with a shell: a copy of it whose closure and defaults are still empty.
 
-    The shells are added to the memo by the function's id. If a function uses globals with state, its shell gets a copy
-    of its module's globals, which all shells of that module share; else it has the original globals.
+    The shells are added to the memo by the function's id. If a function uses globals with state, its shell has a copy
+    of its module's globals, which such shells of that module share; else it has the original globals.
     """
     namespaces: dict[int, dict[str, Any]] = {}
     shells = []
@@ -222,10 +222,9 @@ def _copy_captured(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _rebind_methods(duplicate: Any, memo: dict[int, Any]) -> Any:
-    """Give bound methods within the duplicate their copied functions, in place, and return it.
+    """Give bound methods that are attributes within the duplicate their copied functions, in place, and return it.
 
-    `deepcopy` copies the object to which a method is bound, but not its function. Only methods that are kept as
-    attributes of an object are rebound.
+    `deepcopy` copies the object to which a method is bound, but not its function.
     """
     for holder in everything_in(duplicate):
         for name, value in list(getattr(holder, "__dict__", {}).items()):
@@ -235,7 +234,7 @@ def _rebind_methods(duplicate: Any, memo: dict[int, Any]) -> Any:
 
 
 def everything_in(value: Any) -> list[Any]:
-    """Return the value and every object that it reaches, each once, without plain values such as numbers and text.
+    """Return the value and the objects that it reaches by `children`, each once, without plain ones such as numbers.
 
     Tensors, classes and Python modules are in the list, but what they hold is not.
     """
@@ -332,8 +331,8 @@ def shared_state(values: list[Any]) -> dict[str, torch.Tensor]:
     """Return the tensors, by name, that every copy of the values would share; `values` is everything a program reaches.
 
     Classes and modules are never copied, so copies share the tensors in class attributes, those that methods except
-    `__init__` read from module level, and those that functions read as `other.tensor` from another module. Of an
-    `nn.Module` among them, only the parameters count. Installed packages do not count.
+    `__init__` read from module level, and those that functions read as `other.tensor` from another module. Where that
+    is an `nn.Module`, its parameters count. Installed packages do not count.
     """
     shared: dict[str, torch.Tensor] = {}
     for kind in {kind for value in values for kind in type(value).__mro__ if not _is_installed_class(kind)}:
@@ -354,8 +353,8 @@ def shared_state(values: list[Any]) -> dict[str, torch.Tensor]:
 def _state_of_other_modules(function: FunctionType) -> dict[str, torch.Tensor]:
     """Return the tensors that a function reads from another module of the user's, as in `other.model`, by that name.
 
-    Counted are attributes of modules among the function's globals whose names its code mentions. Of an `nn.Module`,
-    these are the parameters. Installed modules do not count.
+    Found by name alone: attributes that its code mentions, of modules among its globals. Where one is an `nn.Module`,
+    its parameters count. Installed modules do not count.
     """
     state: dict[str, torch.Tensor] = {}
     attributes = set(function.__code__.co_names)

@@ -34,8 +34,8 @@ MOST_ELEMENTS = 2**20
 def redraw(program: Program, *, seed: int) -> Iterator[Program]:
     """Yield up to `ATTEMPTS` programs with other input values of the same kind, each nearer to the given values.
 
-    Integers and booleans change only in the first. A draw that equals the given values is skipped, so nothing is
-    yielded if no input has values to change. The inputs are copies.
+    Integers and booleans change only in the first. A draw that equals the given values is skipped. The inputs are
+    copies.
     """
     inputs = _inputs(program)
     for attempt in range(ATTEMPTS):
@@ -47,11 +47,9 @@ def redraw(program: Program, *, seed: int) -> Iterator[Program]:
 def resize(program: Program, *, seed: int) -> Iterator[Iterator[Program]]:
     """Yield two kinds of resized programs, each as an iterator of tries of which one is enough.
 
-    In the first kind, equal sizes stay equal. In the second kind, sizes grow threefold. Its first tries make equal
-    sizes different, which shows code that holds only for equal or nearby sizes; its last tries keep them equal. If an
-    input has integers, those first tries are left out, because few kernels check how many indices they get. Sizes 0 and
-    1 stay; if there are no others, the tries have the old sizes. Nothing is yielded if inputs share memory, which has
-    one size.
+    In the first kind, equal sizes stay equal. In the second, sizes more than triple; its first tries also make equal
+    sizes different, unless an input has integers, and its last tries keep them equal. Sizes 0 and 1 stay. Nothing is
+    yielded if inputs share memory.
     """
     inputs = _inputs(program)
     if not are_shared(program):
@@ -153,8 +151,8 @@ def _grown(tensor: torch.Tensor, change: Change, places: Iterator[int]) -> torch
     """Return a larger tensor that repeats the values, so that indices stay in range; the order of strides stays.
 
     Each size above 1 becomes `change(size, next(places))`; `places` counts the axes of all inputs. Sorted integers are
-    sorted again. The result is a new leaf with the same `requires_grad`. A tensor without a plain buffer is returned as
-    it is.
+    sorted again. The result is a leaf with the same `requires_grad`. A tensor without a plain buffer is returned as it
+    is.
     """
     if not tensors.has_own_buffer(tensor):
         return tensor
@@ -205,7 +203,7 @@ def _draw(program: Program, inputs: Any, seed: int, *, nearness: int) -> Any:
     """Return a copy of the inputs with new values: random for nearness 0, and unchanged for `ATTEMPTS`.
 
     In between, each step of `nearness` halves the distance of floats to the given ones, and integers and booleans are
-    unchanged. Sorted integers are drawn sorted, and constants are varied a little. `program` gives the name for errors.
+    unchanged. Sorted integers are drawn sorted, and constants are varied a little.
     """
     drawn = copy_together(inputs, name=program.name)
     if nearness < ATTEMPTS:
@@ -229,9 +227,8 @@ def _draw(program: Program, inputs: Any, seed: int, *, nearness: int) -> Any:
 def _vary_constants(inputs: Any, drawn: Any, seed: int) -> None:
     """Change the drawn tensors that equal their inputs a little, in place: a constant has no range to draw from.
 
-    Booleans are negated, positive integers decreased by one and others increased, and floats get noise of a tenth of
-    their largest value, or of 0.1 if they are zeros. A single float, complex values, unsigned integers of more than one
-    byte and tensors without a plain buffer stay.
+    Booleans are negated, integers moved by one, downwards if they are positive, and floats get noise of a tenth of
+    their largest value, or of 0.1 if they are zeros. Others, such as a single float, stay.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -284,8 +281,8 @@ def _with(program: Program, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> P
 def randomise(inputs: Any, *, seed: int) -> None:
     """Overwrite the tensors among the inputs with random values of the same range, in place.
 
-    The whole storage of a tensor is overwritten, each storage once. Values that are all equal stay, and so do NaN and
-    infinities; a single float is multiplied by 0.5 to 1.5. Tensors without a plain buffer stay.
+    The whole storage of a tensor is overwritten, each storage once. Real values that are all equal stay, and so do NaN
+    and infinities; a single float is multiplied by 0.5 to 1.5. Tensors without a plain buffer stay.
     """
     generator = torch.Generator().manual_seed(seed)
     done: set[int] = set()
@@ -300,12 +297,11 @@ def randomise(inputs: Any, *, seed: int) -> None:
 
 
 def _draw_like(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return random values with the range of the given ones, and for floats also with their mean and deviation.
+    """Return random values within the range of the given ones, for floats with about their mean and deviation.
 
-    They are on the CPU: float64 for floats, complex128 for complex values, int64 for integers unless these are all
-    equal. Booleans keep their share of True. NaN and infinities stay in their places, and so do values that are all
-    equal; a single float is multiplied by 0.5 to 1.5. Of complex values the components are drawn, as floats of one
-    range, so equal complex values stay only if both components are equal too.
+    The result is on the CPU and may have a wider dtype. Booleans keep about their share of True. NaN, infinities and
+    real values that are all equal stay; a single float is multiplied by 0.5 to 1.5. Of complex values the components
+    are drawn, as floats of one range.
     """
     if values.is_complex():
         return torch.view_as_complex(_draw_like(torch.view_as_real(values), generator).contiguous())

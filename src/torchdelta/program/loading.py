@@ -12,9 +12,9 @@ from torchdelta.records.recording import recording_of
 def load_program(spec: str) -> Program:
     """Return the program that a factory builds or a recording holds; `spec` names a factory or a recorded directory.
 
-    A factory is called without arguments. Raise ProgramError if it cannot be loaded, raises, or does not return
-    (callable, args) or (callable, args, kwargs); UsageError if `spec` is not a name of that form. A recorded directory
-    is read by `recordings.read`, whose imports and compiler settings last.
+    A factory is called without arguments. Raise UsageError if `spec` is not a name of that form, and ProgramError if it
+    cannot be loaded, raises, or does not return (callable, args) or (callable, args, kwargs) that fit. A recorded
+    directory is read by `recordings.read`, whose imports and compiler settings last.
     """
     if recording_of(spec) is not None:
         return recordings.read(spec)[0]
@@ -36,7 +36,8 @@ def load_program(spec: str) -> Program:
 def import_program(spec: str) -> None:
     """Import the modules of a named program, but do not build it; of a recording, apply its compiler settings too.
 
-    Settings that the modules make on import hold from then on, as in the user's own run. Raises as `load_program` does.
+    Settings that the modules make on import hold from then on, as in the user's own run. Raise UsageError, ProgramError
+    or ReportUnreadable if that cannot be done.
     """
     recording = recording_of(spec)
     if recording is None:

@@ -50,8 +50,7 @@ def expect_frozen() -> None:
 def living_set_aside() -> Iterator[None]:
     """Hide living objects from the garbage collector (`gc.freeze`) while the block runs, and unfreeze them afterwards.
 
-    The garbage collections between the sides then skip them, which saves a tenth of a second each. If objects are
-    frozen already, the block only runs.
+    Collections in the block then take less time. If objects are frozen already, the block only runs.
     """
     if _Frozen.is_so():
         yield

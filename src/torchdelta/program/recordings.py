@@ -70,9 +70,10 @@ def origin_of(module: str) -> ModuleOrigin:
 
 
 def owners_of(graph_module: GraphModule) -> tuple[list[str], list[str]]:
-    """Return the modules that define the functions and classes of a graph that are not torch's, and problems as texts.
+    """Return the modules that another process needs for a graph's functions, classes and operators; problems as texts.
 
-    Modules are sorted. A problem is an operator of which it is unknown which module registered it.
+    Modules are sorted; those of torch's own functions are left out. A problem is an operator of which it is unknown
+    which module registered it.
     """
     owners = {name for name in modules_named(graph_module) if not targets.is_torchs_own(name)}
     problems: dict[str, None] = {}
@@ -103,13 +104,10 @@ def write(
 ) -> Recording:
     """Write a graph with its inputs and its record; return the record, completed with nodes, imports, path and lacks.
 
-    Files of an earlier recording in the directory are replaced. The graph is not run or changed. A graph that cannot be
-    written is written as text, and an input that no file can hold is left out; `lacks` then says so. Gradients and
-    hooks of tensors are not kept, and a tensor that was computed under autograd is a leaf when it is read. Inputs of a
-    graph behind AOTAutograd do not require gradients. `transform` is made absolute, or None if no other process can
-    import it.
-
-    Raise UsageError if the directory cannot be written to, or if there is not one input for each placeholder.
+    Files of an earlier recording in the directory are replaced. A graph that cannot be written is written as text, and
+    an input that no file can hold is left out; `lacks` then says so. Inputs lose their autograd history, and behind
+    AOTAutograd `requires_grad` too. `transform` is made absolute, or None if no other process can import it. Raise
+    UsageError if the directory cannot be written to, or if there is not one input for each placeholder.
     """
     place = Path(directory)
     # a backend may be called in a mode that makes every tensor fake, and a graph in one that refuses `detach`
@@ -255,8 +253,8 @@ def _write_inputs(
 ) -> None:
     """Write the inputs by the names of their placeholders, without those that no file can hold.
 
-    Each of those adds a sentence to `needs.lacks`. Tensors are written as leaves, which keep `requires_grad` only with
-    `keeps_grad`. UsageError if there is not one input for each placeholder.
+    Each of those adds a sentence to `needs.lacks`. Plain tensors are written as leaves, which keep `requires_grad` only
+    with `keeps_grad`. UsageError if there is not one input for each placeholder.
     """
     nodes = _placeholders(graph_module)
     if len(nodes) != len(inputs):
@@ -276,10 +274,10 @@ def _write_inputs(
 
 
 def _as_leaf(value: Any, *, keeps_grad: bool) -> Any:
-    """Return a tensor without autograd history that shares memory with this one; other values unchanged.
+    """Return a tensor without autograd history; subclasses and values that are not tensors are returned themselves.
 
-    Its `requires_grad` is that of the tensor, or False without `keeps_grad`. A leaf that has it already is returned
-    itself, and a lazily negated tensor as a copy. Subclasses are among the other values.
+    Its `requires_grad` is that of the tensor, or False without `keeps_grad`. It shares memory with the tensor, or is
+    the tensor itself, unless that is lazily negated.
     """
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         return value

@@ -53,9 +53,9 @@ class GeneratorDraws:
 def restored(holders: Iterable[torch.nn.Module | torch.Tensor]) -> Iterator[None]:
     """Run the block, then undo its changes to modules and tensors: buffers, attributes, contents of lists and dicts.
 
-    It is undone even if the block raises, in place, in all submodules and in containers within containers. A parameter
-    of a module that was replaced is put back. One that was written to is not, because a copy of every parameter would
-    take as much memory as the model. A tensor among `holders` is put back in any case.
+    It is undone in place, in all submodules and in containers within containers, even if the block raises. A parameter
+    of a module that was replaced is put back, but one that was written to is not, because copies of all parameters
+    would take as much memory as the model. A tensor among `holders` is put back.
     """
     contents_before: dict[int, tuple[Any, Any]] = {}
     copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -80,7 +80,7 @@ class Side:
 
 
 def started_from(side: Side) -> list[torch.Tensor]:
-    """Return every tensor that a run of the side reads first: buffers, parameters and inputs."""
+    """Return the tensors that a run of the side starts from: buffers, parameters and those among the inputs."""
     return [*side.state.buffers.values(), *varied_in(side)]
 
 
@@ -93,9 +93,9 @@ def varied_in(side: Side) -> list[torch.Tensor]:
 def state_of(call: Callable[..., Any]) -> State:
     """Return the state that a callable reaches: of its modules, and of tensors in its closure and globals.
 
-    A tensor outside of a module counts as a parameter if it requires grad, and else as a buffer; one that a module
-    holds without registering it is an attribute. A tensor with several names has the first one only. The tensors are
-    the callable's own, not copies.
+    A tensor outside of a module counts as a parameter if it requires grad, and else as a buffer; one that is a module's
+    attribute without being registered counts as an attribute. A tensor with several names has the first one only. The
+    tensors are the callable's own, not copies.
     """
     state = State(parameters={}, buffers={}, attributes={})
     known: set[int] = set()
@@ -130,8 +130,7 @@ def _holders(value: Any, name: str, visited: set[int]) -> Iterator[tuple[str, to
     """Yield (name, holder) for the outermost modules and tensors within a value called `name`, except for `visited`.
 
     `visited` has ids, and every object that is looked at is added to it. Classes are skipped. A value that a function
-    captures has its own name, and the function and object of a method or partial have that of the method; any other is
-    called `name.inner`.
+    captures has its own name; one within another object is called `name.inner`.
     """
     if id(value) in visited or isinstance(value, type):
         return

@@ -99,7 +99,7 @@ def observe(
 ) -> Observation:
     """Run the side through the stages of the plan and return the observation. Raise SideFailed if the side raises.
 
-    Every part runs within `scope`, and the loss within `loss_scope` too. `original` is a side of the program that was
+    User code runs within `scope`, and the loss within `loss_scope` too. `original` is a side of the program that was
     not run; its tensors represent those that the run did not change. `convert` maps the original's dtypes to this
     side's. `keeps` tells by stage and path whether to record an input, parameter or buffer of the forward.
     `before_step` may change the gradients of an optimizer step in place.
@@ -207,10 +207,9 @@ class _Observer:
     def _record_forward(self, outputs: Any, prefix: str) -> None:
         """Record the outputs, the inputs and state after the call, and which outputs share memory with them.
 
-        Inputs, parameters and buffers for which `keeps` returns False are left out, and those that did not change are
+        Inputs, parameters and buffers for which `keeps` returns False are left out; those that did not change are
         represented by the original's tensor. Plain inputs and unregistered attributes are recorded only if they
-        changed, and `grad` of leaf tensors only in the first iteration, if they have one. Paths begin with `prefix`.
-        Also fills `aliases` and `state_names`.
+        changed. Paths begin with `prefix`. Also fills `aliases` and `state_names`.
         """
         leaves = self._leaves("forward")
         for path, value in leaves_of(outputs, "outputs").items():
@@ -255,9 +254,9 @@ class _Observer:
     def _backward(self, stage: str, outputs: Any, prefix: str = "") -> None:
         """Run a backward from the loss, or from every differentiable output with a random cotangent; return nothing.
 
-        The gradients are then in `grad` of the tensors; those of earlier backwards are cleared first.
-        `is_differentiable` of the observation is set; if it is False, no backward runs. Seed, `prefix` and the output's
-        path choose the cotangent. If user code raises, SideFailed names the `stage`.
+        Gradients of leaf tensors are cleared first. `is_differentiable` of the observation becomes whether the loss or
+        an output requires grad; if not, no backward runs. Seed, `prefix` and the output's path choose the cotangent. If
+        user code raises, SideFailed names the `stage`.
         """
         for tensor in self._trained().values():
             tensor.grad = None
@@ -289,8 +288,8 @@ class _Observer:
         """Take the optimizer's steps; record gradients before each, and parameters, buffers and optimizer state after.
 
         The first step uses the gradients of the last iteration, which are recorded here only if the stage `gradients`
-        is not planned. `before_step` is called after the gradients are recorded and before the optimizer steps, and may
-        change them. Nothing happens if no parameter requires grad.
+        is not planned. `before_step` may change the gradients after they are recorded. Nothing happens if no parameter
+        requires grad.
         """
         trained = {name: tensor for name, tensor in self.side.state.parameters.items() if tensor.requires_grad}
         if not trained:
@@ -391,10 +390,10 @@ def _snapshots(value: Any, path: str) -> Leaves:
 
 
 def _snapshot(value: Any) -> Any:
-    """Return a copy of a leaf that later runs cannot change, with its strides and requires_grad.
+    """Return a copy of a leaf that later runs cannot change; a tensor loses its autograd history, not requires_grad.
 
-    A tensor loses its autograd history. NumPy arrays are copied; other non-tensors are returned as they are. Strides
-    are kept only of a plain tensor whose elements do not overlap; expanded dimensions stay expanded.
+    NumPy arrays are copied; other non-tensors are returned as they are. A plain tensor keeps its strides, unless its
+    elements overlap otherwise than by expanding.
     """
     if isinstance(value, np.ndarray):
         return value.copy()
