@@ -128,7 +128,10 @@ def _parent_of(process: int) -> int | None:
 
 
 def _anonymous_bytes(process: int) -> int:
-    """Return the bytes in memory of a process that do not belong to a file; 0 if they cannot be read."""
+    """Return the bytes in memory of a process that do not belong to a file, shared memory included.
+
+    Return 0 if the process has ended or they cannot be read.
+    """
     try:
         lines = (_PROC / str(process) / "status").read_text(errors="replace").splitlines()
     except OSError:
