@@ -136,8 +136,8 @@ class CheckOptions:
 def case_of(program: object, options: CheckOptions) -> Case:
     """Return the case of a program and its options, with names in place of live objects.
 
-    The options must name a policy, and a transform or a candidate, as after `recording.complete`. A candidate's
-    transform is called `candidate`. UsageError if `Case` refuses a value.
+    The options must name a policy, and a transform or a candidate, as after `recording.complete`. With a candidate the
+    transform is called `candidate`. Stages of None become the default ones. UsageError if `Case` refuses a value.
     """
     shared = {each.name for each in fields(Case)} & {each.name for each in fields(CheckOptions)}
     words = {name: getattr(options, name) for name in shared}

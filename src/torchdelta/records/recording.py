@@ -103,9 +103,9 @@ def read_recording(directory: str | os.PathLike[str]) -> Recording:
 def complete(program: object, options: CheckOptions) -> CheckOptions:
     """Return a copy of the options; a policy, stages and a transform that they lack come from the program's recording.
 
-    With the recording's transform come its options, unless the caller set some. A program that is not a recorded
-    directory gets the default policy. UsageError if there is neither a transform nor a candidate in the end;
-    ReportUnreadable if the program is a directory without a readable record.
+    With the recording's transform come its options, unless the caller set some. Without a recording a missing policy is
+    the default one. UsageError if neither a transform nor a candidate is found; ReportUnreadable if the program is a
+    directory without a readable record.
     """
     recording = recording_of(program)
     policy = recording.policy if recording is not None else Case.policy

@@ -128,7 +128,7 @@ def _table(label: str, rows: Iterable[tuple[str, Mapping[Verdict, int]]]) -> Tab
 
 
 def _failure_lines(swept: Sequence[SweepRow]) -> Iterator[RenderableType]:
-    """Yield a line for each operator and dtype that failed, the worst verdicts first, with empty lines between them."""
+    """Yield a line per operator and dtype that failed, the worst verdict first, each verdict after an empty line."""
     for verdict in _WORST_FIRST:
         failures = [each for each in swept if each.verdict is verdict]
         if verdict.is_failure and failures:
