@@ -70,9 +70,9 @@ class QueryDirectory:
             directory.mkdir(mode=0o700)
 
     def tell(self, part: str) -> None:
-        """Append a part's name to the file of parts, as a line, so that the parent knows where a worker died.
+        """Append a part's name to the file of parts, as one line, so that the parent knows where a worker died.
 
-        A task calls this when the part begins. Each run of white space in the name becomes one space, also line breaks.
+        A task calls this when the part begins.
         """
         # one unbuffered write: the line is in the file even if the next instruction crashes
         descriptor = os.open(self._parts, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -92,10 +92,7 @@ class QueryDirectory:
 
 
 def read_tail(path: Path, max_bytes: int) -> str:
-    """Return the last `max_bytes` of a text file, or an empty string if the file does not exist.
-
-    Bytes that are not UTF-8 are replaced, not refused.
-    """
+    """Return the last `max_bytes` of a text file, or an empty string if the file does not exist."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -158,8 +155,7 @@ def _require_own(root: Path) -> None:
 def _open_locked(path: Path) -> IO[bytes] | None:
     """Return the file, opened and locked, or None if it is locked already or was removed or replaced meanwhile.
 
-    The file is made if it does not exist. A lock of another pool in this process counts too. If None is returned, the
-    file is closed again.
+    The file is made if it does not exist.
     """
     file = path.open("ab")
     try:
@@ -172,11 +168,7 @@ def _open_locked(path: Path) -> IO[bytes] | None:
 
 
 def _try_lock(file: IO[bytes]) -> bool:
-    """Lock a file without waiting, and return whether that worked; False if it is locked already, or cannot be.
-
-    Another open file of this process may hold the lock too. The system unlocks the file when it is closed or this
-    process ends.
-    """
+    """Lock a file without waiting, and return whether that worked; closing the file unlocks it."""
     try:
         if sys.platform == "win32":
             import msvcrt

@@ -64,15 +64,15 @@ class Query:
         return self._future.done()
 
     def cancel(self) -> None:
-        """End the query. Its outcome is the failure `cancelled`, unless it already had another one."""
+        """End the query. Its outcome is the failure `cancelled`, unless another outcome comes first."""
         self._is_cancelled.set()
         self._future.cancel()
 
     def result(self) -> Outcome:
-        """Wait for the outcome and return it; a query that was cancelled before it had one has the failure `cancelled`.
+        """Wait for the outcome and return it; a query that was cancelled in time has the failure `cancelled`.
 
-        After a failure no process of the query is left. After an answer the worker may still be exiting. Raise
-        EnvironmentUnfit if no worker could be started.
+        After an answer or an exception of the task, the worker may still be exiting. Raise EnvironmentUnfit if no
+        worker could be started.
         """
         try:
             return self._future.result()
@@ -109,8 +109,8 @@ class Pool:
     ) -> None:
         """Store the settings, and a copy of `sys.path` for the workers; processes start when the pool is entered.
 
-        `workers` is how many queries run at once. `root` is the directory in which the pool makes its own; None is the
-        user's one for temporary files. The class describes the other parameters.
+        `workers` is how many queries run at once. The pool makes its directory in `root`, by default in one for this
+        user among the temporary files. The class describes the other parameters.
         """
         self._readiness = Readiness(path=list(sys.path), preload=[*preload, _PRELOADED_ALWAYS], warm=warm)
         self.workers, self._forks, self._from_here = workers, forks, from_here
@@ -123,11 +123,11 @@ class Pool:
         self._sweeper: ThreadPoolExecutor
 
     def __enter__(self) -> Pool:
-        """Make the pool's directory, start the zygote or the first spawned worker and the threads, and return the pool.
+        """Make the pool's directory, start the zygote or the first spawned worker, and return the pool.
 
-        It does not wait until workers are ready. While the pool is open, several SIGINTs that arrive together are one
-        (`merge_interrupts`). At the end of the pool, all queries are cancelled, all processes end, and the directory is
-        removed. Raise EnvironmentUnfit if the root of the directory belongs to another user.
+        It does not wait until workers are ready. While the pool is open, SIGINTs that arrive together count as one
+        (`merge_interrupts`). Leaving it cancels all queries, ends the workers and removes the directory. Raise
+        EnvironmentUnfit if the directory's root belongs to another user.
         """
         with ExitStack() as stack:
             stack.enter_context(merge_interrupts())
@@ -158,10 +158,10 @@ class Pool:
     def submit(self, task: str, request: Message, *, deadline_s: float, memory_bytes: int | None = None) -> Query:
         """Queue a task, named `package.module:function`, and return its query at once.
 
-        The deadline counts from when a worker starts on it. If `memory_bytes` is None or 0, the limit is three quarters
-        of the machine's memory. Raise UsageError if the name has no function, its module is `__main__` or a limit is
-        not positive, and ValueError or TypeError if the request is not strict JSON. Whether the task can be imported is
-        seen only by the worker.
+        The deadline counts from the start of its worker. Without `memory_bytes` the limit is three quarters of the
+        machine's memory. Raise UsageError if the name has no function, its module is `__main__` or a limit is not
+        positive, and ValueError or TypeError if the request is not strict JSON. A task that cannot be imported fails in
+        the worker.
         """
         module, _, function = task.partition(":")
         if not function or module == "__main__":
@@ -187,9 +187,9 @@ class Pool:
     ) -> Outcome:
         """Run a task, wait for its outcome and return it; without `deadline_s` (None) the deadline is a month.
 
-        Meanwhile `progress` is called with the name of the part that the task began last, each time that it has
-        changed; very short parts may be skipped. An exception while it waits, such as a KeyboardInterrupt, cancels the
-        query. Raises what `submit` and `Query.result` raise.
+        Meanwhile `progress` is called with the name of the part that the task began last, when it has changed; short
+        parts may be skipped. An exception while it waits, such as a KeyboardInterrupt, cancels the query. Raises what
+        `submit` and `Query.result` raise.
         """
         query = self.submit(
             task, request, deadline_s=NO_END_S if deadline_s is None else deadline_s, memory_bytes=memory_bytes
@@ -207,10 +207,10 @@ class Pool:
             raise
 
     def _run(self, place: QueryDirectory, question: bytes, limits: Limits, is_cancelled: threading.Event) -> Outcome:
-        """Run one query in a worker, and once more if its zygote died before an answer; return the outcome.
+        """Run one query in a worker, once more if the zygote died before there was an answer, and return the outcome.
 
-        A cancelled query is not run again. This is what a thread of the pool does for a query. `question` is the
-        content of the file `request.json`. The query's directory is removed afterwards, in the background.
+        A cancelled query is not run again. `question` is the content of the file `request.json`. The query's directory
+        is removed afterwards, in the background.
         """
         outcome, is_lost = self._run_once(place, question, limits, is_cancelled)
         if is_lost and not is_cancelled.is_set():
@@ -226,7 +226,7 @@ class Pool:
     ) -> tuple[Outcome, bool]:
         """Make the query's directory, run the query in a worker, and return (outcome, whether the query was lost).
 
-        A query is lost if its worker ended without an answer because the zygote had ended.
+        A query is lost if there is no answer, and the zygote ended before it reported the worker's end.
         """
         place.create()
         place.request.write_bytes(question)
@@ -241,12 +241,10 @@ class Pool:
 
 @contextmanager
 def merge_interrupts() -> Iterator[None]:
-    """Return a context manager in which several SIGINTs that arrive together raise one KeyboardInterrupt.
+    """Return a context manager in which a SIGINT within `SAME_INTERRUPT_S` of the one that raised is dropped.
 
-    A SIGINT within `SAME_INTERRUPT_S` of one that raised is dropped: a terminal and a parent process may both send one
-    for the same Ctrl-C, and a second KeyboardInterrupt while the first is handled can leave a lock of Python's taken
-    for ever. Nothing is changed outside of the main thread, or if SIGINT has another handler than Python's default one.
-    Afterwards the default handler is back, unless the block has set another.
+    A terminal and a parent process may both send one for the same Ctrl-C. Outside of the main thread, or if SIGINT has
+    another handler than Python's default one, the context manager does nothing.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

@@ -85,8 +85,7 @@ def adopt_orphans() -> bool:
 def exit_when_closed(descriptor: int) -> None:
     """Start a thread that ends this process once the other end of the pipe `descriptor` is closed, and return at once.
 
-    If this process leads its group, the whole group gets SIGKILL; otherwise this process alone exits, with status 1.
-    Bytes that arrive in the pipe are ignored.
+    If this process leads its group, the whole group is killed.
     """
 
     def watch() -> None:
@@ -131,7 +130,7 @@ def _parent_of(process: int) -> int | None:
 def _anonymous_bytes(process: int) -> int:
     """Return the bytes in memory of a process that do not belong to a file, shared memory included.
 
-    Return 0 if the process has ended or its memory cannot be read.
+    Return 0 if the process has ended or they cannot be read.
     """
     try:
         lines = (_PROC / str(process) / "status").read_text(errors="replace").splitlines()

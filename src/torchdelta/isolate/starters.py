@@ -129,9 +129,8 @@ class ForkingStarter:
     def _replace(self) -> None:
         """Start a new zygote in place of the one that died, without waiting until it is ready.
 
-        If the dead one was never ready, no zygote from now on warms up a compiler, because that may be what crashed.
-        Raise EnvironmentUnfit, with the end of the log, if it was never ready and had no compiler to warm up, and
-        CancelledError if this starter is closed.
+        If the dead one was never ready, new ones do not warm up a compiler. If it had none to warm up, raise
+        EnvironmentUnfit with the end of the log. Raise CancelledError if this starter is closed.
         """
         if self._is_closed:
             raise CancelledError
@@ -156,7 +155,7 @@ class ForkedWorker:
         self.group: int | None = None
 
     def wait(self, seconds: float) -> int | None:
-        """Return the exit status once the worker and its group are gone, or None if that takes longer."""
+        """Return the exit status, or -9 of a lost worker, once its end is known; None if that takes longer."""
         if not self._has_ended.wait(seconds):
             return None
         return -9 if self._status is None else self._status
@@ -186,8 +185,7 @@ class _ZygoteHandle:
     def __init__(self, directory: Path, readiness: Readiness, *, from_here: bool = False) -> None:
         """Start a zygote, tell it what to import, and start the thread that reads its reports; do not wait for it.
 
-        With `from_here` the zygote is a fork of this process if that has one thread. Otherwise it is a new Python. It
-        prints to the start log in `directory`.
+        With `from_here` the zygote is a fork of this process, if that has one thread; otherwise it is a new Python.
         """
         self._directory = directory
         self._numbers = itertools.count()
@@ -202,7 +200,7 @@ class _ZygoteHandle:
         self._listener.start()
 
     def is_ready(self) -> bool:
-        """Wait until the zygote takes orders. Return False if it ended before that or takes too long."""
+        """Wait until the zygote takes orders. Return False if it has ended, or takes too long; then it is killed."""
         if not self._is_ready_or_ended.wait(_READY_S):
             self._process.kill()
             return False
@@ -237,7 +235,7 @@ class _ZygoteHandle:
     def close(self) -> None:
         """Let the zygote end its workers and itself, wait for that, and kill it if it takes too long.
 
-        A zygote that is not ready yet is killed at once. Return when the thread that reads its reports has ended too.
+        A zygote that is not ready yet is killed at once.
         """
         assert self._process.stdin is not None
         with self._lock:
@@ -252,10 +250,9 @@ class _ZygoteHandle:
         self._listener.join()
 
     def _listen(self) -> None:
-        """Handle the zygote's reports until it ends; then kill the workers that are left, and record their end.
+        """Handle the zygote's reports until it ends; then kill the workers that are left, and mark them as lost.
 
-        Runs in a thread. These workers get no exit status, which marks them as lost. From then on `start` returns None,
-        and a caller that waits in `is_ready` goes on.
+        This is what a thread runs. From the end on, `start` returns None and `is_ready` False.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -304,11 +301,10 @@ class SpawningStarter:
         self._reserve: SpawnedWorker | None = SpawnedWorker(directory, readiness)
 
     def start(self, order: Order) -> SpawnedWorker:
-        """Give the order to the worker in reserve and return it; start the next reserve.
+        """Give the order to the worker in reserve, or to a new one if that has ended, and return the worker.
 
-        If the reserve has ended, a new worker takes its place. This waits until the worker has imported everything.
-        Raise CancelledError if the starter is closed, and EnvironmentUnfit if the worker ends before it takes the
-        order.
+        The next reserve is started too. This waits until the worker has imported everything. Raise CancelledError if
+        the starter is closed, and EnvironmentUnfit if the worker ends before it takes the order.
         """
         with self._lock:
             if self._is_closed:
@@ -328,10 +324,7 @@ class SpawningStarter:
         """Do nothing, because there is no zygote."""
 
     def close(self) -> None:
-        """End the worker in reserve, wait until it is gone, and start no more workers.
-
-        Workers with an order are their supervisor's to end.
-        """
+        """End the worker in reserve, wait until it is gone, and start no more; workers with an order go on."""
         with self._lock:
             self._is_closed = True
             reserve, self._reserve = self._reserve, None
@@ -385,9 +378,8 @@ class SpawnedWorker:
     def wait(self, seconds: float) -> int | None:
         """Return the exit status once the worker and its group are gone, or None if that takes longer than `seconds`.
 
-        Meanwhile the group gets SIGKILL when the time that `end` set has come. If the worker has ended and others of
-        its group have not, they are ended too. Without process groups (Windows) only the worker's end is waited for.
-        The pipes are closed once the worker has ended.
+        What is left of the group when the worker has ended is ended too. SIGKILL is sent here, when the time that `end`
+        set has come. Without process groups (Windows) only the worker's end is waited for.
         """
         until = time.monotonic() + seconds
         while time.monotonic() < until:

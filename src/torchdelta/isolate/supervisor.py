@@ -53,13 +53,13 @@ class Outcome:
         program: str,
         runs_candidate: Callable[[str], bool] = lambda _: True,
     ) -> Answer | Failure:
-        """Return the answer's `field`, decoded as a `kind`, or the failure by which the candidate ended the worker.
+        """Return the answer's `field`, decoded as a `kind`, or the failure that ended the worker.
 
         The failure's traceback is what the worker printed. `program` is the name for messages. `runs_candidate` tells
         by the name of a part whether the candidate runs in it. Raises:
         - the TorchDeltaError that the task raised;
         - RuntimeError if the task raised anything else, because a task catches what a candidate raises;
-        - ProgramError if the worker died in a part without a candidate; but a timeout is returned from any part;
+        - ProgramError if the worker ended in a part without a candidate, unless by a timeout;
         - ReportUnreadable if the field encodes no `kind`.
         """
         if self.answer is not None:
@@ -108,6 +108,7 @@ class Limits:
     output_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
+        """Raise UsageError if a limit is not positive."""
         for name in ("deadline_s", "memory_bytes", "output_bytes"):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -117,12 +118,10 @@ class Limits:
 def supervise(
     worker: Worker, place: QueryDirectory, limits: Limits, *, is_cancelled: threading.Event, abandon: Callable[[], None]
 ) -> Outcome:
-    """Wait for an answer or the worker's end, end the worker if it exceeds a limit, and return the outcome.
+    """Wait for an answer or the worker's end, end it if it exceeds a limit or is cancelled, and return the outcome.
 
-    A worker with an answer is dismissed; if it cannot be, the wait goes on until its end, within the same limits.
-    Setting `is_cancelled` ends the worker like a limit. A complete answer counts even if the worker was ended
-    meanwhile. `abandon` is called, once, if the worker is still there `_PATIENCE_S` after it was told to end; the wait
-    then goes on.
+    A worker that has answered is dismissed if it can be, and otherwise waited for. An answer counts even if the worker
+    was ended meanwhile. `abandon` is called once if the worker is still there `_PATIENCE_S` after it was told to end.
     """
     started = time.monotonic()
     breach: str | None = None
@@ -172,7 +171,7 @@ def _outcome(place: QueryDirectory, limits: Limits, status: int, breach: str | N
     """Return the outcome of a worker that has answered or ended, from its files, its status and the breach.
 
     The file of the answer decides if it exists: an answer, the exception of the task, or that memory ran out. Otherwise
-    the failure is the breach, or the exit `status` without one. `seconds` is how long the query took.
+    the failure is the breach, or the exit `status` without one.
     """
     part = place.last_part()
     evidence: dict[str, Any] = {"output": read_tail(place.output, KEPT_OUTPUT_BYTES), "part": part, "seconds": seconds}

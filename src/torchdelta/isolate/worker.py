@@ -38,8 +38,8 @@ class Order:
 def run_query(order: Order) -> NoReturn:
     """Run the query of a directory, write its answer or a description of its exception there, and exit this process.
 
-    The status is 0. If the task calls `sys.exit`, the status is that of the call, and there is no answer. Output goes
-    to a file of the directory, and compilers use a cache in it.
+    The status is 0; if the task calls `sys.exit`, it is that of the call, and no answer is written. Output goes to a
+    file of the directory, and compilers use a cache in it.
     """
     place = QueryDirectory(directory=Path(order.directory))
     errors.catch_everything()
@@ -77,8 +77,8 @@ def import_all(names: list[str]) -> None:
 def main() -> NoReturn:
     """Run a spawned worker: import what the first message names, report `ready`, wait for the order, run it, and exit.
 
-    Messages come in at stdin, and the report goes out at stdout. The process exits if stdin closes before the order,
-    and is killed with its group if stdin closes afterwards, because then the parent has ended.
+    Messages come in at stdin, and the report goes out at stdout. If stdin closes, the parent has ended, and so the
+    process ends too.
     """
     process_groups.die_with_parent(os.getppid())
     orders, reports = os.dup(0), os.dup(1)
@@ -100,10 +100,10 @@ def main() -> NoReturn:
 
 
 def _answer(question: Message, place: QueryDirectory, order: Order) -> Message:
-    """Import and call the task, and return `{"answer": …}` or a description of its exception (`_describe`).
+    """Call the task with its request and `place`; return `{"answer": …}`, or what `_describe` says about its exception.
 
-    `question` has the task's name as `task`, and what it is called with, besides `place`, as `request`. An answer that
-    is not a dict, or not strict JSON, counts as an exception of the task. SystemExit is passed on.
+    `question` has the name of the task and the request. An answer that is not a dict, or not strict JSON, counts as an
+    exception of the task. SystemExit is passed on.
     """
     try:
         answer = {"answer": _load_function(question["task"])(question["request"], place)}
@@ -132,8 +132,8 @@ def _load_function(task: str) -> Callable[..., Any]:
 def _describe(error: BaseException, order: Order) -> Message:
     """Return the message about a task's exception: a dict with its type, message, traceback and `error` under `raised`.
 
-    `error` is the name of the class of `torchdelta.errors` that the exception belongs to, or None. If memory ran out
-    and the order has a limit for it, the message is `{"memory": text}` instead.
+    `error` is the name of its class, or nearest base class, in `torchdelta.errors`, or None. If memory ran out and the
+    order has a limit for it, the message is `{"memory": text}` instead.
     """
     if order.memory_bytes is not None and _is_out_of_memory(error):
         return {"memory": str(error)}
@@ -150,10 +150,7 @@ def _describe(error: BaseException, order: Order) -> Message:
 
 
 def _redirect_output(output: Path) -> None:
-    """Send everything that this process and its children print to the file `output`, line by line; stdin is empty.
-
-    Existing content of the file stays.
-    """
+    """Send what this process and its children print to the end of the file `output`, line by line; stdin is empty."""
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (descriptor, 1), (descriptor, 2)):
@@ -168,8 +165,8 @@ def _redirect_output(output: Path) -> None:
 def _set_limits(order: Order) -> None:
     """Print Python's stack on a crash or SIGTERM, write no core dumps, and limit the address space.
 
-    The limit is what is mapped now plus twice `memory_bytes`; there is none without `memory_bytes` or without /proc. On
-    Windows only crashes print the stack, and nothing is limited.
+    The limit is what is mapped now plus twice `memory_bytes`; there is none if that is None or the system has no /proc.
+    On Windows only a crash prints the stack, and nothing is limited.
     """
     faulthandler.enable()
     if sys.platform == "win32":

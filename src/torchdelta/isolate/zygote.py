@@ -124,8 +124,8 @@ class _Zygote:
     def _carry_out(self, order: Message) -> None:
         """Do what one message of the parent says: start a worker under a number, or end or dismiss the one with it.
 
-        To end means SIGTERM now, and SIGKILL after a grace period. A dismissed worker, which is exiting by itself, gets
-        only the SIGKILL. A number without a worker is ignored.
+        To end sends SIGTERM now, and SIGKILL after a grace period. To dismiss plans only the SIGKILL, because the
+        worker is exiting by itself. A number without a worker is ignored.
         """
         if "start" in order:
             self._start(order["start"], order["order"])
@@ -235,8 +235,7 @@ class _Zygote:
     def _do_idle_work(self) -> None:
         """Kill the daemons that ended workers left behind, and fork the worker in reserve if there is none.
 
-        `serve` calls this while no message waits. Daemons are looked for only if a worker has ended since the last
-        time.
+        Daemons are looked for only if a worker has ended since the last time.
         """
         if self._may_have_strays:
             self._may_have_strays = False
@@ -245,10 +244,10 @@ class _Zygote:
             self._reserve = self._fork()
 
     def _end_strays(self) -> None:
-        """Kill the processes that left a worker's group and whose parent ended: a query may not leave daemons.
+        """Kill the zygote's children that are neither workers nor the reserve, and return when they are gone.
 
-        These are the zygote's children that are neither workers nor the reserve. Return when they and their children
-        are gone. Without /proc none are found.
+        These are processes that left a worker's group and whose parent ended: a query may not leave daemons. Without
+        /proc none are found.
         """
         own = {*self._workers, *(() if self._reserve is None else (self._reserve[0],))}
         while strays := [child for child in process_groups.children_of(os.getpid()) if child not in own]:
@@ -261,8 +260,7 @@ class _Zygote:
     def _end_all(self) -> None:
         """End every worker, and then the one in reserve and all strays; forget them, and return when they are gone.
 
-        Workers get SIGTERM, and SIGKILL after a grace period; the others only SIGKILL (`_end_strays`). Without /proc
-        the others are not found, and nothing waits for the SIGKILL.
+        Workers get SIGTERM, and SIGKILL after a grace period; the others are killed by `_end_strays`.
         """
         deadline = time.monotonic() + process_groups.GRACE_S
         for child in self._workers.values():
@@ -314,8 +312,7 @@ def _drain(descriptor: int) -> None:
 def main() -> None:
     """Run as a zygote until the parent closes the pipe or ends, and exit: orders come at stdin, reports go to stdout.
 
-    Interrupts (SIGINT) are ignored. What imported code prints goes to stderr. On Linux this process adopts those whose
-    parents, its workers, have ended.
+    Interrupts (SIGINT) are ignored. What imported code prints goes to stderr.
     """
     # threads without work sleep, and leave the machine to the other workers
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -24,7 +24,11 @@ _SOON_S = 0.005
 
 
 def is_forkable() -> bool:
-    """Return whether this process may fork a zygote after it has imported torch: Linux, one thread, no torch yet."""
+    """Return whether this process may fork a zygote after it has imported torch.
+
+    It may on Linux, if it has one Python thread, has not imported torch yet, and stdout and stderr are ordinary text
+    streams.
+    """
     if sys.platform != "linux" or not all(isinstance(each, io.TextIOWrapper) for each in (sys.stdout, sys.stderr)):
         return False
     # if torch was imported before, an operation may have run in parallel
@@ -86,10 +90,7 @@ class ForkedZygote:
                 os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for the zygote's end. Raise subprocess.TimeoutExpired if that takes longer than `timeout` seconds.
-
-        With None, wait for ever. The status is not returned.
-        """
+        """Wait for the zygote's end. Raise subprocess.TimeoutExpired if that takes longer than `timeout` seconds."""
         until = float("inf") if timeout is None else time.monotonic() + timeout
         while not self._is_reaped():
             if time.monotonic() > until:
@@ -98,10 +99,7 @@ class ForkedZygote:
             time.sleep(_SOON_S)
 
     def _is_reaped(self) -> bool:
-        """Return whether the process has ended, without waiting; if so, have the system drop it, and remember that.
-
-        It also counts as ended if other code in this process has collected its status.
-        """
+        """Return whether the process has ended, without waiting; if so, collect its status, and remember that."""
         with self._lock:
             if not self._is_gone:
                 with contextlib.suppress(ChildProcessError):
@@ -114,8 +112,7 @@ class ForkedZygote:
 def _become_zygote(orders: int, reports: int, output: int) -> None:
     """In the forked process: take over the pipes, close every other descriptor, run as a zygote, and exit.
 
-    `orders` becomes stdin, `reports` stdout, and `output` stderr. An exception is printed there, and the status is then
-    1.
+    `orders` becomes stdin, `reports` stdout, and `output` stderr, to which an exception is printed.
     """
     try:
         os.setsid()

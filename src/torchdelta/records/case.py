@@ -60,9 +60,8 @@ class Case:
     def __post_init__(self) -> None:
         """Sort the stages into the order in which they run, each once; raise UsageError if a field makes no sense.
 
-        Refused are stages and clauses that do not exist, no stage at all, the stage `values` beside another one,
-        `iterations` or `steps` below 1, and a seed outside of 0 to 2**63 - 1. Names of the program, transform, policy,
-        optimizer and loss are not checked here.
+        Refused are unknown stages and clauses, no stage, the stage `values` beside another one, and numbers out of
+        range. Names of the program, transform, policy, optimizer and loss are not checked.
         """
         known_stages = STAGES if self.stages != (VALUES,) else (VALUES,)
         _require_known("stage", self.stages, known_stages)
@@ -113,9 +112,9 @@ class CheckOptions:
     def read(cls, **words: Any) -> CheckOptions:
         """Return the record of the keywords of `torchdelta.check`, with lists of names as tuples.
 
-        `stages`, `ignore` and `strict` may each be a sequence of names, or one text with commas between them; None
-        stays None. `options` is copied, and None becomes an empty dict. Other keywords are stored as they are.
-        TypeError if a keyword is unknown, UsageError if both a transform and a candidate are named.
+        `stages`, `ignore` and `strict` may each be a sequence of names, or one text with commas between them. `options`
+        is copied, and None becomes an empty dict. TypeError if a keyword is unknown, UsageError if both a transform and
+        a candidate are named.
         """
         for name in ("stages", "ignore", "strict"):
             if words.get(name) is not None:
@@ -137,9 +136,8 @@ class CheckOptions:
 def case_of(program: object, options: CheckOptions) -> Case:
     """Return the case of a program and its options, with names in place of live objects.
 
-    The options must name a policy, and a transform or a candidate, as those that `recording.complete` returns do. With
-    a candidate the transform is called `candidate`. Stages of None become the default ones. UsageError if `Case`
-    refuses a value.
+    The options must name a policy, and a transform or a candidate, as after `recording.complete`. With a candidate the
+    transform is called `candidate`. Stages of None become the default ones. UsageError if `Case` refuses a value.
     """
     shared = {each.name for each in fields(Case)} & {each.name for each in fields(CheckOptions)}
     words = {name: getattr(options, name) for name in shared}
@@ -167,6 +165,7 @@ class SearchLimits:
     level: str = DYNAMO
 
     def __post_init__(self) -> None:
+        """Raise UsageError if no graphs have the level, or if `match` is not a regular expression."""
         require_level(self.level)
         try:
             re.compile(self.match or "")

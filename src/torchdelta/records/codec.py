@@ -88,8 +88,7 @@ def from_json(text: str, kind: None) -> Saved: ...
 def from_json(text: str, kind: Any = Report) -> Saved:
     """Return the record of the class `kind` that `to_json` turned into `text`; None reads any kind of record.
 
-    Raise ReportUnreadable if the text is not strict JSON, or a record of another kind or another schema version, or
-    damaged.
+    Raise ReportUnreadable if the text is damaged, or of another kind or schema version.
     """
     try:
         data = from_text(text)
@@ -162,8 +161,7 @@ def encode(value: Any) -> Any:
     """Return a record, or any value that a record holds, as JSON's own types.
 
     A record or mapping becomes a dict with text as keys, a tuple a list, an enum member its value. A float that is not
-    finite becomes its word, such as "nan"; a text that is such a word gets a backslash. Any other value is returned as
-    it is.
+    finite becomes its word, such as "nan"; a text that is such a word gets a backslash. Other values stay.
     """
     if isinstance(value, enum.Enum):
         return value.value
@@ -184,7 +182,7 @@ def decode(hint: Any, data: Any, where: str) -> Any:
     """Return the value of type `hint` that `data`, as `encode` returned it, encodes.
 
     Raise ReportUnreadable if `data` encodes no such value; `where` is the place that the message names, such as
-    `report.stages[0]`. Where `hint` is Any, every JSON value is accepted, and lists stay lists.
+    `report.stages[0]`.
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
@@ -244,10 +242,7 @@ def _decode_plain(data: Any) -> Any:
 
 
 def _decode_float(data: Any, where: str) -> float:
-    """Return a number, or the word of one ("nan", "inf", "-inf"), as a float; raise ReportUnreadable for other data.
-
-    A bool is not a number here, and an integer that is too large for a float is refused as well.
-    """
+    """Return a number, or the word of one ("nan", "inf", "-inf"), as a float; raise ReportUnreadable for other data."""
     if isinstance(data, str) and data in NON_FINITE:
         return NON_FINITE[data]
     if isinstance(data, bool) or not isinstance(data, (int, float)):

@@ -73,8 +73,8 @@ class Measurement:
     def sqnr_db(self) -> float:
         """Signal to noise in dB over the elements that are finite on both sides, the reference being the signal.
 
-        Infinite without any error; minus infinity if there is an error and the reference is zero everywhere; NaN if the
-        sums of squares of both error and reference are infinite.
+        Infinite without any error; minus infinity if there is an error and the reference is zero everywhere; NaN if
+        both sums of squares overflow.
         """
         if self.square_error == 0.0:
             return math.inf

@@ -33,11 +33,10 @@ def normalise(message: str) -> str:
 
 
 def essence(message: str) -> str:
-    """Return the part of a message that says what is wrong: a compiler's first error, or the first paragraph.
+    """Return the part of a message that says what is wrong.
 
-    If a line contains " error: ", that is the text behind it in the first such line. If the first line is that of a
-    wrapper (`… raised:`), it is the next line that is not empty, if there is one. Otherwise it is the first paragraph
-    as one line, without the dump of arguments that inductor appends.
+    That is the text behind the first " error: ", as a compiler prints it; or the line that follows the line of a
+    wrapper (`… raised:`); or else the first paragraph as one line, without the dump of arguments that inductor appends.
     """
     lines = [line.strip() for line in message.strip().splitlines()]
     if errors := [line.partition(" error: ")[2] for line in lines if " error: " in line]:
@@ -68,18 +67,16 @@ class Signature:
     def is_like(self, other: Signature) -> bool:
         """Tell whether this failure and `other` may have the same cause, if one is of a program, and one of its part.
 
-        Kind, type and message must be equal, and for divergences the stage too; `where` and the magnitude do not
-        matter.
+        Kind, type and message must be equal, and for divergences the stage too.
         """
         is_alike = (self.kind, self.type, self.message) == (other.kind, other.type, other.message)
         return is_alike and (self.kind != "divergence" or self.stage == other.stage)
 
     def is_same_as(self, other: Signature) -> bool:
-        """Tell whether another failure is this one: kind, type, message and `where` are equal, and so is the stage.
+        """Tell whether another failure is this one: kind, type, message and `where` are equal.
 
-        The stage counts for exceptions and divergences only. The error of another divergence may be larger or smaller,
-        but if this one is clear (`CLEAR`), the other must be clear too. If one of them has no magnitude, the errors do
-        not count.
+        For exceptions and divergences the stage must be equal too. If this is a clear divergence (`CLEAR`), the other
+        must be clear as well; otherwise, or if one of them has no magnitude, the size of the error does not count.
         """
         is_same = (self.kind, self.type, self.message, self.where) == (
             other.kind,

@@ -108,7 +108,7 @@ def _lines(pipeline: Pipeline) -> Iterator[str]:
     """Yield the text of a pipeline: a headline, one line for each pass, and the notes.
 
     The headline names the first guilty pass, if there is one. The line of a pass has its number, name, effect, culprit,
-    reason and note. If the pass changed nothing and did not fail, culprit and reason are left out.
+    reason and note, as far as they apply.
     """
     first = pipeline.first
     where = f", and {first.name} is the first to go wrong" if first is not None else ""

@@ -83,10 +83,7 @@ def write_recording(recording: Recording, directory: str | os.PathLike[str]) -> 
 
 
 def read_recording(directory: str | os.PathLike[str]) -> Recording:
-    """Return the record in a directory; raise ReportUnreadable if it is missing or cannot be read.
-
-    The message says which, and why: the record may be damaged, or of another version.
-    """
+    """Return the record in a directory; raise ReportUnreadable if it is missing, damaged or of another version."""
     path = Path(directory) / RECORDING
     try:
         document = _FORMAT.read(path)
@@ -106,12 +103,9 @@ def read_recording(directory: str | os.PathLike[str]) -> Recording:
 def complete(program: object, options: CheckOptions) -> CheckOptions:
     """Return a copy of the options; a policy, stages and a transform that they lack come from the program's recording.
 
-    - Policy: that of the recording, or the default one for a program that is not a recorded directory.
-    - Stages: those of the recording, which may be None.
-    - Transform, if no candidate is named: that of the recording, with its options unless the caller set some.
-
-    UsageError if neither the options nor a recording name a transform or candidate; ReportUnreadable if the program is
-    a directory without a readable record.
+    With the recording's transform come its options, unless the caller set some. Without a recording a missing policy is
+    the default one. UsageError if neither a transform nor a candidate is found; ReportUnreadable if the program is a
+    directory without a readable record.
     """
     recording = recording_of(program)
     policy = recording.policy if recording is not None else Case.policy

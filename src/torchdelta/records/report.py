@@ -179,8 +179,7 @@ def environment_without_torch() -> Environment:
 def reason_of(report: Report) -> str:
     """Return the failure, else the first reason that a stage has, else the reason of the worst comparison, as text.
 
-    The failure is its type and the first line of its message; reasons are not cut. An equivalent report has the reason
-    of a comparison too. Return an empty text if there is none of them.
+    The failure is its type and the first line of its message. The text is empty if there is none of them.
     """
     if report.failure is not None:
         return f"{report.failure.type}: {report.failure.message}".splitlines()[0]
@@ -194,11 +193,11 @@ def diverged_comparisons(report: Report) -> list[Comparison]:
 
 
 def explain_verdict(report: Report) -> str:
-    """Return one line on why a report has its verdict: the stage, the leaf, the reason and the worst element's values.
+    """Return why a report has its verdict: the stage, the leaf, the reason and the worst element's values.
 
-    The stage is the first of those with the worst verdict, and the leaf its worst with the same verdict; if no leaf has
-    that verdict, the line has the stage and its own reason. Of a report with a failure, the line is `reason_of`. Raise
-    ValueError if the report has neither a failure nor a stage.
+    The stage is the first of those with the worst verdict, and the leaf its worst with that verdict; if none has it,
+    the text is the stage with its own reason. Of a report with a failure it is `reason_of`. Raise ValueError if the
+    report has neither a failure nor a stage.
     """
     if report.failure is not None:
         return reason_of(report)
@@ -212,8 +211,8 @@ def explain_verdict(report: Report) -> str:
 def evidence_of(report: Report) -> str:
     """Return the message of an exception: the verdict, the worst comparisons with their values, and the notes.
 
-    The message has several lines. Each stage has its reason, if it has one, and at most five comparisons that are not
-    equivalent, the worst first. The report's `failure` is not in it.
+    Each stage has its reason, if it has one, and at most five comparisons that are not equivalent, the worst first. The
+    report's `failure` is not in it.
     """
     lines = [f"{report.case.program} under {report.case.transform}: {report.verdict.value}"]
     for stage in report.stages:

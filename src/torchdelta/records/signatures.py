@@ -21,8 +21,8 @@ MOST = 3
 def signatures_of(report: Report) -> tuple[Signature, ...]:
     """Return each signature of a report once: the earliest stage first, and in a stage the worst leaf's first.
 
-    A report with a failure has the signature of the failure alone. A stage that diverged without a leaf that did has a
-    signature of the type `structure`; such signatures come last. A report without a divergence has none.
+    A report with a failure has only that of the failure. A stage that diverged without a leaf that did has one of the
+    type `structure`, behind all others. A report without a divergence has none.
     """
     if report.failure is not None:
         return (report.failure.signature,)
@@ -34,10 +34,7 @@ def signatures_of(report: Report) -> tuple[Signature, ...]:
 
 
 def diverged_leaves(report: Report) -> tuple[tuple[Signature, str], ...]:
-    """Return (signature, path) of each leaf that diverged: the earliest stage first, and in a stage the worst leaf.
-
-    Inconclusive leaves are not among them, and the report's `failure` is not looked at.
-    """
+    """Return (signature, path) of each leaf that diverged: the earliest stage first, and in a stage the worst leaf."""
     return tuple(
         (_describe(comparison, stage.name), comparison.path)
         for stage in report.stages
@@ -71,8 +68,8 @@ def keep_only(report: Report, wanted: Signature) -> Report:
 def _describe(comparison: Comparison, stage: str) -> Signature:
     """Return the signature of a leaf that diverged; `stage` is the name of its stage.
 
-    Its type are the broken clauses that are not excused, with commas between them; then it has no magnitude. If there
-    are none, the type is `not finite` (a NaN or Inf is misplaced) or `values`, and `_magnitude` is the magnitude.
+    Its type are the broken clauses that are not excused, with commas between them. If there are none, the type is `not
+    finite` (a NaN or Inf is misplaced) or `values`, and the signature has a magnitude (`_magnitude`).
     """
     clauses = sorted({breach.clause for breach in comparison.contract if not breach.excused})
     if clauses:
@@ -88,9 +85,9 @@ def _describe(comparison: Comparison, stage: str) -> Signature:
 
 
 def _magnitude(comparison: Comparison) -> int:
-    """Return the order of magnitude of error over allowed error, from 0 (also if it is below 1) to MOST.
+    """Return the order of magnitude of error over allowed error, from 0 to MOST.
 
-    It is MOST also if the ratio is infinite, and if it is 0, because nothing was measured.
+    It is MOST too if the ratio is 0, because then nothing was measured.
     """
     ratio = comparison.ratio
     if ratio == 0.0 or math.isinf(ratio):  # an exact comparison knows only equal and different

@@ -35,8 +35,7 @@ _ESCAPE = "\\"
 def to_text(data: Any, *, indent: int | None = None, is_compact: bool = False) -> str:
     """Return data as strict JSON, on one line unless `indent` is set; `is_compact` drops the spaces after `,` and `:`.
 
-    A tuple becomes a list, and a key that is a number, a bool or None becomes a text. Raise ValueError for a NaN, an
-    infinity or a cycle, and TypeError for an object that JSON does not have.
+    Raise ValueError for a NaN, an infinity or a cycle, and TypeError for an object that JSON does not have.
     """
     separators = (",", ":") if is_compact else None
     return json.dumps(data, allow_nan=False, indent=indent, separators=separators)
@@ -93,8 +92,8 @@ def write_json(path: Path, data: Any, *, indent: int | None = None) -> None:
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a new file and move it to `path`: a reader sees the old content or all of the new.
 
-    `write` gets the path of the new file, which is in the same directory and does not exist yet. Errors are passed on;
-    then the old content is still there, and the new file is removed. A link at `path` is replaced, not followed.
+    `write` gets the path of the new file, which does not exist yet. Errors are passed on; then the old content is still
+    there. A link at `path` is replaced, not followed.
     """
     # not from `tempfile`, whose files are private: a report is as readable as any other file of the user
     unfinished = path.parent / f".torchdelta-{os.urandom(8).hex()}"

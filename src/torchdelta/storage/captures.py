@@ -116,9 +116,8 @@ class Capture:
     def _load(self, leaves: Leaves) -> Leaves:
         """Return the leaves with a tensor, read from its file, in the place of each `StoredTensor`.
 
-        Files are read anew in each call. Leaves of one call that were views of one storage share it again. `leaves`
-        itself is returned if no leaf is in a file, or the capture has no directory. Raise ReportUnreadable, with the
-        path of the file, if a tensor cannot be read, and EnvironmentUnfit if this machine lacks its device.
+        Leaves of one call that were views of one storage share it again. Raise ReportUnreadable if a tensor cannot be
+        read, and EnvironmentUnfit if this machine lacks its device.
         """
         rows: dict[int, list[int]] = {}
         for leaf in leaves.values():
@@ -171,9 +170,9 @@ class CaptureWriter:
     def flush(self) -> None:
         """Write the tensors that `add` planned to one new file; in their leaves, put a `StoredTensor` in their place.
 
-        Afterwards no tensor waits, and the table of the new file is appended to `files`. A place that does not hold a
-        tensor by now is left as it is, and a tensor that no file can hold becomes an `Unreadable`. If no tensor
-        remains, no file is written. Raise UsageError if the file cannot be written.
+        The table of the new file is appended to `files`. A leaf that is no tensor by now stays, and a tensor that no
+        file can hold becomes an `Unreadable`. If no tensor remains, no file is written. Raise UsageError if it cannot
+        be written.
         """
         group = TensorWriter()
         rows: list[tuple[Leaves, str, int]] = []
@@ -259,8 +258,8 @@ def _name_file(directory: Path, number: int) -> Path:
 def _prepare(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor as it is written: on the CPU, a lazy negation carried out, and without a much larger storage.
 
-    It is copied if its storage is more than twice as large as itself, because a small view of a large storage would
-    make files large and reading slow. A tensor that needs none of this is returned itself; a lazy conjugate stays one.
+    A small view of a large storage is copied, because it would make files large and reading slow. Otherwise it may be
+    the tensor itself.
     """
     plain = tensor.resolve_neg().cpu()
     is_small_part = 2 * plain.numel() * plain.itemsize < plain.untyped_storage().nbytes()
@@ -279,7 +278,7 @@ def _decode_batch(data: Any, where: str, header: _Header) -> Batch:
     """Return the batch that `_encode_batch` encoded as `data`; its tensors stay `StoredTensor`, and no file is read.
 
     Raise ReportUnreadable if an entry is missing, unknown or damaged, or if a leaf refers to a tensor that no table of
-    `header` has; the tables are used for this check only. `where` is the place that the message names.
+    `header` has.
     """
     entries = expect(data, dict, where)
     if unknown := entries.keys() - {"values", "results", "failure"}:
@@ -299,8 +298,7 @@ def _encode_leaves(leaves: Leaves) -> dict[str, Any]:
 def _decode_leaves(data: Any, where: str, header: _Header) -> Leaves:
     """Return the leaves that `_encode_leaves` encoded as `data`, by path; tensors stay `StoredTensor`.
 
-    Raise ReportUnreadable if a leaf is damaged, is of an unknown kind, or refers to a tensor that no table of `header`
-    has. `where` is the place that the message names.
+    Raise ReportUnreadable if a leaf is damaged, or refers to a tensor that no table of `header` has.
     """
 
     def fetch(tag: str, content: Any, place: str) -> Any:

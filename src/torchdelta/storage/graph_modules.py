@@ -62,9 +62,8 @@ class ModuleWriter:
     def _describe(self, module: torch.nn.Module, path: str) -> dict[str, Any]:
         """Return the row of a module; first add the modules inside of it to the table, and its tensors to the file.
 
-        The row refers to both by number. Of a graph, the attributes that its nodes read are remembered before, and the
-        guards that export adds are left out. Raise UsageError if the module has hooks, or if its class, a tensor, an
-        attribute or a node cannot be written. `path` is its place for the message, empty for the outermost graph.
+        The row refers to both by number. The guards that export adds to a graph are left out. Raise UsageError if the
+        module has hooks, or if something in it cannot be written; `path` is its place for the message.
         """
         where = path or "the graph"
         _refuse_hooks(module, where)
@@ -99,8 +98,8 @@ class ModuleWriter:
     def _describe_graph(self, module: GraphModule, path: str) -> dict[str, Any]:
         """Return the entries that only the row of a graph has: its encoded nodes, calling convention and plain `meta`.
 
-        Nodes that call export's guards, and `meta` that is not plain data, are left out. Raise Unwritable if the
-        calling convention cannot be described, and UsageError if a node cannot be written; `path` is the graph's place.
+        Nodes that call export's guards, and `meta` that is not plain data, are left out. Raise Unwritable or UsageError
+        if the calling convention or a node cannot be written.
         """
         try:
             convention = descriptions.describe_convention(
@@ -118,7 +117,7 @@ class ModuleWriter:
         """Return the encoded attributes of a module by name, without those that torch keeps in every module.
 
         Of a graph, only those are returned that a node of a graph reads. Tensors among them are added to the file.
-        Raise Unwritable if an attribute is neither plain data nor something that `_refer` refers to.
+        Raise Unwritable if an attribute cannot be encoded.
         """
         own = {name: value for name, value in vars(module).items() if name not in _MACHINERY}
         if isinstance(module, GraphModule):
@@ -132,9 +131,8 @@ class ModuleWriter:
     def _refer(self, value: Any) -> dict[str, Any] | None:
         """Return the reference that stands for a tensor, a weak reference to a tensor, or a callable; else None.
 
-        A tensor is added to the file. A member of an enumeration and the structure of a pytree count as callables here,
-        as in `refer_to_callable`. Raise Unwritable if a tensor cannot be written, or if another process could not find
-        the callable or class.
+        A tensor is added to the file. What counts as a callable, `refer_to_callable` says. Raise Unwritable if the
+        tensor or callable cannot be written.
         """
         if isinstance(value, torch.Tensor):
             return {"tensor": self._tensors.add(value)}
@@ -145,7 +143,7 @@ class ModuleWriter:
 
 
 def read_modules(records: Any, tensors: Sequence[torch.Tensor], find: Find) -> GraphModule:
-    """Return the outermost graph of a table of modules, which is its last row; all rows before it are read as well.
+    """Return the outermost graph of a table of modules, which is its last row.
 
     `tensors` are those of the file, by row, and `find` returns a callable by its name. Raise ReportUnreadable if a row
     is damaged, or if the last one is not a graph.
@@ -170,9 +168,8 @@ def _read_module(
 ) -> torch.nn.Module:
     """Return the module of a row, with its children, tensors and attributes, and the nodes if it is a graph.
 
-    `modules` are those of the rows before it and `tensors` those of the file: the row refers to both by number. `find`
-    and `builder` are those of `read_nodes`. Raise ReportUnreadable if the row is damaged, or has an attribute of
-    torch's own; `where` is the place that the message names.
+    The row refers to `modules` (those of the rows before it) and `tensors` by number. `find` and `builder` are those of
+    `read_nodes`. Raise ReportUnreadable if the row is damaged, or would replace an attribute of torch's own.
     """
     if not isinstance(record, dict):
         raise ReportUnreadable(f"{where}: {reprlib.repr(record)} is not a module")
@@ -206,10 +203,10 @@ def _read_module(
 
 
 def _create_empty(record: Mapping[str, Any], where: str, find: Find) -> torch.nn.Module:
-    """Return an instance of a row's class with only what torch keeps in every module; no constructor of the class runs.
+    """Return an empty instance of a row's class without running its constructor; an empty graph if the row has nodes.
 
-    A row with nodes becomes a `GraphModule` without nodes, whose class has the row's name. Raise ReportUnreadable if
-    that name is not printable text, or if the class of a row without nodes is not a class of modules.
+    Such a graph is a `GraphModule` whose class has the row's name. Raise ReportUnreadable if that name is not printable
+    text, or if the class is not one of modules.
     """
     if "nodes" in record:
         name = record.get("name")
@@ -229,9 +226,8 @@ def _read_graph(
 ) -> None:
     """Give an empty graph module the nodes, calling convention and `meta` of its row; torch then generates its code.
 
-    The module has its children and attributes already. `find` and `builder` are those of `read_nodes`. Raise
-    ReportUnreadable if a part of the row is damaged, if a node reads or calls an attribute that no module has, or if
-    torch cannot generate code for the nodes.
+    The module has its children and attributes already. Raise ReportUnreadable if the row is damaged, if a node reads or
+    calls an attribute that no module has, or if torch cannot generate code for the nodes.
     """
     graph = read_nodes(record["nodes"], f"{where}.nodes", find, builder)
     place = f"{where}.convention"
@@ -257,8 +253,8 @@ def _read_graph(
 def _find_attributes(module: GraphModule, graph: Graph | None = None) -> Iterator[tuple[Any, str]]:
     """Yield (owner, name) for each node that reads an attribute or calls a module: the module that has it, its name.
 
-    The nodes are those of `graph`, or the module's own if it is None; their paths start at `module`. The owner is None
-    if there is no module at the path. An attribute that several nodes read comes several times.
+    The nodes are those of `graph`, or the module's own if it is None. The owner is None if there is no module at the
+    path.
     """
     for node in (graph or module.graph).nodes:
         if node.op in ("get_attr", "call_module"):
@@ -270,10 +266,7 @@ def _find_attributes(module: GraphModule, graph: Graph | None = None) -> Iterato
 
 
 def _has(owner: Any, name: str) -> bool:
-    """Tell whether a module has an attribute, a parameter, a buffer, a module or a method of that name.
-
-    It is False if `owner` is not a module.
-    """
+    """Tell whether `owner` is a module with an attribute, a parameter, a buffer, a module or a method of that name."""
     if not isinstance(owner, torch.nn.Module):
         return False
     state = vars(owner)

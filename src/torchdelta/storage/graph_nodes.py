@@ -38,8 +38,8 @@ Find = Callable[[str, str], Any]
 def write_nodes(graph: Graph, where: str, is_left_out: Callable[[Node], bool]) -> list[dict[str, Any]]:
     """Return a record of each node of a graph, in order, except those for which `is_left_out` is true.
 
-    `where` is put in front of a node's name in messages. Raise UsageError if a node cannot be written, or if it reads a
-    node that was left out or that comes later.
+    Raise UsageError if a node cannot be written, or reads a node that was left out or comes later; `where` is put in
+    front of the node's name in the message.
     """
     written: set[Node] = set()
     records = []
@@ -70,7 +70,7 @@ def refer_to_callable(value: Any) -> dict[str, Any] | None:
     """Return the reference to a callable, a member of an enumeration or a pytree's structure; None for other values.
 
     The reference is a dict of one entry with the key `target`, `enum` or `tree`. Devices, modules and tensors count as
-    other values, although they can be called. Raise Unwritable if another process could not find the callable or class.
+    other values. Raise Unwritable if another process could not find the callable or class.
     """
     if descriptions.is_tree_spec(value):
         return {"tree": descriptions.describe_tree(value, lambda context: encode_value(context, refer_to_callable))}
@@ -85,8 +85,8 @@ def refer_to_callable(value: Any) -> dict[str, Any] | None:
 def make_fetch(find: Find) -> Fetch:
     """Return a function that reads a reference of `refer_to_callable` and returns the value it stands for.
 
-    It takes the reference's tag, its content and its place for messages. It raises ReportUnreadable if the tag is
-    another one or the content is damaged. `find` returns a callable by its name.
+    It takes the reference's tag, content and place, and raises ReportUnreadable if the tag is another one or the
+    content is damaged. `find` returns a callable by its name.
     """
 
     def fetch(tag: str, data: Any, where: str) -> Any:
@@ -110,8 +110,7 @@ def make_fetch(find: Find) -> Fetch:
 def _read_member(data: Any, where: str, find: Find) -> Any:
     """Return the member of an enumeration that `data`, a list [name of the class, name of the member], refers to.
 
-    `find` returns the class by its name. Raise ReportUnreadable if `data` is not such a list, the class is not an
-    enumeration, or it has no such member; `where` is the place for the message.
+    `find` returns the class by its name. Raise ReportUnreadable if there is no such member.
     """
     if not isinstance(data, list) or len(data) != 2 or not all(isinstance(part, str) for part in data):
         raise ReportUnreadable(f"{where}: {reprlib.repr(data)} is not a member of an enumeration")
@@ -124,8 +123,8 @@ def _read_member(data: Any, where: str, find: Find) -> Any:
 def _write_node(node: Node, where: str, written: Set[Node]) -> dict[str, Any]:
     """Return the record of a node: op, name, target, arguments, and type and `meta` if they have something to write.
 
-    Raise UsageError if it reads a node that is not in `written`, the nodes before it, if it calls a function that
-    another process would not find, or if an argument cannot be written. `where` is the node's name in the message.
+    Raise UsageError if it reads a node that is not in `written`, the nodes before it, or if its function or an argument
+    cannot be written. `where` is the node's name in the message.
     """
     for source in node.all_input_nodes:
         if source not in written:
@@ -210,10 +209,8 @@ def _read_node(graph: Graph, record: dict[str, Any], where: str, nodes: Mapping[
 def _refuse_strange_names(op: str, target: str, kwargs: Mapping[str, Any], where: str) -> None:
     """Raise ReportUnreadable if a target or keyword could be more than a name in the code that torch generates.
 
-    Keywords and the target of an output have to be identifiers and no keywords of Python; so has a placeholder, behind
-    its asterisks, and each part of a method's name between dots. The path of an attribute or module may have any
-    printable characters but double quotes and backslashes, and no empty part. The target of a function is not looked
-    at, because it is never code.
+    Most have to be identifiers. The path of an attribute or module may have other printable characters, but no double
+    quotes, backslashes or empty parts. The target of a function is not looked at, because it is never code.
     """
     parts = [target.lstrip("*")] if op == "placeholder" else target.split(".")
     if op in ("get_attr", "call_module"):
@@ -228,10 +225,9 @@ def _refuse_strange_names(op: str, target: str, kwargs: Mapping[str, Any], where
 
 
 def _write_annotation(annotation: Any) -> str | None:
-    """Return the name of an annotation if it is a class that every reader may look up; None for any other annotation.
+    """Return the name of an annotation if it is a class that every reader may look up, such as one of torch; else None.
 
-    Those are classes of torch, and of some of Python's own modules. Others are left out, because an annotation computes
-    nothing.
+    Others are left out, because an annotation computes nothing.
     """
     try:
         name = targets.name_target(annotation) if isinstance(annotation, type) else None
@@ -249,8 +245,8 @@ def _read_annotation(data: Any, where: str, find: Find) -> Any:
 def _write_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a node's `meta`, encoded by key; those that cannot be written are left out without a word.
 
-    Traced values are described without their elements, and classes in module stacks are given by name. Of the dict
-    `custom`, only the entries that are plain data are kept. All else is plain data or a member of an enumeration.
+    Traced values are described without their elements, classes in module stacks are given by name, and of the dict
+    `custom` only entries of plain data are kept.
     """
     entries: dict[str, Any] = {}
     for key, value in meta.items():
@@ -292,8 +288,7 @@ def _refer_to_member(value: Any) -> dict[str, Any] | None:
 def _read_meta(data: Any, where: str, find: Find, builder: descriptions.ValueBuilder) -> dict[str, Any]:
     """Return the `meta` that `_write_meta` wrote as `data`; raise ReportUnreadable if an entry is damaged.
 
-    A described value becomes a fake value of `builder`; a class in a module stack stays a name. `find` returns a class
-    by its name, and `where` is the place for messages.
+    A described value becomes a fake value of `builder`; a class in a module stack stays a name.
     """
 
     def fetch(tag: str, content: Any, place: str) -> Any:

@@ -50,8 +50,8 @@ _FORMAT = FileFormat(kind="graph", version=1, remedy="write the graph again")
 def write_graph(graph_module: GraphModule, path: str | os.PathLike[str]) -> None:
     """Write a graph with its tensors and handles: JSON to the path, and the tensors to `<path>.safetensors` beside it.
 
-    Raise UsageError if it is not a graph or something in it cannot be written; then no file is touched. Raise it too if
-    a file cannot be written.
+    Raise UsageError if it is not a graph or something in it cannot be written, before any file is touched, or if a file
+    cannot be written.
     """
     if not isinstance(graph_module, GraphModule):
         raise UsageError(f"{type(graph_module).__name__} is not a graph: trace it, or take the `module()` of an export")
@@ -67,10 +67,9 @@ def write_graph(graph_module: GraphModule, path: str | os.PathLike[str]) -> None
 def read_graph(path: str | os.PathLike[str], *, allow: Iterable[str] = ()) -> GraphModule:
     """Return the graph in a file; `allow` names further packages whose functions and classes it may use.
 
-    Always allowed are registered operators, `operator`, `math`, builtins such as `max`, and torch, except for its
-    modules that run code from elsewhere, such as `torch.hub`. Raise ReportUnreadable if a file is missing or damaged,
-    or if the graph uses a function that is not allowed. Raise EnvironmentUnfit if a tensor was on a device that this
-    machine lacks, and UsageError if `allow` is a single text.
+    Operators, `operator`, `math`, some builtins and most of torch are always allowed. Raise ReportUnreadable if a file
+    is missing or damaged, or the graph uses something that is not allowed, EnvironmentUnfit if this machine lacks the
+    device of a tensor, and UsageError if `allow` is a single text.
     """
     if isinstance(allow, str):
         raise UsageError(f"allow is a sequence of packages: pass ({allow!r},)")
@@ -92,8 +91,8 @@ def read_graph(path: str | os.PathLike[str], *, allow: Iterable[str] = ()) -> Gr
 def modules_named(graph_module: GraphModule) -> list[str]:
     """Return the sorted names of the Python modules that a graph's functions and module classes are in.
 
-    Nested graphs count too; operators are in no module. A function without a name that a file could hold is left out.
-    `read_graph` has to be told to allow those that are not torch's or Python's own.
+    Nested graphs count too; operators are in no module, and a function that has no name to be found by is left out.
+    `read_graph` has to be told to allow modules that are neither torch's nor `operator`, `math` or `builtins`.
     """
     inner = list(graph_module.modules())
     nodes = (node for module in inner if isinstance(module, GraphModule) for node in module.graph.nodes)
@@ -119,8 +118,7 @@ def tensors_path(path: str | os.PathLike[str]) -> Path:
 def _make_finder(allow: tuple[str, ...]) -> Callable[[str, str], Any]:
     """Return a function that finds a callable by its name, and remembers it; `allow` names packages beyond torch.
 
-    It takes the name and its place in the file. It raises ReportUnreadable if there is no such callable or it is not
-    allowed.
+    It takes the name and its place, and raises ReportUnreadable if there is no such callable or it is not allowed.
     """
     callables: dict[str, Any] = {}
 
@@ -161,8 +159,7 @@ def require_writable(value: Any) -> None:
 def _graph_returning(values: Any) -> GraphModule:
     """Return a graph without inputs that returns the values; their tensors themselves become its attributes.
 
-    Tensors are found in tuples, lists and dicts, nested too. Any other value, such as a named tuple with tensors in it,
-    becomes an argument of the output node as it is.
+    Tensors are found in plain tuples, lists and dicts, nested too. Other values become arguments of the output node.
     """
     graph, root = Graph(), torch.nn.Module()
     numbers = itertools.count()

@@ -99,8 +99,8 @@ class TensorWriter:
     def _describe(self) -> tuple[TensorTable, dict[str, torch.Tensor]]:
         """Return the table, and the bytes of each storage by its name in the file, which is the number of its row.
 
-        Of a storage only the bytes from the first to the last that its tensors can reach are taken. A storage on the
-        meta device has a row, and no bytes.
+        Bytes before the first and behind the last that the tensors can reach are left out. A storage on the meta device
+        has a row, and no bytes.
         """
         members_by_storage: dict[Any, list[int]] = {}
         for index, tensor in enumerate(self._tensors):
@@ -130,9 +130,8 @@ class TensorWriter:
 def read_tensors(path: Path, table: TensorTable, rows: Iterable[int] | None = None) -> list[torch.Tensor]:
     """Return the tensors of a file: all, or those of `rows` in that order; only the storages that they need are read.
 
-    Each call makes new storages, and tensors of one storage share it. `table` describes the tensors of the file. Raise
-    ReportUnreadable if the file does not hold them or their bytes were changed, and EnvironmentUnfit if this machine
-    lacks a device.
+    Each call makes new storages, and tensors of one storage share it. Raise ReportUnreadable if the file does not hold
+    what `table` describes or its bytes were changed, and EnvironmentUnfit if this machine lacks a device.
     """
     indices = range(len(table.tensors)) if rows is None else list(rows)
     needed = {table.tensors[index].storage for index in indices}
@@ -152,8 +151,8 @@ def read_tensors(path: Path, table: TensorTable, rows: Iterable[int] | None = No
 def refuse_special(tensor: torch.Tensor) -> None:
     """Raise Unwritable if a tensor is more than a view of a storage.
 
-    That is so if its class is neither `Tensor` nor `Parameter`, if it is sparse or of another layout that is not
-    strided, nested, quantized, computed under autograd (not a leaf), or negated lazily. A lazy conjugate is accepted.
+    That is so for subclasses other than `Parameter`, and for tensors that are sparse or otherwise not strided, nested,
+    quantized, computed under autograd, or negated lazily. A lazy conjugate is accepted.
     """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise Unwritable(f"a tensor is of class {type(tensor).__qualname__}, and only plain tensors can be kept")
@@ -213,8 +212,8 @@ def _describe_tensor(tensor: torch.Tensor, storage: int, start: int) -> TensorRo
 def _load_storage(index: int, row: StorageRow, content: torch.Tensor | None) -> torch.UntypedStorage:
     """Return a new storage on the row's device, filled with the content that the file has for it (None: it has none).
 
-    A storage on the meta device needs no content. Raise ReportUnreadable if content is missing, has another size or
-    does not match the checksum, and EnvironmentUnfit if this machine lacks the device. `index` is the row's number.
+    A storage on the meta device needs no content. Raise ReportUnreadable if the device's name is invalid, or if the
+    content is missing or not what was written. Raise EnvironmentUnfit if this machine lacks the device.
     """
     where = f"storages[{index}]"
     try:
@@ -237,8 +236,8 @@ def _load_storage(index: int, row: StorageRow, content: torch.Tensor | None) -> 
 def _build_tensor(where: str, row: TensorRow, memory: dict[int, torch.UntypedStorage]) -> torch.Tensor:
     """Return the tensor of a row, a leaf that views its storage in `memory` (storages by number) without a copy.
 
-    It is a parameter or a lazy conjugate if the row says so. Raise ReportUnreadable, with the place `where`, if there
-    is no such storage or dtype, if a number is negative, or if the tensor does not fit into the storage.
+    It is a parameter or a lazy conjugate if the row says so. Raise ReportUnreadable, with the place `where`, if the row
+    makes no sense: an unknown storage or dtype, a negative number, or a tensor that reaches beyond the storage.
     """
     try:
         if row.offset < 0 or min((*row.shape, *row.stride), default=0) < 0:

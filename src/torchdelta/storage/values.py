@@ -59,8 +59,7 @@ def encode_value(value: Any, refer: Refer = refer_to_nothing) -> Any:
     """Return a value as JSON's own types; raise Unwritable if it, or a value inside it, has no encoding.
 
     `refer` is asked about every value but None and plain booleans, integers, floats and texts; a reference that it
-    returns stands for the value. The default makes no references. Sets, bytes, named tuples and most other objects have
-    no encoding; a subclass of tuple (but a named one), list or dict is encoded as a plain one.
+    returns stands for the value. Sets, bytes, named tuples and most objects have no encoding.
     """
     if value is None or type(value) in (bool, int):
         return value

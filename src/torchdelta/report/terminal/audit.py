@@ -42,11 +42,10 @@ def print_audit(audit: Audit, console: Console | None = None, *, verbose: bool =
 
 
 def _parts(audit: Audit, *, verbose: bool) -> Iterator[RenderableType]:
-    """Yield the parts of the report in order: catch rate, settings, control, table, and faults that were not caught.
+    """Yield the parts in order: catch rate, settings, control, table, kinds without a place, and faults not caught.
 
-    Before the last part come the kinds of fault that the program has no place for. Not caught are those that were
-    missed, inconclusive or crashed: they are listed one by one if `verbose`; otherwise a line says that `--verbose`
-    shows them. Without trials there is no table.
+    Not caught are faults that were missed, inconclusive or crashed: they are listed if `verbose`; otherwise a line says
+    that `--verbose` shows them. Parts without content are left out.
     """
     case = audit.case
     yield Text.assemble((_catch_rate_text(audit), "bold"), f"  {case.program} under {case.transform}")
@@ -80,10 +79,7 @@ def _catch_rate_text(audit: Audit) -> str:
 
 
 def _control_lines(audit: Audit) -> Iterator[Text]:
-    """Yield a line with the verdict of the control, which has no fault, and a warning if it is not equivalent.
-
-    The verdict is then followed by its reason.
-    """
+    """Yield a line with the verdict of the control; if it is not equivalent, with its reason, and then a warning."""
     if audit.control is Verdict.EQUIVALENT:
         yield Text.assemble("  without a fault  ", ("equivalent", "green"))
         return

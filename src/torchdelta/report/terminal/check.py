@@ -82,8 +82,8 @@ def _stage_lines(report: Report) -> Iterator[Text]:
 def _stage_summary(stage: Stage) -> str:
     """Return a text: how many leaves were compared, and how many of them have which verdict other than equivalent.
 
-    If all are equivalent, it says instead how many are bitwise identical, and the resolution (`_resolution_text`).
-    Leaves without a measurement count as identical. Without comparisons the text is "nothing compared".
+    If all are equivalent, it says instead how many are bitwise identical, and the resolution. Leaves without a
+    measurement count as identical. Without comparisons the text is "nothing compared".
     """
     if not stage.comparisons:
         return "nothing compared"
@@ -102,7 +102,7 @@ def _stage_summary(stage: Stage) -> str:
 
 
 def _resolution_text(stage: Stage) -> str:
-    """Return the smallest relative error that would have been seen, as the median of all measured leaves.
+    """Return a text with the smallest relative error that would have been seen, as the median of the measured leaves.
 
     The text is empty if no leaf has one.
     """
@@ -122,8 +122,7 @@ def _comparison_parts(report: Report, *, width: int, verbose: bool) -> Iterator[
     """Yield the worst comparisons of all stages, as a table or on lines of their own, and how many were cut off.
 
     The table needs a `width` of at least TABLE_COLUMNS. Without `verbose`, comparisons without a measurement are left
-    out and not counted, and only the first few others are shown, fewer if the report is equivalent. Yield nothing if no
-    comparison is left.
+    out and not counted, and only the first few others are shown. Yield nothing if no comparison is left.
     """
     rows = [comparison for _, comparison in _worst_first(report) if verbose or comparison.measurement is not None]
     limit = _ROWS_WHEN_EQUIVALENT if report.verdict is Verdict.EQUIVALENT else _ROWS_OTHERWISE
@@ -162,8 +161,7 @@ def _table(rows: list[Comparison]) -> Table:
 def _comparison_lines(comparison: Comparison) -> RenderableType:
     """Return one comparison on lines of its own, for a terminal that is too narrow for the table.
 
-    The first line has path, error and allowed error; a second one has the worst element with its values, if there is
-    one.
+    The first line has path, error and allowed error, and the second the worst element with its values, if there is one.
     """
     lines = [
         Text.assemble(
@@ -187,7 +185,7 @@ def _mark(comparison: Comparison) -> Text:
 
 
 def _reduction_remarks(report: Report) -> Iterator[tuple[str, str]]:
-    """Yield how far the program was reduced, and whether the repro failed again, each as (label, text).
+    """Yield (label, text) on how far the program was reduced, and on whether the repro failed again.
 
     Yield nothing for a result that the report does not have.
     """
@@ -203,9 +201,8 @@ def _reduction_remarks(report: Report) -> Iterator[tuple[str, str]]:
 def _reason_remarks(report: Report, *, verbose: bool) -> Iterator[tuple[str, str]]:
     """Yield the reasons of stages, then those of the leaves that are not equivalent, the worst first, as (label, text).
 
-    Stages with the same reason share a remark, and only the first line of it is shown, or two if the first ends in a
-    colon. Without `verbose` there are at most `_REASONS` leaves, with the number of those left out, and a hint if there
-    is a traceback.
+    Stages with the same reason share a remark, and only its first statement is shown. Without `verbose` there are at
+    most `_REASONS` leaves, with the number of those left out, and a hint if there is a traceback.
     """
     stages_of: dict[str, list[str]] = {}
     for stage in report.stages:
@@ -230,9 +227,8 @@ def _reason_remarks(report: Report, *, verbose: bool) -> Iterator[tuple[str, str
 def _note_remarks(report: Report, *, verbose: bool) -> Iterator[tuple[str, str]]:
     """Yield the notes of the report, and notes on excused clauses, the float64 question and captured graphs.
 
-    Each is (label, text). The float64 question has a note only if it was wanted, the candidate did not fail, and the
-    report says why it was not asked or not answered; a comparison of two values has none. Without `verbose` only the
-    first `_NOTES` are shown, with the number of those left out.
+    Each is (label, text). The float64 question has a note only if a check that wanted it says why it has no answer, and
+    the candidate did not fail. Without `verbose` only the first `_NOTES` are shown, with the number of those left out.
     """
     notes = list(report.notes)
     excused_clauses = sorted(
@@ -255,10 +251,7 @@ def _note_remarks(report: Report, *, verbose: bool) -> Iterator[tuple[str, str]]
 
 
 def _appendix(report: Report) -> Iterator[Text]:
-    """Yield the parts that only `verbose` shows: excused breaches, the traceback and the cost.
-
-    What the report does not have is left out.
-    """
+    """Yield the parts that only `verbose` shows: excused breaches, the traceback and the cost, if there are any."""
     for comparison in report.comparisons:
         for breach in comparison.contract:
             if breach.excused:
@@ -277,7 +270,7 @@ def _first_statement(text: str) -> str:
 
 
 def _three_values(worst: Worst) -> list[str]:
-    """Return reference, candidate and truth as text, with enough digits to show that the first two differ."""
+    """Return reference, candidate and truth as text, if possible with enough digits to tell the first two apart."""
     sufficient = (digits for digits in range(4, 18) if not _is_same_text(worst, digits))
     digits = next(sufficient, 4)
     return [number(value, digits) for value in (worst.reference, worst.candidate, worst.truth)]

@@ -55,8 +55,8 @@ def _console_for_stderr() -> Console:
 def _headline(summary: GuardSummary, watched: PassSummary | None) -> Text:
     """Return a line with the worst verdict of all graphs and passes; a pass with a finding counts as diverged.
 
-    Without any verdict, the line says that no pass changes what is computed, or, if no pass was checked either, that
-    nothing was checked.
+    Without any verdict, the line says that no pass changes what is computed, if passes were checked, or that nothing
+    was checked.
     """
     passes = [Verdict.DIVERGED for _ in watched.findings] if watched is not None else []
     verdicts = [*map(Verdict, summary.verdicts), *passes]
@@ -71,8 +71,8 @@ def _headline(summary: GuardSummary, watched: PassSummary | None) -> Text:
 def _count_remarks(summary: GuardSummary, watched: PassSummary | None) -> Iterator[Remark]:
     """Yield how many graphs were checked with which verdicts, why others were not, and how many passes were watched.
 
-    The most frequent reasons come first, and only the first few are shown. Without graphs there is a remark that
-    nothing was compiled, unless passes were watched.
+    Of the reasons only the most frequent few are shown. Without graphs there is a remark that nothing was compiled,
+    unless passes were watched.
     """
     if summary.graphs or watched is None:
         verdicts = ", ".join(f"{number} {name}" for name, number in summary.verdicts.items())
@@ -87,10 +87,7 @@ def _count_remarks(summary: GuardSummary, watched: PassSummary | None) -> Iterat
 
 
 def _passes_text(watched: PassSummary) -> str:
-    """Return a text: how many passes ran over how many graphs, and how many change results; or that no pass ran.
-
-    Of the graphs it also says how many were changed and checked.
-    """
+    """Return a text: how many passes ran over how many graphs, and how many change results; or that no pass ran."""
     if not watched.passes:
         return "none: inductor ran no pass"
     finding_count = len(watched.findings)
@@ -104,10 +101,10 @@ def _passes_text(watched: PassSummary) -> str:
 
 
 def _finding_part(graph: GuardedGraphRecord) -> RenderableType:
-    """Return a checked graph's verdict, its culprit or else its reason, and where its report and repro are.
+    """Return a checked graph's verdict, its culprit or else its origin and reason, and where its report and repro are.
 
-    The verdict comes with the call that it is about. The origin of the graph is shown only if there is no culprit.
-    What the graph does not have is left out, but `graph.verdict` must not be None.
+    The verdict, which must not be None, comes with the call that it is about. Other parts that the graph does not have
+    are left out.
     """
     assert graph.verdict is not None
     when = (

@@ -72,8 +72,7 @@ def print_location(location: Location, console: Console | None = None, *, verbos
 def _finding_remarks(location: Location, *, show_all: bool) -> Iterator[Remark]:
     """Yield remarks: the ladder of rungs, the reason of the check, and the culprits, or that none was found and why.
 
-    `show_all` shows every culprit, not only the first few. The ladder is left out without rungs, and the reason if it
-    is empty.
+    `show_all` shows every culprit, not only the first few.
     """
     if location.rungs:
         yield "ladder", _ladder_text(location)
@@ -103,8 +102,7 @@ def _ladder_text(location: Location) -> Text:
 def _explain_missing_culprit(location: Location) -> Iterator[str]:
     """Yield sentences on what was compared without finding a culprit, and what to try next.
 
-    They depend on the kind of comparison (captures show no node by itself), on whether any pair was compared, and on
-    the verdict: of an equivalent location they say that there is nothing to locate.
+    They depend on whether captures were compared, whether any pair was compared, and the verdict.
     """
     nodes = _noun(location)
     if location.case.stages == (VALUES,):
@@ -135,8 +133,7 @@ def _explain_missing_culprit(location: Location) -> Iterator[str]:
 def _suggestions(location: Location) -> Iterator[str]:
     """Yield sentences on options and commands that may lead further if all compared pairs are right by themselves.
 
-    `--cause` if the ladder reached a backend. Then one of: `--mapping` for unmatched nodes, a look at unmatched
-    modules, or `check --verbose`.
+    They depend on whether the ladder reached a backend, and on whether nodes or modules are unmatched.
     """
     has_unmatched = bool(location.unmatched_reference or location.unmatched_candidate)
     if any(rung.name == "backend" for rung in location.rungs):
@@ -153,8 +150,7 @@ def _worst_node_parts(location: Location, *, width: int, show_all: bool) -> Iter
     """Yield the worst nodes, as a table or on lines of their own, and how many are not shown.
 
     The table needs a `width` of at least TABLE_COLUMNS. Without `show_all`, pairs without a difference
-    (`has_difference`) are left out, and at most `_MOST_ROWS` are shown; both numbers are told. Yield nothing if no pair
-    is left.
+    (`has_difference`) are left out, and at most `_MOST_ROWS` are shown. Yield nothing if no pair is left.
     """
     nodes = _noun(location)
     candidates = location.table if show_all else [row for row in location.table if has_difference(row)]
@@ -197,8 +193,8 @@ def _table(shown: Sequence[Row], location: Location) -> Table:
 def _row_lines(row: Row, location: Location) -> RenderableType:
     """Return one pair on two lines, for a terminal that is too narrow for the table.
 
-    The first has its names, operation, module and how it was matched; the second its own error, its metrics, and other
-    differences. There are no metrics if `_metrics` has none, as for a pair that is identical or was not measured.
+    The first has its names, operation, module and how it was matched; the second its own error, and its metrics and
+    other differences if it has them.
     """
     record = row.reference
     module = f" of {record.module_path}" if record.module_path not in ("", record.name) else ""
@@ -224,7 +220,7 @@ def _metrics(row: Row, location: Location) -> tuple[str, str, str]:
     """Return (SQNR, cosine, largest absolute error) of a row as text.
 
     They are those of the worst inherited comparison if any row of the location has inherited ones, else of the worst
-    own. The three texts are empty if that comparison is identical, was not measured or does not exist.
+    own. The texts are empty if that comparison is identical, was not measured or does not exist.
     """
     has_inherited = any(each.inherited for each in location.table)
     measurement = worst_measurement(row.inherited if has_inherited else own_comparisons(row))
@@ -236,7 +232,7 @@ def _metrics(row: Row, location: Location) -> tuple[str, str, str]:
 def _closing_remarks(location: Location, *, show_all: bool) -> Iterator[Remark]:
     """Yield how many nodes were matched, which were not, which could not be judged and why, and notes.
 
-    Without `show_all` only the first few of each are shown, with the number of those left out.
+    Without `show_all` only the first few names, reasons and notes are shown, with the number of those left out.
     """
     nodes = _noun(location)
     if coverage := location.coverage:
@@ -338,11 +334,10 @@ class _DrawnLine:
 
 
 def _cells(line: _DrawnLine, centre: _DrawnNode, *, has_op: bool, has_inherited: bool) -> Iterator[Text]:
-    """Yield the cells of one line: mark, node, operation, its own error, and its inherited error.
+    """Yield the cells of one line: mark, node, operation (with `has_op`), its own error, and its inherited error.
 
-    The culprit, `centre`, is always marked as diverged; equivalent nodes have no mark. The operation needs `has_op`,
-    and the inherited error `has_inherited` and a judged node. A line without a node only says how many more nodes there
-    are.
+    The culprit, `centre`, is marked as diverged; equivalent nodes have no mark. The inherited error needs
+    `has_inherited` and a judged node. A line without a node only says how many more nodes there are.
     """
     node = line.node
     if node is None:
@@ -377,9 +372,9 @@ class _Neighbourhood:
     def of(cls, location: Location, culprit: Culprit) -> _Neighbourhood:
         """Return the neighbourhood of a culprit among all nodes of the reference, matched ones first.
 
-        Its centre is the node of the culprit's name; if several have it, the first that is wrong by itself, or else the
-        first. If none has it, a node without inputs is added. Unless the centre's row is wrong by itself, the centre
-        gets the culprit's error as text.
+        Its centre is the node of the culprit's name, preferably one that is wrong by itself; if none has it, a node
+        without inputs is added. Unless the centre's row is wrong by itself, the centre gets the culprit's error as
+        text.
         """
         nodes = [_DrawnNode(row.reference, row) for row in location.table]
         nodes += [_DrawnNode(record, is_unmatched=True) for record in location.unmatched_reference]
@@ -402,7 +397,7 @@ class _Neighbourhood:
     def above(self) -> list[_DrawnLine]:
         """Return the lines for the nodes that the culprit reads, or for the two before it if no node has known inputs.
 
-        The first line is the farthest from the culprit. Where there is room, the nodes that these read are shown too.
+        The culprit comes behind the last line. Where there is room, informative nodes that these read are shown too.
         """
         if not self.has_edges:
             return [_DrawnLine("", node) for node in self.nodes[max(0, self.place - 2) : self.place]]
@@ -424,10 +419,10 @@ class _Neighbourhood:
         return sorted(producers, key=lambda each: each.row is None)
 
     def _consumers(self, node: _DrawnNode) -> list[_DrawnNode]:
-        """Return the nodes that read a node: those behind it in the same graph, then all unmatched ones that read it.
+        """Return the nodes that read a node: those behind it in the same graph, and unmatched ones, maybe twice.
 
-        An unmatched one can come twice. The same graph ends where another judged node has the same name, because a
-        backward graph follows its forward graph. For a node without a row, the search starts at the first node.
+        The same graph ends where another judged node has the same name, because a backward graph follows its forward
+        graph.
         """
         consumers = []
         start = 0 if node.row is None else self._place_of(node) + 1
@@ -456,11 +451,10 @@ def _culprit_error(culprit: Culprit) -> str:
 
 
 def _branches(centre: _DrawnNode, neighbours_of: Callable[[_DrawnNode], list[_DrawnNode]]) -> list[_DrawnLine]:
-    """Return the neighbours of the culprit as lines of a tree, with their own neighbours if there is room.
+    """Return the neighbours of the culprit as lines of a tree, at most `_MOST_LINES`; no name is drawn twice.
 
-    `neighbours_of` returns the neighbours of a node, in one direction. No node is drawn twice. There are at most
-    `_MOST_LINES` lines; if the culprit's neighbours need more, the last line says how many are left out. Of a
-    neighbour's own neighbours those that are informative are drawn below it, if all of these fit, or none.
+    `neighbours_of` returns the neighbours of a node, in one direction. If there are too many, the last line says how
+    many are left out. A neighbour's own informative neighbours are drawn below it if all of them fit.
     """
     drawn_names = {centre.record.name}
     neighbours = _undrawn(neighbours_of(centre), drawn_names)
@@ -509,17 +503,16 @@ def own_verdict(row: Row) -> Verdict:
 
 
 def has_difference(row: Row) -> bool:
-    """Tell whether the two nodes of a pair differ in any way, or could not be judged."""
+    """Tell whether a comparison of a pair, own or inherited, shows a difference, or the pair could not be judged."""
     return bool(row.reason) or any(
         not _is_identical(comparison) for comparison in (*own_comparisons(row), *row.inherited)
     )
 
 
 def own_error(row: Row) -> str:
-    """Return the error of a node on the reference's inputs as text, in multiples of its noise if that is known.
+    """Return the error of a node on the reference's inputs as text (`_own_error_of` its worst comparison).
 
-    It is that of the worst of `own_comparisons` (`_own_error_of`), which may also be "identical" or "other dtype";
-    "(gradients)" follows if it is one of a gradient. Without any comparison the text is "not judged" if the row has a
+    "(gradients)" follows if that is one of a gradient. Without any comparison the text is "not judged" if the row has a
     reason for that, otherwise "identical".
     """
     worst = worst_comparison(own_comparisons(row))
@@ -532,9 +525,9 @@ def own_error(row: Row) -> str:
 def _own_error_of(comparison: Comparison) -> str:
     """Return the error of one comparison as text.
 
-    That is, the first that applies: "other" with the clauses that are broken and not excused ("other dtype and shape");
-    "identical"; the verdict, if there is no error in numbers; the error in multiples of the noise, if that is known;
-    the error itself.
+    That is, the first that applies: "other" with the broken clauses that are not excused ("other dtype"); "identical";
+    the verdict, if there is no error in numbers; the error in multiples of the noise, if that is known; the error
+    itself.
     """
     if broken_clauses := [breach.clause for breach in comparison.contract if not breach.excused]:
         return f"other {' and '.join(broken_clauses)}"
@@ -550,8 +543,8 @@ def _own_error_of(comparison: Comparison) -> str:
 def inherited_error(row: Row) -> str:
     """Return the difference between both sides' own values as text, which includes errors of the nodes before.
 
-    It is the SQNR of the worst comparison, or its largest error if the SQNR is not finite. It is "identical" also
-    without any comparison, "NaN or Inf" if one is misplaced, and the verdict if nothing was measured.
+    It is the SQNR of the worst comparison, or its largest error if the SQNR is not finite; "identical", also without
+    any comparison; "NaN or Inf" if one is misplaced; or the verdict if nothing was measured.
     """
     worst = worst_comparison(row.inherited)
     if worst is None or _is_identical(worst):
@@ -577,8 +570,7 @@ def worst_measurement(comparisons: Iterable[Comparison]) -> Measurement | None:
 def other_differences(row: Row) -> str:
     """Return the differences that an error does not show, as text: NaN, Inf, and contract clauses such as dtype.
 
-    They come from the own and the inherited comparisons, each text once, with commas between them; empty if there are
-    none.
+    They come from the own and the inherited comparisons, each once; the text is empty if there are none.
     """
     return ", ".join(
         dict.fromkeys(
@@ -610,16 +602,15 @@ def worst_comparison(comparisons: Iterable[Comparison]) -> Comparison | None:
 
 
 def sort_worst_first(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows sorted: nodes that are wrong by themselves first, then those with the worst inherited error."""
+    """Return the rows sorted: those not equivalent by themselves first, then those with the worst inherited error."""
     return sorted(rows, key=_rank, reverse=True)
 
 
 def _rank(row: Row) -> tuple[tuple[float, ...], float, float]:
     """Return the sort key of a row, higher for worse: own failure, inherited loss of signal, and own error ratio.
 
-    The first is the rank of the worst own comparison, or empty if that is equivalent or missing. The second is the
-    largest in dB, and minus infinity without any inherited comparison. The third is error over allowed error of the
-    worst own comparison, or 0 without one.
+    The first is the rank of the worst own comparison, or empty if that is equivalent or missing. The second is in dB,
+    and the third is error over allowed error.
     """
     worst = worst_comparison(own_comparisons(row))
     failure_rank = worst.rank if worst is not None and worst.verdict is not Verdict.EQUIVALENT else ()
@@ -633,8 +624,8 @@ def _rank(row: Row) -> tuple[tuple[float, ...], float, float]:
 def _signal_loss(comparison: Comparison) -> float:
     """Return the loss of signal in dB, which is minus the SQNR.
 
-    For a comparison without a measurement, or with a misplaced NaN or Inf, it is minus infinity if that is equivalent,
-    otherwise infinity. It is infinity also if the SQNR is NaN.
+    A comparison without a measurement, or with a misplaced NaN or Inf, has minus infinity if it is equivalent,
+    otherwise infinity.
     """
     if comparison.measurement is None or comparison.measurement.misplaced:
         return -math.inf if comparison.verdict is Verdict.EQUIVALENT else math.inf

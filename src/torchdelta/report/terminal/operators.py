@@ -70,8 +70,7 @@ def _probe_lines(probe: Probe, width: int, *, verbose: bool) -> Iterator[Text]:
 def _sweep_parts(sweep: Sweep, *, verbose: bool) -> Iterator[RenderableType]:
     """Yield the parts in order: the verdict, tables by dtype and by probe, failures, inconclusive ones, and notes.
 
-    The notes begin with the samples that were left out. `verbose` lists inconclusive operators one by one. Without rows
-    there are no tables.
+    The notes begin with the samples that were left out. `verbose` lists inconclusive operators one by one.
     """
     operators = len({each.op for each in sweep.swept})
     yield Text.assemble(
@@ -129,10 +128,7 @@ def _table(label: str, rows: Iterable[tuple[str, Mapping[Verdict, int]]]) -> Tab
 
 
 def _failure_lines(swept: Sequence[SweepRow]) -> Iterator[RenderableType]:
-    """Yield a line for each operator and dtype that failed, the worst verdicts first.
-
-    An empty line comes before those of each verdict. Inconclusive ones are not failures.
-    """
+    """Yield a line per operator and dtype that failed, the worst verdict first, each verdict after an empty line."""
     for verdict in _WORST_FIRST:
         failures = [each for each in swept if each.verdict is verdict]
         if verdict.is_failure and failures:
@@ -143,8 +139,8 @@ def _failure_lines(swept: Sequence[SweepRow]) -> Iterator[RenderableType]:
 def _undecided_parts(swept: Sequence[SweepRow], *, verbose: bool) -> Iterator[RenderableType]:
     """Yield the inconclusive operators one by one if `verbose`, otherwise the most frequent reasons with their numbers.
 
-    An empty line comes first. The reasons, each behind its probe, are followed by the number of other operators and a
-    hint at `--verbose`. Yield nothing if none is inconclusive.
+    The reasons are followed by the number of other operators, and a hint at `--verbose`. Yield nothing if none is
+    inconclusive.
     """
     undecided = [each for each in swept if each.verdict is Verdict.INCONCLUSIVE]
     if not undecided:
@@ -175,10 +171,7 @@ def _sweep_line(each: SweepRow) -> Text:
 
 
 def _skipped_samples(swept: Sequence[SweepRow]) -> Iterator[str]:
-    """Yield a text on how many samples were left out, for each reason, and one on how many eager itself rejects.
-
-    Yield nothing if all samples were checked.
-    """
+    """Yield a text for each reason to leave out samples, with their number, and one on samples that eager rejects."""
     reasons: Counter[str] = Counter()
     for each in swept:
         reasons.update(each.left_out)

@@ -28,7 +28,7 @@ def print_sensitivity(sensitivity: Sensitivity, console: Console | None = None) 
 def _parts(sensitivity: Sensitivity) -> Iterator[RenderableType]:
     """Yield the parts in order: headline, table, the modules that could not be measured, and notes.
 
-    Below the headline is the SQNR of the worst output when all modules are quantized together, if that was measured.
+    Below the headline is the SQNR when all modules are quantized together, if that was measured.
     """
     case = sensitivity.case
     together = worst_sqnr_db(sensitivity.together)
@@ -47,7 +47,7 @@ def _parts(sensitivity: Sensitivity) -> Iterator[RenderableType]:
 
 
 def _headline(sensitivity: Sensitivity) -> str:
-    """Return a sentence on the module that loses most."""
+    """Return a sentence on the module that loses most, which comes first, or that none could be quantized alone."""
     measured = [layer for layer in sensitivity.modules if not layer.reason and layer.sqnr_db is not None]
     if not measured:
         return "no module could be quantized alone"

@@ -67,9 +67,8 @@ def headline(report: Report | Location) -> RenderableType:
 def _settings(case: Case) -> Iterator[str]:
     """Yield the settings of a case that matter for its verdict, each in a few words.
 
-    The options of the transform, the policy and the seed are always there. Ignored and strict clauses, iterations, the
-    loss, deterministic algorithms and anomaly mode are there if they differ from the default, and the optimizer if the
-    stage `steps` is compared. Other settings are not shown.
+    The options of the transform, the policy and the seed are always there, the steps with their optimizer if that stage
+    is compared, and some others if they differ from the default.
     """
     yield from (f"{name}={value}" for name, value in case.options.items())
     yield f"policy {case.policy}"
@@ -106,10 +105,7 @@ def plain_table() -> Table:
 
 
 def marked_lines(mark: Text, lines: Iterable[RenderableType]) -> Table:
-    """Return a table without lines, of one row: the mark, and beside it all the lines.
-
-    It is for a terminal that is too narrow for a table with columns.
-    """
+    """Return a table without lines, of one row: the mark, and beside it all the lines; for a narrow terminal."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column()
     grid.add_column(overflow="fold")
@@ -146,7 +142,7 @@ def culprit_remarks(culprits: Sequence[Culprit], *, show_all: bool) -> Iterator[
 def _culprit_line(culprit: Culprit) -> Text:
     """Return the operation, node, module, stage and rung of a culprit on one line, as far as they are known.
 
-    A culprit without a node is called "no single node", with its stage (`forward` if it is not known) and its rung.
+    A culprit without a node is called "no single node".
     """
     if not culprit.node:
         return Text.assemble(("no single node", "bold"), f", in {culprit.stage or 'forward'}{_rung_suffix(culprit)}")
@@ -160,10 +156,7 @@ def _rung_suffix(culprit: Culprit) -> str:
 
 
 def _culprit_details(culprit: Culprit) -> Iterator[Text]:
-    """Yield lines about a culprit: the place and the code of its source line, its error, and its cause.
-
-    Only the error is always there.
-    """
+    """Yield lines about a culprit: its source line and code if known, its error, and its cause if known."""
     if culprit.source_line:
         place, code = _split_source_line(culprit.source_line)
         yield Text(place)
@@ -177,7 +170,7 @@ def _culprit_details(culprit: Culprit) -> Iterator[Text]:
 def _error_text(culprit: Culprit) -> str:
     """Return a text with a culprit's own error, its noise, and its reason or else the error in multiples of the noise.
 
-    Without noise (0) there is only the error, and the reason if there is one.
+    Without noise (0) there are only the error, and the reason if there is one.
     """
     error = f"error {number(culprit.local_error)} by itself"
     if not culprit.noise:
