@@ -76,7 +76,7 @@ class Minifier:
     draft: Draft | None = None
 
     def run(self) -> MinifiedGraph:
-        """Return the smallest failing graph that is found; NothingToMinify if none of the program's graphs fails by itself.
+        """Return the smallest failing graph that is found; NothingToMinify if no graph of the program fails by itself.
 
         With `is_resumed`, the reduction continues from the best subject in `out`. If the failure turns out to be flaky,
         the reduction begins again, and asks several times about each subject; raise NothingToMinify if it is too rare

@@ -150,8 +150,8 @@ class WorkerOracle:
     def _has_begun(self, predict: Predictor, case: Case | None) -> bool:
         """Begin to ask about the next predicted subject and return True; the question is kept in `ahead`.
 
-        It is asked under `case`, or the oracle's own if that is None. Return False if nothing is predicted, or if that
-        raises.
+        It is asked under `case`, or the oracle's own if that is None. Return False if nothing is predicted, or if the
+        prediction or the start of its query raises.
         """
         try:
             predicted = predict()

@@ -254,8 +254,9 @@ class Reducer:
     def _record(self, edited: Subject, answer: Answer, *, is_strategy: bool) -> bool:
         """Remember an answer, make the subject the best one if it shows the failure, and return whether it does.
 
-        Other failures are counted in `also_seen`, and a subject that passes becomes the `twin`. A strategy's best
-        subject is not saved here, because the strategy may be undone.
+        Other failures are counted in `also_seen`, and a subject that passes becomes the `twin`. A strategy's answer is
+        also kept in `answers` and counted for the repeats; its best subject is not saved here, because the strategy may
+        be undone.
         """
         shows = self.outcomes[edited.key] = answer.shows(self.wanted)
         if is_strategy:

@@ -438,7 +438,7 @@ def wishes_for_input(node: Node, value: Any) -> Iterator[str]:
 
 
 def wishes_for_path(path: str) -> Iterator[str]:
-    """Yield names for a dotted path or a tracer's name, short ones first: `weight`, then `mlp_weight` for `h.mlp.weight`.
+    """Yield names for a dotted path or a tracer's name, short ones first: `weight`, `mlp_weight`, … for `h.mlp.weight`.
 
     Names that begin with a digit and dynamo's prefixes (`L_self_modules_`) are left out. The last name is the whole
     path in any case, or `value` if nothing is left of it.

@@ -208,7 +208,7 @@ def _bisect(total: int, keep: Callable[[int], Edit]) -> Proposals:
 
 
 def _keep_first(subject: Subject, count: int) -> Edit:
-    """Return the edit that keeps the first `count` nodes and returns their tensors that later nodes or the output read."""
+    """Return the edit that keeps the first `count` nodes, and returns those tensors of them that are read later."""
     names = [node.name for node in subject.nodes]
     return Edit(outputs=region_outputs(subject, names[:count]), dropped=frozenset(names[count:]))
 
