@@ -56,7 +56,7 @@ class PendingQuery:
         return self.query.is_done()
 
     def __call__(self) -> Answer:
-        """Wait for the query's end and return the answer, or raise the error that stands for it; both are remembered.
+        """Wait for the query's end and return the answer, or raise the error of the worker's task; both are remembered.
 
         An interrupt of the waiting cancels the query.
         """

@@ -121,8 +121,8 @@ def details(question: Question) -> str:
     """Return the evidence as one or two sentences.
 
     They tell a failure's message, both sides of a broken clause, the error of a divergence in float64 only, or the
-    worst element on both sides (and in float64, if known). If the worst element is unknown or random numbers replace
-    values in the script, the comparison's reason takes its place.
+    worst element on both sides (of floats also in float64, if known). If the worst element is unknown or random numbers
+    replace values in the script, the comparison's reason takes its place.
     """
     finding, applied, divergence = question.finding, question.applied, question.divergence
     failure = finding.report.failure

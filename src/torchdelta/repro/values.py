@@ -206,7 +206,10 @@ def _span(tensor: torch.Tensor) -> int:
 
 
 def _is_permuted(tensor: torch.Tensor) -> bool:
-    """Return whether the elements fill their storage from its start without gaps or overlaps, in any order of axes."""
+    """Return whether the elements fill the beginning of their storage without gaps or overlaps, in any order of axes.
+
+    An empty tensor needs only an offset of zero.
+    """
     steps = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
     expected = 1
     for stride, size in steps:
