@@ -84,7 +84,7 @@ def plain_constants(search: Search) -> Proposals:
 
 
 def _draw_random(search: Search) -> Iterator[Edit]:
-    """Yield for each contiguous float or complex input that is not drawn yet an edit that draws random numbers for it.
+    """Yield an edit that draws random numbers for each input that `_is_drawable` allows and that is not drawn yet.
 
     The seed is the place of the input.
     """
@@ -94,7 +94,10 @@ def _draw_random(search: Search) -> Iterator[Edit]:
 
 
 def _is_drawable(value: object) -> bool:
-    """Return whether `randn` can stand for a value: a floating-point or complex tensor that is laid out plainly."""
+    """Return whether `randn` can stand for a value: a contiguous floating-point or complex tensor.
+
+    Tensors that torch conjugates or negates lazily do not count.
+    """
     if not isinstance(value, torch.Tensor) or not value.is_contiguous() or value.is_conj() or value.is_neg():
         return False
     return value.is_floating_point() or value.is_complex()
