@@ -19,9 +19,9 @@ from torchdelta.transforms.fx_pass import FxPass
 def subjects_of(check: Check, level: str = DYNAMO) -> list[Subject]:
     """Capture the graphs that the transform would be given, without applying it, and return them as subjects.
 
-    `level` is `dynamo`, or `aot` for the graphs that AOTAutograd makes. Raise UsageError if the level is `aot` and the
-    transform is given no such graphs, or if it is another implementation. Graphs that compute nothing are left out;
-    raise ProgramError if torch makes no graph of the program, or none that computes.
+    `level` is `dynamo`, or `aot` for the graphs that AOTAutograd makes. Raise UsageError if the transform is given none
+    of the level `aot`, or is another implementation of the program; raise ProgramError if torch makes no graph of the
+    program, or a compiler would be given none that computes.
     """
     transform = check.transform
     is_behind_aot = isinstance(transform, Compiler) or (isinstance(transform, FxPass) and transform.graph == "aten")
@@ -44,7 +44,7 @@ def subjects_of(check: Check, level: str = DYNAMO) -> list[Subject]:
 def as_subjects(captured: Sequence[CapturedGraph]) -> list[Subject]:
     """Return the subjects of captured graphs, without those that compute nothing; `origin` is the level of the capture.
 
-    An exported graph has no level, and stays even if it computes nothing.
+    An exported graph has no level, and stays in any case.
     """
     subjects = [replace(Subject.of(each.graph, each.inputs), origin=each.level) for each in captured]
     return [subject for subject in subjects if subject.nodes or not subject.origin]
@@ -53,8 +53,7 @@ def as_subjects(captured: Sequence[CapturedGraph]) -> list[Subject]:
 def nodes_of(culprit: Culprit, subject: Subject) -> tuple[str, ...]:
     """Return the names of a subject's nodes that may be the culprit; those that call the culprit's operator come first.
 
-    The culprit was named in another graph of the same program, so a node counts if its source line and its module path
-    are both equal to those of the culprit. Empty if no node counts, or if the culprit has neither.
+    They have the culprit's source line and module path. Empty if there are none, or if the culprit has neither.
     """
     if not culprit.source_line and not culprit.module_path:
         return ()

@@ -69,9 +69,9 @@ class Edit:
     def apply(self, subject: Subject) -> Subject | None:
         """Return the changed subject as a new one, or None if no operation is left in it; `subject` is not changed.
 
-        Inputs and nodes that neither an output nor an effect needs are removed. A node in `cut` whose value is a number
-        becomes a literal, and one whose value is neither that nor a tensor is not cut. Tensors that were drawn are
-        drawn again for their new shape, unless the edit has another value for them. The result has no `origin`.
+        What neither an output nor an effect needs is removed. A node in `cut` whose value is a number becomes a
+        literal, and one whose value is neither that nor a tensor is not cut. Inputs that are drawn are drawn again for
+        their new shape, unless the edit has another value for them. The result has no `origin`.
         """
         names = {node.name for node in subject.graph.graph.nodes}
         cut = {name: subject.values[name] for name in cuttable(subject, self.cut & names)}
@@ -104,7 +104,7 @@ class Edit:
     def _change_input(self, name: str, value: Any, draw: Draw | None) -> Any:
         """Return the new value of an input: replaced by `inputs`, then narrowed by `sizes`, then drawn by `draw`.
 
-        A non-tensor is not narrowed; without a `draw`, nothing is drawn.
+        Without a `draw`, nothing is drawn.
         """
         resized = _narrow(self.inputs.get(name, value), self.sizes)
         return draw.like(resized) if draw is not None else resized
@@ -121,10 +121,10 @@ def merge_edits(edits: Iterable[Edit]) -> Edit:
 
 
 def keep_only(subject: Subject, names: Sequence[str]) -> Edit:
-    """Return the edit that keeps the named nodes and removes every other node, effects included.
+    """Return the edit that keeps the named nodes and removes the others, effects included.
 
-    What the kept nodes read of removed nodes becomes an input with the reference's value. The graph then returns the
-    tensors of kept nodes that it returned before or that removed nodes read.
+    What the kept nodes read of others becomes an input with the reference's value; if it is a collection, the node that
+    makes it stays. The graph then returns the tensors of kept nodes that it returned before or that other nodes read.
     """
     outside = frozenset(node.name for node in subject.nodes) - set(names)
     return Edit(cut=cuttable(subject, outside), outputs=region_outputs(subject, names), dropped=outside)
@@ -158,8 +158,8 @@ def input_sizes(subject: Subject) -> set[int]:
 def _narrow(value: Any, sizes: Mapping[int, int]) -> Any:
     """Return a smaller copy of a tensor: the first elements along each axis whose size is a key of `sizes`.
 
-    `sizes` maps old sizes to new ones. The copy is a leaf with the same `requires_grad`; a tensor that is contiguous
-    stays so, any other keeps its strides. A non-tensor and a tensor without such an axis are returned themselves.
+    `sizes` maps old sizes to new ones. The copy is a leaf with the same `requires_grad`. A non-tensor and a tensor
+    without such an axis are returned themselves.
     """
     if not isinstance(value, torch.Tensor) or not any(size in sizes for size in value.shape):
         return value
@@ -175,8 +175,8 @@ def _narrow(value: Any, sizes: Mapping[int, int]) -> Any:
 def _resize_arguments(node: Node, sizes: Mapping[int, int], all_sizes: set[int]) -> None:
     """Change a node's integer arguments in place that equal a changed size, or its product with one of `all_sizes`.
 
-    `sizes` maps old sizes to new ones; `all_sizes` are the sizes above one of all inputs before the change. Integers in
-    nested lists, tuples and dicts are changed too.
+    `sizes` maps old sizes to new ones; `all_sizes` are those of all inputs before the change. Nested integers are
+    changed too.
     """
     numbers = dict(sizes)
     for old, new in sizes.items():

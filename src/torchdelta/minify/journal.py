@@ -54,7 +54,7 @@ class Journal:
     def write(self, subject: Subject, entry: Entry) -> None:
         """Write the best subject, then the journal with the entry that names it, and remove older subjects.
 
-        The directory is made if it is missing; that of the subject, `entry.best`, must be new.
+        The subject's directory, `entry.best`, must be new.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         place = self.directory / entry.best
@@ -75,8 +75,7 @@ class Journal:
     def read(self, *, allow: Sequence[str] = ()) -> tuple[Subject, Entry]:
         """Return the best subject and the entry; raise ReportUnreadable if the files are missing or damaged.
 
-        `allow` names the modules whose functions the subject may call; raise ReportUnreadable also if it calls one of
-        another module.
+        `allow` names the modules whose functions the subject may call.
         """
         path = self.directory / _FILE
         try:

@@ -76,12 +76,11 @@ class Minifier:
     draft: Draft | None = None
 
     def run(self) -> MinifiedGraph:
-        """Return the smallest graph that fails like the program; NothingToMinify if none of its graphs fails by itself.
+        """Return the smallest failing graph that is found; NothingToMinify if no graph of the program fails by itself.
 
-        With `is_resumed`, the reduction continues from the best subject in `out`; raise NothingToMinify if that does
-        not fail any more. If the failure turns out to be flaky, the reduction begins again, and asks several times
-        about each subject; raise NothingToMinify if it is too rare for that. With `out`, the best subject is kept
-        there; `notes` are added to.
+        With `is_resumed`, the reduction continues from the best subject in `out`. If the failure turns out to be flaky,
+        the reduction begins again, and asks several times about each subject; raise NothingToMinify if it is too rare
+        for that. With `out`, the best subject is kept there; `notes` are added to.
         """
         self.started = time.monotonic()
         entry: Entry | None = None
@@ -123,9 +122,9 @@ class Minifier:
     def _resumed(self, subjects: Sequence[Subject]) -> tuple[Subject, Entry]:
         """Return the best subject of an earlier reduction, and its entry in the journal in `out`.
 
-        `subjects` are those of the program: the best subject may call functions of their modules only. Raise UsageError
-        if `out` is None, or its graph is of another level; raise ReportUnreadable if the journal or the subject cannot
-        be read.
+        `subjects` are those of the program: the best subject may call functions of their modules. Raise UsageError if
+        `out` is None or its graph is of another level, and ReportUnreadable if the journal or the subject cannot be
+        read.
         """
         best, entry = self._journal.read(allow=[name for subject in subjects for name in subject.modules])
         level = self.limits.level
@@ -144,9 +143,8 @@ class Minifier:
     def _guess(self, subject: Subject) -> Predictor:
         """Return a predictor of the queries that the reduction will most likely need, before the failure is known.
 
-        The predictor is a function without arguments. It returns the next subject to ask about, under the assumption
-        that values diverge in forward; once the first predicted query is answered, that the failure is the one in its
-        answer. It then returns None if that answer shows no failure, or one that needs gradients.
+        It assumes that values diverge in forward, or, once the first predicted query is answered, that the failure is
+        the one in its answer. If that answer shows no failure, or one that needs gradients, it predicts nothing.
         """
         assert isinstance(self.ask, WorkerOracle)
         find = partial(self.ask.find, case=replace(self.ask.case, stages=FORWARD))
@@ -170,8 +168,8 @@ class Minifier:
     def report_death(self) -> Report | None:
         """Return the report of the first graph whose candidate ends its worker, or None if no graph does.
 
-        Signals, timeouts and spent memory end a worker; an exception does not. The report has the case of the whole
-        program. None also if the program's graphs cannot be captured.
+        An exception does not end a worker. The report has the case of the whole program. None also if the program's
+        graphs cannot be captured.
         """
         try:
             subjects = self._capture()
@@ -217,10 +215,9 @@ class Minifier:
     def _reduced(self, chosen: FailingGraph, ask: Oracle, entry: Entry | None) -> MinifiedGraph:
         """Return the smallest graph that the reducer finds below the chosen one.
 
-        `ask` answers the queries; `entry` is that of a resumed run, or None. With `out`, each new best subject, and at
-        last a neighbour that passes (a twin), are written there. Adds notes about the twin and about a result that may
-        not be the smallest. Raise FlakyFailure if the failure does not come again; then, as after any error, a script
-        whose run has begun is dropped.
+        `ask` answers the queries; `entry` is that of a resumed run, or None. With `out`, each new best subject, and a
+        neighbour that passes (a twin), are written there. `notes` are added to. Raise FlakyFailure if the failure does
+        not come again; after any error, a script whose run has begun is dropped.
         """
         subject = chosen.subject
         budget = Budget(queries=self.limits.queries, seconds=self.limits.seconds)
@@ -253,8 +250,7 @@ class Minifier:
     def _minified(self, reducer: Reducer, chosen: FailingGraph, entry: Entry | None) -> MinifiedGraph:
         """Return the reducer's best subject so far as a result, with its report and its costs.
 
-        The costs include those of `entry`, the entry of a resumed run. The report's case names the user's program,
-        because the subject is a part of that.
+        The costs include those of `entry`, the entry of a resumed run. The report's case names the user's program.
         """
         small, report = reducer.search.subject, reducer.search.answer.report
         assert report is not None
@@ -286,7 +282,7 @@ class Minifier:
         )
 
     def _begin_script(self, small: MinifiedGraph) -> None:
-        """Begin to run the script and keep it as `draft`, while a query tells whether the failure comes again.
+        """Begin to run the script of a result, and keep it as `draft`.
 
         Nothing happens if the path `script` is unknown or the script cannot be written.
         """
@@ -310,10 +306,10 @@ class Minifier:
         return self.ask.begun + (entry.queries if entry is not None else 0)
 
     def _keeping(self, reducer: Reducer, before: int, resumed: Entry | None) -> Callable[[Subject, Answer], None]:
-        """Return a function that writes a best subject, its argument, and the reducer's state into the journal.
+        """Return a function that writes a best subject, its first argument, and the reducer's state into the journal.
 
-        Its second argument, the answer, is not used. `before` is the number of nodes before the reduction; `resumed` is
-        the entry of an earlier run, whose costs are added, or None.
+        `before` is the number of nodes before the reduction; `resumed` is the entry of an earlier run, whose costs are
+        added, or None.
         """
 
         def keep(best: Subject, _: Answer) -> None:

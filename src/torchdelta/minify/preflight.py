@@ -76,10 +76,10 @@ class Preflight:
     def choose(self, subjects: Sequence[Subject]) -> FailingGraph:
         """Return the first graph that shows a failure to follow, and that failure; raise NothingToMinify if none does.
 
-        To follow is one of `expected`, or any failure if there are none; `limits.match` must allow it. The semantic
-        question, if the case asks it, is asked in a second round only. If only other failures than the expected show,
-        the first of them is followed, with a note. If none shows, but some are expected, the last round is repeated up
-        to `TRIALS - 1` times. Afterwards the case of `ask` has only the stages that the failure needs.
+        To follow is one of `expected`, or any failure if there are none, that `limits.match` allows. If only other
+        failures show, the first of them is followed, with a note; if none shows but some are expected, the graphs are
+        asked about again several times. The semantic question is asked in a second round only. Afterwards the case of
+        `ask` has only the stages that the failure needs.
         """
         case = self.ask.case
         others: list[tuple[int, FailingGraph]] = []
@@ -120,8 +120,7 @@ class Preflight:
     def _wanted(self, subject: Subject, meant: Sequence[Signature]) -> Signature:
         """Return the first failure of `meant` that the culprit alone shows too, or else the first of `meant`.
 
-        The culprit is cut out and asked about only if `meant` has several failures and the graph has the culprit;
-        `culprit_answer` keeps the answer.
+        The culprit is cut out and asked about only if `meant` has several failures; `culprit_answer` keeps the answer.
         """
         culprits = nodes_of(self.culprit, subject) if self.culprit is not None and len(meant) > 1 else ()
         cut = keep_only(subject, culprits[:1]).apply(subject) if culprits else None
@@ -134,9 +133,8 @@ class Preflight:
     def _chosen(self, number: int, subjects: Sequence[Subject], failing: FailingGraph) -> FailingGraph:
         """Return the failing graph itself; from now on only the stages that its failure needs are asked.
 
-        `number` is its place among the `subjects`, from 1; if there are several, a note tells it. If `culprit_answer`
-        is known and the oracle asks workers, the oracle remembers it, so that the reduction's first question is
-        answered.
+        `number` is its place among the `subjects`, from 1; if there are several, a note tells it. An oracle of workers
+        remembers `culprit_answer`, because the reduction begins with that question.
         """
         if len(subjects) > 1:
             which = f" ({failing.subject.origin})" if failing.subject.origin else ""
@@ -149,10 +147,9 @@ class Preflight:
     def patient(self, subject: Subject, wanted: Signature) -> Oracle:
         """Return an oracle for a flaky failure, which this subject showed once and once not: it asks several times.
 
-        The oracle returns the first answer that shows the failure, or the last one if none of them does; it asks so
-        often that it misses the failure with a chance of at most `SURE`. To estimate the rate, this subject is asked
-        about `TRIALS - 2` more times; `rate` is set, and a note tells it. Raise NothingToMinify if the rate is below
-        `RARE`.
+        The oracle returns the first answer that shows the failure, or the last one if none of them does. To estimate
+        the failure's rate, this subject is asked about `TRIALS - 2` more times; `rate` is set, and a note tells it.
+        Raise NothingToMinify if the rate is below `RARE`.
         """
         ask = self.ask
         shown = 1 + sum(ask(subject).shows(wanted) for _ in range(TRIALS - 2))

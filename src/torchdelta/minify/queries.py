@@ -45,10 +45,7 @@ class PendingQuery:
     """A question about a subject that a worker is answering; calling it waits for the answer."""
 
     def __init__(self, query: Query, case: Case, answered: Callable[[Outcome], Answer]) -> None:
-        """Set up a question for a query that was submitted; `answered` turns its outcome into the answer or raises.
-
-        It is called once, when the answer is first read.
-        """
+        """Set up a question for a query that was submitted; `answered` turns its outcome into the answer or raises."""
         self.query, self.case = query, case
         self._answered = answered
         self._answer: Answer | None = None
@@ -59,9 +56,9 @@ class PendingQuery:
         return self.query.is_done()
 
     def __call__(self) -> Answer:
-        """Wait for the query's end and return the answer; if it gives none, raise the same error each time.
+        """Wait for the query's end and return the answer, or raise the error of the worker's task; both are remembered.
 
-        Answer and error are remembered. An interrupt of the waiting cancels the query.
+        An interrupt of the waiting cancels the query.
         """
         if self._error is not None:
             raise self._error
@@ -153,8 +150,8 @@ class WorkerOracle:
     def _has_begun(self, predict: Predictor, case: Case | None) -> bool:
         """Begin to ask about the next predicted subject and return True; the question is kept in `ahead`.
 
-        It is asked under `case`, or under the oracle's case if that is None. Return False if nothing is predicted, or
-        if the prediction or the start of its query raises.
+        It is asked under `case`, or the oracle's own if that is None. Return False if nothing is predicted, or if the
+        prediction or the start of its query raises.
         """
         try:
             predicted = predict()
@@ -167,8 +164,7 @@ class WorkerOracle:
     def find(self, subject: Subject, case: Case | None = None) -> PendingQuery | AnswerCache | None:
         """Return the question about a subject that is needed now or was asked ahead, or None if there is none.
 
-        It must have been asked under the same case: `case`, or the oracle's own if that is None. It stays where it is,
-        in `now` or `ahead`.
+        It must have been asked under `case`, or the oracle's own if that is None. It stays in `now` or `ahead`.
         """
         of_subject = [self.now[1]] if self.now is not None and self.now[0] == subject.key else []
         if subject.key in self.ahead:
@@ -182,8 +178,8 @@ class WorkerOracle:
     def begin(self, subject: Subject, case: Case | None = None) -> PendingQuery:
         """Send a subject to a worker and return the question, without waiting; `case` replaces the oracle's case.
 
-        The subject is written to a directory of its own, which is removed when the answer is read. The query is counted
-        in `begun`, and may take `deadline_s`. Files of queries that were given up and have ended are removed first.
+        The query is counted in `begun`, and may take `deadline_s`. The subject is written to a directory of its own,
+        which is removed when the answer is read.
         """
         self._sweep()
         # in the pool's own directory, which is removed even if this process is killed
@@ -231,8 +227,8 @@ class WorkerOracle:
     def _needed(self, subject: Subject) -> PendingQuery | AnswerCache:
         """Return the question about a subject, and keep it as `now`: the one that was asked ahead, or a new one.
 
-        A question that was asked ahead is taken out of `ahead`. If a new one is begun, all questions ahead that are
-        still running are cancelled and forgotten; those that have ended stay.
+        A question that was asked ahead is taken out of `ahead`. If a new one is begun, the questions ahead that are
+        still running are cancelled and forgotten.
         """
         self.now = None
         question = self.find(subject)
@@ -261,7 +257,7 @@ class InProcessOracle:
     def __call__(self, subject: Subject) -> Answer:
         """Check a subject in this process, count it in `begun`, and return the answer.
 
-        The answer is empty if the check raises ProgramError, because the subject does not run eagerly.
+        The answer is empty if the check raises ProgramError, as for a subject that does not run eagerly.
         """
         self.begun += 1
         try:
@@ -278,9 +274,8 @@ def prepare_subject(
 ) -> Check:
     """Return the check of a subject under a case, not yet run; `transform` is passed along because it may have no name.
 
-    A subject has flat outputs and no parameters, so nothing is trained and a user's loss is left out. The case's
-    options are left out for a `Transform` object, which has its own. `progress` gets the name of each part of the check
-    as it begins.
+    The case's optimizer and loss are left out, and its options too for a `Transform` object, which has its own.
+    `progress` gets the name of each part of the check as it begins.
     """
     options = CheckOptions(
         transform=transform,
@@ -301,7 +296,7 @@ def answer_of(outcome: Outcome, case: Case) -> Answer:
     """Return the answer about a subject that a worker's outcome gives: that of its report, if it has one.
 
     A death or timeout of the candidate is a failure in the answer. The answer is empty if the subject fails or hangs
-    eagerly. Raise any other error of the worker's task: a TorchDeltaError as it is, everything else as RuntimeError.
+    eagerly. Any other error of the worker's task is raised.
     """
     runs_candidate = CANDIDATE_PARTS.__contains__
     try:
@@ -316,8 +311,7 @@ def answer_of(outcome: Outcome, case: Case) -> Answer:
 def answer_from(report: Report) -> Answer:
     """Return the answer that a report gives: the signatures of its failures, the leaves that diverged, and the report.
 
-    It has passed only if the verdict is EQUIVALENT. Its message is that of the report's failure, or empty if leaves
-    diverged instead or nothing failed.
+    It has passed only if the verdict is EQUIVALENT. Its message is that of the report's failure, or empty without one.
     """
     return Answer(
         signatures=signatures_of(report),

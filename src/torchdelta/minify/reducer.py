@@ -137,12 +137,11 @@ class Reducer:
         passes: Sequence[Pass],
         culprits: Sequence[str] = (),
     ) -> Subject:
-        """Return the smallest subject: run each strategy once, then all passes until none makes progress.
+        """Return the smallest subject found: run each strategy once, then all passes until none makes progress.
 
-        `answer` is the one about `subject`, which shows the failure; `culprits` are names of suspected nodes. Between
-        strategies and passes, ask whether the failure shows again; that is cheap by then, because the subject is small.
-        Raise FlakyFailure if it does not: the passes' progress is given up, because they must not follow an
-        intermittent failure. If the budget is spent, the best subject so far is returned, and `is_minimal` is false.
+        `answer` is the one about `subject`, which shows the failure; `culprits` are names of suspected nodes. After the
+        strategies, queries ask whether the failure shows again; raise FlakyFailure if it does not. If the budget is
+        spent, the best subject so far is returned, and `is_minimal` is false.
         """
         self.search = Search(subject=subject, answer=answer, wanted=self.wanted, culprits=tuple(culprits))
         self.passes = passes
@@ -175,9 +174,8 @@ class Reducer:
     def _predictor(self, strategies: Sequence[Pass]) -> Predictor | None:
         """Return a predictor of the queries to come, or None without a pool; `strategies` are those still to run.
 
-        The predictor is a function without arguments that returns a subject or None. It starts from a copy of the
-        search as it is now, and returns None if the queries so far, with those on unused predictions, have reached the
-        budget.
+        It starts from a copy of the search as it is now, and predicts nothing once the queries so far, with those on
+        unused predictions, have reached the budget.
         """
         if self.pool is None:
             return None
@@ -230,10 +228,10 @@ class Reducer:
     def _test(self, edit: Edit, name: str, predict: Predictor | None, *, is_strategy: bool) -> bool:
         """Ask about one edit, and return whether it was accepted: whether the edited subject is the new best one.
 
-        Nothing is asked about an edit that `apply_edit` decides, or about a subject that was asked about before: that
-        is refused, whatever its answer was. A broken query refuses the edit and sets `unanswered`. Raise
-        BudgetExhausted if the budget is spent or too many queries in a row broke; raise FlakyFailure if a repeat has
-        ended without the failure. `name` is the pass, for the progress.
+        Nothing is asked if `apply_edit` decides, or about a subject that was asked about before, which is refused. A
+        broken query refuses the edit and sets `unanswered`. Raise BudgetExhausted if the budget is spent or too many
+        queries in a row broke; FlakyFailure if a repeat has ended without the failure. `name` is the pass, for the
+        progress.
         """
         edited = apply_edit(edit, self.search, is_strategy=is_strategy)
         if isinstance(edited, bool):
@@ -257,8 +255,8 @@ class Reducer:
         """Remember an answer, make the subject the best one if it shows the failure, and return whether it does.
 
         Other failures are counted in `also_seen`, and a subject that passes becomes the `twin`. A strategy's answer is
-        kept in `answers` and counted for the repeats; its best subject is not saved here, because the strategy may be
-        undone.
+        also kept in `answers` and counted for the repeats; its best subject is not saved here, because the strategy may
+        be undone.
         """
         shows = self.outcomes[edited.key] = answer.shows(self.wanted)
         if is_strategy:
@@ -282,9 +280,9 @@ class Reducer:
     def _begin_repeats(self) -> None:
         """Start the queries that ask whether the failure shows again, and keep them in `repeats`.
 
-        There are `REPEATS` of them, less the strategies' queries that showed the failure, unless one did not; none for
-        a failure that is known to be flaky. The passes run beside them. They are not bound by the budget, because
-        without them an intermittent failure would be reported as steady.
+        There are `REPEATS` of them, less the strategies' queries if all of those showed the failure; none for a failure
+        that is known to be flaky. They are not bound by the budget, because without them an intermittent failure would
+        be reported as steady.
         """
         subject = self.search.subject
         missing = REPEATS if self.has_refusals else max(0, REPEATS - self.strategy_hits)
@@ -300,7 +298,7 @@ class Reducer:
     def _check_repeats(self, *, wait: bool = False) -> None:
         """Read and remove the repeats that are done, or all if `wait`; FlakyFailure if one does not show the failure.
 
-        Repeats are queries that ask again about a subject that showed it. A repeat that broke is ignored.
+        A repeat that broke is ignored.
         """
         for subject, query in [each for each in self.repeats if wait or each[1].is_done()]:
             self.repeats.remove((subject, query))

@@ -41,8 +41,7 @@ class Draft:
     def finish(self, *, deadline_s: float) -> Repro:
         """Wait for its run, move its files to their final paths, and return the path and whether the failure showed.
 
-        It did not show in a run that takes longer than `deadline_s`, counted from the run's begin. The files are moved
-        in any case.
+        A run that takes longer than `deadline_s`, counted from its begin, does not show it.
         """
         showing = self.runner.wait(deadline_s=deadline_s)
         if self.written.tensors_path is not None:
@@ -97,9 +96,9 @@ class MinifiedGraph:
     def write(self, path: str | os.PathLike[str], *, data: bool = True, deadline_s: float = CONFIRMED_S) -> Repro:
         """Write a script that shows the failure with torch alone, run it in a clean process, and return the result.
 
-        The result has the path, and whether the failure showed; a script that does not show it is kept. A `draft` of
-        the same path and `data` is finished instead of a new run, and any other is dropped. Without `data`, random
-        numbers replace the user's. Raise ReproUnwritable if there can be no such script.
+        The result has the path, and whether the failure showed; a script that does not show it is kept. An unfinished
+        `draft` of the same path and `data` is finished instead of a new run, and any other is dropped. Without `data`,
+        random numbers replace the user's. Raise ReproUnwritable if there can be no such script.
         """
         draft = self.draft
         if draft is not None and (draft.path, draft.data) != (Path(path), data):

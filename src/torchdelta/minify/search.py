@@ -125,10 +125,9 @@ def next_edit(proposals: Proposals, was_accepted: bool | None) -> Edit | None:
 def apply_edit(edit: Edit, search: Search, *, is_strategy: bool) -> Subject | bool:
     """Apply an edit; return the subject that has to be asked about, or, without a query, whether it is accepted.
 
-    It is applied to `search.subject`. True only for an edit that changes neither graph nor values but makes the subject
-    simpler (the same values, now drawn); `search.subject` is then replaced. False for an edit that leaves no operation
-    or changes nothing; and for one whose result is not simpler, unless a strategy proposed it: a strategy may take a
-    detour.
+    True for an edit that leaves graph and values the same but makes the subject simpler (now drawn); `search.subject`
+    is then replaced. False for an edit that leaves no operation or changes nothing; and for one whose result is not
+    simpler, unless a strategy proposed it: a strategy may take a detour.
     """
     result = edit.apply(search.subject)
     if result is None:
@@ -144,9 +143,8 @@ def apply_edit(edit: Edit, search: Search, *, is_strategy: bool) -> Subject | bo
 def complexity(subject: Subject) -> tuple[float, ...]:
     """Return a tuple that is smaller for a simpler subject; its first items count most.
 
-    They are: the number of nodes that compute; of inputs and outputs; the sum of integers in the nodes' arguments; the
-    number of elements of the inputs; and of inputs that are not contiguous, that are floats other than float32, that
-    require grad, and that are not drawn, in this order.
+    They are the number of nodes that compute; of inputs and outputs; the sum of integers in the nodes' arguments; the
+    number of elements of the inputs; and of inputs that are not plain in layout, dtype, `requires_grad` and values.
     """
     tensors = [value for value in subject.inputs if isinstance(value, torch.Tensor)]
     return (
@@ -176,8 +174,7 @@ def _sum_integers(value: Any) -> int:
 def failing_outputs(search: Search) -> list[str]:
     """Return the names of the outputs whose leaves show the wanted failure, worst first; empty if none does.
 
-    If an input's leaf shows it (by a write or by its gradient), the outputs that are computed from that input are
-    returned in its place.
+    If an input's leaf shows it (by a write or its gradient), the outputs computed from that input take its place.
     """
     subject = search.subject
     input_names = [node.name for node in placeholders(subject.graph.graph)]

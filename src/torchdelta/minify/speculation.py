@@ -42,8 +42,7 @@ class Speculation:
     def __call__(self) -> Subject | None:
         """Return the next subject to ask about, or None if it cannot be predicted or all predicted queries are begun.
 
-        The strategies and passes are replayed on a copy of `search`, with known answers and guesses. As in the reducer,
-        a strategy that ends with a subject that is not simpler is undone.
+        The strategies and passes are replayed on a copy of `search`, with known answers and guesses.
         """
         replay = _Replay(**vars(self.search))
         try:
@@ -85,10 +84,9 @@ class Speculation:
     def _test(self, edit: Edit, edited: Subject, replay: _Replay, *, is_strategy: bool) -> bool:
         """Return whether the reducer accepts the edit: by its answer, or by the edit's guess while the query runs.
 
-        `edited` is the edited subject; if accepted, it becomes the replay's best one. A guess sets `is_guessed`. A
-        subject of `outcomes` without an answer is refused. Raise _EndOfReplay with the subject as prediction if it has
-        no query yet. Raise it without a prediction if there is neither an answer nor a guess, if the guess is True for
-        several operations, if an earlier guess proves wrong, or if a pass needs an answer after a guess.
+        If accepted, `edited`, the edited subject, becomes the replay's best one. A guess sets `is_guessed`. Raise
+        _EndOfReplay with the subject as prediction if it has no query yet, and without one if neither an answer nor a
+        guess can be relied on.
         """
         answer = self.answers.get(edited.key)
         if answer is None and edited.key in self.outcomes:
@@ -113,8 +111,7 @@ class Speculation:
     def _read_answer(self, edited: Subject) -> Answer | None:
         """Return the answer about a subject, or None if its query is still running; it never waits.
 
-        Raise _EndOfReplay with the subject as prediction if no query was started; without a prediction if the query
-        broke.
+        Raise _EndOfReplay, with the subject as prediction if no query was started, and without one if the query broke.
         """
         query = self.find(edited)
         if query is None:

@@ -46,7 +46,7 @@ class Draw:
     def like(self, value: torch.Tensor) -> torch.Tensor:
         """Return a contiguous tensor of the same shape, dtype, device and `requires_grad`, filled with these numbers.
 
-        Random numbers come from a generator of its own, seeded by `seed`, in float32 or complex64, and are then cast.
+        Torch's own random generators are not used.
         """
         if self.by == "randn":
             dtype = torch.complex64 if value.is_complex() else torch.float32
@@ -117,11 +117,10 @@ class Subject:
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        """The value of each input and node in an eager run, by name, before any node wrote to it.
+        """The value of each input and node in a seeded eager run, by name, before any later node wrote to it.
 
-        Inputs are the subject's own objects. Values of nodes are copies that can be inputs; a collection of another
-        type than tuple or list is not copied. The run is seeded, and uses copies of the inputs. An error of the graph
-        is raised.
+        Inputs are the subject's own objects; values of nodes are copies that can be inputs (`as_inputs`). The run uses
+        copies of the inputs. An error of the graph is raised.
         """
         values: dict[str, Any] = {}
 
@@ -143,9 +142,7 @@ class Subject:
     def key(self) -> str:
         """A hash of the graph and its inputs, which is the same for equal subjects in every process.
 
-        Names of nodes, `drawn`, `origin`, attributes of the graph module and the devices of inputs do not count; a
-        device among the arguments of a node does. Of an input without a plain buffer, such as a sparse one, the
-        elements do not count.
+        Names of nodes, `drawn`, `origin`, attributes of the graph module and the devices of inputs do not count.
         """
         names: dict[Node, str] = {}
 
@@ -184,10 +181,9 @@ def rebuild(
 ) -> Subject:
     """Return a subject of the nodes that the outputs need, and of nodes that have an effect; `source` is not changed.
 
-    Nodes with an effect are left out if they are in `dropped` or `instead`. `inputs` has a value for each placeholder
-    and constant; those that are not needed are left out. A node in `cut` becomes an input of that value for its
-    readers; the node itself stays only if it is returned or has an effect. `instead` replaces a node by another one, as
-    a `Name`, or by a literal; a literal is not returned. The result has neither `drawn` nor `origin`.
+    `inputs` has a value for each placeholder and constant. A node in `cut` becomes an input of that value for its
+    readers. `instead` replaces a node by another one, as a `Name`, or by a literal; a literal is not returned. Nodes in
+    `dropped` or `instead` are not kept for their effect. The result has neither `drawn` nor `origin`.
     """
     ordered = list(source.graph.nodes)
     cut, other = cut or {}, instead or {}
@@ -258,10 +254,7 @@ def as_inputs(value: Any) -> Any:
 
 
 def _take_free_name(name: str, taken: set[str]) -> str:
-    """Return `name`, with `_given` behind it as often as needed until it is not in `taken`, and add it to `taken`.
-
-    It is for the input that replaces a node which stays in the graph.
-    """
+    """Return `name`, with `_given` behind it as often as needed until it is not in `taken`, and add it to `taken`."""
     while name in taken:
         name += "_given"
     taken.add(name)
@@ -277,9 +270,8 @@ def _find_needed(
 ) -> tuple[set[str], set[str]]:
     """Return the names of the nodes that the wanted ones need, themselves included, and of the cut nodes they read.
 
-    A wanted node is needed even if it is in `cut`. Any other node in `cut` is only read, and what it was computed from
-    is not needed for that. The search ends at nodes in `inputs`. `resolve` returns the `Name` or the literal that
-    replaces a node, or its own `Name`; a literal needs nothing.
+    A node in `cut` is needed only if it is wanted. The search ends at nodes in `inputs`. `resolve` returns the `Name`
+    or the literal that replaces a node, or its own `Name`; a literal needs nothing.
     """
     needed: set[str] = set()
     read_cut: set[str] = set()
@@ -333,7 +325,7 @@ class _UnquotedText(str):
 def _add_to_digest(value: Any, digest: Any) -> None:
     """Add a value to a hash: the repr of a non-tensor; of a tensor its layout, dtype, `requires_grad` and elements.
 
-    The elements of a tensor without a plain buffer, such as a sparse one, are left out, and so is the device.
+    The elements of a tensor without a plain buffer, such as a sparse one, are left out.
     """
     if not isinstance(value, torch.Tensor):
         digest.update(repr(value).encode())

@@ -16,9 +16,9 @@ WORKER = "torchdelta.minify.worker"
 def pool_for(transform: str | None, *, preload: Sequence[str] = (), from_here: bool = False) -> Pool:
     """Return a pool of two workers, not entered yet, which are ready for checks and minifying before their first query.
 
-    They import all that these need and the modules `preload`, and compile once: with inductor if `transform` is
-    `inductor` or `backend:inductor`, and otherwise, also for None, with `eager`. With `from_here` they are forked from
-    this process, which has to be a single thread.
+    They import what these need and the modules `preload`, and compile once: with inductor if that is the `transform`,
+    and otherwise with the backend `eager`. With `from_here` they are forked from this process, which has to be a single
+    thread.
     """
     is_inductor = (transform or "").removeprefix("backend:") == "inductor"
     warm = "inductor" if is_inductor else "eager"

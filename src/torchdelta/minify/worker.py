@@ -21,9 +21,8 @@ from torchdelta.records.codec import decode, encode
 def check_subject(request: Mapping[str, Any], place: QueryDirectory) -> dict[str, Any]:
     """Check the subject whose directory a request names, and return `{"report": …}` with the encoded report.
 
-    `WorkerOracle.begin` wrote the request and the subject's files. The process gets the request's thread count for
-    good, and its compiler settings for the check; the request's modules are imported first. `place` is told the name of
-    each part of the check as it begins.
+    `WorkerOracle.begin` wrote the request and the subject's files. The request's thread count is set for good, and its
+    compiler settings for the check; its modules are imported first. `place` is told the name of each part of the check.
     """
     case = decode(Case, request["case"], "case")
     torch.set_num_threads(request["threads"])

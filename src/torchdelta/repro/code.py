@@ -58,9 +58,8 @@ class ProgramSource:
 def write_program(graph_module: GraphModule, inputs: tuple[Any, ...], imports: tuple[str, ...] = ()) -> ProgramSource:
     """Return the source text of a graph as a program; raise ReproUnwritable if a node or a called module has no code.
 
-    `inputs` has one value for each placeholder, in order. The values only help to choose names: neither they nor the
-    values of the graph's tensors are written here; the tensors themselves are in `tensors` of the result. `imports` are
-    modules that the script imports in any case; modules that the code needs are added to them in the result.
+    `inputs` has one value for each placeholder, in order; they only help to choose names. The graph's tensors are
+    returned themselves, in `tensors` of the result. `imports` are modules that the script imports in any case.
     """
     source = ProgramSource(imports=set(imports))
     names = Names()
@@ -75,12 +74,11 @@ def write_program(graph_module: GraphModule, inputs: tuple[Any, ...], imports: t
 
 
 def _name_tensors_and_modules(graph_module: GraphModule, source: ProgramSource) -> None:
-    """Add every tensor that the graph reads and every module that it calls to `source`, each under a new name.
+    """Add the tensors that the graph reads and the modules that it calls to `source`, under new names.
 
-    Parameters and buffers of a called module are added under its name (`linear.weight`). A tensor that is read at two
-    paths has one name; a module that is called at two paths has it at the first path only. Inner graphs get no name,
-    because they become functions, but the tensors and modules that they use are added. Attributes that are not tensors
-    are skipped. Raise ReproUnwritable if a called module cannot be built.
+    Parameters and buffers of a called module are added under its name (`linear.weight`). Inner graphs are searched too,
+    but get no name, because they become functions; other attributes are skipped. Raise ReproUnwritable if a called
+    module cannot be built.
     """
     names = Names()
     known: dict[int, str] = {}
@@ -133,8 +131,7 @@ class _Body:
         """Set up the writer of one graph; `inputs` has the name of each of its placeholders.
 
         `prefix` is the path of an inner graph with a dot at its end, and empty for the outermost one. All graphs of a
-        script share `source`, to which modules to import are added, and `names`, in which every chosen name is marked
-        as taken.
+        script share `source` and `names`, which are added to.
         """
         self.graph_module = graph_module
         self.source = source
@@ -146,11 +143,11 @@ class _Body:
         """The name of each inner graph's function, by the graph's attribute."""
 
     def lines(self) -> Iterator[str]:
-        """Yield the statements of the graph, with a comment wherever the user's source line changes.
+        """Yield the statements of the graph, with a comment wherever the place in the user's code changes.
 
-        Each inner graph is defined as a function before its first reader. Attributes, and a call that is the whole
-        output, are written into their readers. A node without readers is a statement without a name; any other gets a
-        name, which `text` remembers. Raise ReproUnwritable, with the node's name in its message, if a node has no code.
+        Each inner graph is defined as a function before the first node that names it. Attributes, and a call that is
+        the whole output, are written into their readers. Raise ReproUnwritable, with the node's name in its message, if
+        a node has no code.
         """
         place = ""
         body = [node for node in self.graph_module.graph.nodes if node.op != "placeholder" and not _is_guard(node)]
@@ -208,8 +205,8 @@ class _Body:
     def _functions_of(self, node: Node) -> Iterator[str]:
         """Yield the lines that define a function for the inner graph that a `get_attr` or `call_module` node names.
 
-        The function's name is kept in `functions`. Nothing is yielded for any other node, if the node names something
-        else than a graph, or if the graph's function is defined already.
+        The function's name is kept in `functions`. Nothing is yielded if the node names no graph, or one whose function
+        is defined already.
         """
         if node.op not in ("get_attr", "call_module") or str(node.target) in self.functions:
             return
@@ -227,7 +224,7 @@ class _Body:
 
 
 def _only_returned(body: list[Node]) -> Node | None:
-    """Return the last call before the output if it is the whole output, so that it needs no name, or else None.
+    """Return the node before the output if it is a call and the whole output, so that it needs no name, or else None.
 
     It is the whole output if the graph returns it, alone or in a tuple or list of one, and no other node reads it. An
     assignment (`setitem`) is never returned.
@@ -273,8 +270,8 @@ def write_call(node: Node, refer: Refer, imports: set[str]) -> str:
     """Return the code of a node that calls a function or method; modules to import are added to `imports`.
 
     `refer` returns the name of a node that is written already, and None for any other value. Operators of Python are
-    written with their signs (`x + y`, `x[i]`, `x.name`); `setitem` gives an assignment, all other calls an expression.
-    Raise ReproUnwritable if the function or an argument has no code.
+    written with their signs (`x + y`, `x[i]`), and `setitem` as an assignment. Raise ReproUnwritable if the function or
+    an argument has no code.
     """
 
     def refer_or_import(value: Any) -> str | None:
@@ -310,10 +307,10 @@ def is_statement(node: Node) -> bool:
 
 
 def _import_registration(target: Any, imports: set[str]) -> None:
-    """Add the module that registers a custom operator to `imports`; torch's own operators, and functions, need none.
+    """Add the module that has to be imported for an operator to exist to `imports`, if there is one.
 
-    If the module is unknown, nothing is added: one of the `imports` is taken to register the operator. Raise
-    ReproUnwritable if there are none.
+    If the module is unknown, one of the `imports` is taken to register the operator; raise ReproUnwritable if there are
+    none.
     """
     try:
         module = registered_by(target)
@@ -332,9 +329,9 @@ def _operand(text: str) -> str:
 def write_module(module: nn.Module, name: str) -> str:
     """Return an expression that builds a module of the same class and settings, with new parameters and buffers.
 
-    It is the module's repr, which is tried here; a `Sequential` is built from its parts. It ends with `.eval()` if the
-    module is not in training mode. `name` is the module's path, for messages. Raise ReproUnwritable if the module or a
-    part is not of torch.nn, or its repr does not say all that it was built with.
+    It is the module's repr, which is tried here; a `Sequential` is built from its parts. `.eval()` is added if the
+    module is not in training mode. `name` is for messages. Raise ReproUnwritable if the module or a part is not of
+    torch.nn, or its repr does not say all that it was built with.
     """
     kind = type(module)
     if getattr(nn, kind.__name__, None) is not kind:
@@ -353,9 +350,9 @@ def write_module(module: nn.Module, name: str) -> str:
 
 
 def _builds(text: str, module: nn.Module) -> bool:
-    """Return whether an expression builds a module with the same class, repr, settings and shapes.
+    """Return whether an expression builds a module with the same class, repr and `_traits`; False if it raises.
 
-    False if it raises. Torch's random generators are left as they were.
+    Torch's random generators are left as they were.
     """
     try:
         with runtime.drawing_from():
@@ -366,9 +363,9 @@ def _builds(text: str, module: nn.Module) -> bool:
 
 
 def _traits(module: nn.Module) -> tuple[Any, ...]:
-    """Return the traits to compare modules by: the shapes of its tensors and its plain attributes, both by name.
+    """Return what modules are compared by: shapes of parameters and buffers, and plain public attributes, both by name.
 
-    Plain are public numbers, bools, texts, tuples and None; `training` is left out.
+    Plain are numbers, texts, tuples and None; `training` is left out.
     """
     state = {name: tuple(tensor.shape) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     plain = (bool, int, float, str, tuple, type(None))
@@ -427,9 +424,8 @@ class Names:
 def wishes_for_input(node: Node, value: Any) -> Iterator[str]:
     """Yield names for a placeholder, the best first; `value` is its input.
 
-    First, for a tensor that a tracer named (`arg0_1`): the names of the operators' arguments that it is passed as, then
-    `x`, `y`, …; for the integer of a symbolic size (`s0`): `size`. At the end, for every input, the names that
-    `wishes_for_path` makes of its own name.
+    For a tensor that a tracer named (`arg0_1`), names of operators' arguments that it is passed as, and `x`, `y`, …
+    come first; for a symbolic size (`s0`), `size`. The names that `wishes_for_path` makes of its own name come last.
     """
     # the reducer adds this suffix to a node that it turns into an input
     target = str(node.target).removesuffix("_given")
@@ -442,11 +438,10 @@ def wishes_for_input(node: Node, value: Any) -> Iterator[str]:
 
 
 def wishes_for_path(path: str) -> Iterator[str]:
-    """Yield names for a dotted path or a tracer's name, short ones first: `weight`, … for `h.0.mlp.weight`.
+    """Yield names for a dotted path or a tracer's name, short ones first: `weight`, `mlp_weight`, … for `h.mlp.weight`.
 
-    Each name takes one more part from the end: `mlp_weight` is next. Names that begin with a digit and dynamo's
-    prefixes (`L_self_modules_`) are left out. The last name is the whole path in any case, or `value` if nothing is
-    left of it.
+    Names that begin with a digit and dynamo's prefixes (`L_self_modules_`) are left out. The last name is the whole
+    path in any case, or `value` if nothing is left of it.
     """
     owners = _OWNER.split(_LOCAL.sub("", path).removeprefix("l_"))
     parts = [part for part in ".".join(owners[1:] or owners).strip("_").split(".") if part.strip("_")]

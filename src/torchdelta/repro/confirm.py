@@ -99,7 +99,7 @@ class CleanProcess:
     def begin(self, path: Path) -> None:
         """Send the path of the script to the process, which then runs it, and return without waiting.
 
-        The deadline of `wait` counts from now. A process that has died raises nothing here: `wait` returns its status.
+        The deadline of `wait` counts from now. If the process has died, `wait` returns its status.
         """
         self._started_at = time.monotonic()
         assert self._process.stdin is not None
@@ -111,9 +111,8 @@ class CleanProcess:
     def wait(self, *, deadline_s: float) -> ScriptOutcome:
         """Wait for the script's end and return its outcome, with status None if it took longer than `deadline_s`.
 
-        The time counts from `begin`, which must have been called. Of the output, the last `KEPT` bytes are returned. In
-        any case the process is over afterwards, all processes of its group are killed, and its output is gone: it can
-        be waited for only once.
+        The time counts from `begin`, which must have been called. Of the output, the last `KEPT` bytes are returned.
+        The process and its group are killed afterwards, so it can be waited for only once.
         """
         assert self._started_at is not None
         status: int | None = None
@@ -156,9 +155,9 @@ def _end(process: subprocess.Popen[bytes], output: IO[bytes]) -> None:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process that leads its own group, with the group, if they still live; wait for the end of the process.
+    """Kill a process, which leads its own group, and the group, if they still live; wait for the end of the process.
 
-    A process that leads no group is not killed, only waited for. Without groups (Windows) the process alone is killed.
+    Without groups (Windows) the process alone is killed.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if hasattr(os, "killpg"):

@@ -46,10 +46,9 @@ class Finding:
     """Modules whose import registers the operators that the graph calls."""
 
     def __post_init__(self) -> None:
-        """Raise UsageError if the parts do not fit.
+        """Raise UsageError unless there is one input for each placeholder and the report's verdict is a failure.
 
-        The graph must have one placeholder for each input, the report must have the verdict of a failure, and
-        `inputs_from` may name places of inputs only.
+        `inputs_from` must name places of inputs only.
         """
         count = sum(node.op == "placeholder" for node in self.graph.graph.nodes)
         if count != len(self.inputs):
@@ -80,13 +79,13 @@ class Divergence:
 
     @property
     def clause(self) -> str | None:
-        """The clause of the contract that is broken, or None if the values differ."""
+        """The first broken clause of the contract that is not about values, or None if only values differ."""
         broken = (breach.clause for breach in self.comparison.contract if not breach.excused)
         return next((clause for clause in broken if clause not in _OF_VALUES), None)
 
     @property
     def is_exact(self) -> bool:
-        """Whether the values are integers or booleans, which have no rounding."""
+        """Whether the values are neither floats nor complex numbers, and so have no rounding."""
         return not (self.comparison.dtype or "").startswith(_INEXACT)
 
     @property
@@ -130,8 +129,8 @@ def divergence_of(report: Report, outputs: Mapping[str, str], state: Mapping[str
 def bound_of(divergence: Divergence, error: float) -> Bound:
     """Return the largest difference that a script accepts in a leaf, and why; `error` is the largest that was seen.
 
-    It is the geometric mean of the comparison's `allowed` and `error`. If `allowed` is None, zero or not below `error`,
-    it is half of `error`. If `error` is NaN or Inf, it is `allowed`, or 0 if that is None or not finite.
+    It is the geometric mean of the comparison's `allowed` and `error`, or half of `error` if `allowed` is not between 0
+    and `error`. If `error` is NaN or Inf, it is `allowed`, or 0 if that is None or not finite.
     """
     allowed = divergence.comparison.allowed
     if not math.isfinite(error):
@@ -154,8 +153,8 @@ def key_of(failure: Failure) -> str:
 def _expression(path: str, outputs: Mapping[str, str], state: Mapping[str, str]) -> str | None:
     """Return the script's expression for a leaf at a path of the report, or None if a script cannot reach it.
 
-    Outputs that are not in `outputs`, and arguments (`args[0]`, `args[0].grad`), have their path as expression. `state`
-    has the expressions of parameters, buffers and attributes by name; that of a gradient is followed by `.grad`.
+    It is looked up in `outputs` by path, or in `state` by name, with `.grad` behind it for a gradient. Other outputs,
+    and arguments (`args[0]`, `args[0].grad`), have their path as expression.
     """
     if path in outputs:
         return outputs[path]

@@ -25,9 +25,9 @@ class ImportLines:
 def import_named(spec: str, script: Path) -> ImportLines:
     """Return the lines by which a script imports the object that `spec` names, and the expression for it afterwards.
 
-    `spec` is `path/file.py:name` or `package.module:name`; `script` is the path of the script, to which paths are
-    relative. The name may be dotted (`Class.method`): its first part is imported, as `given_…` if the script uses that
-    name itself. Raise ReproUnwritable if there is no such file or module; the name in it is not looked up.
+    `spec` is `path/file.py:name` or `package.module:name`, where the name may be dotted; `script` is the path of the
+    script, to which paths are relative. Raise ReproUnwritable if there is no such file or module; the name in it is not
+    looked up.
     """
     place, _, name = spec.rpartition(":")
     first, _, rest = name.partition(".")
@@ -47,9 +47,8 @@ def import_module(module: str, script: Path) -> tuple[str, ...]:
     """Return the lines that import a module, named by `package.module` or by a path to a `.py` file.
 
     `script` is the path of the script, to which paths are relative. A line that extends `sys.path` comes first, unless
-    the module is installed or has no source file. A module that was loaded from a file of another name is imported by
-    that file. Raise ReproUnwritable for `__main__`, for a module or file that does not exist, and for a file whose name
-    is not an identifier or is that of a standard module or of a name in the script.
+    the module is installed or has no source file. Raise ReproUnwritable for `__main__`, for what does not exist, and
+    for a file whose name cannot be that of a module, or is that of a standard module or of a name in the script.
     """
     if module.endswith(".py"):
         path = Path(module).resolve()
@@ -101,8 +100,8 @@ def _is_importable(file: Path) -> bool:
 def _from_file(file: Path, script: Path, import_as: str, alias: str, first: str) -> tuple[str, ...]:
     """Return the lines that import the name `first` from a file, under the name `alias`.
 
-    `import_as` is the text for an import statement: `first`, or `first as alias`. A file whose name is not an
-    identifier, or is that of another module, is loaded by its path relative to `script` instead.
+    `import_as` is the text for an import statement: `first`, or `first as alias`. A file that `_is_importable` refuses
+    is loaded by its path relative to `script` instead.
     """
     if _is_importable(file):
         return _add_to_path(file.parent, script), f"from {file.stem} import {import_as}"

@@ -34,9 +34,8 @@ MAX_ROWS = 5
 def issue_text(finding: Finding, path: Path, *, data: bool = True) -> str:
     """Return the Markdown text of an issue: headline, details, evidence, the script, and versions.
 
-    The script is read from `path` and quoted, so it must have been written before. Pass the `data` that it was written
-    with: values are left out if random numbers replaced them. Raise ReproUnwritable if no script of torch alone can
-    show the finding.
+    The script at `path` is quoted, so it must have been written before, with the same `data`. Raise ReproUnwritable if
+    no script of torch alone can show the finding.
     """
     path = Path(path)
     question = Question(finding, path, data=data)
@@ -58,9 +57,8 @@ def issue_text(finding: Finding, path: Path, *, data: bool = True) -> str:
 def _evidence(finding: Finding, *, has_values: bool) -> Iterator[str]:
     """Yield the evidence in Markdown: a code block with the failure's type and message, or else a table, line by line.
 
-    The message is cut to its last 2000 letters. The table has the `MAX_ROWS` worst of the leaves that diverged, and
-    says how many more there are; it has no rows if none did. Without `has_values`, the index and values of the worst
-    element are left out.
+    A long message is cut to its end. The table has the `MAX_ROWS` worst of the leaves that diverged, and says how many
+    more there are. Without `has_values`, the index and values of the worst element are left out.
     """
     report = finding.report
     if report.failure is not None:
@@ -80,7 +78,7 @@ def _row(comparison: Comparison) -> str:
     """Return a leaf's row of the table in Markdown.
 
     Its cells are the path with the index of the worst element, the three values there (eager, candidate, float64),
-    error, noise and reason. A cell is empty if its value is unknown; without a worst element, the path has no index.
+    error, noise and reason. What is unknown is left empty.
     """
     worst = comparison.worst
     where = f"`{comparison.path}{list(worst.index) if worst else ''}`"
@@ -122,10 +120,9 @@ def header_of(question: Question, data: str) -> str:
 def details(question: Question) -> str:
     """Return the evidence as one or two sentences.
 
-    For an exception, the line of its message that says what went wrong; for any other failure, its message; for a
-    broken clause of the contract, both sides of it; for a divergence in float64 only, its error. For any other
-    divergence, the worst element on both sides, and in float64 if that is known and the values are not exact; or the
-    comparison's reason, if the worst element is unknown or random numbers replace values in the script.
+    They tell a failure's message, both sides of a broken clause, the error of a divergence in float64 only, or the
+    worst element on both sides (of floats also in float64, if known). If the worst element is unknown or random numbers
+    replace values in the script, the comparison's reason takes its place.
     """
     finding, applied, divergence = question.finding, question.applied, question.divergence
     failure = finding.report.failure

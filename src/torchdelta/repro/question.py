@@ -41,8 +41,7 @@ class Question:
 
         `path` is the script's path, to which its imports are relative; no file is written. Without `data`, random
         numbers replace the user's values. If the divergence shows in float64 only, the attribute `finding` is a copy in
-        float64. Refused are: a loss of the user's, an input that shares memory with the graph's state, and parts that
-        have no source text. Raise UsageError if `inputs_from` gives other values than an input has.
+        float64. Raise UsageError if an expression of `inputs_from` is used and gives other values than the input has.
         """
         if finding.case.loss is not None:
             raise ReproUnwritable(
@@ -95,17 +94,16 @@ class Question:
     def _divergence(self) -> Divergence | None:
         """Return the divergence that the script shows, or None if the report has a failure instead.
 
-        Raise ReproUnwritable if no leaf diverged, or if a script can reach none of those that did.
+        Raise ReproUnwritable if a script can reach no leaf that diverged.
         """
         if self.finding.report.failure is not None:
             return None
         return divergence_of(self.finding.report, self.outputs, dict(self._state_expressions()))
 
     def _state_expressions(self) -> Iterator[tuple[str, str]]:
-        """Yield the path of each tensor and called module in the graph module, with the script's expression for it.
+        """Yield the path in the graph module of each tensor and called module, with the script's expression for it.
 
-        `call` is the script's name for the program or candidate. The expression is `call.name`, or for a transform that
-        rebuilds the module `call.get_parameter("name")` or `call.get_buffer("name")`.
+        The expression begins with `call`, the script's name for the program or candidate.
         """
         for path, name in self.program.paths.items():
             if not self.applied.is_rebuilt:
@@ -140,7 +138,7 @@ class Question:
         return ask_values(divergence, sides, bound_of(divergence, error or 0.0))
 
     def _sides(self) -> ScriptSides:
-        """Return the source of the calls of `run` for reference, candidate and truth; None if there is no truth.
+        """Return the source of the calls of `run` for reference, candidate and truth (None if there is no truth).
 
         A transform that casts is written as a run of the program in its dtype.
         """
@@ -157,8 +155,7 @@ class Question:
     def _run_in(self, dtype: str) -> str:
         """Return the source of a call of `run` in which the program and its floating-point inputs are cast to a dtype.
 
-        `dtype` is source text, such as `torch.float64`. Only a module is cast; a function is called as it is. Other
-        inputs stay as they are.
+        A program that is a function is not cast. `dtype` is source text, such as `torch.float64`.
         """
         program = f"Program().to({dtype})" if self.program.is_module else "program"
         is_plain = all(
@@ -171,9 +168,8 @@ class Question:
     def _has_truth(self) -> bool:
         """Return whether the script can compute and print the value in float64.
 
-        False without a divergence, for one in float64 only, and if the report has no truth at the worst element; also
-        for complex tensors, shared memory and a graph that names a dtype below float64, because a cast would not give
-        the truth.
+        False unless the report has a truth at the divergence's worst element; and for a divergence in float64 only,
+        complex tensors, shared memory and a graph that names a dtype below float64.
         """
         divergence = self.divergence
         if divergence is None or divergence.is_lifted:
@@ -201,10 +197,7 @@ def _in_float64(finding: Finding) -> Finding:
 
 
 def _names_narrow(graph_module: GraphModule) -> bool:
-    """Return whether an argument of a node is float16, bfloat16, float32, complex32 or complex64.
-
-    Dtypes in lists and tuples count too. Float8, integer and boolean dtypes do not.
-    """
+    """Return whether an argument of a node, or an item of one, is a dtype that the lifted program has wider."""
 
     def flatten(values: Any) -> Iterator[Any]:
         if isinstance(values, (list, tuple)):
@@ -262,8 +255,8 @@ def ask_values(divergence: Divergence, sides: ScriptSides, bound: Bound) -> Scri
     """Return the source of a `main` that tells whether any element of the leaf differs by more than the bound.
 
     It compares the candidate with the reference, and prints the worst element of both, and of the truth if there is
-    one. NaN on both sides counts as equal, and NaN on one side as beyond any bound. Sides of different shapes are an
-    error of the script.
+    one. NaN on both sides counts as equal, and NaN on one side as beyond any bound. Different shapes are an error of
+    the script.
     """
     wide = "to(torch.complex128)" if (divergence.comparison.dtype or "").startswith("complex") else "double()"
     truth = ", {truth[worst].item()} in float64" if sides.truth else ""
@@ -324,9 +317,9 @@ _STRUCTURE = (
 def ask_contract(divergence: Divergence, sides: ScriptSides, around: Mapping[str, str]) -> ScriptMain:
     """Return the source of a `main` that tells whether the sides still differ in the clause that the leaf breaks.
 
-    It prints both sides of the clause: the leaf's dtype, shape, strides and the like, the structure of the outputs, or
-    for `aliasing` the paths of the values that share memory with the leaf. `around` has the expressions of all such
-    values by path; no other clause needs it. Raise ReproUnwritable for a clause that a script cannot compare.
+    It prints both sides of the clause; for `aliasing`, these are the paths of the values that share memory with the
+    leaf, among those in `around`, which has expressions by path. Raise ReproUnwritable for a clause that a script
+    cannot compare.
     """
     clause, leaf = divergence.clause, divergence.leaf
     definitions: tuple[str, ...] = ()
@@ -361,9 +354,8 @@ def ask_contract(divergence: Divergence, sides: ScriptSides, around: Mapping[str
 def ask_exception(failure: Failure, sides: ScriptSides) -> ScriptMain:
     """Return the source of a `main` that tells whether the candidate still raises this exception.
 
-    The reference runs first. It is the same exception if its type has the same name and its message has the piece that
-    `key_of` returns, which is not looked for if it is empty. The script lets any other exception through, and so exits
-    with 2. If nothing is raised, the bug is gone.
+    It is the same one if its type has the same name and its message has the piece that `key_of` returns. The script
+    runs the reference first, and lets any other exception through, so that it exits with 2.
     """
     name, key = failure.type.rpartition(".")[2], key_of(failure)
     is_other = f'type(error).__name__ != "{name}"' + (" or SAID not in str(error)" if key else "")
@@ -388,8 +380,8 @@ def ask_child(failure: Failure, sides: ScriptSides, *, deadline_s: float, memory
 
     By the failure's kind: the child prints without end, takes longer than `deadline_s`, dies of the signal, exits with
     the status, or runs out of memory if allowed `memory_bytes` more than it starts with. The parent runs the reference
-    first. The script raises if the child fails in another way; but if the bug is endless output, any child that prints
-    less than `OUTPUT_BYTES` shows that it is gone. Raise ReproUnwritable for any other kind of failure.
+    first. The script raises if the child fails in another way, unless the bug is endless output. Raise ReproUnwritable
+    for any other kind of failure.
     """
     start = "[sys.executable, __file__, CHILD]"
     run: tuple[str, ...] = (sides.candidate,)
@@ -481,7 +473,7 @@ _SAME_SHAPE = "assert candidate.shape == reference.shape"
 
 
 def _at(divergence: Divergence, index: str = "") -> str:
-    """Return a leaf's path for an f-string of the script, with the expression `index` if the leaf has elements."""
+    """Return a leaf's path for an f-string of the script, with the expression `index` after it if the leaf has axes."""
     path = divergence.comparison.path.replace("{", "{{").replace("}", "}}").replace('"', "'")
     return f"{path}{{{index}}}" if index and divergence.comparison.shape else path
 
@@ -512,8 +504,8 @@ def write_run(
 ) -> list[str]:
     """Return the lines that define `run(call, args)`, which end with the statements `returns`.
 
-    `run` seeds torch with `seed` and calls; with `has_backward` it then runs backward from every output that requires
-    grad, with seeded cotangents. `outputs` has the expression of each output leaf by its path in a report. With
+    `run` seeds torch and calls; with `has_backward` it then runs backward from every output that requires grad, with
+    seeded cotangents. `outputs` has the expression of each output leaf by its path in a report. With
     `is_differentiable`, a single output is known to require grad, and the script need not check it.
     """
     lines = ["def run(call, args):", f"    torch.manual_seed({seed})", "    outputs = call(*args)"]

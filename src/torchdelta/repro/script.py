@@ -44,10 +44,10 @@ class WrittenScript:
 def write(finding: Finding, path: Path, *, data: bool = True, under: str | None = None) -> WrittenScript:
     """Write a script, and its large tensors to a `.pt` file beside it; return the paths of the files.
 
-    The result also tells whether the files have the user's values. Existing files are overwritten, and missing folders
-    are made. Without `data`, random numbers replace the user's values. With `under`, the files get that name in the
-    directory of `path`, and the caller moves them later: the script's imports are relative to `path`. Raise
-    ReproUnwritable if no script of torch alone can show the finding.
+    The result also tells whether they have the user's values. Existing files are overwritten. Without `data`, random
+    numbers replace the user's values. With `under`, the files get that name in the directory of `path`, and the caller
+    moves them later: imports are relative to `path`. Raise ReproUnwritable if no script of torch alone can show the
+    finding.
     """
     path = Path(path)
     script = _Script(Question(finding, path, data=data), path)
@@ -213,7 +213,7 @@ def _setup(source: TensorSource) -> Iterator[str]:
 def _wrap(text: str, indent: str = "") -> list[str]:
     """Return a statement as lines, each begun by `indent`; a long one is broken at its spaces, and indented further.
 
-    A line has at most `WIDTH` letters once it is indented twice more. Words without spaces are never broken.
+    The lines fit into `WIDTH` if they are indented twice more, as far as there are spaces to break at.
     """
     if len(text) + len(indent) <= WIDTH - 2 * len(INDENT):
         return [f"{indent}{text}"]

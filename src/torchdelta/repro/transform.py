@@ -44,8 +44,8 @@ def write_transform(case: Case, script: Path, device: str) -> TransformSource:
     """Return the source by which a script applies the transform of a case; raise ReproUnwritable if a script cannot.
 
     `script` is the path of the script, to which imports are relative, and `device` the type of device on which its
-    inputs are, for autocast. A script cannot quantize, replace the module, or use a pass that has no importable name
-    (`path/file.py:name` or `package.module:name`), nor a pass, or a `decompose` table, whose file or module is missing.
+    inputs are, for autocast. A script cannot quantize, replace the module, or use a pass that it cannot import by a
+    name.
     """
     name, colon, argument = case.transform.partition(":")
     writers: dict[str, Callable[[], TransformSource]] = {
@@ -76,8 +76,7 @@ def _compiled(backend: str, name: str, options: Mapping[str, Any]) -> TransformS
     """Return the source of `torch.compile` with a backend: `backend` is its expression in the script, `name` its name.
 
     Of `options`, `dynamic`, `fullgraph` and `mode` become keywords, and `config.…` settings of inductor. If the
-    backend's name is not `inductor`, the mode becomes settings too, because torch refuses it there; `config.…`
-    overrides those.
+    backend's name is not `inductor`, the mode becomes settings too, because torch refuses it there.
     """
     keywords = [f"backend={backend}"]
     settings = {
@@ -104,9 +103,8 @@ def _compiled(backend: str, name: str, options: Mapping[str, Any]) -> TransformS
 def _fx_pass(case: Case, script: Path) -> TransformSource:
     """Return the source that imports a user's pass and applies it to the dynamo, aten or export graph.
 
-    The case's transform is the name of the pass, and its option `graph` that of the graph. The pass runs as a backend
-    of `torch.compile`, or on the module of `torch.export`; if it returns None, the graph that it was given is used.
-    Raise ReproUnwritable if there is no such file or module.
+    The case's transform names the pass, and its option `graph` the graph. The pass runs as a backend of
+    `torch.compile`, or on the module of `torch.export`. Raise ReproUnwritable if there is no such file or module.
     """
     imported = import_named(case.transform, script)
     options = dict(case.options)
@@ -142,8 +140,7 @@ def _exported(
     """Return the source of `torch.export` in a function `name`, which is also the word for the candidate's values.
 
     `what` is the candidate as the subject of a sentence. Of `options`, only `strict` counts. `change` is the text of a
-    call on the exported program, such as `.run_decompositions()`. `then` is an expression with `{}` for its module, to
-    be returned instead of the module.
+    call on the exported program; `then`, with `{}` for the module, is an expression to return instead of the module.
     """
     strict = ", strict=True" if options.get("strict") else ""
     module = then.format(f"torch.export.export(program, inputs(){strict}){change}.module()")

@@ -55,10 +55,10 @@ def write_tensors(
 ) -> TensorSource:
     """Return the source text of named tensors: statements, an expression for each, and tensors for a file beside it.
 
-    `recipes` has expressions that give the values of some of them, by name; they are not used for tensors that share
-    memory. Large tensors go to the file, as copies. Without `data`, nothing goes there, and random numbers replace
-    every tensor that has no recipe and is not all zeros or all ones. Raise ReproUnwritable if a tensor has no source,
-    and UsageError if a recipe gives other values.
+    `recipes` has expressions that give the values of some of them, by name. Large tensors go to the file, as copies.
+    Without `data`, nothing goes there, and random numbers replace tensors without a recipe, except those of zeros or of
+    ones alone. Raise ReproUnwritable if a tensor has no source, and UsageError if a recipe that is used gives other
+    values.
     """
     source = TensorSource()
     if not data and any(not is_trivial(tensor) for tensor in tensors.values()):
@@ -77,10 +77,7 @@ def write_tensors(
 
 
 def _by_memory(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Return the tensors in groups that share a storage, each as a dict by name.
-
-    A tensor without a storage, such as a sparse or an empty one, is a group by itself.
-    """
+    """Return the tensors in groups that share a storage, each as a dict by name; one without a storage is alone."""
     groups: dict[object, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         groups.setdefault(parts.storage_key(tensor) or name, {})[name] = tensor
@@ -88,12 +85,11 @@ def _by_memory(tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tens
 
 
 def _write_one(name: str, tensor: torch.Tensor, recipe: str | None, data: bool, source: TensorSource) -> str:
-    """Return the expression of one tensor's values and strides, without device, `requires_grad` and Parameter class.
+    """Return the expression of one tensor's values and strides; setup and tensors for the file are added to `source`.
 
-    Setup and tensors for the file are added to `source`. A `recipe` is returned itself, or UsageError raised if it
-    gives other values. A tensor with gaps becomes a view of a piece of memory. A tensor of more than `INLINE` elements
-    that are not all equal is saved; so is a sparse, subclassed or negated one. Without `data`, ReproUnwritable is
-    raised for the latter three, and random numbers replace any other tensor that is not all zeros or all ones.
+    Device, `requires_grad` and Parameter class are left to `_add_kind`. A `recipe` is returned itself, or UsageError
+    raised if it gives other values. Large, sparse and subclassed tensors are saved. Without `data`, random numbers
+    replace values (`_write_values`); raise ReproUnwritable for a tensor that they cannot replace.
     """
     if recipe is not None:
         _require_same(recipe, tensor, name)
@@ -123,9 +119,8 @@ def _write_one(name: str, tensor: torch.Tensor, recipe: str | None, data: bool, 
 def _write_shared(shared: Mapping[str, torch.Tensor], data: bool, source: TensorSource) -> None:
     """Add a piece of memory to the setup of `source`, and each tensor of the group to its expressions, as a view of it.
 
-    `shared` has tensors of one storage by name. The memory is written inline, or saved if it is large. The view of a
-    group of one is without device, `requires_grad` and Parameter class. Raise ReproUnwritable if the tensors have
-    several dtypes.
+    `shared` has tensors of one storage by name. Large memory is saved to the file, unless random numbers replace it
+    because there is no `data`. Raise ReproUnwritable if the tensors have several dtypes.
     """
     first = next(iter(shared.values()))
     if any(tensor.dtype != first.dtype for tensor in shared.values()):
@@ -150,10 +145,10 @@ def _write_shared(shared: Mapping[str, torch.Tensor], data: bool, source: Tensor
 
 
 def _write_values(tensor: torch.Tensor, data: bool, source: TensorSource) -> str:
-    """Return an expression of a contiguous tensor with the same elements, and note in `source` that it embeds data.
+    """Return an expression of a contiguous tensor with the same elements, or with random ones if `data` is false.
 
-    Tensors of zeros or of ones alone are not data. Without `data`, any other tensor gets random elements, and `source`
-    notes that some values are replaced instead.
+    Tensors of zeros or of ones alone keep their elements, because they are not data. `source` notes whether the user's
+    values are embedded or replaced.
     """
     if not data and not is_trivial(tensor):
         source.is_replaced = True
@@ -165,7 +160,7 @@ def _write_values(tensor: torch.Tensor, data: bool, source: TensorSource) -> str
 def _write_random(tensor: torch.Tensor) -> str:
     """Return an expression that draws a CPU tensor of the same shape and dtype.
 
-    Integers are drawn from the tensor's own range; floats and complex numbers are normally distributed.
+    Integers come from the tensor's own range; floats and complex numbers are normally distributed.
     """
     shape, dtype = tuple(tensor.shape), tensor.dtype
     if dtype is torch.bool:
@@ -182,8 +177,7 @@ def _write_random(tensor: torch.Tensor) -> str:
 def _add_kind(expression: str, tensor: torch.Tensor) -> str:
     """Return the expression with code behind or around it for the tensor's device, `requires_grad` and Parameter class.
 
-    It is returned unchanged for a plain tensor on the CPU that does not require grad. Saved tensors have their device
-    already.
+    It is returned unchanged for a plain tensor on the CPU that does not require grad.
     """
     if tensor.device.type != "cpu" and not expression.startswith("saved"):
         expression = f"{_parenthesise(expression)}.to({str(tensor.device)!r})"
@@ -212,9 +206,9 @@ def _span(tensor: torch.Tensor) -> int:
 
 
 def _is_permuted(tensor: torch.Tensor) -> bool:
-    """Return whether the elements fill their memory from its start without gaps or overlaps, in any order of axes.
+    """Return whether the elements fill the beginning of their storage without gaps or overlaps, in any order of axes.
 
-    Axes of size one do not count. An empty tensor needs only an offset of zero.
+    An empty tensor needs only an offset of zero.
     """
     steps = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
     expected = 1
@@ -233,8 +227,8 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
 def _require_same(recipe: str, tensor: torch.Tensor, name: str) -> None:
     """Raise UsageError if a recipe fails, or does not give the tensor's values, dtype, shape and strides.
 
-    The recipe is evaluated; torch's random generators are as before afterwards. The device may be another. `name` is
-    for messages.
+    The device may differ. The recipe is evaluated; torch's random generators are as before afterwards. `name` is for
+    messages.
     """
     try:
         with runtime.drawing_from():
@@ -260,8 +254,7 @@ _BY_BYTES = "torch.tensor({bytes}, dtype=torch.uint8).view({dtype}).reshape({sha
 def write_contiguous(tensor: torch.Tensor) -> str:
     """Return an expression of a contiguous CPU tensor with the same shape, dtype and elements, bit for bit.
 
-    It is a literal, `torch.zeros` and the like for several equal elements, or `torch.empty` for none; and bytes if no
-    literal gives the same bits.
+    It is a literal, or a call such as `torch.zeros` for equal elements; and bytes if no literal gives the same bits.
     """
     plain = tensor.detach().cpu().contiguous()
     if not plain.numel():
@@ -328,7 +321,7 @@ def _nested(texts: Sequence[str], shape: Sequence[int]) -> str:
 
 
 def _texts(flat: torch.Tensor) -> list[str]:
-    """Return a text for each element of a flat tensor: the shortest number that the dtype rounds to the same one.
+    """Return a text for each element of a flat tensor: a short number that the dtype rounds to the same one.
 
     Complex elements are written as `complex(real, imag)`, NaN and Inf as `torch.nan` and `torch.inf`.
     """
@@ -342,9 +335,9 @@ def _texts(flat: torch.Tensor) -> list[str]:
 
 
 def _shortened(value: float, dtype: torch.dtype) -> float:
-    """Return the float with the shortest text that the dtype rounds to `value`, which is a number of that dtype.
+    """Return a float with a short text that the dtype rounds to `value`, which is a number of that dtype.
 
-    `value` itself is returned if the dtype is float64, if it is zero, NaN or Inf, and if no shorter text is found.
+    `value` itself is returned if no shorter text is found, and for float64, zero, NaN and Inf.
     """
     if dtype is torch.float64 or not math.isfinite(value) or value == 0.0:
         return value
@@ -381,8 +374,8 @@ _INDEXED = re.compile(r"\.(\d+)(?=\.|$)")
 def write_value(value: Any, refer: Refer = lambda _: None) -> str:
     """Return an expression of the value; raise ReproUnwritable for one that has none, such as a tensor or a module.
 
-    `refer` is asked first about the value, and about every item in containers: if it returns a name, that is the
-    expression. Named tuples have no expression. Functions and classes are written by their names, without an import.
+    `refer` is asked first about the value, and about the items of containers: if it returns a name, that is the
+    expression. Functions and classes are written by their names, without an import.
     """
     if (name := refer(value)) is not None:
         return name
@@ -430,8 +423,7 @@ def write_complex(value: complex) -> str:
 def write_index(index: Any, refer: Refer) -> str:
     """Return the text between the brackets of an index, with slices as `start:stop` and commas between a tuple's items.
 
-    `refer` returns the name of a value that has one, or None, for the value to be written out. Raise ReproUnwritable if
-    a part has no expression.
+    `refer` returns the name of a value that has one, or None. Raise ReproUnwritable if a part has no expression.
     """
     parts = index if type(index) is tuple and index else (index,)
     written = ", ".join(
@@ -443,8 +435,8 @@ def write_index(index: Any, refer: Refer) -> str:
 def write_callable(target: Any, imports: set[str] | None = None) -> str:
     """Return a script's expression for a callable, which is found by its name and not copied, as `module.name`.
 
-    Operators are written as `torch.ops.…`. The module of a function is added to `imports`, if that is given, unless its
-    name begins with `torch` or it is builtins. Raise ReproUnwritable if the callable cannot be found by a name.
+    The module of a function is added to `imports`, if that is given, unless it is one of torch or builtins. Raise
+    ReproUnwritable if the callable cannot be found by a name.
     """
     name = getattr(target, "__name__", "")
     for place, home in (("torch.nn.functional", torch.nn.functional), ("torch", torch)):
@@ -482,7 +474,7 @@ def _write_slice(part: slice, refer: Refer) -> str:
 def _write_atom(value: Any) -> str:
     """Return an expression of a constant of torch, a device, an enum member or a callable.
 
-    Raise ReproUnwritable for anything else, tensors and modules included.
+    Raise ReproUnwritable for anything else, and for a callable that cannot be found by a name.
     """
     if isinstance(value, _TORCH_CONSTANTS):
         return str(value)

@@ -31,7 +31,7 @@ SMALL_GRAPH = 3
 def widen_from_culprit(search: Search) -> Proposals:
     """Propose to keep only a culprit and its neighbours, for each culprit and each radius, smallest radius first.
 
-    The first accepted edit ends it. Names that are not in the graph are skipped, and so are regions of the whole graph.
+    The first accepted edit ends it. A region of the whole graph is not proposed.
     """
     subject = search.subject
     names = {node.name for node in subject.nodes}
@@ -64,9 +64,8 @@ def isolate_operations(search: Search) -> Proposals:
     """Propose to isolate one operation of each kind, or if that is refused all operations, then narrow down to one.
 
     Isolated operations read the reference's values instead of each other's, and are returned. The first edit also drops
-    gradients if the failure is in forward. A kind is an operation with the dtypes and ranks of its operands; rare kinds
-    are suspected first, because a frequent kind has been tested more often, in this program and elsewhere. A graph of
-    at most `SMALL_GRAPH` operations gets no proposals.
+    gradients if the failure is in forward. Rare kinds (see `_kind`) are suspected first. A graph of at most
+    `SMALL_GRAPH` operations gets no proposals.
     """
     subject = search.subject
     if len(subject.nodes) <= SMALL_GRAPH:
@@ -82,7 +81,7 @@ def isolate_operations(search: Search) -> Proposals:
 
 
 def _isolate(subject: Subject, names: list[str], *, is_detached: bool = False) -> Edit:
-    """Return the edit that cuts every edge and returns the named operations."""
+    """Return the edit that cuts every edge with a tensor or number, and returns the named operations."""
     cut = cuttable(subject, (node.name for node in subject.nodes))
     return Edit(cut=cut, outputs=tuple(names), is_detached=is_detached)
 
@@ -90,9 +89,9 @@ def _isolate(subject: Subject, names: list[str], *, is_detached: bool = False) -
 def _narrow_down(search: Search, ranks: Mapping[str, int]) -> Proposals:
     """Propose to return fewer of the isolated operations, until one is left or a whole round is refused.
 
-    A round proposes the output that differs most; then those whose operation the error message mentions, unless that is
-    all of them; then the edits of `_find_single`; and at last each half. An accepted edit begins a new round. `ranks`
-    has a number for each operation, by name: the lowest is suspected first.
+    A round proposes the output that differs most; those whose operation the error message mentions; the edits of
+    `_find_single`; and each half. An accepted edit begins a new round. `ranks` has a number for each operation, by
+    name: the lowest is suspected first.
     """
     while len(outputs := search.subject.outputs) > 1:
         failing = failing_outputs(search)
@@ -115,9 +114,8 @@ def _narrow_down(search: Search, ranks: Mapping[str, int]) -> Proposals:
 def _find_single(search: Search, suspects: list[str], ranks: Mapping[str, int]) -> Generator[Edit, bool, bool]:
     """Propose to keep the first half of `suspects`, then of the rest, and so on; return whether an edit was accepted.
 
-    The first accepted edit ends it. If a single operation fails and it is not in the first half, it is in the second,
-    so a second half is proposed only once it has a single suspect. `ranks` is for the guesses: a suspect of a lower
-    rank than the next one probably fails.
+    The first accepted edit ends it. At last the only suspect that is left is proposed. `ranks` is for the guesses: a
+    suspect of a lower rank than the next one probably fails.
     """
     while len(suspects) > 1:
         first, suspects = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
@@ -210,7 +208,7 @@ def _bisect(total: int, keep: Callable[[int], Edit]) -> Proposals:
 
 
 def _keep_first(subject: Subject, count: int) -> Edit:
-    """Return the edit that keeps the first `count` nodes and returns the tensors that later nodes read of them."""
+    """Return the edit that keeps the first `count` nodes, and returns those tensors of them that are read later."""
     names = [node.name for node in subject.nodes]
     return Edit(outputs=region_outputs(subject, names[:count]), dropped=frozenset(names[count:]))
 

@@ -18,8 +18,8 @@ from torchdelta.minify.subject import Name, Subject
 def drop_outputs(search: Search) -> Proposals:
     """Propose to return only the worst output; else to remove outputs, and then to replace outputs by their operands.
 
-    The worst is the output that differs most; it is proposed only if there are several outputs, and if it is accepted,
-    nothing else is. Outputs are removed by halves, and replaced one by one, by all operands that are not inputs.
+    If the first is accepted, nothing else is proposed. Outputs are removed by halves, and replaced one by one, by all
+    operands that are not inputs.
     """
     outputs = search.subject.outputs
     failing = failing_outputs(search)
@@ -37,7 +37,7 @@ def drop_outputs(search: Search) -> Proposals:
 def cut_edges(search: Search) -> Proposals:
     """Propose for each node that its readers read an input with the reference's value instead, last nodes first.
 
-    All at once, then by halves. Nodes that are not read, and those whose value is not a tensor or number, are left out.
+    All at once, then by halves. Nodes whose value is not a tensor or number are left out.
     """
     subject = search.subject
     candidates = cuttable(subject, (node.name for node in subject.nodes if node.users))
@@ -86,10 +86,7 @@ def _operands_alike(subject: Subject, node: Node) -> list[str]:
 
 
 def drop_gradients(search: Search) -> Proposals:
-    """Propose that no input requires grad, else that some of them do not, by halves down to single inputs.
-
-    Nothing is proposed if no input requires grad.
-    """
+    """Propose that no input requires grad, else that some of them do not, by halves down to single inputs."""
     inputs = {
         name: value
         for name, value in search.subject.named_inputs.items()

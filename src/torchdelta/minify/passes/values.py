@@ -73,7 +73,7 @@ def plain_values(search: Search) -> Proposals:
 
 
 def random_numbers(search: Search) -> Proposals:
-    """Propose seeded random numbers for each floating-point or complex input."""
+    """Propose seeded random numbers for the floating-point and complex inputs that `_is_drawable` allows."""
     yield from propose_by_halves(list(_draw_random(search)))
 
 
@@ -84,9 +84,9 @@ def plain_constants(search: Search) -> Proposals:
 
 
 def _draw_random(search: Search) -> Iterator[Edit]:
-    """Yield for each contiguous float or complex input that is not drawn yet an edit that draws random numbers for it.
+    """Yield an edit that draws random numbers for each input that `_is_drawable` allows and that is not drawn yet.
 
-    The seed is the place of the input. Inputs that torch conjugates or negates lazily are left out.
+    The seed is the place of the input.
     """
     for index, (name, value) in enumerate(search.subject.named_inputs.items()):
         if name not in search.subject.drawn and _is_drawable(value):
@@ -94,7 +94,10 @@ def _draw_random(search: Search) -> Iterator[Edit]:
 
 
 def _is_drawable(value: object) -> bool:
-    """Return whether `randn` can stand for a value: a floating-point or complex tensor that is laid out plainly."""
+    """Return whether `randn` can stand for a value: a contiguous floating-point or complex tensor.
+
+    Tensors that torch conjugates or negates lazily do not count.
+    """
     if not isinstance(value, torch.Tensor) or not value.is_contiguous() or value.is_conj() or value.is_neg():
         return False
     return value.is_floating_point() or value.is_complex()
@@ -115,7 +118,7 @@ def shrink_sizes(search: Search) -> Proposals:
     """Propose all sizes small at once, and end if that is accepted; else all sizes halved as often as that is accepted.
 
     Then each size by itself: halved, and if that is accepted small or halved further; if it is refused, `SMALL_ODD` for
-    a larger odd size. Sizes are those of the inputs' axes above `SMALL`, the small size.
+    a larger odd size. Sizes up to `SMALL` are left alone.
     """
     if (yield _shrink_all(search)):
         return
