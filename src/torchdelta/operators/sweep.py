@@ -220,10 +220,10 @@ def sweep(
     """Check operators of the database in workers; return a `Sweep` with their rows, in the order of the request.
 
     With `out`, each row is appended to a file in that directory; with `resume`, operators that have a row there are not
-    checked again. A worker that dies, or exceeds `timeout_s` or `memory_bytes`, is a row too. Without a `pool`,
-    `workers` are started for this sweep. `task` is the module whose functions they run. `tell` gets the progress.
-    Ctrl-C while operators are checked ends the sweep early, with the rows so far and a note. UsageError if the request
-    makes no sense or if `out` cannot be used.
+    checked again. A worker that dies, or exceeds `timeout_s` or `memory_bytes`, is a row too. A given `pool` stays
+    open; without one, `workers` are started for this sweep. `task` is the module whose functions they run. `tell` gets
+    the progress. Ctrl-C while operators are checked ends the sweep early, with the rows so far and a note. UsageError
+    if the request makes no sense or if `out` cannot be used.
     """
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="torchdelta-sweep-") as nowhere:
