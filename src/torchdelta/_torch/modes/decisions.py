@@ -245,9 +245,9 @@ class DecisionRecord(OperationMode):
 class DecisionReplay(OperationMode):
     """Makes the choices of a program as they were recorded, in the same order; choices beyond the record are free.
 
-    With a `unit` of rounding, a choice is replayed only where its values are within rounding of the recorded ones.
-    Without, every recorded choice is forced, whatever the values are. A choice whose indices have another shape than
-    the recorded ones is free too.
+    With a `unit` of rounding, recorded indices are taken only where their present values are within rounding of those
+    that the program would choose. Without, they are forced, whatever the values are. A choice whose indices have
+    another shape than the recorded ones is free too.
     """
 
     def __init__(self, recorded: Iterable[torch.Tensor], *, unit: float | None = None) -> None:

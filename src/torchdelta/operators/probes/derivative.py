@@ -140,7 +140,7 @@ def slopes(baseline: Baseline) -> list[Slope]:
 
 
 class _Function:
-    """The function that is differentiated: the sum of all outputs, each element times a random cotangent's."""
+    """The function that is differentiated: the sum of the outputs that require grad, times random cotangents."""
 
     def __init__(self, baseline: Baseline) -> None:
         """Copy the program in float64, and find the inputs that require grad, each tensor at its first path only.
