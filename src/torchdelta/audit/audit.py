@@ -51,10 +51,10 @@ def audit(
 ) -> Audit:
     """Plant one fault after the other in a named program, check it under these options, and return all outcomes.
 
-    The first check is without a fault. Without `kinds`, faults of all kinds are planted; `per_kind` is the number of
-    places that are tried for each, at most. `progress` is called with a few words before the check without a fault and
-    before each kind. Raise UsageError if a kind is unknown or `per_kind` is below 1, and ProgramError if the program
-    cannot be loaded, fails eagerly or cannot be exported.
+    Without `kinds`, faults of all kinds are planted; `per_kind` is the number of places that are tried for each, at
+    most. `progress` is called with a few words before the check without a fault and before each kind. Raise UsageError
+    if a kind is unknown or `per_kind` is below 1, and ProgramError if the program cannot be loaded, fails eagerly or
+    cannot be exported.
     """
     chosen_kinds = [FAULTS.get(kind).name for kind in dict.fromkeys(kinds)] or list(FAULTS)
     if per_kind < 1:
@@ -74,8 +74,7 @@ class _Auditor:
     def run(self, kinds: Sequence[str], per_kind: int, progress: Callable[[str], None]) -> Audit:
         """Return the control's verdict, the trials of all kinds, and the kinds that have no place in the program.
 
-        At most `per_kind` places are tried for each kind. `progress` is called before the control and before each kind.
-        Raise ProgramError if the program cannot be exported, because a fault is planted in an exported graph.
+        At most `per_kind` places are tried for each kind. Raise ProgramError if the program cannot be exported.
         """
         progress("without a fault")
         if failure := self._clean.failure:
@@ -105,7 +104,7 @@ class _Auditor:
 
         The outcome is CRASHED if the faulty program fails without the transform, NO_EFFECT if it computes the same bits
         as without the fault, and otherwise follows from the verdict of the check under the transform (`_OUTCOMES`).
-        Nothing is yielded if the program has no place, and no more if it has no further one.
+        Nothing is yielded if the program has no place for the fault.
         """
         seed, transform = self.control.case.seed, self.control.transform
         used_nodes: list[str] = []
@@ -157,8 +156,7 @@ def _has_same_values(clean: Observation, faulty: Observation) -> bool:
 def _reason_for(report: Report) -> str:
     """Return one line on a report's worst stage, `STAGE PATH: REASON` of its worst leaf; empty if all are equivalent.
 
-    If no leaf has the stage's verdict, it is `STAGE: REASON` with the reason of the stage. It is empty without stages
-    too.
+    If no leaf has the stage's verdict, it is `STAGE: REASON` with the reason of the stage.
     """
     worst = max(report.stages, key=lambda stage: stage.verdict.severity, default=None)
     if worst is None or worst.verdict is Verdict.EQUIVALENT:

@@ -37,10 +37,8 @@ def build(description: Sequence[Any], seed: int) -> tuple[tuple[Any, ...], dict[
 def describe(value: Any) -> str:
     """Return an argument in short: `float32[3, 4]` for a tensor, `[int64[5], 2]` for a list, `'mean'` for a text.
 
-    A tensor without dimensions is `float32[()]`, and a nested one `nested float32`. A list, tuple or dict shows its
-    first `MOST_SHOWN` elements and how many more there are. Numbers, texts and None are shown as Python writes them, a
-    dtype, layout or memory format as `torch.float32`, and a device as `torch.device('cpu')`. Of any other object only
-    the class is shown.
+    A list, tuple or dict shows its first `MOST_SHOWN` elements and how many more there are. Numbers, texts and None are
+    shown as Python writes them, dtypes and devices as code. Of any other object only the class is shown.
     """
     if isinstance(value, torch.Tensor) and value.is_nested:
         return f"nested {_after_dot(value.dtype)}"
@@ -82,9 +80,7 @@ def _build_value(description: Any, generator: torch.Generator) -> Any:
     """Return the value that a description stands for; ValueError if it is of an unknown kind.
 
     A plain value describes itself, and a list is built element by element. A dict has one item: the kind (`tensor`,
-    `tuple`, `dict`, `float`, `complex`, `dtype`, `torch` or `device`) and what it is built from. A `dict` is built from
-    pairs, and `dtype` and `torch` from the name of a constant in torch. UsageError if a tensor or device cannot be
-    made.
+    `tuple`, `device`, …) and what it is built from. UsageError if a tensor or device cannot be made.
     """
     if isinstance(description, list):
         return [_build_value(each, generator) for each in description]
@@ -120,8 +116,7 @@ def _device(name: str) -> torch.device:
 def _draw_tensor(tensor: Mapping[str, Any], generator: torch.Generator) -> torch.Tensor:
     """Return a random tensor with the described dtype, sizes, bounds, device and requires_grad.
 
-    If the description has `transposed`, the sizes are as described, and the last two dimensions lie transposed in
-    memory. UsageError if the values cannot be drawn, or moved to the device.
+    With `transposed`, its last two dimensions lie transposed in memory. UsageError if it cannot be made.
     """
     sizes = list(tensor["sizes"])
     if tensor["transposed"]:
@@ -139,11 +134,10 @@ def _draw_tensor(tensor: Mapping[str, Any], generator: torch.Generator) -> torch
 def _draw_values(
     sizes: list[int], dtype: torch.dtype, bounds: Sequence[float] | None, generator: torch.Generator
 ) -> torch.Tensor:
-    """Return random values on the CPU, of these sizes and this dtype: uniform from the lower bound up to the upper.
+    """Return random values of these sizes on the CPU: uniform between the bounds, without the upper one for integers.
 
-    The upper bound itself is not drawn for integers, whose bounds are cut to whole numbers. With None for the bounds,
-    floats and complex numbers are normal, and integers are from 0 to 9. Booleans are even odds, whatever the bounds.
-    Both parts of a complex number are within the bounds.
+    Without bounds, floats and complex numbers are normal, and integers are from 0 to 9. Booleans are even odds,
+    whatever the bounds. Both parts of a complex number are within the bounds.
     """
     if dtype is torch.bool:
         return torch.rand(sizes, generator=generator) < 0.5

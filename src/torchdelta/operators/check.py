@@ -52,16 +52,15 @@ def check_op(
     seed: int = 0,
     progress: Progress = lambda _: None,
 ) -> OpReport:
-    """Check an operator, or a function of tensors, as a compiler will use it, and return a report of all probes.
+    """Check an operator, or a function of tensors, as a compiler will use it, and return a report of the probes.
 
     It is compared with its schema, its fake kernel, the derivative of its forward, and its trace by AOTAutograd with
     static and with dynamic shapes; `backends` adds what these compile. `probes` selects probes by the beginnings of
-    their names; None asks all. Gradients are asked about unless `gradients` is False, and are inconclusive if no input
-    requires grad; "auto" leaves them out if no input is of floats. `compare(reference, candidate)` judges values
-    instead of `policy`: it raises or returns False if they are not the same. Without `correctness` no values are
-    compared: only the fake kernel is asked, and whether the traces run. `ignore` names clauses of the contract that no
-    trace is held to. `others`, pairs of args and kwargs, replace the other sizes that are made up here. `progress` gets
-    the name of each probe before it is asked.
+    their names. `gradients` is False to leave gradients out; "auto" leaves them out if no input is of floats.
+    `compare(reference, candidate)` judges values instead of `policy`: it raises or returns False if they are not the
+    same. Without `correctness` no values are compared. `ignore` names clauses of the contract that no trace is held to.
+    `others`, pairs of args and kwargs, replace the other sizes that are made up here. `progress` gets the name of each
+    probe before it is asked.
 
     Raises UsageError for a wrong argument, and what `OpCheck.run` raises.
     """
@@ -121,10 +120,10 @@ class OpCheck:
     def run(self) -> OpReport:
         """Ask every probe that is wanted and applies; return a report whose verdict is the worst of theirs.
 
-        - The operator is run eagerly first. Raises:
-        - ProgramError if its forward raises then, or if a probe needs the user's `others` and the operator rejects one;
-        - EnvironmentUnfit if it has no kernel for the device of its inputs, or if torch is too old;
-        - UsageError if it has parameters of its own, if a probe or a backend is unknown, or if no probe has an answer.
+        The operator is run eagerly first. Raises ProgramError if its forward raises then, or if a probe needs the
+        user's `others` and the operator rejects one; EnvironmentUnfit if it has no kernel for the device of its inputs,
+        or if torch is too old; UsageError if it has parameters of its own, if a probe or a backend is unknown, or if no
+        probe has an answer.
         """
         versions.require_supported()
         started = time.perf_counter()
@@ -178,8 +177,8 @@ class OpCheck:
     def _ask_all(self) -> Iterator[Probe]:
         """Yield the answers of the wanted probes that apply, in the order of the table.
 
-        A probe does not apply if one of its conditions says so, or if its answer is a text; the reason is noted in
-        `unasked`. An answer of None is dropped. `progress` is called with the probe's name before it is asked.
+        If a condition of a probe is not met, or if its answer is a text, the reason is noted in `unasked`. An answer of
+        None is dropped.
         """
         for entry in probes_with(self.backends):
             if not self._is_wanted(entry):

@@ -29,10 +29,9 @@ from torchdelta.program.stages import OPTIMIZERS, Plan
 def program_of(op: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Program:
     """Return the program that calls the operator with these arguments and returns its outputs.
 
-    A check copies the inputs, and a copy is an autograd leaf, which cannot be written to if it requires grad. So the
-    program clones some of the inputs that require grad before it calls the operator: those that are not leaves, and
-    those that the operator declares to change. Only a program with such inputs returns a pair instead: the outputs, and
-    a list of the clones.
+    A check copies the inputs, and a copy is an autograd leaf, which cannot be written to if it requires grad. So inputs
+    that require grad are cloned before the call if they are not leaves or if the operator declares to change them. A
+    program with such inputs returns a pair: the outputs, and a list of the clones.
     """
     cloned = _places_to_clone(op, args, kwargs)
 
@@ -52,9 +51,8 @@ def program_of(op: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
 def call_on_copies(side: Side, baseline: Baseline, *, seed: int | None = None) -> Leaves:
     """Call a side eagerly on copies of its inputs; return copies of its outputs and of its input tensors afterwards.
 
-    They are leaves by path, which starts with `outputs`, `args` or `kwargs`; inputs that are not tensors are left out.
-    All generators are seeded with `seed`, or with that of the baseline's plan if it is None. The side's own inputs are
-    not changed.
+    They are leaves by path, which starts with `outputs`, `args` or `kwargs`. The generators are seeded with `seed`, or
+    with that of the baseline's plan if it is None.
     """
     args, kwargs = copy_together((side.args, side.kwargs), name=baseline.program.name)
     runtime.seed_everything(baseline.plan.seed if seed is None else seed)
@@ -71,7 +69,7 @@ def _places_to_clone(op: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
     """Return the places, counted over all leaves of args and then kwargs, of the inputs that `program_of` clones.
 
     These are tensors that require grad and either are not autograd leaves or are declared as written to. A tensor that
-    occurs twice is listed at its first place only. The tuple is empty if there are none.
+    occurs twice is listed at its first place only.
     """
     positions = schemas.positions_of(op)
     written = [
@@ -135,7 +133,7 @@ class OpInputs:
 
     @cached_property
     def fresh(self) -> list[Baseline]:
-        """The operator with fresh values of the same sizes; empty if it accepts none."""
+        """The operator with fresh values of the same sizes, in a list of one; empty if it accepts none or has none."""
         accepted = self._first_accepted(examples.redraw(self.own.program, seed=self.seed + 1))
         return [accepted] if accepted else []
 
@@ -143,8 +141,9 @@ class OpInputs:
     def resized(self) -> list[Baseline]:
         """The operator with inputs of other sizes, after eager runs: the user's `others`, or else at most two of ours.
 
-        Empty if it accepts none of ours. ProgramError if it raises for one of `others`. If only the backward raises for
-        ours, the baseline is of the forward alone, and `other_backward_error` is set.
+        Without `others` it is empty if inputs share memory or if it accepts none of ours; if only the backward raises
+        for ours, the baseline is of the forward alone, and `other_backward_error` is set. ProgramError if it raises for
+        one of `others`.
         """
         if self.others:
             return [self._other(place) for place in range(len(self.others))]
@@ -155,8 +154,8 @@ class OpInputs:
     def laid_out(self) -> dict[str, Baseline]:
         """The forward with the same values in each other memory layout that it accepts, by the name of the layout.
 
-        If it rejects layouts, `layout_error` becomes a text that says what it raises for the last of them. Empty if no
-        layout is accepted, or if inputs share memory.
+        If it rejects layouts, `layout_error` becomes a text about one of them. Empty if there is no other layout that
+        it accepts, as for inputs that share memory.
         """
         baselines = {}
         for name, program in examples.relayout(self.own.program):
@@ -178,7 +177,7 @@ class OpInputs:
 
     @property
     def resized_alike(self) -> list[Baseline]:
-        """Those of `resized` that differ from the user's inputs only in sizes and values of tensors."""
+        """Those of `resized` whose tensors have the dtypes and ranks of the user's, with the same other arguments."""
         kinds = _kinds_of(self.own.program)
         return [baseline for baseline in self.resized if _kinds_of(baseline.program) == kinds]
 
@@ -212,10 +211,7 @@ class OpInputs:
 
     @property
     def why_no_sizes(self) -> str:
-        """Why `resized` is empty: no input has a size to change, inputs share memory, or the operator rejects all.
-
-        It has a meaning only if `resized` is empty.
-        """
+        """Why `resized` is empty; it has a meaning only then."""
         if not self.can_be_resized:
             return "no input has a size that can change"
         if self.are_shared:
@@ -224,15 +220,15 @@ class OpInputs:
 
     @property
     def floats(self) -> list[torch.Tensor]:
-        """The input tensors that can have gradients."""
+        """The input tensors of floating-point or complex numbers."""
         tensors = (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor))
         return [leaf for leaf in tensors if leaf.is_floating_point() or leaf.is_complex()]
 
     def _first_accepted(self, programs: Iterator[Program]) -> Baseline | None:
         """Return the baseline of the first program that runs eagerly in all stages, or else the first forward to run.
 
-        Such a baseline is of the forward alone. None if no forward runs. As soon as a forward runs whose backward
-        raises, `other_backward_error` is set to that error; it stays even if a later program runs in all stages.
+        The latter is a baseline of the forward alone. None if no forward runs. If a forward runs whose backward raises,
+        `other_backward_error` is set, even if a later program is returned.
         """
         forward: Baseline | None = None
         for program in programs:
@@ -249,7 +245,7 @@ class OpInputs:
     def _run_forward(self, program: Program) -> Baseline | None:
         """Return the baseline of the program's forward alone, after an eager run; None if the forward raises.
 
-        Return None, without a run, also if `stages` has the forward only: the caller has tried that already.
+        None, without a run, also if `stages` has the forward only, because the caller has tried that already.
         """
         if self.stages == FORWARD:
             return None

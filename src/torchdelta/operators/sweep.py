@@ -71,8 +71,8 @@ class SweepFile:
     def _continue(self, *, resume: bool) -> None:
         """Read the rows of an earlier sweep into `swept`, and cut an incomplete last line off the file.
 
-        UsageError without `resume`, if there is no complete line or one is not a row, or if the header differs in its
-        schema, its torch or its questions.
+        UsageError without `resume`, if a line cannot be read, or if the header differs in its schema, its torch or its
+        questions.
         """
         if not resume:
             raise UsageError(f"{self._path} has a sweep: continue it by --resume, or name another directory")
@@ -92,10 +92,7 @@ class SweepFile:
         os.truncate(self._path, complete)
 
     def _read(self, line: str, number: int) -> dict[str, Any]:
-        """Return the JSON object of one line as a dict; UsageError if it is not JSON or not an object.
-
-        `number` is the number of the line, for the message.
-        """
+        """Return the JSON object in line `number` as a dict; UsageError if it is not JSON or not an object."""
         try:
             data = from_text(line)
         except ValueError as error:
@@ -105,10 +102,7 @@ class SweepFile:
         return data
 
     def _require_same(self, header: Mapping[str, Any]) -> None:
-        """Raise UsageError if the header of an earlier sweep has another schema, another torch or other questions.
-
-        The message names the first question that differs, and both answers to it.
-        """
+        """Raise UsageError if the header of an earlier sweep has another schema, another torch or other questions."""
         if header.get(_SCHEMA) != SCHEMA_VERSION or not isinstance(header.get("words"), dict):
             raise UsageError(f"{self._path} is not a sweep that this torchdelta can continue: name another directory")
         before, now = _questions(header), _questions(self._header)
@@ -223,14 +217,13 @@ def sweep(
     task: str = WORKER,
     tell: Tell = lambda *_: None,
 ) -> Sweep:
-    """Check operators of the database in workers; return their rows in the order of the request.
+    """Check operators of the database in workers; return a `Sweep` with their rows, in the order of the request.
 
-    With `out`, each row is appended to a file in that directory as soon as it is there. With `resume`, operators that
-    have a row in it are not checked again. Each query has `timeout_s` and `memory_bytes`; a worker that dies is a row
-    too. A `pool` is used as it is and stays open; without one, `workers` are started for this sweep. `task` is the
-    module whose functions they run. `tell` gets the progress. An interruption (Ctrl-C) while operators are checked ends
-    the sweep early, with the rows so far and a note. UsageError if the request makes no sense or if `out` cannot be
-    used.
+    With `out`, each row is appended to a file in that directory; with `resume`, operators that have a row there are not
+    checked again. A worker that dies, or exceeds `timeout_s` or `memory_bytes`, is a row too. A given `pool` stays
+    open; without one, `workers` are started for this sweep. `task` is the module whose functions they run. `tell` gets
+    the progress. Ctrl-C while operators are checked ends the sweep early, with the rows so far and a note. UsageError
+    if the request makes no sense or if `out` cannot be used.
     """
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="torchdelta-sweep-") as nowhere:
@@ -273,9 +266,8 @@ class _Sweeper:
     def run(self, wanted: Sequence[tuple[str, str]], workers: int, tell: Tell) -> tuple[str, ...]:
         """Check the operators of `wanted` (name and dtype) that have no row yet, add their rows, and return notes.
 
-        A note says how many had a row before, and another how many have none because of an interruption (Ctrl-C), which
-        is not raised; without either, there are no notes. Twice as many queries as `workers` are under way at once;
-        those left at an interruption or error are cancelled. `tell` gets the progress after every look at them.
+        One note says how many had a row before, another how many have none because of Ctrl-C, which is not raised.
+        Queries that are under way at an interruption or error are cancelled. `tell` gets the progress.
         """
         before = sum(each in self.rows.swept for each in wanted)
         waiting = [each for each in wanted if each not in self.rows.swept]
@@ -335,8 +327,8 @@ def swept_of(outcome: Outcome, name: str, dtype: str) -> SweepRow:
 def _operators(pool: Pool, task: str, request: SweepRequest) -> Mapping[str, Sequence[str]]:
     """Ask a worker for torch's database, and return the dtypes of each operator by its name.
 
-    The worker also tries the questions of the request: UsageError if they make no sense. RuntimeError if it dies or
-    takes longer than `_READY_S`.
+    The worker also tries the questions of the request: UsageError if they make no sense. RuntimeError if the worker
+    dies, takes too long, or raises an error that is not torchdelta's.
     """
     outcome = pool.ask(f"{task}:list_operators", {"words": request.questions}, deadline_s=_READY_S)
     database = "torch's database of operators"
@@ -347,10 +339,10 @@ def _operators(pool: Pool, task: str, request: SweepRequest) -> Mapping[str, Seq
 
 
 def _wanted(request: SweepRequest, operators: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str]]:
-    """Yield (operator, dtype) for each query: all pairs that `request` names in which the operator supports the dtype.
+    """Yield (operator, dtype) for each query: the pairs that `request` names in which the operator supports the dtype.
 
-    No pair comes twice. UsageError if a dtype of the request is supported by no operator of the database, if a name is
-    unknown, or if no operator that was named supports any of the dtypes.
+    UsageError if a dtype is supported by no operator of the database, if a name is unknown, or if there is no such
+    pair.
     """
     known = {dtype for dtypes in operators.values() for dtype in dtypes}
     for dtype in request.dtypes:

@@ -44,10 +44,10 @@ class OpCall:
 def named_op(op: str, *, imports: Sequence[str], arguments: Any, inputs: str | None, seed: int) -> OpCall:
     """Import the modules of `imports`, and return the operator named `op` with its arguments.
 
-    `op` is a registered name, or `file.py:function`. The arguments are those that `inputs` returns, the name of a
-    factory as `file.py:function`; if it is None, those that `arguments` describes, with values drawn by the seed.
-    Raises UsageError if there is no such operator or if it does not take the arguments, and ProgramError if a module
-    does not import or the factory fails.
+    `op` is a registered name, or `file.py:function`. The arguments are those that the factory `inputs`
+    (`file.py:function`) returns; if it is None, those that `arguments` describes, with values drawn by the seed. Raises
+    UsageError if there is no such operator or if it does not take the arguments, and ProgramError if a module does not
+    import or the factory fails.
     """
     for module in imports:
         import_place(module)
@@ -98,7 +98,7 @@ SAMPLES = "its samples"
 def get_ready() -> None:
     """Import the database, load the compiled loops and check a sine, so that forked workers have this behind them.
 
-    If a module that the database needs is not installed, return at once and without an error.
+    If the database cannot be imported, return without an error.
     """
     try:
         opinfo.operators()
@@ -126,9 +126,8 @@ def list_operators(request: Mapping[str, Any], _: QueryDirectory) -> dict[str, A
 def sweep_operator(request: Mapping[str, Any], place: QueryDirectory) -> dict[str, Any]:
     """Check an operator of the database in one dtype, on some of its samples; return its row as `swept`, encoded.
 
-    At most `request["samples"]` samples are checked. This process has one thread of torch afterwards. `place` is told
-    the part that begins: the samples, then each probe with its sample. If the database raises instead of giving
-    samples, the row is inconclusive and says so. Only errors of torchdelta are raised.
+    At most `request["samples"]` samples are checked. `place` is told the part that begins. If the database raises
+    instead of giving samples, the row is inconclusive and says so. This process has one thread of torch afterwards.
     """
     began = time.monotonic()
     # workers run side by side, and samples are small
@@ -219,9 +218,8 @@ class _Findings:
 def _answer(findings: _Findings, name: str, dtype: str, began: float, why: str = "") -> dict[str, Any]:
     """Return the row of an operator as `swept`, encoded; `why` is the reason for having no samples, if that is known.
 
-    The verdict is the worst of the reports. It is inconclusive without any, and if a sample could not be checked while
-    no report is a failure. Unless it is equivalent, the row has a reason, and, if there is a report or an unchecked
-    sample, the arguments that show it. `began` is the `time.monotonic` of the start.
+    The verdict is the worst of the reports; inconclusive without any, and if a sample could not be checked while no
+    report is a failure. Unless it is equivalent, the row says why. `began` is the `time.monotonic` of the start.
     """
     reports = findings.reports
     verdict = worst_of([report.verdict for report in reports])
@@ -250,8 +248,7 @@ def _answer(findings: _Findings, name: str, dtype: str, began: float, why: str =
 def _evidence(reports: Sequence[OpReport], verdict: Verdict) -> dict[str, str]:
     """Return sample, probe, reason and remedy of the first report that has this verdict, as fields of a row.
 
-    The sample is the report's arguments, the others are those of its worst probe. Only the sample is returned if all
-    probes are equivalent.
+    The sample is the report's arguments, the others are those of its worst probe; without such a probe only the sample.
     """
     guilty = next(report for report in reports if report.verdict is verdict)
     sample = ", ".join(guilty.arguments)

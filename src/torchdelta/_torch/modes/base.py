@@ -29,10 +29,9 @@ class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Pass a plain operation to `operate`; run the graphs of `cond` and `while_loop` under the mode.
+        """Pass a plain operation to `operate`, or run a `cond` or `while_loop` under the mode; return the result.
 
-        Return the result. NotImplementedError for any other higher-order operator, because the mode cannot see its
-        operations.
+        NotImplementedError for any other higher-order operator, because the mode cannot see its operations.
         """
         if not isinstance(func, HigherOrderOperator):
             return self.operate(func, args, kwargs)
@@ -48,7 +47,7 @@ class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return (if_true if bool(predicate) else if_false)(*operands)
 
     def _loop(self, condition: Any, body: Any, carried: Any, additional: Any = ()) -> Any:
-        """Run a `while_loop` under the mode, and return the carried values, as a tuple if the body ran."""
+        """Run a `while_loop` under the mode, and return the carried values."""
         with self:
             while bool(condition(*carried, *additional)):
                 carried = tuple(body(*carried, *additional))

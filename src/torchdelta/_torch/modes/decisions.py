@@ -86,7 +86,7 @@ _MOVES = frozenset({aten.clone.default, aten.flip.default, aten.index_select.def
 def is_choice(func: OpOverload, args: tuple[Any, ...]) -> bool:
     """Tell whether a call returns indices of floats that it chose: argmax, argmin, max and min by dim, topk, sort.
 
-    It is False for integer operands, and for an overload that writes to an argument (out=).
+    It is False for operands that are not of floats, and for an overload that writes to an argument (out=).
     """
     decider = _decider_of(func)
     return (
@@ -189,10 +189,9 @@ class Choice:
     def nearest_exchanges(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the margin of each row, and a matrix with two indices a row that a change of that size exchanges.
 
-        That is the margin of a choice as a set: the two are a chosen index, and the one that would take its place. The
-        order among the chosen values does not count, unless all values of a row were chosen, as a sort does: then the
-        two are the neighbours with the smallest distance. Where a row has no other choice, the margin is infinite and
-        the indices are 0.
+        The two are a chosen index, and the one that would take its place. The order among the chosen values does not
+        count, unless all values of a row were chosen, as a sort does: then the two are the neighbours with the smallest
+        distance. Where a row has no other choice, the margin is infinite and the indices are 0.
         """
         chosen, rows = self.index_rows, self.rows
         if rows.shape[-1] < 2 or not chosen.shape[-1]:
@@ -246,9 +245,9 @@ class DecisionRecord(OperationMode):
 class DecisionReplay(OperationMode):
     """Makes the choices of a program as they were recorded, in the same order; choices beyond the record are free.
 
-    With a `unit` of rounding, a choice is replayed only where its values are within rounding of the recorded ones.
-    Without, every recorded choice is forced, whatever the values are. A choice whose indices have another shape than
-    the recorded ones is free too.
+    With a `unit` of rounding, recorded indices are taken only where their present values are within rounding of those
+    that the program would choose. Without, they are forced, whatever the values are. A choice whose indices have
+    another shape than the recorded ones is free too.
     """
 
     def __init__(self, recorded: Iterable[torch.Tensor], *, unit: float | None = None) -> None:
@@ -261,9 +260,9 @@ class DecisionReplay(OperationMode):
     def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation and return its result; of a choice, return the next recorded indices instead of its own.
 
-        The values of a choice that returns them too are the present ones at those indices. With a `unit`, only indices
-        within rounding are replaced: see `_replay_close`. Each choice takes one entry off the record. The choice's own
-        result is returned if the record has ended or the shapes differ.
+        If the choice returns values too, they are the present ones at those indices. With a `unit`, only indices within
+        rounding are replaced. Each choice takes one entry off the record. Its own result is returned if the record has
+        ended or the shapes differ.
         """
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -280,8 +279,7 @@ class DecisionReplay(OperationMode):
         """Return the recorded indices where their values are within rounding of the chosen ones, else the choice's own.
 
         Within rounding is a distance of up to `NEAR` times `unit` times the row's largest absolute value. A row of
-        several indices is replayed as a whole or not at all. The number of indices that the replay changes is added to
-        `count`.
+        several indices is replayed as a whole or not at all. The indices that are changed are added to `count`.
         """
         values, indices, dim = choice.values, choice.indices, choice.dim
         margin = (choice.values_at(indices) - choice.values_at(recorded)).abs()
@@ -295,9 +293,9 @@ class DecisionReplay(OperationMode):
 
 
 class MarginWatch(OperationMode):
-    """Keeps the margin of every integer and boolean that was decided among floats while the mode is active.
+    """While active, keeps the margins of integers and booleans that were decided among floats, and of rounded floats.
 
-    A margin goes where its element goes: through views, moves, casts and pointwise operations with constants.
+    A margin goes where its element goes: through views, some moves, casts and pointwise operations.
     """
 
     def __init__(self) -> None:
@@ -309,11 +307,11 @@ class MarginWatch(OperationMode):
         return self.margins.get(view_key(tensor))
 
     def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run one operation, keep the margins of its decided output if it has one, and return its result.
+        """Run one operation, keep the margins of its decided output if they are known, and return its result.
 
         The decided output is the first tensor that is not of floats, or the result of a rounding. An operation of
-        `_DECIDERS` on floats gives new margins. Any other one hands on those of its operands, if exactly one operand
-        has margins. A cast of a decided value keeps that value's margins.
+        `_DECIDERS` on floats gives new margins, except for a cast of a decided value. Others may hand on those of an
+        operand, if exactly one has margins: see `_moved_margins`.
         """
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -338,8 +336,7 @@ class MarginWatch(OperationMode):
     def _keep(self, decided: torch.Tensor, margins: torch.Tensor | None, name: str) -> None:
         """Keep the margins of a decided tensor, and the operation's name, for `margin_of`; do nothing if they are None.
 
-        Nothing is kept either if the margins have another shape than the tensor. Margins of tensors that were freed are
-        dropped.
+        Nothing is kept either if the margins have another shape than the tensor.
         """
         if margins is not None and margins.shape == decided.shape:
             self._drop_expired()
@@ -372,10 +369,7 @@ def _as_rows(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _decided_output(func: OpOverload, result: Any) -> torch.Tensor | None:
-    """Return the first tensor of a result that is not of floats, or the first of any dtype if the operation rounds.
-
-    Return None if there is none.
-    """
+    """Return the first tensor of a result that is not of floats, or the first of any dtype if the operation rounds."""
     outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     decider = _decider_of(func)
     takes_floats = decider is not None and decider.returns_floats
@@ -387,8 +381,7 @@ def _moved_margins(
 ) -> torch.Tensor | None:
     """Return the margins of a call's result, given those of its one decided operand; None if they are not known.
 
-    Of a view and a move they are the result of the same call on `margins`. Of a pointwise operation and a cast they are
-    `margins` itself. Of any other operation they are not known.
+    They are known for a view, a move (`_MOVES`), a pointwise operation and a cast.
     """
     if func.is_view or func in _MOVES:
         moved: torch.Tensor = func(margins, *args[1:], **kwargs)

@@ -39,7 +39,7 @@ def coarser(first: torch.dtype | None, second: torch.dtype) -> torch.dtype:
 
 
 class Elide(OperationMode):
-    """While active, pointwise operations and sums read values as they were before a narrowing cast."""
+    """While active, pointwise operations and reductions read values as they were before a narrowing cast."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -49,14 +49,14 @@ class Elide(OperationMode):
         """For each narrow tensor its value before the cast, and where it was cast."""
 
     def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run one operation as if its operands had not been narrowed by casts, and return its result.
+        """Run one operation, on values before their narrowing casts if a compiler may fuse it, and return its result.
 
         - A narrowing cast, and a view of a narrow tensor, return the narrow result. Its value before the cast is kept
           in `wide`.
-        - A pointwise operation, a sum or a cast runs on the wide values if its result is one float tensor. The result
-          has the dtype that it has natively, and the casts are added to `elided`.
-        - Any other operation runs on the narrow values. One that writes to a narrow tensor and returns it drops the
-          wide values of its memory.
+        - A pointwise operation, a reduction (`_FUSED_SUMS`) or a cast that writes to no operand runs on the wide values
+          if its result is one float tensor. The result has its native dtype, and the casts are added to `elided`.
+        - Any other operation runs on the narrow values. One that writes to a narrow tensor drops the wide values of its
+          memory.
         """
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

@@ -51,10 +51,10 @@ def is_narrow(dtype: torch.dtype) -> bool:
 
 
 class Lift(OperationMode):
-    """While active, no operation rounds below float64; `drawn_in` is the dtype in which random numbers are drawn.
+    """While active, operations run in float64 as far as they can; `drawn_in` is the program's dtype for random numbers.
 
     An operation that has no float64 kernel runs in `drawn_in`, and its name is added to `unlifted`, the caller's set if
-    one is given.
+    one is given. So is a cast to a float of one byte.
     """
 
     def __init__(self, drawn_in: torch.dtype = torch.float32, unlifted: set[str] | None = None) -> None:
@@ -63,12 +63,12 @@ class Lift(OperationMode):
         self.unlifted = set() if unlifted is None else unlifted
 
     def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run one operation in float64, and return its result.
+        """Run one operation in float64, as far as that is possible, and return its result.
 
         Dtypes that the call names, and operands of lower dtypes, are lifted; operands of an operation that writes to
-        any of them are not. Integers become float64 if the result would be a lower float. Random numbers and dropout
-        masks are drawn in the dtype `drawn_in`. A constant made of plain numbers is rounded as in the program, unless
-        its elements are computed, as by linspace. An operation that raises in float64 runs natively: see `_run_native`.
+        any of them are not. Integers become float64 if the result would be a lower float. Random numbers, dropout masks
+        and constants keep the program's rounding; a constant whose elements are computed, as by linspace, does not. An
+        operation that fails in float64 runs natively: see `_run_native`.
         """
         kwargs = dict(kwargs or {})
         name = func._schema.name.partition("::")[2]
@@ -105,8 +105,8 @@ class Lift(OperationMode):
     def _run_native(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
         """Run an operation that failed in float64 on operands in the dtype `drawn_in`; return its result in float64.
 
-        The operation is added to `unlifted`. Raise `error`, that of float64, if it fails there too, or is one that
-        writes to its operands.
+        The operation is added to `unlifted`. Raise `error`, that of float64, if it fails again or writes to its
+        operands.
         """
         narrow_args, narrow_kwargs = tree_map(self._narrow, (args, kwargs))
         try:
@@ -124,9 +124,10 @@ class Lift(OperationMode):
         return value.to(self.drawn_in) if is_wide else value
 
     def _draw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Draw random numbers by `func` in the dtype `drawn_in`, and return them in float64.
+        """Draw random numbers by `func` in the program's dtype, and return them widened.
 
-        An operation that draws in place writes them to its operand, which is returned.
+        Float64 operands are cast to `drawn_in` first. An operation that draws in place writes to its operand, which is
+        returned.
         """
         narrow_args, narrow_kwargs = tree_map(self._narrow, (args, kwargs))
         drawn = func(*narrow_args, **narrow_kwargs)

@@ -98,7 +98,7 @@ running sum is exaggerated by the same factor. `compare/noise.py` divides noisy 
 
 
 class Noisy(OperationMode):
-    """While active, every value that depends on the sources given to `start_from` or `depend_on` is rounded anew.
+    """While active, results that depend on the sources given to `start_from` or `depend_on` are rounded anew.
 
     The same seed rounds the same way. With a `unit`, every dtype is rounded to that relative precision instead of its
     own.
@@ -107,7 +107,7 @@ class Noisy(OperationMode):
     def __init__(self, *, seed: int, unit: float | None = None) -> None:
         """Begin without sources: until `depend_on` or `start_from` names some, no value is rounded anew.
 
-        `seed` determines the roundings. `unit` is their relative size; None is the epsilon of each value's dtype.
+        `unit` is the relative size of the roundings; None is the epsilon of each value's dtype.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps = Steps(seed, unit)
@@ -123,10 +123,10 @@ class Noisy(OperationMode):
             self._mark(tensor)
 
     def start_from(self, sources: Iterable[torch.Tensor]) -> None:
-        """Round the sources anew, in place, and from now on all values that are computed from them.
+        """Round the sources anew, in place, and from now on results that are computed from them.
 
-        A source is rounded in its whole storage, and once, even if several sources share it. Only strided floats of two
-        or more bytes are rounded; values that are computed from any other source are rounded all the same.
+        A source is rounded in its whole storage, and once, even if several sources share it. Sources that are not
+        strided floats of two or more bytes are not rounded, but results that depend on them are.
         """
         for tensor in sources:
             if tensors.storage_key(tensor) and tensors.storage_reference(tensor) not in self.dependent:
@@ -139,9 +139,9 @@ class Noisy(OperationMode):
     def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation; if an operand depends on a source, round its result anew in place; return the result.
 
-        Views and operations that only move or select values are exact, but their results depend on the sources too.
-        Fused norms and softmax run decomposed, so that each of their steps is rounded. `has_chosen` and `narrowed_to`
-        are updated by every operation, whether it depends on a source or not.
+        Results of views and of operations in `_EXACT`, which move, select or compare values, are not rounded, but
+        depend on the sources too. Fused norms, softmax and the like (`_ROUND_INSIDE`) run decomposed, so that each of
+        their steps is rounded. `has_chosen` and `narrowed_to` are updated.
         """
         kwargs = kwargs or {}
         self.has_chosen |= is_choice(func, args)
@@ -168,9 +168,8 @@ class Noisy(OperationMode):
     def _move(self, name: str, index: int, args: tuple[Any, ...], output: torch.Tensor) -> None:
         """Add noise to one output of an operation, in place: a step of rounding, and the error of a sum that it takes.
 
-        `index` is the place of the output among those of the operation. Only reductions and operations that sum a
-        gradient inside have the error of a sum. Half dtypes get the step alone, because their sums are taken in
-        float32.
+        `index` is the place of the output among those of the operation. Half dtypes get the step alone, because their
+        sums are taken in float32.
         """
         if output.dtype not in _NARROW:
             if name in _REDUCTIONS:
@@ -183,9 +182,8 @@ class Noisy(OperationMode):
         """Add a random error to an output, in place, as large as that of its sum taken term by term: Σ S_k·δ_k.
 
         S_k are the partial sums. `kind` says what the output is of its terms: their `sum`, their `mean`, or a `root` of
-        the sum of their squares. With terms of mean μ and variance σ², E S_k² = k²μ² + kσ². The sum of these over k
-        gives the spread of the error, so the sum itself need not be run. Terms that are not floats, or fewer than two,
-        give no error.
+        the sum of their squares. With terms of mean μ and variance σ², E S_k² = k²μ² + kσ², so the sum itself need not
+        be run. Fewer than two terms give no error.
         """
         terms = args[0]
         count = terms.numel() // output.numel()
@@ -265,8 +263,7 @@ class Steps:
     def _factors(self, piece: torch.Tensor) -> torch.Tensor:
         """Return a factor for each element of a piece: 1, or 1 plus or minus one unit, to multiply it by.
 
-        It is a view of the pool of the piece's dtype and device, from a random place of it, so it must not be written
-        to. The pool is drawn on first use.
+        It is a view of a pool, which is drawn on first use, so it must not be written to.
         """
         key = piece.dtype, piece.device
         if key not in self.pools:

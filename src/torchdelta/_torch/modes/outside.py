@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 def without_modes_or_hooks() -> Iterator[None]:
     """Run the body without any mode around it, and without a hook on the tensors that autograd saves.
 
-    Inference mode is off too, but autocast stays. The body records gradients if the caller did, and only then.
-    Afterwards all are as before.
+    Inference mode is off too; autocast and the recording of gradients stay as they are.
     """
     is_recording = torch.is_grad_enabled()
     # a compiler needs the overrides of tensor functions, so only the modes go
@@ -51,8 +50,8 @@ def _without_function_modes() -> Iterator[None]:
 def preserved_dispatch() -> Iterator[None]:
     """Leave torch's dispatch state after the body as it was before, even if a kernel written in Python raises there.
 
-    Torch puts that state back only when the traceback of such a kernel is freed, which may be much later. So garbage is
-    collected after the body. The exception is not caught.
+    Torch puts that state back only when the traceback of such a kernel is freed, so garbage is collected after the
+    body.
     """
     before = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     with torch._C._ForceDispatchKeyGuard(*before):
@@ -64,6 +63,6 @@ def preserved_dispatch() -> Iterator[None]:
 
 @contextmanager
 def outside_modes() -> Iterator[None]:
-    """Run the body as if no mode were active, because a backend is called under one that makes every tensor fake."""
+    """Run the body without modes, overrides of tensor functions and inference mode, so that its tensors are real."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode(False):
         yield

@@ -58,8 +58,7 @@ class Symbolic:
     def __init__(self, call: Calling, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Make the call at once, on fake tensors of symbolic sizes, and keep its results for the other methods.
 
-        `inputs` are the fake tensors, in the order of the arguments. Raises what the call raises, and
-        UnsupportedFakeTensorException if an input cannot be faked.
+        Raises what the call raises, and UnsupportedFakeTensorException if an input cannot be faked.
         """
         self.mode = _mode()
         self.inputs: list[FakeTensor] = []
@@ -107,10 +106,7 @@ class Symbolic:
         return tuple(_evaluate(size, numbers) for size in fake.shape)
 
     def _numbers(self, tensors: Sequence[torch.Tensor]) -> dict[Any, int]:
-        """Return the number of each symbol that is an input's size, by the symbol, for inputs of these tensors' sizes.
-
-        A symbol that stands for several sizes has the first of their numbers.
-        """
+        """Return the number of each symbol that is an input's size, by the symbol, for inputs of these sizes."""
         numbers: dict[Any, int] = {}
         for symbolic, tensor in zip(self.inputs, tensors, strict=True):
             for size, number in zip(symbolic.shape, tensor.shape, strict=True):
@@ -125,10 +121,7 @@ def is_unknown(size: Any) -> bool:
 
 
 def lacks_fake_kernel(error: BaseException | None) -> bool:
-    """Tell whether an error, or one that caused it or was being handled, was raised for want of a fake kernel.
-
-    None is not such an error.
-    """
+    """Tell whether an error, or one that caused it or was being handled, was raised for want of a fake kernel."""
     while error is not None:
         if isinstance(error, UnsupportedOperatorException) or "no fake impl" in str(error):
             return True
@@ -148,10 +141,7 @@ def has_no_fake_tensor(error: BaseException) -> bool:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Keep torch from logging a traceback for each fake kernel that raises, while the body runs.
-
-    The caller reports the error itself. Afterwards torch logs as before.
-    """
+    """Switch off the log of torch's fake tensors while the body runs: it has a traceback for each error."""
     log = logging.getLogger(fake_tensor.__name__)
     before, log.disabled = log.disabled, True
     try:

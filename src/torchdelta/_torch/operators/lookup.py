@@ -40,9 +40,9 @@ def is_built_in(target: OpOverload) -> bool:
 def registered_by(target: Any) -> str | None:
     """Return the name of the module or package that registered an operator, so that importing it makes it known.
 
-    It is the module of a custom operator's Python function, or the operator's namespace if a module of that name is
-    imported. None for torch's own operators and for anything that is not an overload or a packet. LookupError if it is
-    unknown which module registered the operator.
+    It is the module of a custom operator's Python function, or else the operator's namespace if a module of that name
+    is imported. None for torch's own operators and for anything that is not an overload or a packet. LookupError if the
+    module is unknown.
     """
     if not isinstance(target, (OpOverload, OpOverloadPacket)):
         return None
@@ -63,8 +63,7 @@ def operator_named(name: str) -> Callable[..., Any]:
     """Return the operator, packet or function of that name; UsageError names near ones if there is none.
 
     A name is `aten.add.Tensor`, `mylib::op`, `torch.ops.mylib.op` or `torch.nn.functional.gelu`. Without an overload it
-    stands for the packet of all overloads. After `torch.` (but not `torch.ops.`) or `nn.` it stands for a function of
-    torch.
+    stands for the packet of all overloads.
     """
     path = name.strip().removeprefix("torch.ops.").replace("::", ".", 1)
     namespace, _, rest = path.partition(".")
@@ -101,9 +100,8 @@ def _registered_names() -> dict[str, set[str]]:
 def _explain_unknown_namespace(name: str, namespace: str, rest: str, known: Mapping[str, Iterable[str]]) -> str:
     """Return the message of an error about a name whose namespace is not registered, with what may be meant.
 
-    `rest` is the name after the namespace. If it is empty, the user wrote an operator without a namespace: then
-    `namespace` is the operator's name, and the message names those of aten, prims and torch that have it. `known` has
-    the names of all registered operators by namespace.
+    `rest` is the name after the namespace; if it is empty, `namespace` may be the name of an operator of aten, prims or
+    torch. `known` has the names of all registered operators by namespace.
     """
     if not rest:
         names = [f"{each}.{namespace}" for each in ("aten", "prims") if namespace in known.get(each, ())]
@@ -121,8 +119,7 @@ def _explain_unknown_namespace(name: str, namespace: str, rest: str, known: Mapp
 def _function_of_torch(name: str) -> Callable[..., Any]:
     """Return a function of torch by its dotted name, with or without `torch.` at its beginning.
 
-    UsageError, with near names, if there is none; also if the name is that of a class, a module or another value that
-    is not a function.
+    UsageError, with near names, if there is none; also if the name is that of a class, a module or a plain value.
     """
     value: Any = torch
     path = "torch"
@@ -149,9 +146,8 @@ _KEYS = {
 def devices_of(op: Any) -> frozenset[str] | None:
     """Return the devices (`cpu`, `cuda`) that an operator has a kernel for here, or None if it runs on any device.
 
-    None is for a Python function and for an operator with a composite overload: they run where the operators that they
-    call do. Otherwise the devices of all overloads are taken together; the set is empty if none has a kernel in this
-    process.
+    None is for a Python function and for an operator with a composite overload. Otherwise the devices of all overloads
+    are taken together; the set may be empty.
     """
     devices: set[str] = set()
     for name in (each._name for each in overloads_of(op)):
@@ -217,10 +213,10 @@ class _BeforeAnyKernel(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def require_fitting(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise UsageError if the arguments do not fit the operator's schema; no kernel is run to find out.
+    """Raise UsageError if the arguments do not fit the operator's schema; it is called only as far as its first kernel.
 
-    The arguments of a Python function must fit its signature, if it has one. Errors that are not about the fit are
-    ignored here, because running the operator will show them.
+    The arguments of a Python function must fit its signature, if it has one. Usual errors that are not about the fit
+    are ignored here, because running the operator will show them.
     """
     if not is_registered(op):
         return _require_binding(op, args, kwargs)
@@ -241,10 +237,7 @@ def require_fitting(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _mismatch_in(message: str) -> str | None:
-    """Return what an error of torch says about arguments that do not fit a schema, or None if it is another error.
-
-    The text is one line, without the schema.
-    """
+    """Return what an error of torch says about arguments that do not fit a schema, or None if it is another error."""
     if "failed to match any schema" in message:
         return "they match none of these"
     if "Declaration: " in message or "Schema: " in message or "Expected a proper Tensor but got None" in message:

@@ -79,10 +79,10 @@ def operators() -> dict[str, tuple[str, ...]]:
 
 
 def draw_samples(name: str, dtype: str, *, seed: int) -> OperatorOffer:
-    """Return every sample of an operator in a dtype (`float32`), drawn anew from the seed; generators are restored.
+    """Return the samples of an operator in a dtype (`float32`), drawn anew from the seed; generators are restored.
 
-    Inputs require grad if the operator has gradients in this dtype. Samples that cannot be checked are only counted, in
-    `left_out`. KeyError if the database has no such operator; also raises what the database raises.
+    Inputs may require grad if the operator has gradients in this dtype. Samples that cannot be checked are only
+    counted, in `left_out`. KeyError if the database has no such operator; also raises what the database raises.
     """
     entry = _database()[name]
     of_dtype = getattr(torch, dtype)
@@ -104,9 +104,8 @@ def draw_samples(name: str, dtype: str, *, seed: int) -> OperatorOffer:
 def choose(samples: Sequence[OpSample], most: int) -> tuple[OpSample, ...]:
     """Choose at most `most` samples, substantial ones before others, and return them in the order of the database.
 
-    A sample is substantial if no tensor is empty, and one has several elements. The chosen ones are spread over all
-    samples, because neighbours in the database resemble each other. If any substantial sample has a gradient, one of
-    those is chosen.
+    The chosen ones are spread over all samples, because neighbours in the database resemble each other. If substantial
+    samples have gradients, at least one of those is chosen.
     """
     substantial = [sample for sample in samples if sample.is_substantial]
     picked = list(_spread(substantial, most))
@@ -129,8 +128,8 @@ def _spread(samples: Sequence[OpSample], most: int) -> Iterator[OpSample]:
 def _database() -> dict[str, Any]:
     """Import the database on the first call, and return its entries by their full names, such as `div.floor_rounding`.
 
-    That changes the process: operators of the database do not set a seed, and flags of torch's backends may be set
-    although the import forbids it. EnvironmentUnfit if a module that the database needs is not installed.
+    That changes the process: some operators of the database no longer set a seed, and flags of torch's backends may be
+    set although the import forbids it. EnvironmentUnfit if a module that the database needs is not installed.
     """
     try:
         with warnings.catch_warnings():
@@ -179,8 +178,7 @@ def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
 def _call(entry: Any, drawn: Any) -> Callable[..., Any]:
     """Return the operator itself, or, if the entry changes inputs or outputs, a function that calls it with changes.
 
-    Some operators are defined for symmetric inputs only, and some outputs only up to a sign, such as eigenvectors. The
-    function has the operator's name.
+    Some operators are defined for symmetric inputs only, and some outputs only up to a sign, such as eigenvectors.
     """
     operator: Callable[..., Any] = entry.op
     prepare, process = entry.gradcheck_wrapper, drawn.output_process_fn_grad

@@ -32,10 +32,7 @@ class DeclaredEffects(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator that is dispatched, and return its results; watch its effects unless it is torch's own.
-
-        Torch's own operators are watched only if they are the one in question (`op`); higher-order operators never.
-        """
+        """Run an operator that is dispatched, and return its results; watch it if it is `op` or not torch's own."""
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload) or (is_built_in(func) and not self._is_in_question(func)):
             return func(*args, **kwargs)
@@ -50,10 +47,10 @@ class DeclaredEffects(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._watch(_overload_for(self.op, args, kwargs), args, kwargs)
 
     def _watch(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run an operator and return its results; add a sentence to `breaches` for each undeclared write and alias.
+        """Run an operator and return its results; note undeclared writes and aliases in `breaches`, each sentence once.
 
-        A sentence is there once only. A write is a change of values, sizes, strides, offset or dtype of an argument.
-        Where an argument overlaps one that is declared as written, its values may change.
+        A write is a change of values, sizes, strides, offset or dtype of an argument. Where an argument overlaps one
+        that is declared as written, its values may change.
         """
         arguments = dict(_arguments(func, args, kwargs))
         # another argument may share memory with one that is declared as written, and then changes with it
@@ -143,7 +140,7 @@ def has_autograd_kernel(op: Any, device: str) -> bool:
 def without_autograd_fallback() -> Iterator[None]:
     """Switch off torch's fallback for operators without an autograd kernel while the body runs.
 
-    So their results come as the kernel returned them. Afterwards the fallback is as it was before.
+    So their results come as the kernel returned them.
     """
     before = torch._C._get_autograd_fallback_mode()
     torch._C._set_autograd_fallback_mode("nothing")
@@ -179,10 +176,7 @@ def _is_written(argument: Any) -> bool:
 def _arguments(
     func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Yield the name of each argument that a call gives, with its declaration in the schema and its value.
-
-    Positional arguments come first. Arguments that are left to their defaults do not come.
-    """
+    """Yield the name of each argument that a call gives, with its declaration in the schema and its value."""
     for argument, value in zip(func._schema.arguments, args, strict=False):
         yield argument.name, (argument, value)
     for argument in func._schema.arguments:
@@ -194,8 +188,7 @@ def _undeclared_aliases(func: OpOverload, arguments: Mapping[str, tuple[Any, Any
     """Yield a sentence for each result that shares memory with an argument or another result without declaring it.
 
     `arguments` has the declaration and the value of each argument by its name. A result with an alias annotation may
-    share memory with earlier results, and with the arguments that `_may_alias` allows. Without one, not even the
-    elements of a list may share memory.
+    share memory with earlier results, and with the arguments that `_may_alias` allows.
     """
     results = returned if isinstance(returned, tuple) else (returned,)
     declared = func._schema.returns
@@ -221,8 +214,8 @@ def _undeclared_aliases(func: OpOverload, arguments: Mapping[str, tuple[Any, Any
 def _may_alias(some: Any, other: Any) -> bool:
     """Tell whether a result's alias annotation `some` and an argument's `other` declare that they may share memory.
 
-    They do if they have a set in common, or if the result's is `*`. A missing annotation (None) shares nothing. That of
-    a list names no set, and shares with every other annotation.
+    They do if they have a set in common, or if the result's is `*`. A missing annotation (None) shares nothing; one
+    without a set, as a list has, shares with every other annotation.
     """
     if some is None or other is None:
         return False
@@ -240,10 +233,7 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return dtype, sizes, strides and offset of a tensor, as far as its layout has them, to compare by equality.
-
-    Of a nested tensor return only layout and dtype, of a sparse one only layout and sizes.
-    """
+    """Return dtype, sizes, strides and offset of a tensor, as far as its layout has them, to compare by equality."""
     if tensor.is_nested:
         return (tensor.layout, tensor.dtype)
     if tensor.layout is not torch.strided:

@@ -51,10 +51,7 @@ def without_frames(error: Exception) -> Exception:
 
 
 def _is_user_file(file: str) -> bool:
-    """Tell whether a file exists and is an imported module that is neither torch's nor ours nor generated.
-
-    Generated is a file of inductor, or any in a folder `cache`.
-    """
+    """Tell whether a file exists and is an imported module that is neither torch's nor ours nor in a cache."""
     if file.startswith(_PLUMBING) or not os.path.isfile(file):
         return False
     # inductor's generated code lies in files of its cache folders, which are not imported modules

@@ -72,13 +72,11 @@ def headers_directory() -> Path:
 
 
 def warm_up(backend: str) -> None:
-    """Compile a small function with a backend, except for its C++ kernel, so that later forks find most work done.
+    """Compile a small function with a backend, so that later forks find most of a compile's preparations done.
 
-    They find headers, patterns and vector instructions ready. The function has too few elements for a second thread,
-    and no backward, because the autograd engine must not see a fork. The cache is the user's, which may have the vector
-    instructions already. The graph cache is off, because a cached graph would warm up nothing. The kernel is not
-    compiled, because that prepares nothing for others. Afterwards this process compiles without helpers
-    (`compile_alone`), and dynamo and its counters are reset.
+    A C++ kernel is not compiled, because that prepares nothing for others, and no backward is run, because the autograd
+    engine must not see a fork. The user's cache is used, except that of graphs. Afterwards this process compiles
+    without helpers (`compile_alone`), and dynamo and its counters are reset.
     """
     # a progress bar would start a thread, and a process with threads must not fork
     torch.hub.tqdm.monitor_interval = 0  # type: ignore[attr-defined]
@@ -99,8 +97,7 @@ def warm_up(backend: str) -> None:
 def use_private_cache(directory: Path, *, scratch: Path | None = None) -> None:
     """Set the directory of inductor's cache for this process, and that of temporary files if `scratch` is given.
 
-    Both are set by environment variables, which child processes inherit. Everything that inductor and `tempfile` keep
-    in memory of another directory is dropped.
+    Both are set by environment variables, which child processes inherit. What inductor keeps in memory is dropped.
     """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory)
     if scratch is not None:

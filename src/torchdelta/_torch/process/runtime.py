@@ -97,7 +97,7 @@ def generator_states() -> GeneratorStates:
 
 
 def has_drawn_since(states: GeneratorStates) -> bool:
-    """Tell whether an operation drew random numbers since torch's generators had these states."""
+    """Tell whether torch's generators have other states than these, as after an operation that drew random numbers."""
     return not all(torch.equal(before, now) for before, now in zip(states, generator_states(), strict=True))
 
 
@@ -135,7 +135,7 @@ def seed_everything(seed: int) -> None:
 
 
 def random_state() -> tuple[Any, ...]:
-    """Return a value that changes exactly if a global generator of torch, random or numpy was drawn from."""
+    """Return a value that changes if a global generator of torch, random or numpy is drawn from or seeded anew."""
     devices = [bytes(state.numpy()) for state in _accelerator_states()]
     torch_state = bytes(torch.get_rng_state().numpy())
     # pickled, because its text takes longer than most programs run
@@ -173,8 +173,8 @@ def use_deterministic() -> None:
 
 
 def _restore_config(config: Any, saved: dict[str, Any]) -> None:
-    # only changed settings are written, because torch warns about each deprecated setting that is
     """Set each setting of a config module that differs from `saved` back to its value there."""
+    # only changed settings are written, because torch warns about each deprecated setting that is
     for name, value in config.get_config_copy().items():
         if name in saved and value != saved[name]:
             setattr(config, name, saved[name])
@@ -200,9 +200,8 @@ def _set_generator_states(states: GeneratorStates) -> None:
 def _between_compilations() -> Iterator[None]:
     """Wait until no other thread compiles, and let none begin while the body runs.
 
-    Nothing is waited for if dynamo is not imported. A compilation changes flags for its duration, which would be saved
-    or restored as if they were the user's. If it does not end within `_COMPILATION_TIMEOUT_S`, the body runs all the
-    same, and so do later bodies, without a wait, until a compilation is found to have ended.
+    A compilation changes flags for its duration, which would be saved or restored as if they were the user's. If it
+    does not end within `_COMPILATION_TIMEOUT_S`, the body runs all the same, and later bodies do not wait for it.
     """
     lock: Any = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
     # one wait at most, because a compilation may take minutes, or wait for this thread itself
@@ -247,10 +246,7 @@ def _matmul_precision() -> str | None:
 
 
 def _restore_flags(flags: dict[str, Any]) -> None:
-    """Set torch's global flags to the values that `_read_flags` returned.
-
-    A precision of matrix products that was None stays as it is now.
-    """
+    """Set torch's global flags to the values that `_read_flags` returned; a precision of None is not set."""
     enabled, warn_only = flags["deterministic"]
     torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
     torch.utils.deterministic.fill_uninitialized_memory = flags["fill"]  # type: ignore[attr-defined]

@@ -54,9 +54,9 @@ def plant(
     """Return a transform that plants a fault of that kind at one node of the exported program; nothing is planted yet.
 
     The seed chooses the node among the eligible ones, without those whose names are in `excluding`. After the transform
-    was applied, its `place` is the `Place` of the chosen node. `then` is the transform under test, which gets the
-    faulty program; None runs that as it is. If many faults in one program share `exports`, the program is traced
-    only once in each precision. Raise UsageError if the kind is unknown, or if `then` does not start from the program.
+    was applied, its `place` tells the node. `then` is the transform under test, which gets the faulty program; None
+    runs that as it is. Faults that share `exports` need not trace the program anew. Raise UsageError if the kind is
+    unknown, or if `then` does not start from the program.
     """
     following = None if then is None else transforms.build(then, {})
     return Planted(FAULTS.get(kind), seed=seed, then=following, excluding=excluding, exports=exports)

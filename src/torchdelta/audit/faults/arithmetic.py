@@ -63,7 +63,7 @@ def _drop_bias(node: Node) -> None:
 def _is_swappable(node: Node) -> bool:
     """Tell whether the node is a linear or addmm with a square weight, or a matmul or bmm of square matrices.
 
-    The two operands of a matmul or bmm have to be of one shape. It is False if a shape is not known.
+    The two operands of a matmul or bmm have to be of one shape.
     """
     if is_call(node, *_WEIGHT):
         weight = tensor_of(node.args[_WEIGHT[node.target]])
@@ -105,7 +105,7 @@ def _move_bounds(node: Node) -> None:
 
 
 def _moved_bound(bound: object) -> float | None:
-    """Return a bound that is a tenth nearer to zero, 0.02 for zero, or None if there is no bound."""
+    """Return a bound that is a tenth nearer to zero, 0.02 for zero, or None if the bound is not a number."""
     return (0.9 * bound or 0.02) if isinstance(bound, (int, float)) else None
 
 

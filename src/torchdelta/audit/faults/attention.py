@@ -27,7 +27,7 @@ def attention_one_ahead(
 ) -> torch.Tensor:
     """Return causal attention in which every query sees one key too many: the first after its own place.
 
-    `attn_mask` and `is_causal` are ignored. `options` are the other keyword arguments of the operator, such as `scale`.
+    `attn_mask` and `is_causal` are ignored.
     """
     size = query.shape[-2], key.shape[-2]
     mask = torch.ones(size, dtype=torch.bool, device=query.device).tril(1)
@@ -35,10 +35,7 @@ def attention_one_ahead(
 
 
 def _is_scaled(node: Node) -> bool:
-    """Tell whether the node is a scaled dot product attention, or scales a product of matrices by a constant.
-
-    The product comes from a matmul or bmm, and is multiplied or divided by a float other than 1.
-    """
+    """Tell whether the node is a scaled dot product attention, or scales a matmul or bmm by a float other than 1."""
     if is_call(node, _SDPA):
         return True
     if not is_call(node, *_SCALINGS):
@@ -69,7 +66,7 @@ def _is_causal(node: Node) -> bool:
 
 
 def _look_ahead(node: Node) -> None:
-    """Change a causal attention or mask in the graph, so that every query sees the next key too.
+    """Change a causal attention or mask in the graph, so that a query sees the next key too.
 
     An attention calls `attention_one_ahead`, the diagonal of a tril or triu is increased by 1, and 1 is added to the
     second operand of `<=`.
@@ -96,7 +93,7 @@ def _mistake_dimension(node: Node) -> None:
 
 
 def _repeats_heads(node: Node) -> bool:
-    """Tell whether the node repeats key and value heads by expand and reshape."""
+    """Tell whether the node seems to repeat key and value heads: a reshape of an expand to five dimensions."""
     if not (is_call(node, aten.reshape.default) and is_call(node.args[0], aten.expand.default)):
         return False
     heads = tensor_of(node.args[0])

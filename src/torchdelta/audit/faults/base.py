@@ -103,8 +103,8 @@ def _path_in_program(path: str, names: Mapping[str, str]) -> str:
     """Return the path of a module in the program, given its path in the exported graph.
 
     Export may have wrapped the program, which adds a first name to the path; it is replaced by the program's own name
-    for that module, or dropped if that is empty. `names` maps names of state in the graph to those in the program. The
-    path is returned unchanged if no name of state in the graph begins with the path's first name.
+    for that module, or dropped. `names` maps names of state in the graph to those in the program. The path is returned
+    unchanged if none of them begins with the path's first name.
     """
     head, _, rest = path.partition(".")
     for own, original in names.items():
@@ -149,7 +149,7 @@ def is_floating(value: object) -> bool:
 def is_arithmetic(node: Node) -> bool:
     """Tell whether the node calls an operator that computes a floating-point tensor of at least two elements.
 
-    Operators that only pass values on or make constants do not count.
+    Operators in `_WITHOUT_ARITHMETIC`, which only pass values on or make constants, do not count.
     """
     tensor = tensor_of(node)
     packet = getattr(node.target, "overloadpacket", None)
@@ -160,8 +160,7 @@ def is_arithmetic(node: Node) -> bool:
 def is_sum_of_two(node: Node) -> bool:
     """Tell whether the node adds the floating-point tensors of two different nodes, as a residual connection does.
 
-    They have the same shape, of two dimensions or more, and the same dtype. The sum may be in place. A sum with keyword
-    arguments (alpha) does not count.
+    They have the same shape, of two dimensions or more, and the same dtype. The sum may be in place.
     """
     if not is_call(node, aten.add.Tensor, aten.add_.Tensor) or node.kwargs:
         return False
@@ -182,7 +181,7 @@ def is_sum_of_two(node: Node) -> bool:
 def replace_call(functions: Mapping[Any, Callable[..., Any]]) -> Callable[[Node], None]:
     """Return a function for `Fault.plant`, which lets a node call another function with the same arguments.
 
-    `functions` maps operators to replacements; KeyError in that function if the node's operator is not among them.
+    `functions` maps operators to replacements; the node's operator has to be among them.
     """
 
     def plant(node: Node) -> None:
@@ -224,10 +223,10 @@ def _new_call(origin: Node, operator: Any, *arguments: Any) -> Node:
 
 
 def result_fault(name: str, summary: str, *calls: tuple[Any, ...], without: torch.dtype | None = None) -> Fault:
-    """Return a fault that adds calls after any operation with a floating-point result of two elements or more.
+    """Return a fault that adds calls after an operation with a floating-point result of two elements or more.
 
     The calls are those of `add_after`. Eligible are the nodes of `has_result`, so not those with a result of dtype
-    `without`, nor operators that only pass values on or make constants.
+    `without`.
     """
     return Fault(
         name=name,
@@ -245,10 +244,10 @@ def needs_result(without: torch.dtype | None = None) -> str:
 
 
 def has_result(without: torch.dtype | None = None) -> Callable[[Node], bool]:
-    """Return a function of a node that tells whether it computes a floating-point tensor of two elements or more.
+    """Return a function for `Fault.is_eligible`: whether a node `is_arithmetic`, with a result of another dtype.
 
-    It is for `Fault.is_eligible`. A result of dtype `without` does not count (None excludes none), and neither do
-    operators that only pass values on or make constants.
+    So the node computes a floating-point tensor of two elements or more, and not one of dtype `without` (None: any
+    dtype).
     """
 
     def is_eligible(node: Node) -> bool:

@@ -44,10 +44,7 @@ def with_stale_tail(x: torch.Tensor) -> torch.Tensor:
 
 
 def _is_part_of_tensor(node: Node) -> bool:
-    """Tell whether the node takes a proper part of a floating-point tensor, by a slice or one index of a dimension.
-
-    A slice has to leave elements out, and the dimension of an index to have more than one element.
-    """
+    """Tell whether the node takes a proper part of a floating-point tensor, by a slice or one index of a dimension."""
     if not (is_call(node, aten.slice.Tensor, aten.select.int) and is_floating(node)):
         return False
     whole, part, dim = tensor_of(node.args[0]), tensor_of(node), int(arguments(node)["dim"])
@@ -57,10 +54,7 @@ def _is_part_of_tensor(node: Node) -> bool:
 
 
 def _shift_part(node: Node) -> None:
-    """Change a slice in the graph to begin and end one element earlier, or an index to the next one.
-
-    For a slice, the last element comes before the first. The last index, which has no next one, becomes the one before.
-    """
+    """Change a slice in the graph to `slice_one_earlier`, or an index to the next one; the last to the one before."""
     if is_call(node, aten.slice.Tensor):
         node.target = slice_one_earlier
         return
@@ -74,7 +68,7 @@ def _shift_part(node: Node) -> None:
 def _reorders_before_reshape(node: Node) -> bool:
     """Tell whether the node is a transpose, permute or t of floats that changes the shape, and its order is relied on.
 
-    It is relied on if a reader is a reshape, view, flatten, contiguous or clone.
+    That is so if a reader is a reshape, view, flatten, contiguous or clone.
     """
     if not (is_call(node, *_REORDERS) and is_floating(node)):
         return False

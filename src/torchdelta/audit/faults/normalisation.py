@@ -36,7 +36,7 @@ def layer_norm_variant(
     """Return a layer norm, in the dtype of `x`, whose variance divides by n - `correction`.
 
     `eps` is added to the variance, or to the standard deviation if `adds_to_deviation`. Half precision is computed in
-    float32, as the operator does. `cudnn_enable` is ignored.
+    float32, as the operator does.
     """
     # the operator computes half precision in float32: doing less would be another fault
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
@@ -48,10 +48,9 @@ def layer_norm_variant(
 
 
 def _epsilon(node: Node) -> float | None:
-    """Return the epsilon of a norm, or the constant that an addition adds as its second argument; None for other nodes.
+    """Return the epsilon of a norm, or a small constant that an addition of floats adds; None if there is none.
 
-    None too if that is not a float above 0 and at most `_LARGEST_EPSILON`, or if the sum is not a floating-point
-    tensor.
+    Only floats above 0 and at most `_LARGEST_EPSILON` count; in an addition, only the second argument.
     """
     if is_call(node, *_NORMS):
         epsilon = arguments(node)["eps"]
@@ -63,10 +62,7 @@ def _epsilon(node: Node) -> float | None:
 
 
 def _change_epsilon(change: Callable[[float], float]) -> Callable[[Node], None]:
-    """Return a function for `Fault.plant`, which replaces the `_epsilon` of a node by `change(epsilon)`.
-
-    The node has to have one.
-    """
+    """Return a function for `Fault.plant`, which replaces the `_epsilon` of a node by `change(epsilon)`."""
 
     def plant(node: Node) -> None:
         epsilon = _epsilon(node)

@@ -39,8 +39,8 @@ def linear_in_low_precision(x: torch.Tensor, weight: torch.Tensor, bias: torch.T
 def matmul_in_low_precision(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Return the matrix product of operands that are rounded to bfloat16 and back to their own dtype.
 
-    Operands in bfloat16 or float16 are not rounded. Instead, the inner dimension is cut into up to `_BLOCKS` parts,
-    whose products are added in that dtype.
+    If `x` is in bfloat16 or float16, they are not rounded. Instead, the inner dimension is cut into up to `_BLOCKS`
+    parts, whose products are added in that dtype.
     """
     if x.dtype not in _HALF_DTYPES:
         return torch.matmul(x.to(torch.bfloat16).to(x.dtype), y.to(torch.bfloat16).to(y.dtype))
@@ -62,7 +62,7 @@ def addmm_in_low_precision(
 def rsqrt_by_newton(x: torch.Tensor, steps: int) -> torch.Tensor:
     """Return the inverse square root by a guess from the bits of the number and so many Newton steps.
 
-    At zero and below it is exact: infinity or NaN. The gradient has the same relative error.
+    At zero and below it is exact: infinity or NaN. The gradient has the relative error of the result.
     """
     exact = torch.rsqrt(x)
     wide = x.detach().double()
@@ -77,8 +77,7 @@ def rsqrt_by_newton(x: torch.Tensor, steps: int) -> torch.Tensor:
 def round_toward_zero(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor with the last bit of each finite element cleared; the gradient passes unchanged.
 
-    NaN and infinities stay. A tensor that is not float32, float16 or bfloat16 is returned itself, because the truth is
-    computed in float64.
+    A tensor that is not float32, float16 or bfloat16 is returned itself, because the truth is computed in float64.
     """
     if x.dtype not in _INTEGER_DTYPES:
         return x

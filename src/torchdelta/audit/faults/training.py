@@ -20,8 +20,7 @@ def _is_trained(node: Node) -> bool:
 def _freeze(node: Node) -> None:
     """Let all readers of the node of a parameter read a detached copy of the parameter's current value instead.
 
-    The copy is added to the graph module as a buffer `stale_NAME`, after the node's name. It has no gradient and is not
-    trained.
+    The copy is added to the graph module as a buffer `stale_NAME`, after the node's name.
     """
     module = node.graph.owning_module
     assert module is not None

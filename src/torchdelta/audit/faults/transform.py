@@ -41,8 +41,8 @@ class Planted(Transform):
         """Keep what the transform needs; nothing is planted before it is applied.
 
         The seed chooses the node, and nodes whose names are in `excluding` are left out. `exports` keeps the traced
-        program for other faults. The traits are those of `then`, or the default ones without it, except that this
-        transform always has a seam. Raise UsageError if `then` does not start from the program.
+        program for other faults. The traits are those of `then`, but with a seam. Raise UsageError if `then` does not
+        start from the program.
         """
         if isinstance(then, (OtherModule, Replacement)):
             raise UsageError(
@@ -64,10 +64,10 @@ class Planted(Transform):
     ) -> Iterator[TransformedSide]:
         """Export the side, plant the fault at one node, apply `then` if there is one, and yield the transformed side.
 
-        The seed chooses the node, which is kept in `place`; but if `lifted` (in float64) and `place` is set already,
-        the fault is planted at that node again. A note names it. `then` gets the faulty program and the seam; without
-        it, the seam gets the graph before the fault is planted. Raise NotPlantable if there is no place for the fault,
-        and PlaceLost if the lifted program does not have the node.
+        The seed chooses the node, which is kept in `place` and named in a note; but if `lifted` (in float64) and
+        `place` is set already, that node is taken again. Without `then`, the seam gets the graph before the fault is
+        planted. Raise NotPlantable if there is no place for the fault, and PlaceLost if the lifted program does not
+        have the node.
         """
         exports = self.exports or Exports()
         module, faulty = exports.of(side, lifted=lifted)
@@ -102,7 +102,7 @@ class Planted(Transform):
     def _with_program_names(self, side: Side, names: Mapping[str, str]) -> Side:
         """Return the side with the program's names for its state; `names` maps the graph module's names to them.
 
-        State without such a name is left out. The side itself is returned if the transform does not keep names.
+        State without such a name is left out. If the transform does not keep names, return the side itself.
         """
         if not self.traits.keeps_names:
             return side
@@ -110,9 +110,9 @@ class Planted(Transform):
         return replace(side, names={own: names[name] for own, name in module_names.items() if name in names})
 
     def _choose_node(self, module: GraphModule) -> Node:
-        """Return the eligible node that the seed chooses, without those in `excluding`; the same in every process.
+        """Return the eligible node that the seed chooses, without those in `excluding`; NotPlantable if there is none.
 
-        Raise NotPlantable if there is none, or if all of them are in `excluding`.
+        The choice is the same in every process.
         """
         eligible = eligible_nodes(self.fault, module.graph)
         if not eligible:

@@ -36,8 +36,8 @@ def backward(subject: OpSubject) -> Probe:
     """Run the backward on gradients in several memory layouts, and judge what it writes to and what it returns.
 
     DIVERGED if it writes to a tensor that it gets, or if its results for two layouts of the same values differ by more
-    than rounding. CRASHED if it raises for a layout that is not contiguous. INCONCLUSIVE if it raises for a contiguous
-    one, or draws random numbers without writing to what it gets. Otherwise EQUIVALENT.
+    than rounding. CRASHED if it runs for a contiguous gradient and raises for another layout of it. INCONCLUSIVE if it
+    raises for a contiguous one, or draws random numbers. Otherwise EQUIVALENT. The first finding is returned.
     """
     baseline = subject.inputs.own
     for plain_layout, layouts in _LAYOUTS:
@@ -71,8 +71,7 @@ def backward(subject: OpSubject) -> Probe:
 def _expand(axes: slice, gradient: torch.Tensor, _: int) -> torch.Tensor:
     """Return the gradient's first elements along the axes, copied and then expanded to the gradient's shape.
 
-    The backward of `sum` over these axes returns such a gradient. Its values are not those of `gradient`. The last
-    argument is not used.
+    The backward of `sum` over these axes returns such a gradient. Its values are not those of `gradient`.
     """
     chosen = range(gradient.dim())[axes]
     first = gradient[tuple(slice(0, 1) if axis in chosen else slice(None) for axis in range(gradient.dim()))]
@@ -112,10 +111,9 @@ class _Backward:
     def run(cls, baseline: Baseline, lay_out: Layout) -> _Backward:
         """Run a copy of the program and its backward; return the gradients, the tensors written to, and any draws.
 
-        The gradients are those of the inputs that require grad, None for one that got none; `has_drawn` tells whether
-        the backward drew random numbers. The cotangents of all outputs that require grad are random numbers, laid out
-        by `lay_out`. Watched for writes of the backward are the cotangents, the outputs and the inputs. Raise what the
-        program or its backward raises.
+        The gradients are those of the inputs that require grad, None for one that got none. The cotangents are random
+        numbers, laid out by `lay_out`. Watched for writes of the backward are the cotangents, the outputs and the
+        inputs. Raise what the program or its backward raises.
         """
         side = Side.copied_from(baseline.program)
         seed = baseline.plan.seed

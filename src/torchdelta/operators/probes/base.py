@@ -28,12 +28,12 @@ class OpSubject:
 
     inputs: OpInputs
     gradients: bool | str
-    """Whether gradients are compared: True, False, or "auto" for where an input requires grad."""
+    """Whether gradients are compared: True, False, or "auto" for only if an input is of floats."""
     policy: Policy
     policy_words: str
     ignore: tuple[str, ...]
     correctness: bool
-    """Whether values are compared; otherwise the probes only ask whether everything traces and runs."""
+    """Whether values are compared; otherwise only fake kernels, and whether the traces run."""
 
 
 Ask = Callable[[OpSubject], Probe | str | None]

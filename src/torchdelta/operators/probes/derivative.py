@@ -53,9 +53,8 @@ def derivative(subject: OpSubject) -> Probe:
     """Compare the backward with differences of the function: at the user's inputs, at fresh values, at other sizes.
 
     DIVERGED if a gradient is wrong at any of these. INCONCLUSIVE if the operator does not run in float64 with the
-    user's inputs, or if the derivative along some input is known at none of these. Otherwise EQUIVALENT, also if no
-    output requires grad in float64. Other inputs that the operator does not take are skipped; there are none if a
-    tensor input is of integers or booleans.
+    user's inputs, or if the derivative along some input is known at none of these. Otherwise EQUIVALENT. Other inputs
+    that the operator does not take are skipped; none are tried if a tensor input is of integers or booleans.
     """
     own = subject.inputs.own
     unknown: set[str] | None = None
@@ -141,12 +140,12 @@ def slopes(baseline: Baseline) -> list[Slope]:
 
 
 class _Function:
-    """The function that is differentiated: the sum of all outputs, each element times a random cotangent's."""
+    """The function that is differentiated: the sum of the outputs that require grad, times random cotangents."""
 
     def __init__(self, baseline: Baseline) -> None:
         """Copy the program in float64, and find the inputs that require grad, each tensor at its first path only.
 
-        `starts` has copies of their values, because a backward may write to them. Their `grad` is cleared.
+        `starts` has copies of their values, because a backward may write to them.
         """
         self.seed = baseline.plan.seed
         # casts inside of the function do not round in this scope
@@ -166,9 +165,8 @@ class _Function:
     def at(self, moved: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """Call the program; return the function's summands: each element of an output times its random cotangent.
 
-        They are one flat tensor of real numbers. `moved` has values to use in place of inputs that require grad, by the
-        id of the input. Only outputs of floats that require grad count; without any, the result is empty. Inputs that
-        do not require grad are passed as copies, because the call may write to them.
+        They are one flat tensor of real numbers, empty if no output requires grad. `moved` has values to use in place
+        of inputs that require grad, by the id of the input.
         """
 
         def replace_input(tensor: torch.Tensor) -> torch.Tensor:
@@ -188,10 +186,9 @@ class _Function:
     def slope(self, path: str, leaf: torch.Tensor, here: torch.Tensor) -> Slope:
         """Return the gradient of one input, and the derivative by differences, both along one random direction.
 
-        `leaf` is the input at `path`. Its gradient has to be in `leaf.grad` already; None counts as zero. `here` has
-        the summands at the start, as `at` returns them. The slope also has the difference between the two that is
-        allowed. It is not known if the differences do not settle on a derivative, or if the function's values are so
-        large that float64 has lost their last digits.
+        `leaf` is the input at `path`, with its gradient in `leaf.grad`; None counts as zero. `here` has the summands at
+        the start, as `at` returns them. The slope is not known if the differences do not settle on a derivative, or if
+        the function's values are too large for float64.
         """
         start = self.starts[path]
         direction = _draw_direction(start, path)
@@ -290,9 +287,9 @@ def _estimate(differences: Sequence[_Difference]) -> _Estimate:
 
 
 def _draw_direction(start: torch.Tensor, path: str) -> torch.Tensor:
-    """Return a random direction of the input's shape, the same for the same path and shape, as large as the input is.
+    """Return a random direction of the input's shape, the same in every run.
 
-    The size is the root mean square of the input's finite elements; 1 if none is finite, or all are zero.
+    Its size is the root mean square of the input's finite elements, or 1 if that is zero or none is finite.
     """
     drawn = cotangent_for(start, path, seed=1)
     finite = start[torch.isfinite(start)]

@@ -36,9 +36,9 @@ ROUNDINGS = 4
 def schema(subject: OpSubject) -> Probe:
     """Watch what the operator writes to and returns, and compare it with what its schema declares.
 
-    DIVERGED if it did anything undeclared, otherwise EQUIVALENT. It is called `CALLS` times with each of these: the
-    user's inputs, fresh values, other sizes and other layouts. Raise what it raises for the user's inputs; others that
-    it does not take are skipped.
+    DIVERGED if it changed an argument or returned shared memory without declaring it, otherwise EQUIVALENT. It is
+    called several times with each of these: the user's inputs, fresh values, other sizes and other layouts. Raise what
+    it raises for the user's inputs; other calls that raise are skipped.
     """
     inputs, own = subject.inputs, subject.inputs.own
     watch = schemas.DeclaredEffects(inputs.op)
@@ -101,8 +101,7 @@ def repeat(subject: OpSubject) -> Probe:
 def _is_rounding(first: Any, second: Any) -> bool:
     """Tell whether two float or complex tensors differ by at most `ROUNDINGS` eps of the first's largest element.
 
-    That near are the results of a sum that is not always taken in the same order. It is False for any other values, and
-    for two shapes or dtypes.
+    That near are the results of a sum that is not always taken in the same order. It is False for other values.
     """
     if not (is_tensor(first) and is_tensor(second) and is_inexact(first.dtype)):
         return False
@@ -112,9 +111,9 @@ def _is_rounding(first: Any, second: Any) -> bool:
 def registration(subject: OpSubject) -> Probe:
     """Ask whether the operator's gradient is registered with the dispatcher, where a compiler sees it.
 
-    EQUIVALENT if there is an autograd kernel for every device of the inputs. Otherwise the operator is called once, on
-    copies: EQUIVALENT if no output is of floats, DIVERGED if an output requires grad, because it was recorded inside of
-    the kernel, else INCONCLUSIVE. An output that is an input itself does not count for DIVERGED.
+    EQUIVALENT if it has an autograd kernel for every device of the inputs, or is composite. Otherwise it is called
+    once, on copies: EQUIVALENT if no output is of floats, DIVERGED if an output that is not an input requires grad,
+    because that was recorded inside of the kernel, else INCONCLUSIVE.
     """
     op, own = subject.inputs.op, subject.inputs.own
     program = own.program
@@ -147,9 +146,9 @@ def registration(subject: OpSubject) -> Probe:
 def gradients(subject: OpSubject) -> Probe | str | None:
     """Return why gradients cannot be compared, as a probe or a text; None if they can, which the other probes then do.
 
-    An INCONCLUSIVE probe if no input requires grad, if the backward raises for the user's inputs, or if it raises for
-    other inputs that the forward takes. If no output requires grad, an EQUIVALENT probe, because a trace has to refuse
-    a backward too; with `gradients="auto"` a text that says so.
+    An INCONCLUSIVE probe if no input requires grad, or if the backward raises for the user's inputs or for resized
+    ones. If no output requires grad, an EQUIVALENT probe, because a trace has to refuse a backward too; with
+    `gradients="auto"` a text that says so.
     """
     inputs = subject.inputs
     if has_input_with_grad(subject):

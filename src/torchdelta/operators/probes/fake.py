@@ -55,8 +55,8 @@ def fake_resized(subject: OpSubject) -> Probe | str:
 def fake_symbolic(subject: OpSubject) -> Probe | str:
     """Compare the fake kernel, run on symbolic sizes, with the real one on other sizes; return the worst probe.
 
-    Only inputs are tried that differ from the user's in sizes and values of tensors alone. Return a text instead if
-    there are none, or if the fake kernel takes another branch for all of them without fixing a size.
+    The other sizes are those of `resized_alike`. Return a text instead if there are none, or if the fake kernel takes
+    another branch for all of them without fixing a size.
     """
     inputs = subject.inputs
     answers = [compare_symbolic("fake/symbolic", inputs.own, other) for other in inputs.resized_alike]
@@ -93,10 +93,9 @@ def compare_fake(name: str, baseline: Baseline) -> Probe:
 def compare_symbolic(name: str, own: Baseline, other: Baseline) -> Probe | str:
     """Run the fake kernel on symbolic sizes; compare its results for the sizes of `other` with the real kernel's.
 
-    The symbols are traced with the inputs of `own`. Return a probe, `name`: EQUIVALENT or DIVERGED by the comparison;
-    INCONCLUSIVE or CRASHED, by `_report_error`, if the fake kernel raises. Nothing is compared if it would take another
-    branch for the sizes of `other`. Then return an INCONCLUSIVE probe if it also fixes a size to that of `own`, and
-    otherwise a text that says why nothing was compared.
+    The symbols are traced with the inputs of `own`. Return a probe, `name`: see `_compare`, or `_report_error` if the
+    fake kernel raises. If it would take another branch for the sizes of `other`, nothing is compared: return an
+    INCONCLUSIVE probe if it fixes a size to that of `own`, otherwise a text.
     """
     side = Side.copied_from(own.program)
     tensors = [leaf for leaf in tree_leaves((other.program.args, dict(other.program.kwargs))) if is_tensor(leaf)]
@@ -123,9 +122,9 @@ def compare_symbolic(name: str, own: Baseline, other: Baseline) -> Probe | str:
 def _compare(name: str, real: Leaves, fakes: Leaves, sizes: dict[str, Sizes]) -> Probe:
     """Compare the fake leaves with the real leaves of the same paths; return a DIVERGED or EQUIVALENT probe, `name`.
 
-    A missing or additional path is a difference, and so is a tensor on one side only. Tensors differ by sizes and by
-    what `_other_breaches` returns, numbers and texts if they are not equal; other objects are not compared. `sizes` has
-    the sizes of each fake leaf by its path; one that is unknown (None) agrees with any.
+    A path, or a tensor, on one side only is a difference. Tensors differ by sizes and by what `_other_breaches`
+    returns, numbers and texts if they are not equal; other objects are not compared. `sizes` has the sizes of each fake
+    leaf by its path; one that is unknown (None) agrees with any.
     """
     wrong = [f"{path} is missing" for path in real if path not in fakes]
     wrong += [f"{path} does not exist" for path in fakes if path not in real]
@@ -167,8 +166,8 @@ def _is_other_number(fake: Any, real: Any) -> bool:
 def _other_breaches(real: torch.Tensor, fake: torch.Tensor) -> Iterable[str]:
     """Return a text for each difference between two tensors in dtype, strides, device and requires_grad.
 
-    A text names what the fake one has and what the real one has. Strides of dimensions with fewer than two elements do
-    not count. If a size or stride of the fake one is a symbol, only dtype and device are compared.
+    Strides that have no effect do not count. If a size or stride of the fake one is a symbol, only dtype and device are
+    compared.
     """
     if any(isinstance(size, torch.SymInt) for size in (*fake.shape, *fake.stride())):
         pairs = {"dtype": (real.dtype, fake.dtype), "device": (real.device, fake.device)}
@@ -208,7 +207,7 @@ def _report_error(name: str, error: BaseException) -> Probe:
     """Return a probe, `name`, for a fake kernel that raised: INCONCLUSIVE if it could not have answered, else CRASHED.
 
     It could not if torch has no fake tensors of its inputs' kind, if there is no fake kernel, or if its results depend
-    on data. The remedy of a crash is about symbolic sizes if `name` ends in "symbolic", else about mending the kernel.
+    on data.
     """
     if fake_kernels.has_no_fake_tensor(error):
         return Probe(

@@ -33,11 +33,11 @@ REMEDY = (
 
 
 def layout(subject: OpSubject) -> Probe | str:
-    """Ask whether the operator returns the same, but for rounding, for every memory layout that it accepts.
+    """Ask whether the operator returns the same, but for rounding, for other memory layouts that it accepts.
 
-    EQUIVALENT or DIVERGED; INCONCLUSIVE if it raises when called again in any of these layouts. The reason also tells
-    of a layout that it rejects. Return a text if there is nothing to ask: no other layout is accepted, the operator
-    draws random numbers, or it returns something else when called again with another seed.
+    EQUIVALENT or DIVERGED; INCONCLUSIVE if it raises when called again. The reason also tells of a layout that it
+    rejects. Return a text if there is nothing to ask: no other layout is accepted, the operator draws random numbers,
+    or it returns something else when called again with another seed.
     """
     inputs, own = subject.inputs, subject.inputs.own
     if not inputs.laid_out:
@@ -64,7 +64,7 @@ def layout(subject: OpSubject) -> Probe | str:
 
 
 def fake_layout(subject: OpSubject) -> Probe | str:
-    """Compare fake and real results for every other memory layout of the inputs; return the worst probe.
+    """Compare fake and real results for the other memory layouts that the forward accepts; return the worst probe.
 
     If the probe for the user's own layout is not EQUIVALENT, return that one, because the layout is not the cause.
     Return a text if no other layout is accepted.
@@ -86,10 +86,9 @@ def _answer(subject: OpSubject, verdict: Verdict, reason: str, remedy: str = "")
 
 
 def _call_with_moved_bits(own: Baseline, sign: int) -> Leaves:
-    """Call the operator on inputs in which about half of the floats are moved by one or two last places.
+    """Call the operator on inputs with other last bits, and return its results by path; empty if the operator raises.
 
-    Return its results by path, which show how much rounding is normal; empty if the operator raises. A `sign` of 1
-    moves the floats away from zero, -1 towards zero.
+    They show how much rounding is normal. A `sign` of 1 moves floats away from zero, -1 towards zero.
     """
     program = own.program
     try:

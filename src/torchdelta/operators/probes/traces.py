@@ -52,7 +52,7 @@ class Trace:
 def trace_probes(backends: Sequence[str]) -> Iterator[ProbeEntry]:
     """Yield a probe's entry for each trace: AOTAutograd's variants and the backends', all static and then all dynamic.
 
-    A dynamic trace by AOTAutograd applies only if no two inputs share memory. All are asked without correctness too.
+    A dynamic trace by AOTAutograd applies only if no two inputs share memory.
     """
     for trace in _traces(backends):
         is_aot_alone = trace.transform == "aot" and trace.is_dynamic
@@ -65,11 +65,7 @@ def trace_probes(backends: Sequence[str]) -> Iterator[ProbeEntry]:
 
 
 def _traces(backends: Sequence[str]) -> Iterator[Trace]:
-    """Yield the traces in the order in which they are asked about: all static ones, then all dynamic ones.
-
-    Each kind has AOTAutograd's variants first (`aot/static/min-cut`, …), then one for each backend
-    (`backend/NAME/static`).
-    """
+    """Yield the traces, all static ones and then all dynamic ones: AOTAutograd's variants, then the backends'."""
     for shapes in ("static", "dynamic"):
         dynamic: dict[str, Scalar] = {"dynamic": shapes == "dynamic"}
         for variant, options in VARIANTS.items():
@@ -89,8 +85,8 @@ def ask_trace(trace: Trace, subject: OpSubject) -> Probe:
 
     It is the first probe that is not EQUIVALENT, or an EQUIVALENT one if all are. Other inputs are tried only if the
     user's own are equivalent: those of other sizes if the trace is dynamic and there are any, or if the user gave
-    `others`; else fresh values of the same sizes. If other inputs are possible, but none were accepted, the probe is
-    INCONCLUSIVE instead of EQUIVALENT.
+    `others`; else fresh values. An equivalent trace is INCONCLUSIVE if inputs that it should be tried on were not to be
+    had: see `_untried`.
     """
     inputs = subject.inputs
     is_resized = trace.is_dynamic and bool(inputs.resized)
@@ -116,10 +112,10 @@ def ask_trace(trace: Trace, subject: OpSubject) -> Probe:
 
 
 def _untried(trace: Trace, inputs: OpInputs) -> str:
-    """Return why the trace ran on no other inputs, or an empty text if it did or if no other inputs are possible.
+    """Return why the trace did not run on other inputs as it should, or an empty text if it did or there are none.
 
-    Other inputs are those of other sizes if the trace is dynamic and an input has a size to change; otherwise fresh
-    values or the user's `others`.
+    It should run on other sizes if it is dynamic and an input has a size to change; otherwise on fresh values or the
+    user's `others`.
     """
     if trace.is_dynamic and inputs.can_be_resized:
         return "" if inputs.resized else inputs.why_no_sizes
