@@ -38,7 +38,7 @@ class GuardConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raise UsageError for a value that an option cannot have, such as an unknown choice or a policy that is malformed."""
+        """Raise UsageError for a value that an option cannot have, such as an unknown choice or a malformed policy."""
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 listed = ", ".join(map(str, known))

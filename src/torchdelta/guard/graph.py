@@ -430,7 +430,7 @@ class GuardedGraph:
 
 
 def _evidence(record: GuardedGraphRecord, report: Report) -> str:
-    """Return the message for a failure: the report's evidence, and a line each for culprit and recording, if there are any."""
+    """Return the message for a failure: the report's evidence, and lines for the culprit and the recording, if any."""
     lines = [evidence_of(report)]
     if record.culprit is not None:
         lines.append(f"  first wrong: {record.culprit.op} ({record.culprit.node}) at {record.culprit.source_line}")

@@ -153,8 +153,8 @@ class _PipelineRun:
     def _run_pass(self, each: Pass, graph: GraphModule) -> Callable[..., Any]:
         """Run a pass on a graph that it may change in place; return the graph or callable that it leaves, ready to run.
 
-        The given graph is returned if the pass returns None, a bool or an int. Raise TypeError if it returns anything
-        else that is neither callable nor a graph.
+        The given graph is returned if the pass returns None, a bool or an int; of torch's `PassResult` the module is
+        taken. Raise TypeError for anything else that is neither callable nor a `Graph`.
         """
         result = each(*_arguments(each, graph, self.succession.inputs))
         result = getattr(result, "graph_module", result)  # torch's own passes return it with a flag

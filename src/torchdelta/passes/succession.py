@@ -120,7 +120,7 @@ class Succession:
         return located
 
     def _locate(self, before: GraphModule, after: Callable[..., Any]) -> Location:
-        """Compare the graph `after` with the graph `before`, the reference, on the inputs; return the location of a difference.
+        """Compare the graph `after` with the graph `before`, the reference; return the location of their difference.
 
         It has the verdict in any case. If `before` is the original, its reference run is shared with the other
         comparisons.

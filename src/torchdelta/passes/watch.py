@@ -410,7 +410,7 @@ class _Watcher:
             self.summary.note(note)
 
     def close(self) -> None:
-        """End the watch: drop the chains that were not judged, because their graphs were not called; a note counts them.
+        """End the watch: drop the chains that were not judged, since their graphs were not called; a note counts them.
 
         If no graph was seen at all, a note says so. Later calls of compiled graphs are not judged.
         """
