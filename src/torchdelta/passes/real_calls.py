@@ -49,8 +49,8 @@ def have_values(args: Sequence[Any]) -> bool:
 def require_checkable(graph_module: GraphModule, args: Sequence[Any]) -> None:
     """Raise UncheckedCall with the reason if a call of a graph cannot be checked; otherwise do nothing.
 
-    Reasons are tensors without values, collectives, random numbers in inductor's own way, operators with effects such
-    as `print`, and state that a check would change.
+    Reasons are tensors without values, collectives with other processes, random numbers in inductor's own way,
+    operators with effects such as `print`, and state that a check would change.
     """
     if not have_values(args):
         raise UncheckedCall("it was called with tensors that have no values")

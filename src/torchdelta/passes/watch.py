@@ -60,8 +60,8 @@ class ChainJudge:
         """Judge the chain of graph versions on the inputs of a call, and add to `findings` and `notes`.
 
         `values` has the inputs by the names of the graph's placeholders. A part that is not judged gets a note and
-        clears `is_checked`; of a graph with collectives, that is all. Raise TorchDeltaError if a pass changes the
-        inputs of the graph, or if one has no value.
+        clears `is_checked`; a graph that needs other processes is not judged at all. Raise TorchDeltaError if a pass
+        changes the inputs of the graph, or if one has no value.
         """
         if needs_other_processes(self.chain.versions[0].as_module):
             self._leave_open(f"not checked: {TALKS}")

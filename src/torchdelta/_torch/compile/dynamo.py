@@ -140,8 +140,8 @@ def compiling(
 
     Compilation is lazy, also that of the backward, so all runs must be inside of the context, where the inductor
     settings `config` hold. Dynamo is reset at both ends, which drops all compiled code, and its counters are cleared
-    first. `lifted` rewrites each captured graph so that nothing in it rounds below float64. Then the graph comes to the
-    `seam`, and from there to the backend.
+    first. `lifted` rewrites each captured graph to compute in float64. Then it comes to the `seam`, and from there to
+    the backend.
     """
     backend = _at_seam(backend, seam)
     if lifted:
