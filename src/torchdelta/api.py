@@ -97,10 +97,10 @@ def check(
 
     `program` is a module or function with its `args` and `kwargs`, the name of a factory (`file.py:factory`), or a
     recorded directory, which has a transform, options, stages and policy of its own for those that are not passed.
-    Without `stages`, `forward` is compared, and `gradients` if an output requires grad. The caller's own objects are
-    neither run nor changed: every side is a copy, and global state is as before afterwards. With `thorough`, each node
-    is judged by itself too. A candidate that raises is a verdict on the report; a program that fails eagerly raises
-    ProgramError.
+    Without `stages`, `forward` is compared, and `gradients` if an output requires grad. With `thorough`, each node is
+    judged by itself too. A candidate that raises is a verdict on the report; a program that fails eagerly raises
+    ProgramError. Every side is a copy, and generators, flags and settings are put back; but a compiler drops what was
+    compiled before.
     """
     check_options = CheckOptions.read(
         transform=transform,
@@ -151,10 +151,10 @@ def locate(
 ) -> Location:
     """Check, and return the culprits in a location: operations that are wrong when given the reference's own inputs.
 
-    The first goes wrong first. Nodes are looked at even if the check passes; if none is wrong, there are no culprits.
-    Takes the keywords of `check` too, without `thorough` (UsageError). `mapping` pairs nodes of the reference's graph
-    with nodes of the candidate's, by name. `memory_bytes` bounds the memory of taps on a compiler. With `cause`, a
-    setting of inductor that makes the difference vanish is looked for even if a node was named.
+    The first goes wrong first. Nodes are looked at even if the check passes; there may be no culprits. Takes the
+    keywords of `check` too, without `thorough` (UsageError). `mapping` pairs nodes of the reference's graph with nodes
+    of the candidate's, by name. `memory_bytes` bounds the memory of taps on a compiler. With `cause`, a setting of
+    inductor that makes the difference vanish is looked for even if a node was named.
     """
     if "thorough" in options:
         raise errors.UsageError("locate looks at each node anyway: thorough belongs to a check")
@@ -214,11 +214,10 @@ def minify(
 
     Takes the keywords of `check` too. Queries run in workers; without `isolated`, or if no other process can import the
     transform, in this process. The best graph so far is kept in the directory `out`, and `resume` continues from there.
-    The first query may take `timeout_s`; `queries` and `seconds` bound the whole search. Of several failures, the first
-    whose signature matches the regular expression `match` is followed. The level `aot` makes graphs of AOTAutograd
-    smaller instead of dynamo's. `workers` is a pool that was started earlier, and `clean` a process that waits for the
-    script. No script is written; but if the caller will write it to the path `script`, with or without `data`, it
-    is run already while the last queries are.
+    The first query may take `timeout_s`. Of several failures, the first whose signature matches the regular expression
+    `match` is followed. The level `aot` makes graphs of AOTAutograd smaller instead of dynamo's. `workers` is a pool
+    and `clean` a process that were started earlier. The script is left to the result's `write`; if its path is given as
+    `script`, a draft with or without `data` is run while the last queries are.
     """
     check_options = complete(program, CheckOptions.read(**options))
     minifier = Minifier(
@@ -268,9 +267,10 @@ def diagnose(
     """Check; if the program fails, also locate, minify and write a script that shows it; return the report of all that.
 
     Takes the keywords of `check` too. The directory `out` gets `report.json`, and after a failure `repro.py`, with
-    `issue` also the text of an issue. If locating or minifying fails, a note says so, and what was found before is
-    kept; `resume` continues from there. `every` minifies each group of failures and not only the first. Without `data`,
-    random numbers replace the user's in the script. The limits, `level` and `workers` are as for `minify`.
+    `issue` also the text of an issue. If locating, minifying or the script fails, a note mostly says so, and what was
+    found before is kept; `resume` continues from there. `every` minifies each group of failures and not only the first.
+    Without `data`, random numbers replace the user's in the script. The limits, `level` and `workers` are as for
+    `minify`.
     """
     diagnosis = Diagnosis(
         program=program,
@@ -308,6 +308,6 @@ def compare(
     """Compare two values of any structure without running anything, and return the report with the verdict.
 
     With a `truth` (the same in float64) the default policy is `noise`; without one it is `close`, which means
-    torch.testing's tolerances, and a note says so. Two values without leaves are inconclusive.
+    torch.testing's tolerances, and a note says so.
     """
     return compare_values(reference, candidate, truth=truth, policy=policy, ignore=ignore, strict=strict)

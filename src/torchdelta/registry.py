@@ -26,7 +26,7 @@ _MOST_NAMES = 40
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the text `did you mean …?` with up to three known names near a wrong name, or else `there are …` with all.
 
-    At most the first `_MOST_NAMES` of all names are listed, and the others are counted.
+    Of very many names only the first are listed, and the others counted.
     """
     names = list(known)
     if near := difflib.get_close_matches(name, names, n=3, cutoff=0.5):

@@ -51,10 +51,9 @@ def _before(
 def main() -> None:
     """Run the command line and exit; an error of torchdelta's own classes is one sentence on stderr, and exit code 2.
 
-    With `--debug` its traceback comes first. Any other Exception is printed with its traceback and gives 70, because it
-    is a mistake of torchdelta; one that is not an Exception gives 2, but SystemExit and KeyboardInterrupt are passed
-    on. A Ctrl-C in a script of `run` ends the process as Python does. stdout and stderr escape the characters that they
-    cannot encode.
+    With `--debug` its traceback comes first. Any other Exception is printed with its traceback and gives 70. One that
+    is not an Exception gives 2, but SystemExit and KeyboardInterrupt are passed on, and so is a Ctrl-C in a script of
+    `run`.
     """
     streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)]
     errors_before = {stream: stream.errors for stream in streams}

@@ -75,10 +75,9 @@ def run_sweep(
 ) -> Sweep:
     """Run the sweep that was typed, and return its result; options that are None get their defaults.
 
-    `typed` is the result of `read_sweep`, and `words` that of `read_questions`. The directory `out` is made if one was
-    typed. `timeout_s` (None means `TIMEOUT_S`) and `memory_bytes` hold for each operator. `progress` gets a line with
-    the number of operators that are done. Ctrl-C ends the sweep early, with the rows so far. UsageError if the request
-    makes no sense.
+    `typed` is the result of `read_sweep`, and `words` that of `read_questions`. `timeout_s` (None means `TIMEOUT_S`)
+    and `memory_bytes` hold for each operator. `progress` gets a line with the number of operators that are done. The
+    directory `out`, if typed, is made. UsageError if the request makes no sense.
     """
     request = SweepRequest(
         operators=words_of(typed["opinfo"]),
@@ -203,8 +202,7 @@ def _check(
     """Check one operator in a worker, print what the worker printed, and return the report.
 
     Warnings are printed too if `verbose`, and otherwise their number. `call` is the result of `read_call`, `questions`
-    that of `read_questions`, and `limits` has `timeout_s` and `memory_bytes`. Without `args` and `inputs` the operator
-    is called without arguments.
+    that of `read_questions`, and `limits` has `timeout_s` and `memory_bytes`.
     """
     result = check_op_isolated(
         name,

@@ -41,8 +41,8 @@ _OPENING = "_("
 def read_arguments(text: str) -> tuple[list[Any], dict[str, Any]]:
     """Return descriptions of the positional arguments, in a list, and of the keyword arguments, by name.
 
-    `text` is never evaluated. JSON can hold a description: `_Reader._value` has its forms. UsageError names the place
-    of a mistake, or says that the text is nested too deeply.
+    `text` is never evaluated. JSON can hold a description: `_Reader._value` has its forms. UsageError if it cannot be
+    read.
     """
     reader = _Reader(text)
     try:
@@ -61,7 +61,7 @@ class _Reader:
     def read(self) -> tuple[list[Any], dict[str, Any]]:
         """Return descriptions of the positional arguments, in a list, and of the keyword arguments, by name.
 
-        UsageError if the text does not parse, an argument cannot be described, a name comes twice, or for `**`.
+        UsageError if the text does not parse, an argument cannot be described, or a name comes twice.
         """
         call = self._parsed()
         args = [self._value(node) for node in call.args]
@@ -96,8 +96,7 @@ class _Reader:
     def _stray_bracket(self) -> UsageError | None:
         """Return an error, not raised, with the place of the first `)` before which the text reads as whole arguments.
 
-        Such a bracket closes nothing, unless it is in a comment. None if there is none: also if a mistake comes before
-        the bracket, as in `1 2)`, or if an open bracket of another kind does, as in `f32[3, 4)`.
+        None if there is no such bracket, also if a mistake comes before it, as in `1 2)`.
         """
         for place, letter in enumerate(self.text):
             if letter == ")" and _reads(self.text[:place]):
@@ -155,8 +154,8 @@ class _Reader:
     def _number(self, node: ast.expr) -> complex:
         """Return the number that an expression stands for: an int, float or complex; UsageError if it is anything else.
 
-        It may be a literal, or `inf`, `nan` or `pi`, also as `torch.inf`; with signs; or a real number plus or minus an
-        imaginary literal. Nothing else is computed, and a truth value is not a number.
+        It may be a literal, or `inf`, `nan` or `pi`; with signs; or a real number plus or minus an imaginary literal.
+        Nothing else is computed, and a truth value is not a number.
         """
         match node:
             case ast.Constant(value=bool()):
@@ -201,9 +200,9 @@ class _Reader:
     def _tensor(self, node: ast.expr) -> dict[str, Any]:
         """Return the description of a tensor such as `f32(0, 1)[3, 4].t`: a dict that JSON can hold.
 
-        It has `dtype`, `sizes`, `bounds` (None is the default range), `requires_grad`, `transposed` and `device`. A
-        tensor is on the CPU, is not transposed, and requires grad if its dtype is float or complex, unless a modifier
-        changes that. UsageError if it is not a dtype with sizes, or if a part of it cannot be read.
+        It has `dtype`, `sizes`, `bounds` (None is the default range), `requires_grad`, `transposed` and `device`.
+        Without modifiers, a tensor is on the CPU, and requires grad if its dtype is float or complex. UsageError if a
+        part of it cannot be read.
         """
         if isinstance(node, ast.Attribute):
             return self._modified(self._tensor(node.value), node)
@@ -253,8 +252,7 @@ class _Reader:
     def _bound(self, node: ast.expr, dtype: str) -> float:
         """Return one end of a range; UsageError if it is not a finite real number, or an integer dtype cannot have it.
 
-        For an integer dtype it has to be an int from the dtype's least value to one above its largest, but at most
-        2**63 - 1, because values are drawn as int64.
+        For an integer dtype it has to be an int; one above the dtype's largest value is accepted, up to 2**63 - 1.
         """
         number = self._number(node)
         if isinstance(number, complex) or not math.isfinite(number):
@@ -280,8 +278,7 @@ class _Reader:
     def _modified(self, tensor: dict[str, Any], node: ast.Attribute) -> dict[str, Any]:
         """Return a copy of a tensor's description with the modifier that `node` appends: `.t`, `.no_grad`, `.cuda`, …
 
-        UsageError if there is no such modifier, for `.t` on fewer than two sizes, and for `.requires_grad` on integers
-        or bool.
+        UsageError if there is no such modifier, or if the tensor cannot have it.
         """
         name = node.attr
         if name not in _MODIFIERS:
@@ -306,8 +303,7 @@ class _Reader:
     def _place(self, line: int, column: int) -> str:
         """Return a place in the user's text in words: `at column 3`, `at line 2, column 3` or `at its end`.
 
-        `line` (from 1) and `column` (from 0) are those of `source`, which has an opening bracket before the text. The
-        line is named if the text has several.
+        `line` (from 1) and `column` (from 0) are those of `source`, which has an opening bracket before the text.
         """
         if line > self.text.count("\n") + 1:  # the closing bracket, which is not the user's
             return "at its end"
@@ -334,10 +330,9 @@ def _is_whole(root: ast.expr) -> TypeGuard[ast.Call]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a constant as data that strict JSON can hold; most are returned unchanged.
+    """Return a constant as data that strict JSON can hold; all but complex and non-finite numbers unchanged.
 
-    A complex number becomes `{"complex": [real, imaginary]}`; a float that is NaN or infinite becomes `{"float":
-    text}`.
+    A complex number becomes `{"complex": [real, imaginary]}`; NaN and infinity become `{"float": text}`.
     """
     if isinstance(value, complex):
         return {"complex": [_plain(value.real), _plain(value.imag)]}

@@ -120,9 +120,8 @@ Command = Callable[..., None]
 def taking(**readers: Callable[..., Any]) -> Callable[[Command], Command]:
     """Return a decorator that replaces an argument of a command by the parameters of a reader, which makes it of them.
 
-    `readers` has the reader of each argument, by the argument's name. The decorated command takes keywords only, and
-    all of them have to be passed, as typer does. When it is called, each reader gets its own, and the command gets the
-    reader's result as the argument.
+    `readers` has the reader of each argument, by the argument's name. The decorated command takes keywords only. When
+    it is called, each reader gets its own, and the command gets the reader's result as the argument.
     """
     shared = {name: inspect.signature(read, eval_str=True).parameters for name, read in readers.items()}
 
@@ -147,8 +146,8 @@ def taking(**readers: Callable[..., Any]) -> Callable[[Command], Command]:
 def running(transform: str, json_file: Path | None, *, verbose: bool) -> Iterator[Callable[[str], None]]:
     """Show a spinner on stderr during a run; yield a function that takes a text and shows `TRANSFORM: TEXT` there.
 
-    UsageError at once if `json_file` cannot be written; None is no file. Without `verbose`, warnings are not shown, and
-    their number is printed at the end.
+    UsageError at once if `json_file` is not None and cannot be written. Without `verbose`, warnings are only counted,
+    and their number is printed at the end.
     """
     if json_file is not None:
         require_writable(json_file)
@@ -204,8 +203,7 @@ def _scalar(text: str) -> Scalar:
 def read_bytes(text: str) -> int:
     """Return an amount of memory, such as `2GB`, `1.5 GiB` or a plain number of bytes, in whole bytes.
 
-    kB, MB, GB and TB are powers of 1000, KiB and the like of 1024, in any case of letters. UsageError if the text is
-    malformed (`2G`) or less than a byte.
+    UsageError if the text is malformed (`2G`) or less than a byte.
     """
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]*)", text.strip().lower())
     unit = _UNITS.get(match[2]) if match else None
@@ -279,9 +277,9 @@ def pass_on(output: str, texts: Sequence[str], *, verbose: bool) -> None:
 
 
 def require_writable(path: Path) -> None:
-    """Raise UsageError if the file cannot be written, before minutes of compiling are lost to that.
+    """Raise UsageError if the file cannot be written: it is a directory, or its directory is missing or not writable.
 
-    Refused are a directory, and a file whose directory is missing or not writable. A pipe or device is always accepted.
+    A pipe or device is accepted.
     """
     if path.is_dir():
         raise UsageError(f"cannot write {path}: it is a directory; name a file in it")
@@ -325,8 +323,8 @@ def read_limits(
 ) -> SearchLimits:
     """Return the typed limits of a search as a record: which failure it follows, in which graphs, and at which cost.
 
-    `memory` is read by `read_bytes`. UsageError if `timeout`, `queries` or `seconds` is not above 0, `match` is not a
-    regular expression, `level` is unknown, or `memory` is malformed.
+    UsageError if a number is not above 0, `match` is not a regular expression, `level` is unknown, or `memory` is
+    malformed.
     """
     for name, value in (("timeout", timeout), ("queries", queries), ("seconds", seconds)):
         if value is not None and value <= 0:
@@ -345,10 +343,9 @@ def read_limits(
 def workers_for(transform: str, *, what: str, preload: Sequence[str] = ()) -> Iterator[Pool]:
     """Import torchdelta with torch into this process, start a pool of workers for the transform, and yield the pool.
 
-    The workers, which also import the modules `preload`, warm up meanwhile, and end with the context. They are forked
-    from this process if that was possible before torch was imported. EnvironmentUnfit if a package is missing; `what`
-    is the command's name in the message. Idle OpenMP threads of torch sleep from now on, and garbage is not collected
-    at exit.
+    The workers, which also import the modules `preload`, end with the context. They are forked from this process if
+    that was possible before torch was imported. EnvironmentUnfit if a package is missing; `what` is the command's name
+    in the message. `OMP_WAIT_POLICY` is set in this process, unless it is, and garbage is not collected at its end.
     """
     was_forkable = is_forkable()
     # torch reads this when it is imported: idle threads then sleep, and leave the cores to other workers
@@ -363,10 +360,7 @@ def workers_for(transform: str, *, what: str, preload: Sequence[str] = ()) -> It
 
 
 def require_directory(path: Path) -> None:
-    """Make a directory and its parents, unless it is there; UsageError if it cannot be made or written to.
-
-    This comes before minutes of compiling are lost to that.
-    """
+    """Make a directory and its parents, unless it is there; UsageError if it cannot be made or written to."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -50,8 +50,7 @@ def read_guard_options(
 ) -> dict[str, Any]:
     """Return the keywords of a guard by name; `only_nodes` is called `only` there, a pair of numbers or None for all.
 
-    `budget` is called `budget_s`. UsageError for a value that makes no sense, before the script begins; the policy is
-    not checked here.
+    `budget` is called `budget_s`. UsageError for a value that makes no sense; the policy is not checked here.
     """
     if every < 0:
         raise UsageError(f"--every is a number of calls from 0, not {every}")
@@ -127,8 +126,8 @@ def _sum_up(compiles: GuardedCompiles, ending: ScriptEnding, *, strict: bool) ->
     """Finish the guards, print their summary to stderr, and return how this process has to end.
 
     That is the script's `ending` itself; only with `strict`, if the script's status is 0 but a guarded graph failed or
-    a watched pass changed a result, it is an ending with status 1. Stdout is flushed first. Guards are not finished
-    (culprits are not looked for) after Ctrl-C, and nothing is printed if stderr is closed.
+    a watched pass changed a result, it is an ending with status 1. After Ctrl-C guards are not finished, so that
+    culprits are not looked for.
     """
     with contextlib.suppress(OSError, ValueError):  # Python itself reports a closed pipe when it exits
         if sys.stdout is not None:

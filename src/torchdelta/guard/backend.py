@@ -38,9 +38,8 @@ class Guard:
     def __init__(self, backend: str | dynamo.Backend, config: GuardConfig, findings: GuardFindings) -> None:
         """Take the backend to compile with and to check: a function, or the name of a registered backend.
 
-        UsageError if the name is unknown or the backend is a guard already. `self.backend` compiles the graphs;
-        `self.origin` is the same backend without the wrappers of torch.compile, with its name and its inductor
-        settings.
+        UsageError if the name is unknown or the backend is a guard already. `self.origin` is the backend without the
+        wrappers of torch.compile.
         """
         self.origin = dynamo.origin_of(backend)
         if isinstance(self.origin.backend, Guard):
@@ -57,9 +56,8 @@ class Guard:
     def __call__(self, graph_module: GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Compile a graph with the backend; return a callable that runs it and checks its calls as the config says.
 
-        `options` are those that torch.compile passes to a backend, such as `mode`. For a guard of "inductor" by its
-        name, they are turned into settings of inductor; any other backend gets them unchanged. UsageError if another
-        guard is compiling this graph, which means that it is around this one.
+        `options` are those that torch.compile passes to a backend, such as `mode`; for "inductor" by its name they
+        become settings of inductor. UsageError if another guard is around this one.
         """
         settings = dict(self.origin.config)
         if self.is_inductor_by_name and options:
@@ -79,9 +77,8 @@ class Guard:
     ) -> Callable[..., Any]:
         """Compile a graph with the backend; return the callable, in which dynamo's or the ATen graphs are guarded.
 
-        If the config says `graph="dynamo"`, the graph itself is guarded. Otherwise each forward, backward or inference
-        graph that AOTAutograd makes of it is guarded. If the backend is not built on AOTAutograd, nothing is guarded
-        then, and a note says so. The backend gets the `options`; `settings` are inductor's, for the recordings.
+        Which of them, the config says. A backend that is not built on AOTAutograd has no ATen graphs: then nothing is
+        guarded, and a note says so. The backend gets the `options`; `settings` are inductor's, for the recordings.
         """
         if self.guard_config.graph == "dynamo":
 
@@ -98,9 +95,9 @@ class Guard:
         return compiled
 
     def finish(self) -> GuardSummary:
-        """Run `locate` on the failures, or `diagnose` if the config says `minify`; wait, and return the summary.
+        """Look into the failures by `locate`, or by `diagnose` if the config says `minify`; wait, and return a summary.
 
-        The records are updated with the answers: the culprit, and the script that `diagnose` writes.
+        The records are updated with the answers (see `GuardFindings.finish`).
         """
         self.findings.finish()
         return self.findings.summary()
@@ -118,11 +115,10 @@ class Guard:
     ) -> Callable[..., Any]:
         """Compile one graph by `make`, and return the callable, guarded if that is wanted and possible.
 
-        A record is added to the findings. A graph that the config's `only` leaves out, or that cannot be copied, is not
-        guarded, and the record says why. If `make` raises, the error is kept, and the first call of the returned
-        callable raises it or falls back. But it is raised at once with `check="off"`, if it is torchdelta's own or
-        meant for dynamo, and with `on_failure="report"`, after it was reported. The callable takes its arguments one by
-        one at the `level` "dynamo", and in a list at all others. `settings` are inductor's, for the recording.
+        A record is added to the findings; it says why a graph is not guarded. An error of `make` is mostly kept for the
+        first call, which raises or falls back; it is raised at once with `check="off"` or `on_failure="report"`, or if
+        it is torchdelta's own or meant for dynamo. The callable takes its arguments one by one at the `level` "dynamo",
+        and in a list at all others.
         """
         record = self.findings.add(
             GuardedGraphRecord(
@@ -171,10 +167,7 @@ class Guard:
 
     @property
     def _spec(self) -> str | None:
-        """The name by which another process finds the backend, or None if it cannot be imported.
-
-        It is `inductor`, `backend:NAME` for any other registered backend, or `module:function`.
-        """
+        """The name by which another process finds the backend, or None if it cannot be imported."""
         origin = self.origin
         if origin.is_inductor or origin.name in dynamo.backend_names():
             return origin.name if origin.is_inductor else f"backend:{origin.name}"
@@ -193,8 +186,7 @@ class GuardFactory:
     ) -> Guard:
         """Return a torch.compile backend that compiles with another one and checks it.
 
-        `options` are the fields of `GuardConfig`. By default each graph is checked on its first real call, and a
-        failure is raised. Findings are written into `out`, which is made at once; without it, into a new directory in
+        `options` are the fields of `GuardConfig`. Findings are written into `out`; without it, into a new directory in
         the current one, made when there is something to write. UsageError if `out` cannot be made, the backend is
         unknown or guarded, or an option or its value does not exist.
         """
@@ -206,7 +198,7 @@ class GuardFactory:
     def preset(self, level: int, backend: str | dynamo.Backend = "inductor", **options: Any) -> Guard:
         """Return the guard that replaces one of PyTorch's four repro levels; `options` override those of `PRESETS`.
 
-        UsageError if `level` is not from 1 to 4. The options are `out` and those of `GuardConfig`.
+        UsageError if `level` is not from 1 to 4.
         """
         if level not in PRESETS:
             raise UsageError(f"there is no repro level {level!r}: they are {', '.join(map(str, PRESETS))}")
@@ -220,8 +212,7 @@ guard = GuardFactory()
 def _compiling(graph_module: GraphModule) -> Iterator[None]:
     """Mark a graph as being compiled by a guard in this thread, while the context is open.
 
-    `Guard.__call__` refuses a marked graph, because then another guard is around this one and has passed it the graph.
-    On leaving, the mark of the graph before is put back, or None.
+    `Guard.__call__` refuses a marked graph, because then another guard is around this one.
     """
     before = getattr(_COMPILING, "graph", None)
     _COMPILING.graph = graph_module
@@ -240,6 +231,6 @@ def _build_config(options: dict[str, Any]) -> GuardConfig:
 
 
 def _name_of(graph_module: GraphModule) -> str:
-    """Return the first line of the user's code that a graph comes from, or a text that says that there is none."""
+    """Return the first source line that a node of the graph has, or a text that says that there is none."""
     lines = (source_line(node) for node in graph_module.graph.nodes if node.op not in ("placeholder", "output"))
     return next(filter(None, lines), "a graph without source lines")

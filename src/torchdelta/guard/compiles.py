@@ -40,7 +40,7 @@ class GuardedCompiles:
     """Whether passes are watched."""
 
     def __post_init__(self) -> None:
-        """Begin without findings, notes and counts; findings and pass summary are made in the first compilation."""
+        """Begin without findings, notes and counts."""
         self._unguarded: Counter[str] = Counter()
         self._notes: list[str] = []
         self._findings: GuardFindings | None = None
@@ -50,16 +50,16 @@ class GuardedCompiles:
 
     @contextmanager
     def guard_all(self) -> Iterator[None]:
-        """Guard what is compiled inside with the backend `wanted`, or with any if it is `all`; count the other graphs.
+        """Guard what is compiled inside with the backend `wanted`, or with each one if it is `all`; count other graphs.
 
-        If `wanted` is None, nothing is guarded or counted. With `is_watching`, inductor's passes are watched from the
-        first compilation until the context is left.
+        Neither is done for the backend "eager" and for those that torch uses inside, nor for any backend if `wanted` is
+        None. With `is_watching`, inductor's passes are watched from the first compilation until the context is left.
         """
         with self._undo, guarding_every(self._handle):
             yield
 
     def finish(self, tell: Callable[[str], None]) -> None:
-        """Run `locate` on the failures of the script, or `diagnose` if the guards minify; wait for the answers.
+        """Look into the failures of the script as `GuardFindings.finish` does, and wait for the answers.
 
         `tell` gets a line before each command. Nothing is done if no guard was made. An exception or a Ctrl-C here
         becomes a note and is not raised.
@@ -78,8 +78,7 @@ class GuardedCompiles:
     def summary(self) -> GuardSummary:
         """Return the summary of all guards; graphs of backends that are not guarded count in it as unchecked.
 
-        It has no graphs if nothing was compiled. A note is added if graphs were compiled and none had the backend to
-        guard.
+        A note is added if graphs were compiled and none had the backend to guard.
         """
         guarded = self._findings.summary() if self._findings is not None else GuardSummary(graphs=0, checked=0)
         unguarded = {f"not guarded, its backend is {name}": many for name, many in self._unguarded.items()}
@@ -100,8 +99,8 @@ class GuardedCompiles:
     def _handle(self, backend: Backend, name: str) -> Backend:
         """Return the backend to use in place of one that the script names; begin to watch passes if that is wanted.
 
-        The backend itself is returned if no guard is wanted. `name` is its name for torch.compile. A UsageError becomes
-        Refused, for example because the script guards the backend or watches passes by itself.
+        The backend itself is returned if no guard is wanted. A UsageError, for example because the script guards the
+        backend by itself, becomes Refused.
         """
         try:
             if self.is_watching:
@@ -114,7 +113,7 @@ class GuardedCompiles:
         """Return the backend with a guard around it, or with a counter of its graphs if it is not the `wanted` one.
 
         `name` is the backend's name for torch.compile. All guards share one `GuardFindings`, which the first one makes.
-        UsageError if the backend is a guard already.
+        UsageError if the backend is a guard already, or if an option of the guard is wrong.
         """
         with _quietly():
             from torchdelta._torch.compile.dynamo import origin_of
@@ -146,9 +145,9 @@ class GuardedCompiles:
         return counting_backend
 
     def _begin_watching(self) -> None:
-        """Watch inductor's passes until `guard_all` is left, with the guards' policy; do nothing if they are watched.
+        """Watch inductor's passes until `guard_all` is left, with the guards' policy; do nothing the second time.
 
-        The summary of the passes is kept. UsageError if the script watches passes by itself.
+        UsageError if the script watches passes by itself, or if the policy is wrong.
         """
         with _quietly():
             from torchdelta.passes.watch import watch_passes

@@ -38,11 +38,7 @@ class GuardConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raise UsageError for a value that an option cannot have; otherwise change nothing.
-
-        Such values are an unknown choice, a negative `every`, a `budget_s` that is not above 0, an `only` that is
-        neither a predicate nor a pair in ascending order, and a policy that cannot be read.
-        """
+        """Raise UsageError for a value that an option cannot have, such as an unknown choice or a malformed policy."""
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 listed = ", ".join(map(str, known))
@@ -60,7 +56,7 @@ class GuardConfig:
     def concerns(self, graph_module: GraphModule) -> bool:
         """Tell whether a graph is one of those to check, by `only`; without `only` all of them are.
 
-        A pair holds the least and the largest number of nodes, both included; inputs and the output are nodes too.
+        A pair holds the least and the largest number of nodes, both included.
         """
         if self.only is None:
             return True

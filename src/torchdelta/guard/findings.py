@@ -72,9 +72,8 @@ class GuardFindings:
     def directory_for(self, record: GuardedGraphRecord) -> Path:
         """Return the directory for the recording of a graph's call, within `out`, and make it if there is none.
 
-        Its name is the graph's number and level, as in `0003-dynamo`, with the number of the call behind it from the
-        second call on. Without `out`, a new directory in the current one becomes `out`, and all earlier records are
-        written to its index.
+        Its name has the graph's number and level, and the call's number from the second call on. Without `out`, a new
+        directory in the current one becomes `out`, and all earlier records are written to its index.
         """
         with self.lock:
             if self.out is None:
@@ -89,7 +88,7 @@ class GuardFindings:
     def warn_once(self, text: str) -> None:
         """Warn of a failure that the run survived, if it is the first of the run; otherwise do nothing.
 
-        The summary has all failures. A warning that the script's filters turn into an exception is dropped.
+        A warning that the script's filters turn into an exception is dropped.
         """
         with self.lock:
             is_first, self.has_warned = not self.has_warned, True
@@ -127,8 +126,7 @@ class GuardFindings:
         """Run `self.command` on each failure that needs it, wait for the answer, and update the record with it.
 
         `diagnose` runs on every failure; `locate` only on a graph that diverged and has no culprit yet. `tell` gets a
-        line before each command. A record stays as it is if it has no recording, or if no readable answer comes in
-        time.
+        line before each command. A record without a recording, or without a readable answer in time, stays as it is.
         """
         for record in self._failures():
             # an exception names its own culprit; only different values need a search
@@ -139,7 +137,7 @@ class GuardFindings:
     def summary(self) -> GuardSummary:
         """Return the summary so far: counts of graphs, in all and by verdict, failures, notes, and seconds of checks.
 
-        Graphs without a verdict are counted by the reason why they are unchecked.
+        Graphs without a verdict are counted by the reason that their record has.
         """
         with self.lock:
             records = list(self.records.values())
@@ -162,10 +160,7 @@ class GuardFindings:
             return [record for record in records if record.verdict is not None and record.verdict.is_failure]
 
     def _write_to_index(self, record: GuardedGraphRecord) -> None:
-        """Append a record to the index file in `out` as one line of JSON; an OSError becomes a note.
-
-        A graph has one line for each update, and the last one holds.
-        """
+        """Append a record to the index file in `out` as one line of JSON; an OSError becomes a note."""
         assert self.out is not None
         # a line for every update, because a process that is killed leaves the lines that are there
         try:

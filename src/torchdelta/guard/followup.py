@@ -40,8 +40,8 @@ class FollowupCommand:
     def run(self) -> None:
         """Run `torchdelta locate` or `diagnose` on the directory in a new process, and wait until it ends.
 
-        The answer goes to `location.json` or to the folder `diagnosis` in that directory, and all output to the log.
-        The exit status is ignored, and a Ctrl-C does not reach the process. Raise OSError if it cannot be started.
+        The answer goes to `location.json` or to the folder `diagnosis` in that directory, and the output to the log.
+        The exit status is ignored. Raise OSError if the process cannot be started or the log cannot be opened.
         """
         location = ["--json", str(self.directory / LOCATION)]
         answer = location if self.command == "locate" else ["--out", str(self.directory / DIAGNOSIS)]
@@ -68,8 +68,8 @@ class Followup:
     def begin(self, record: GuardedGraphRecord, command: str) -> threading.Event:
         """Queue a command about a finding, unless it was queued before; return the event that is set when it has ended.
 
-        `command` is `locate` or `diagnose`. The first call starts the thread that runs the commands. The record must
-        have a directory.
+        `command` is `locate` or `diagnose`. The first call starts the thread that runs them. The record must have a
+        directory.
         """
         assert record.directory is not None
         followup = FollowupCommand(directory=Path(record.directory), command=command)
@@ -82,11 +82,10 @@ class Followup:
         return self.ends[followup]
 
     def wait_for(self, record: GuardedGraphRecord, command: str, *, timeout_s: float = WAIT_S) -> GuardedGraphRecord:
-        """Queue a command about a finding if need be, wait for its end, and return the record with its answer.
+        """Queue a command about a finding, unless that was done, wait for its end; return the record with its answer.
 
-        A command that was queued before is not queued again. The answer of `locate` is the culprit, that of `diagnose`
-        the culprit and the path of a script. The record is returned unchanged if it has no directory, or if the command
-        wrote no readable answer within `timeout_s`.
+        That is the culprit, and for `diagnose` also the path of a script. The record is returned unchanged if it has no
+        directory, or if the command wrote no readable answer within `timeout_s`.
         """
         if record.directory is None or not self.begin(record, command).wait(timeout_s):
             return record
@@ -123,8 +122,7 @@ def _read_location(record: GuardedGraphRecord, directory: Path) -> GuardedGraphR
 def _read_diagnosis(record: GuardedGraphRecord, directory: Path) -> GuardedGraphRecord:
     """Return the record with the first culprit and the path of the script from the report of `diagnose`.
 
-    Without a culprit there, the record's own stays; without a script, `repro` is None. The record is returned unchanged
-    if the report is missing or unreadable.
+    Without a culprit there, the record's own stays. The record is returned unchanged if the report cannot be read.
     """
     try:
         report = read_report(directory / DIAGNOSIS / "report.json")

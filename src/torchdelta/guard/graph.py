@@ -71,9 +71,9 @@ class CheckedCall:
     def report(self, args: Sequence[Any]) -> Report:
         """Compare the compiled graph with the original one, which runs eagerly, on copies of `args`; return the report.
 
-        Gradients are compared only for a graph of dynamo and while gradients are enabled. If they cannot be, because
-        the graph raises eagerly, the forward is compared alone and a note says so. Raise UncheckedCall or ProgramError
-        if nothing can be compared.
+        For a graph of dynamo, gradients are compared too while they are enabled. If that raises ProgramError, such as
+        for a backward that fails eagerly, the forward is compared alone, and a note says so. Raise UncheckedCall or
+        ProgramError if nothing can be compared.
         """
         is_trained = self.record.level == "dynamo" and torch.is_grad_enabled()
         try:
@@ -88,9 +88,9 @@ class CheckedCall:
     def _compare_with_eager(self, args: Sequence[Any], stages: tuple[str, ...] | None) -> Report:
         """Return the report of a check on copies of `args`; the `stages` to compare are the default ones if it is None.
 
-        If the graph could not be compiled, the report is a crash without comparisons. With `check="errors"` there is a
-        report only if the compiled graph raises. Raise ProgramError if the original graph itself raises. Raise
-        UncheckedCall if only errors are looked for and there is none, or if the memory does not suffice for a check.
+        If the graph could not be compiled, the report is a crash without comparisons. Raise ProgramError if the
+        original graph is run and raises. Raise UncheckedCall if `check="errors"` and the compiled graph does not raise,
+        or if the memory does not suffice.
         """
         check = self._prepare(args, stages)
         if self.error is not None:
@@ -107,10 +107,10 @@ class CheckedCall:
         return report
 
     def _prepare(self, args: Sequence[Any], stages: tuple[str, ...] | None) -> Check:
-        """Return the check of the compiled graph against the original one, not yet run; it does not ask in float64.
+        """Return the check of the compiled graph against the original one, not yet run, without its semantic question.
 
-        Inputs that are not leaves and are written to are cloned on both sides, and become outputs. If the graph draws
-        random numbers, the check compiles a copy of it again by `make`, so that it draws those of eager.
+        Inputs that are not leaves and may be written to are cloned on both sides, and become outputs. If the graph
+        draws random numbers, the check compiles a copy of it again by `make`, so that it draws those of eager.
         """
         written = written_nonleaves(self.original, args)
 
@@ -186,8 +186,8 @@ class GuardedGraph:
     def __call__(self, *args: Any) -> Any:
         """Check the call if it is due, then run it, and return its result.
 
-        If the compiled graph raises and the config says `on_failure="fallback"`, the call is checked; if that makes the
-        graph fall back, the original graph runs in its place. Otherwise the exception is raised.
+        If the compiled graph raises and the config says `on_failure="fallback"`, the original graph may run in its
+        place (see `_can_fall_back`). Otherwise the exception is raised.
         """
         self._check_if_due(args)
         try:
@@ -200,7 +200,7 @@ class GuardedGraph:
     def call_boxed(self, args: list[Any]) -> Any:
         """Check the call if it is due, then run it with arguments in a list, which the compiled graph may empty.
 
-        Return the result. Unlike `__call__`, it raises what the compiled graph raises, without a fallback.
+        Return the result. Unlike in `__call__`, an exception of the run itself is always raised.
         """
         self._check_if_due(args)
         return as_boxed(self.run)(args)
@@ -208,8 +208,7 @@ class GuardedGraph:
     def _check_if_due(self, args: Sequence[Any]) -> None:
         """Count the call; check it if it is the first with values, or if its number is a multiple of `config.every`.
 
-        It is not checked if the original graph runs by now, or if a tensor among `args` has no values. What
-        `check_call` raises is raised here.
+        It is not checked if the original graph runs by now, or if a tensor among `args` has no values.
         """
         self.calls += 1
         every = self.config.every
@@ -219,10 +218,9 @@ class GuardedGraph:
             self.check_call(args)
 
     def check_call(self, args: Sequence[Any]) -> None:
-        """Check a call on copies before it runs; update the record, and act on a failure as the config says.
+        """Check a call on copies of `args`; update the record, and act on a failure as the config says.
 
-        With `record="always"` the call is written to disk first. If it cannot be checked, the record says why: checks
-        are off, the budget is spent, the graph cannot be run twice or fails eagerly, or torchdelta itself fails. Raise
+        With `record="always"` the call is written to disk first. If it cannot be checked, the record says why. Raise
         Diverged or CompilerFailed for a failure if the config says `on_failure="raise"`.
         """
         record = replace(self.record, call=self.calls)
@@ -251,8 +249,7 @@ class GuardedGraph:
     def record_before_compiling(self, example_inputs: Sequence[Any]) -> None:
         """Write the graph with its example inputs to disk if the config says `record="always"`.
 
-        This is done first, because compiling may end the process. Nothing is written if an input has no values. An
-        error becomes a note.
+        Nothing is written if an input has no values. An error becomes a note.
         """
         inputs = [dynamo.hint_of(each) for each in example_inputs]
         # behind AOTAutograd the example inputs have no values, and the first call brings them
@@ -295,10 +292,10 @@ class GuardedGraph:
     def _act_on(self, record: GuardedGraphRecord, report: Report, args: Sequence[Any]) -> None:
         """Update the record with the report of a check, and act on a failure as the config says.
 
-        Only the first failure of a graph is written to disk and followed up. Then with `on_failure="fallback"` the
-        original graph runs from now on, with a warning if it is the first of the run; with "raise", Diverged is raised,
-        or CompilerFailed for another failure than a divergence; with "report", nothing more is done. If the check did
-        not fail, the original graph is dropped, unless later calls may need it.
+        The first failure of a graph is written to disk and followed up. With `on_failure="fallback"` the original graph
+        runs from now on, and the first failure of the run is a warning; with "raise", Diverged is raised, or
+        CompilerFailed for another failure. If the check did not fail, the original graph is dropped, unless later calls
+        may need it.
         """
         if not report.verdict.is_failure:
             self._update(record)
@@ -318,10 +315,10 @@ class GuardedGraph:
             raise error
 
     def _leave_unchecked(self, record: GuardedGraphRecord) -> None:
-        """Update the record, which says why a call was not checked, and drop the original graph.
+        """Update the record, which says why a call was not checked; drop the original graph if it is not needed later.
 
-        It is kept if later calls may need it. If the graph could not be compiled and the config says `fallback`, the
-        original graph runs from now on, with a warning if it is the first of the run.
+        If the graph could not be compiled and the config says `fallback`, the original graph runs from now on, with a
+        warning if it is the first of the run.
         """
         self._update(record)
         if self.error is not None and self.config.on_failure == "fallback":
@@ -343,11 +340,11 @@ class GuardedGraph:
         self._update(record)
 
     def _follow_up(self, report: Report) -> None:
-        """Have another process name the culprit or minify the failure, and update the record with the answers.
+        """Name a culprit or minify the failure, and update the record with the answers.
 
         With `on_failure="raise"`, wait for the culprit of a divergence, at most `CULPRIT_WAIT_S`. With `minify`, start
-        `diagnose` in the background, or wait for it if that is "wait". Nothing is done without a recording; if no other
-        process can import the backend, a note says so instead.
+        `diagnose` in the background, or wait for it if that is "wait". Nothing is done without a recording, or, with a
+        note, if no other process can import the backend.
         """
         if self.record.directory is None:
             return
@@ -366,10 +363,10 @@ class GuardedGraph:
             followup.begin(self.record, "diagnose")
 
     def _can_fall_back(self, error: Exception, args: Sequence[Any]) -> bool:
-        """Check a call in which the compiled graph raised; return whether the original graph runs from now on.
+        """Check a call in which the compiled graph raised; return whether the original graph is to run in its place.
 
-        Without a check, return False if the config does not say `fallback`, if checks are off, if it has fallen back
-        before, if the error is that of compiling, or if a node of the graph may write to its inputs.
+        Without a check, return False unless the config says `fallback` and has checks on, or if it has fallen back
+        before, the error is that of compiling, or a node of the graph may write to its inputs.
         """
         is_final = self.config.on_failure != "fallback" or self.config.check == "off" or self.has_fallen_back
         # inputs may have been mutated, and then a second run would not be comparable
@@ -396,8 +393,8 @@ class GuardedGraph:
     def _update(self, record: GuardedGraphRecord) -> None:
         """Keep a record and write it to the findings, unless it says less than the present one.
 
-        A failure is always kept. Any other record is dropped if the graph has failed, or if it has no verdict and the
-        present one has.
+        A failure is always kept. Any other record is dropped if the graph has failed, or if only the present one has a
+        verdict.
         """
         is_failure = record.verdict is not None and record.verdict.is_failure
         if is_failure or (not self._has_failed and (record.verdict is not None or self.record.verdict is None)):
@@ -407,9 +404,8 @@ class GuardedGraph:
     def _write_recording(self, record: GuardedGraphRecord, args: Sequence[Any]) -> GuardedGraphRecord:
         """Write the graph with the inputs and settings of a call to a directory; return the record with the directory.
 
-        Inputs that are not leaves and are written to become outputs of the recorded graph. A graph of dynamo is
-        recorded with gradients if they are enabled, any other for its forward alone. Parts that cannot be recorded
-        become notes. Raise UsageError if the directory cannot be written.
+        The inputs that `written_nonleaves` names become outputs of the recorded graph. A graph of dynamo is recorded
+        with gradients if they are enabled, any other for its forward alone. Parts that cannot be recorded become notes.
         """
         directory = self.findings.directory_for(record)
         is_trained = record.level == "dynamo" and torch.is_grad_enabled()
@@ -434,10 +430,7 @@ class GuardedGraph:
 
 
 def _evidence(record: GuardedGraphRecord, report: Report) -> str:
-    """Return the message for a failure: the report's evidence, and a line each for the culprit and the recording.
-
-    A line is left out if the record has no culprit or no directory. That of the recording has the command to minify it.
-    """
+    """Return the message for a failure: the report's evidence, and lines for the culprit and the recording, if any."""
     lines = [evidence_of(report)]
     if record.culprit is not None:
         lines.append(f"  first wrong: {record.culprit.op} ({record.culprit.node}) at {record.culprit.source_line}")

@@ -56,8 +56,8 @@ def run_script(script: Script) -> ScriptEnding:
     """Run a script in this process as `__main__`, and return its exit status and whether Ctrl-C ended it.
 
     `sys.argv`, `sys.path` and the module `__main__` become the script's and stay so. An exception of the script is
-    printed as Python prints it and gives the status 1; a `sys.exit` gives its own. The script's threads have ended when
-    this returns, except daemons. Refused if the script cannot be run, or if a guard raises it within the script.
+    printed and gives the status 1; a `sys.exit` gives its own. Threads are awaited as Python does. Refused if the
+    script cannot be run, or if a guard raises it within the script.
     """
     try:
         module, code = _load(script)
@@ -77,8 +77,8 @@ def run_script(script: Script) -> ScriptEnding:
 def _load(script: Script) -> tuple[ModuleType, CodeType]:
     """Set `sys.argv` and `sys.path[0]` as Python would; return a `__main__` module and its code, not run yet.
 
-    Of a folder or a zip file, the code is that of `__main__.py`. Refused if there is none, if a module (`-m`) does not
-    exist or is not in Python, or if the file cannot be read. A SyntaxError passes through.
+    Of a folder or a zip file, the code is that of `__main__.py`. Refused if there is no such code or it cannot be read;
+    a SyntaxError passes through.
     """
     if script.kind == CODE:
         _set_paths("", ("-c", *script.arguments))
@@ -126,8 +126,7 @@ def _as_main(path: str | None, loader: object) -> ModuleType:
 def _module_spec(name: str) -> importlib.machinery.ModuleSpec:
     """Return the spec of a module that `-m` names; if it is a package, that of `__main__` in it.
 
-    Refused if there is no such module, no `__main__` in the package, or no spec. An import error within a parent
-    package, which is imported for this, passes through.
+    Refused if there is none. An import error of the script's own, within a parent package, passes through.
     """
     try:
         spec = importlib.util.find_spec(name)
@@ -175,10 +174,9 @@ def _ending_of_exit(exited: SystemExit) -> ScriptEnding:
 
 
 def _print_error(error: BaseException) -> ScriptEnding:
-    """Print an exception by `sys.excepthook`, without our frames, and return an ending with the status 1.
+    """Print an exception by `sys.excepthook`, without our first frames, and return an ending with the status 1.
 
-    If the hook itself raises, both exceptions are printed, as Python does then. A KeyboardInterrupt makes the ending an
-    interrupted one.
+    If the hook itself raises, both exceptions are printed. A KeyboardInterrupt makes the ending an interrupted one.
     """
     if error.__traceback__ is not None:
         error.with_traceback(_first_of_script(error.__traceback__))

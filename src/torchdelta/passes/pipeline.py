@@ -56,15 +56,12 @@ def check_pipeline(
 ) -> Pipeline:
     """Run passes over a copy of a graph; return a row for each, and as `first` the first that raises or makes it wrong.
 
-    `first` is None if none does; the verdict is INCONCLUSIVE if no pass changes the graph. A pass takes a graph module
-    and example inputs, a graph module, or a graph, as its signature says; it changes that in place or returns another.
-    The graph behind each pass that changes it is compared with the original, and, unless both graphs around the pass
-    are equivalent to that, with the graph before the pass, so that inherited errors do not count against it. Passes
-    behind one that raises, or that returns a callable other than a graph, are not run. Other arguments are those of
-    `check`.
-
-    UsageError if `graph` is not a graph module, if there are no passes, or if one is not callable. Raise ProgramError
-    if the graph itself fails. Neither the graph nor the inputs are changed.
+    A pass takes a graph module and example inputs, a graph module, or a graph, as its signature says; it changes that
+    in place or returns another. The graph behind each pass that changes it is compared with the original, and, unless
+    both graphs around the pass are equivalent to that, with the graph before the pass. Passes behind one that raises,
+    or that returns a callable other than a graph, are not run. The verdict is INCONCLUSIVE if no pass changes the
+    graph. UsageError if `graph` is not a graph module, if there are no passes, or if one is not callable; ProgramError
+    if the graph itself fails. Other arguments are those of `check`. Neither the graph nor the inputs are changed.
     """
     if not isinstance(graph, GraphModule):
         raise UsageError(
@@ -99,9 +96,9 @@ class _PipelineRun:
     def answer(self, passes: Sequence[Pass]) -> Pipeline:
         """Run the passes; return a row for each, and the worst verdict on the passes that changed the graph or raised.
 
-        A pass whose effect could not be compared counts as INCONCLUSIVE. The last changed graph against the original
-        counts too. If no pass changed the graph, the verdict is INCONCLUSIVE and a note says so. Raise before the first
-        pass runs if the original graph fails.
+        A pass whose effect could not be compared counts as INCONCLUSIVE, and the last changed graph against the
+        original counts too. If no pass changed the graph, the verdict is INCONCLUSIVE and a note says so. Raise before
+        the first pass runs if the original graph fails.
         """
         began = time.perf_counter()
         # raises before any pass runs if the graph itself fails or has no truth
@@ -156,8 +153,8 @@ class _PipelineRun:
     def _run_pass(self, each: Pass, graph: GraphModule) -> Callable[..., Any]:
         """Run a pass on a graph that it may change in place; return the graph or callable that it leaves, ready to run.
 
-        The given graph is returned if the pass returns None, a bool or an int. A `Graph` is made a module, and of
-        torch's `PassResult` the module is taken. Raise TypeError for anything else that is not callable.
+        The given graph is returned if the pass returns None, a bool or an int; of torch's `PassResult` the module is
+        taken. Raise TypeError for anything else that is neither callable nor a `Graph`.
         """
         result = each(*_arguments(each, graph, self.succession.inputs))
         result = getattr(result, "graph_module", result)  # torch's own passes return it with a flag
@@ -235,9 +232,8 @@ def _key_of(graph: GraphModule) -> str:
 def _describe_attribute(value: Any) -> str:
     """Return a text that two attributes share if their content is the same, so that a changed weight is a change.
 
-    A tensor counts by shape, strides, dtype, `requires_grad` and values; a module by its `repr`, parameters, buffers
-    and plain attributes; any other value by its `repr`. A tensor whose values cannot be read, such as a sparse or fake
-    one, counts by its identity, so that even its copy is another.
+    A tensor whose values cannot be read, such as a sparse or fake one, counts by its identity, so that even its copy is
+    another. Values other than tensors and modules count by their `repr`.
     """
     if isinstance(value, torch.Tensor):
         if not tensors.has_own_buffer(value):

@@ -50,8 +50,7 @@ def require_checkable(graph_module: GraphModule, args: Sequence[Any]) -> None:
     """Raise UncheckedCall with the reason if a call of a graph cannot be checked; otherwise do nothing.
 
     Reasons are tensors without values, collectives with other processes, random numbers in inductor's own way,
-    operators with effects such as `print`, and state: a parameter that requires grad, or an attribute that the graph
-    writes to.
+    operators with effects such as `print`, and state that a check would change.
     """
     if not have_values(args):
         raise UncheckedCall("it was called with tensors that have no values")
@@ -70,9 +69,8 @@ def require_checkable(graph_module: GraphModule, args: Sequence[Any]) -> None:
 def detach_inputs(args: Sequence[Any]) -> tuple[Any, ...]:
     """Return the arguments in a tuple: a detached alias of each tensor, and other values with symbols as numbers.
 
-    An alias shares the memory of its tensor and keeps its `requires_grad`, except for inference tensors. It is an
-    autograd leaf without history, hooks and gradient. A symbolic number becomes its hint, the number that it had when
-    the graph was captured; any other value is returned as it is.
+    An alias shares the memory of its tensor and, except for inference tensors, keeps its `requires_grad`; it is a leaf.
+    A symbolic number becomes its hint, the number that it had when the graph was captured.
     """
 
     def detach(arg: Any) -> Any:
@@ -88,9 +86,8 @@ def written_nonleaves(graph_module: GraphModule, args: Sequence[Any]) -> tuple[i
     """Return the places of the input tensors that a node may write to, that require grad and are not leaves.
 
     Places count the placeholders from 0 and are ascending; there are none while gradients are disabled. `may_write`
-    decides: if a method, a called module or a function other than an operator writes, all its inputs count. A write to
-    a view of an input is not seen. A check passes leaves, which cannot be written to while they require grad. So these
-    inputs need clones.
+    decides; a write to a view of an input is not seen. A check passes leaves, and a leaf that requires grad cannot be
+    written to, so these inputs need clones.
     """
     if not torch.is_grad_enabled():
         return ()
@@ -105,9 +102,7 @@ def adapt_call(run: Run, graph_module: GraphModule, level: str, cloned: Sequence
 
     `run` is the compiled graph and `graph_module` the original. The inputs at the places `cloned` are cloned before the
     run, and the clones are further outputs, as `return_written` makes them for the graph. At the `level` "backward",
-    inputs that the graph only reads are cloned too, because a compiled backward may reuse the memory of saved tensors.
-    The result is a list if the graph returns one and nothing is `cloned`, otherwise a tuple; a single value stays one
-    if nothing is `cloned`.
+    inputs that the graph only reads are cloned too, because a compiled backward may reuse their memory.
     """
     kind = list if isinstance(graph_module.graph.output_node().args[0], list) and not cloned else tuple
     written = _written(graph_module)

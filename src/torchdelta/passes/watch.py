@@ -59,9 +59,9 @@ class ChainJudge:
     def judge(self, values: Mapping[str, Any]) -> None:
         """Judge the chain of graph versions on the inputs of a call, and add to `findings` and `notes`.
 
-        `values` has the inputs by the names of the graph's placeholders. A graph with collectives is not judged, and a
-        note says so. `is_checked` is cleared if a part is not judged. Raise TorchDeltaError if a pass changes the
-        inputs of the graph, or if one has no value.
+        `values` has the inputs by the names of the graph's placeholders. A part that is not judged gets a note and
+        clears `is_checked`; a graph that needs other processes is not judged at all. Raise TorchDeltaError if a pass
+        changes the inputs of the graph, or if one has no value.
         """
         if needs_other_processes(self.chain.versions[0].as_module):
             self._leave_open(f"not checked: {TALKS}")
@@ -76,8 +76,7 @@ class ChainJudge:
         """Compare versions that draw the same random numbers; add a finding for the first pass that makes them diverge.
 
         Nothing is added if the last version is equivalent to the first. A version that crashes is skipped with a note.
-        If no single pass diverges, a note has the verdict of all together, unless the last version crashes. Outside of
-        the phase "pre-grad" only the forward is compared, without aliasing.
+        If no single pass diverges, a note has the verdict of all together, unless the last version crashes.
         """
         options = self.options
         if self.chain.phase != inductor_passes.PRE_GRAD:
@@ -121,8 +120,8 @@ class ChainJudge:
     def _comparable(self) -> Iterator[list[Version]]:
         """Yield the versions in successive lists that draw the same random numbers, because others cannot be compared.
 
-        A note is added for each place where the numbers change. The lists end before a version with packed weights,
-        with a note; the last list may be empty.
+        A note is added where the numbers change. Versions from the first one with packed weights on are left out, with
+        a note. The last list may be empty.
         """
         part: list[Version] = []
         for version in self.chain.versions:
@@ -141,8 +140,7 @@ class ChainJudge:
         """Return the inputs of the graphs in the order of their placeholders; tensors are detached aliases.
 
         `values` has them by name. An input of a joint graph without a value is a tangent, and gets seeded random
-        numbers. Raise TorchDeltaError if a version has other placeholders than the first, if an input of another graph
-        has no value, or if a tensor is None.
+        numbers. Raise TorchDeltaError if versions have different placeholders, or if another input has no value.
         """
         chain, first = self.chain, self.chain.versions[0].inputs
         names = [node.name for node in first]
@@ -194,11 +192,10 @@ NOTHING_SEEN = (
 def watch_passes(*, policy: str = "noise", seed: int = 0) -> Iterator[PassSummary]:
     """Watch the passes that inductor runs over graphs that are compiled while the context is open; yield a summary.
 
-    In each phase of each graph, its `findings` name the first pass, with the node, behind which the graph computes
-    something else on the inputs of its first call; there are none if nothing is wrong. Its `notes` say what could not
-    be checked. Both are complete when the context is left. The run itself does not change, and an error of the watcher
-    does not end it. `policy` and `seed` are those of `check`. UsageError if the policy is wrong or passes are watched
-    already.
+    Its `findings` name passes behind which a graph computes something else on the inputs of its first call: the first
+    in each phase, with the node if it is found. Its `notes` say what could not be checked. Both are complete when the
+    context is left. An error of the watcher does not end the run. UsageError if the policy is wrong or passes are
+    watched already.
     """
     parse(policy)  # a wrong policy raises before anything runs
     watcher = _Watcher(summary=PassSummary(), options=CheckOptions(policy=policy, seed=seed))
@@ -252,8 +249,7 @@ class _Watcher:
     def fail(self, what: str, error: Exception) -> None:
         """Add the note `WHAT: ERROR` to the summary, unless it is there already.
 
-        `what` is the whole statement of what was not done, such as "graph 0 was not checked". Of the error, the note
-        has the first line of its message, and before it the type, unless that is torchdelta's own.
+        `what` says what was not done, such as "graph 0 was not checked". Of the error, the note has the first line.
         """
         words = str(error).splitlines()[0] if str(error) else ""
         kind = "" if isinstance(error, TorchDeltaError) else f"{type(error).__name__}: "
@@ -262,8 +258,8 @@ class _Watcher:
     def take(self, chain: Chain) -> None:
         """Count the chain of a phase that is over, and keep it with the graph that this thread is compiling.
 
-        A chain holds the versions of a graph that the passes of one phase made. One without changes is only counted. If
-        this thread is not compiling a graph, a note says that the chain is not checked.
+        A chain without changes is only counted. If this thread is not compiling a graph, a note says that it is not
+        checked.
         """
         is_changed = len(chain.versions) > 1
         with self.lock:
@@ -280,8 +276,8 @@ class _Watcher:
     ) -> Callable[..., Any]:
         """Compile a captured graph; return a callable that runs it, and judges its pre-grad passes in the first call.
 
-        The first call is the first with values. `compile_module` compiles `module`, of which only the names of the
-        inputs are read. If no pre-grad pass changed the graph, the compiled callable itself is returned.
+        The first call is the first with values. `compile_module` compiles `module`. If no pre-grad pass changed the
+        graph, the compiled callable itself is returned.
         """
         with self._compiling(lambda: self._begin_program(module)) as program:
             compiled = compile_module()
@@ -314,8 +310,8 @@ class _Watcher:
     def _begin_part(self, handed: HandedGraph) -> _CompiledGraph:
         """Return the entry of a forward, backward or inference graph, with the number of its program, or -1 if unknown.
 
-        The number is kept by AOTAutograd's number of the graph, so that a backward that is compiled later gets that of
-        its forward. A forward also refers to the program that this thread is compiling, if any, as its `whole`.
+        A backward that is compiled later gets the number of its forward. A forward also refers to the program that this
+        thread is compiling, if any, as its `whole`.
         """
         whole = self.stack[-1] if self.stack else None
         with self.lock:
@@ -334,8 +330,8 @@ class _Watcher:
     def _compiling(self, begin: Callable[[], _CompiledGraph]) -> Iterator[_CompiledGraph]:
         """Put the entry of a graph on this thread's stack while the body compiles the graph; yield the entry.
 
-        `begin` builds the entry. If it raises, a note is added, and an entry without number and inputs takes its place.
-        When the body has ended without an exception, the entry is added to `waiting` if it got chains.
+        `begin` builds the entry; if it raises, a note is added, and an empty entry takes its place. When the body has
+        ended without an exception, the entry is added to `waiting` if it got chains.
         """
         try:
             compiled = begin()
@@ -378,8 +374,7 @@ class _Watcher:
         """Judge the chains of versions of a graph on the arguments of a call, and add the results to the summary.
 
         The chains of `phase`, or all if it is empty, are popped, so that each is judged once. For a forward graph those
-        of its program's joint graph are popped too. If there are several joint graphs, only the last is judged, and a
-        note counts the others.
+        of its program's joint graphs are popped too; only the last of them is judged, and a note counts the others.
         """
         with self.lock:
             ready = [(chain, compiled.label) for chain in compiled.pop_chains(phase)]
@@ -402,7 +397,7 @@ class _Watcher:
     def _judge(self, chain: Chain, label: str, values: Mapping[str, Any]) -> None:
         """Judge one chain, and add its findings and notes to the summary; an exception becomes a note.
 
-        `values` has the inputs by the names of placeholders. The chain counts as checked if every part could be judged.
+        `values` has the inputs by the names of placeholders.
         """
         judge = ChainJudge(chain=chain, label=label, options=self.options)
         try:
@@ -415,7 +410,7 @@ class _Watcher:
             self.summary.note(note)
 
     def close(self) -> None:
-        """End the watch: drop the chains of graphs that were never called; a note counts them if there are any.
+        """End the watch: drop the chains that were not judged, since their graphs were not called; a note counts them.
 
         If no graph was seen at all, a note says so. Later calls of compiled graphs are not judged.
         """

@@ -55,9 +55,8 @@ def build(spec: str | Transform | Callable[..., Any], options: Options) -> Trans
     """Return the transform that a name, `file.py:fn` or a function stands for; a transform is returned as it is.
 
     A name is one of `TRANSFORMS`, with its argument behind a colon if it takes one. Any other text with a colon, and
-    any function, is a pass. UsageError if the name is unknown, with the nearest known ones, if its argument is missing
-    or not wanted, or if an option is unknown; UsageError or ProgramError if a function cannot be loaded. A transform
-    that is built already keeps its own options.
+    any function, is a pass. UsageError if the name, its argument or an option is wrong; UsageError or ProgramError if a
+    function cannot be loaded.
     """
     if isinstance(spec, Transform):
         return spec

@@ -26,7 +26,7 @@ class Aot(Transform):
         """Read the options `dynamic` (by default False), `functionalised` (True) and `partitioner`.
 
         The partitioner is `min-cut` by default, or `default` if the graph is not functionalised. UsageError if an
-        option or its value is unknown, or for `min-cut` without functionalising.
+        option is unknown or has a wrong value.
         """
         require_known("aot", options, ("dynamic", "functionalised", "partitioner"))
         self.dynamic = bool(flag(options, "dynamic"))
@@ -41,10 +41,10 @@ class Aot(Transform):
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[TransformedSide]:
-        """Yield the side with a call that runs traces of AOTAutograd in place of the program.
+        """Yield the side with a call that runs traces of AOTAutograd, uncompiled, in place of the program.
 
-        It is traced at the first call, and whenever no earlier trace fits. A trace runs uncompiled, and the witness
-        counts traces and calls. UsageError if `lifted`; `draws_random` and `seam` are not used.
+        It is traced at the first call, and whenever no earlier trace fits. UsageError if `lifted`; `draws_random` and
+        `seam` are not used.
         """
         if lifted:
             raise UsageError("AOTAutograd alone keeps the program's operations and rounds as they do")

@@ -31,8 +31,7 @@ class Autocast(Transform):
         """Yield the side with its call under autocast; the backward runs outside of it, as it does in training.
 
         The device is the option's, or that of the side's first tensor, or the CPU. A call counts as transformed only if
-        autocast is on in it, because torch leaves it off for a dtype that the device does not support. The keywords are
-        not used.
+        autocast is on in it. The keywords are not used.
         """
         device = self.device or next((tensor.device.type for tensor in started_from(side)), "cpu")
         witness = Witness()

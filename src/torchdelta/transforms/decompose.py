@@ -53,10 +53,10 @@ class Decompose(Transform):
         yield TransformedSide.counting_calls(replace(exported, call=call), captured=1)
 
     def _decompose(self, side: Side) -> Side:
-        """Export a side and decompose the exported program; return the side that runs it.
+        """Export a side and decompose the exported program by the table; return the side that runs it.
 
-        The table is the option's, or torch's own. In the result, readers of a buffer or input that is updated at the
-        end read a copy, because autograd would refuse the backward otherwise.
+        In its graph, updated buffers and inputs are read through copies (`graphs.read_before_update`), so that a
+        backward can run.
         """
         module, decomposed = export_side(
             side, strict=self.strict, then=lambda program: program.run_decompositions(self.table)

@@ -32,10 +32,7 @@ class Export(Transform):
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[TransformedSide]:
-        """Yield the side with its call exported, whose parameters keep their names; all calls count as transformed.
-
-        The keywords are not used.
-        """
+        """Yield the side with its call exported; all calls count as transformed. The keywords are not used."""
         yield TransformedSide.counting_calls(export_side(side, strict=self.strict)[1], captured=1)
 
 
@@ -63,8 +60,8 @@ class Exports:
     def of(self, side: Side, *, lifted: bool) -> tuple[GraphModule, Side]:
         """Return an exported module that the caller may change, and the side that runs it, as `export_side` does.
 
-        The first side of each precision (`lifted` or not) is exported. For later sides the module is a copy of that
-        export, with the state of the first side; only their inputs are used.
+        Only the first side of each precision (`lifted` or not) is exported. Of later sides only the inputs are used,
+        with a copy of that export.
         """
         if lifted not in self._exports:
             module, exported = export_side(side, strict=False)
@@ -78,8 +75,8 @@ class Exports:
 def _as_module(side: Side) -> tuple[torch.nn.Module, dict[str, str]]:
     """Return the side's callable as a module, and a dict: the program's name of each tensor by that in the module.
 
-    A module is returned itself, and its names stay. A function is wrapped in a new module, in which the modules that it
-    refers to are registered, because export sees only such state. Tensors outside of modules have no name here.
+    A module is returned itself. A function is wrapped in a new module, in which the modules that it refers to are
+    registered, because export sees only such state. Tensors that it holds outside of modules have no name then.
     """
     state = side.state
     if isinstance(side.call, torch.nn.Module):

@@ -51,9 +51,8 @@ class FxPass(Transform):
     ) -> Iterator[TransformedSide]:
         """Yield the side that runs, in place of each captured graph, the callable that the pass makes of it.
 
-        The `seam` gets each graph before the pass. With `graph=export` the pass runs at once on the one exported graph,
-        and all calls count as transformed. Otherwise it runs as a backend of torch.compile, when the side is first
-        called.
+        The `seam` gets each graph before the pass. With `graph=export` the pass runs at once on the one exported graph;
+        otherwise it runs as a backend of torch.compile, when the side is first called.
         """
         if self.traits.is_compiler:
             with self._compiler(seam).apply(side, draws_random=draws_random, lifted=lifted) as transformed:
@@ -80,8 +79,8 @@ class FxPass(Transform):
     def _run_pass(self, seam: Seam, module: GraphModule, inputs: Sequence[Any], level: str) -> Callable[..., Any]:
         """Hand a graph to the seam at this level, and return the seam's callable; `make` there runs the pass.
 
-        What the pass returns is the callable that `make` returns; if that is None, it is the graph, changed in place.
-        Raise TypeError if the pass returns something that is not callable.
+        It returns what the pass returns, or if that is None the graph, changed in place; TypeError if it is not
+        callable.
         """
 
         def make(graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -93,8 +92,7 @@ class FxPass(Transform):
 def _owner(call: Callable[..., Any], exported: Side) -> Callable[..., Any]:
     """Return the module whose state a call changes: the graph behind the call, or else the exported module.
 
-    It is the graph if there is one, and it has all of the exported module's parameters and buffers by name: many passes
-    copy their graph and return the copy.
+    The graph counts only if it has all of the exported module's parameters and buffers by name.
     """
     graph = graph_behind(call)
     if graph is None:

@@ -68,9 +68,9 @@ class Quantize(Transform):
     ) -> Iterator[TransformedSide]:
         """Yield the side with its call exported and quantized, after a calibration on the side's own inputs.
 
-        It runs under `no_grad`, and of the program's state it has only the buffers of the same name; a note says so
-        about the weights. The `seam` gets the exported graph with its handles. Calls count as transformed only if the
-        quantized graph quantizes a value.
+        It runs under `no_grad`. Of the program's state only buffers are kept; a note says so about the weights. The
+        `seam` gets the exported graph with its handles. Calls count as transformed only if the graph has quantizing
+        nodes.
         """
         graph, names = export_with_handles(side)
         witness = Witness(captured=1)
@@ -143,10 +143,9 @@ def quantize(
 ) -> GraphModule:
     """Return a quantized copy of a graph, calibrated by one run on a copy of the side's inputs.
 
-    `only` is the path of the one module to quantize, None for all, and `is_inside` tells which nodes belong to it;
-    UsageError if no node was traced in that module. Buffers are as before the calibration. The copy's nodes carry the
-    handles of the nodes that they come from. Raise ProgramError if `factory` raises, and UsageError if it does not
-    return a quantizer.
+    `only` is the path of the one module to quantize, None for all, and `is_inside` tells which nodes belong to it. The
+    graph's buffers are as before the calibration, and nodes carry the handles of the nodes that they come from.
+    UsageError if no node is in that module or `factory` does not return a quantizer; ProgramError if `factory` raises.
     """
     pt2e = _import_torchao(f"{_PT2E}.quantize_pt2e")
     quantizer = _build_quantizer(factory)
@@ -180,7 +179,7 @@ class QuantizedSubset:
     def annotate(self, model: GraphModule) -> GraphModule:
         """Let the quantizer annotate a graph in place, remove annotations outside of the module, and return the graph.
 
-        Then all specs are removed that take scale and zero point from a place that is not quantized any more.
+        Specs that take scale and zero point from a place that is not quantized any more are removed too.
         """
         annotated: GraphModule = self.quantizer.annotate(model) or model
         nodes = [node for node in annotated.graph.nodes if _ANNOTATION in node.meta]
@@ -256,7 +255,7 @@ def _build_quantizer(factory: Callable[[], Quantizer]) -> Quantizer:
 def _require_module(graph: GraphModule, path: str) -> None:
     """Raise UsageError, with the nearest paths, if no node of the graph was traced in the module of that path.
 
-    Otherwise, and for an empty path, do nothing.
+    An empty path is always accepted.
     """
     if path and not any(is_within(node, path) for node in graph.graph.nodes):
         paths = dict.fromkeys(module_path(node) for node in graph.graph.nodes)
@@ -288,8 +287,8 @@ def for_inference(call: Callable[..., Any]) -> Callable[..., Any]:
 def _share_handles_with_new_nodes(converted: GraphModule) -> None:
     """Give nodes that quantizing added the handles of the nodes that they were added for, so that they are matched.
 
-    Scales and zero points get the handles of the node that they quantize. An input that is quantized for one reader
-    gets the handles of that reader. Nodes with handles keep theirs.
+    A quantizing node without handles gets those of its reader if it has only one. Then its sources without handles,
+    such as scales and zero points, get those of the quantizing node. Nodes with handles keep theirs.
     """
     quantizing = [node for node in handles.handled_nodes(converted) if handles.is_quantizing(node)]
     for node in reversed(quantizing):
@@ -302,10 +301,9 @@ def _share_handles_with_new_nodes(converted: GraphModule) -> None:
 
 
 def _with_buffers(side: Side, call: Callable[..., Any], graph: GraphModule, names: Mapping[str, str]) -> Side:
-    """Return the side with this call and the graph as the owner of its state.
+    """Return the side with this call, the graph as the owner of its state, and of that the buffers that are in `names`.
 
-    Of the program's state it has the graph's buffers that are in `names`, which has the program's name of each tensor
-    by its name in the graph.
+    `names` has the program's name of each tensor by its name in the graph.
     """
     buffers = {name: names[name] for name, _ in graph.named_buffers() if name in names}
     return replace(side, call=call, owner=graph, names=buffers)

@@ -83,10 +83,9 @@ class OtherModule(Transform):
     ) -> Iterator[TransformedSide]:
         """Yield a side that runs the module, built anew with the reference's state, on the inputs of this one.
 
-        If the factory returns a tuple, its first item is the module. Another callable than a module gets no state.
-        Raise ProgramError if the factory raises, or if the program has no state dict or one that does not fit. If
-        `lifted`, the module is copied to float64; TypeError if torch.compile made it. `draws_random` and `seam` are not
-        used.
+        If the factory returns a tuple, its first item is the module; another callable than a module gets no state.
+        Raise ProgramError if the factory raises, or if there is no state dict that fits. If `lifted`, the module is
+        copied to float64; TypeError if torch.compile made it. `draws_random` and `seam` are not used.
         """
         try:
             built = self.factory()

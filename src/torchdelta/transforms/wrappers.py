@@ -79,8 +79,7 @@ class PrecompiledTransform(Transform):
         """Yield the side with the callable as its call, counted as one graph; TypeError if it is `lifted`.
 
         If `draws_random`, the call is instead one that `compile_again` builds with inductor's `fallback_random`, so
-        that it draws the numbers of eager, and a note says so. The setting holds while the context is open. `seam` is
-        not used.
+        that it draws the numbers of eager, and a note says so. `seam` is not used.
         """
         if lifted:
             raise TypeError("a graph that is compiled already cannot be compiled in another precision")

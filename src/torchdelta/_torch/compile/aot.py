@@ -50,12 +50,11 @@ class Interception:
 
 @contextmanager
 def intercepting(seam: Seam, *, decompose: bool = True, compile_graphs: bool = True) -> Iterator[Interception]:
-    """Hand every graph that AOTAutograd makes to the seam, while the context is open; yield an `Interception`.
+    """Hand each graph that AOTAutograd makes for a backend to the seam, while the context is open.
 
-    That counts the captured graphs, and has the decompositions that their backends asked for. The seam gets forward,
-    backward and inference graphs. Without `decompose` the backend's own decompositions are left out; without
-    `compile_graphs` its graphs run uncompiled. AOTAutograd's cache is off in this thread, because a graph from it is
-    not handed over.
+    Yield an `Interception`, which records what passed. The seam gets forward, backward and inference graphs. Without
+    `decompose` the backend's own decompositions are left out; without `compile_graphs` its graphs run uncompiled.
+    AOTAutograd's cache is off in this thread meanwhile, because a graph from it is not handed over.
     """
     stock = vars(common)["aot_module_simplified"]
     record = Interception()
@@ -92,8 +91,7 @@ def intercepting(seam: Seam, *, decompose: bool = True, compile_graphs: bool = T
 def _at_seam(compiler: Any, level: str, seam: Seam) -> Callable[..., Any]:
     """Return a compiler that hands its graph to the seam, and returns the seam's callable, which then takes a list.
 
-    The seam gets the graph as one of this `level`; `make` there calls `compiler`. If `make` gets a graph with more
-    outputs than the original one, the strides that the compiler reports for them are dropped.
+    The seam gets the graph as one of this `level`; `make` there calls `compiler`.
     """
 
     def compile_at_seam(graph_module: GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
@@ -111,9 +109,9 @@ def _at_seam(compiler: Any, level: str, seam: Seam) -> Callable[..., Any]:
 
 
 def boxed(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that takes the arguments of `run` in a list, as AOTAutograd calls it; `run` may free them.
+    """Return a function that takes the arguments of `run` in a list, marked so that AOTAutograd calls it in that way.
 
-    A callable that is marked as one for lists is returned as it is; the new one gets the mark.
+    A callable that has the mark is returned as it is.
     """
     if getattr(run, "_boxed_call", False):
         return run
@@ -139,7 +137,6 @@ def _drop_strides_beyond(count: int) -> None:
     """Drop the strides that a compiler reported for outputs beyond the first `count`, those of the graph itself.
 
     A graph with taps has more outputs, and AOTAutograd takes the last strides for those of the backward's inputs.
-    Nothing is done if no strides were reported.
     """
     context = TracingContext.try_get()
     if context is not None and context.output_strides is not None:

@@ -43,8 +43,8 @@ class AotTrace:
     ) -> None:
         """Take the callable to trace, and how; nothing is traced yet.
 
-        `dynamic` traces with symbolic sizes, `functionalised` without writes in place, and `partitioner` is a key of
-        `PARTITIONERS`. The `witness` counts the traced graphs and the calls.
+        `functionalised` traces without writes in place, and `partitioner` is a key of `PARTITIONERS`. The `witness`
+        counts the traced graphs and the calls.
         """
         self.call = call
         self.dynamic = dynamic
@@ -54,7 +54,7 @@ class AotTrace:
         self.traces: list[_Trace] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the first earlier trace that fits the call, or trace anew, and return the result; count the call.
+        """Run the first earlier trace that fits the call, or a new one, and return the result; count the call.
 
         A new trace is kept for later calls.
         """
@@ -75,8 +75,8 @@ class AotTrace:
         """Return a trace for calls with such inputs; AOTAutograd does the tracing when it is first run.
 
         `names` are those of the module's state, which comes first among the inputs. `plain` and `spec` are the other
-        leaves and the structure of the arguments. The trace returns what the callable returns; outputs that are not
-        tensors or symbolic numbers are those of the tracing.
+        leaves and the structure of the arguments. Outputs that are not traced, such as a plain number, are those of the
+        tracing.
         """
         returns: list[tuple[TreeSpec, list[Any]]] = []
 
@@ -158,9 +158,8 @@ class _Trace:
     def fits(self, inputs: Sequence[torch.Tensor], plain: tuple[Any, ...], spec: TreeSpec) -> bool:
         """Tell whether the trace holds for a call with these inputs, whatever the values of the tensors are.
 
-        `inputs` are the tensors, `plain` the other arguments, `spec` their structure. It holds if structure, plain
-        values, dtypes and sharing of memory are the same, and the shapes too; a dynamic trace asks its guards on shapes
-        instead. Strides, devices and `requires_grad` are not compared here.
+        `inputs` are the tensors, `plain` the other arguments, `spec` their structure. Structure, plain values, dtypes,
+        sharing of memory and shapes have to be the same; a dynamic trace asks its guards instead of comparing shapes.
         """
         if spec != self.spec or not _are_same(plain, self.plain) or _sharing(inputs) != self.sharing:
             return False
@@ -175,7 +174,7 @@ class _Trace:
 def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     """Tell whether each value is identical to its partner, or of the same type and equal to it.
 
-    Values whose `==` returns anything but True, such as arrays, are not. ValueError if the lengths differ.
+    Values whose `==` does not return a bool, such as arrays, are not equal. ValueError if the lengths differ.
     """
     # `is True`, because an array compares element by element
     return all(

@@ -29,8 +29,8 @@ _LOOKUP = "get_compiler_fn"
 def guarding_every(wrap: Wrap) -> Iterator[None]:
     """Pass every backend through `wrap` while the context is open, except eager and the ones that torch uses inside.
 
-    `wrap` takes the backend and its name when dynamo looks it up, and returns the one to use. Torch is not imported
-    here: if dynamo is not imported yet, its function is wrapped as soon as it is.
+    `wrap` is called when dynamo looks a backend up. Torch is not imported here: if dynamo is not imported yet, its
+    function is wrapped as soon as it is.
     """
     with ExitStack() as undo:
 
@@ -63,10 +63,7 @@ def _look_up_and_wrap(look_up: Callable[[Any], Any], wrap: Wrap, requested: Any)
 
 
 def _is_internal(backend: Any) -> bool:
-    """Tell whether a backend is an unregistered function of torch: export and control flow capture with such ones.
-
-    The modules that count are those of dynamo, export and the higher-order operators.
-    """
+    """Tell whether a backend is an unregistered function of dynamo, export or the higher-order operators."""
     from torch._dynamo.backends.registry import _is_registered_backend
     from torch._dynamo.eval_frame import innermost_backend
 

@@ -40,7 +40,7 @@ class Witness:
     def eager_reasons(self) -> list[str]:
         """Return why parts of the program ran eagerly, in the compiler's own words; empty if it is not a compiler.
 
-        Each is the first line of a message that dynamo has counted since the last `compiling` began, and comes once.
+        Each is the first line of a message that dynamo has counted since its counters were cleared, and comes once.
         """
         if not self.is_compiler:
             return []
@@ -98,8 +98,7 @@ def mode_config(mode: str, *, dynamic: bool | None) -> dict[str, Any]:
 def config_of(*, mode: str | None = None, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the inductor settings, by name, that a mode and options of torch.compile stand for; the options win.
 
-    They are empty without both. Dashes in names of options become underscores. UsageError if the mode or an option is
-    unknown, or a value has a wrong type.
+    UsageError if the mode or an option is unknown, or a value has a wrong type.
     """
     settings = {name.replace("-", "_"): value for name, value in (options or {}).items()}
     require_known_config(settings)
@@ -115,8 +114,7 @@ def hint_of(value: Any) -> Any:
 def require_known_config(settings: Mapping[str, Any]) -> None:
     """Raise UsageError if inductor has no setting of a name, or if a value has another type than the present one.
 
-    `settings` has values by name. The type counts only if the present value is a bool, int, float or str; an int is not
-    a float, but a bool is an int.
+    `settings` has values by name. The type counts only if the present value is a bool, int, float or str.
     """
     known = torch._inductor.config.get_config_copy()
     for name, value in settings.items():
@@ -140,11 +138,10 @@ def compiling(
 ) -> Iterator[tuple[Callable[..., Any], Witness]]:
     """Yield the callable compiled afresh with the backend, and a witness that counts its graphs and compiled calls.
 
-    Compilation is lazy, also that of the backward, so all runs must be inside of the context. The inductor settings
-    `config` hold there, and a failure of the compiler is raised even if the user's settings suppress it. Dynamo is
-    reset at both ends, which drops all compiled code, and its counters are cleared at the beginning. `lifted` rewrites
-    each captured graph so that nothing in it rounds below float64. Then the graph comes to the `seam`, and from there
-    to the backend.
+    Compilation is lazy, also that of the backward, so all runs must be inside of the context, where the inductor
+    settings `config` hold. Dynamo is reset at both ends, which drops all compiled code, and its counters are cleared
+    first. `lifted` rewrites each captured graph to compute in float64. Then it comes to the `seam`, and from there to
+    the backend.
     """
     backend = _at_seam(backend, seam)
     if lifted:
@@ -192,10 +189,8 @@ class GraphOrigin:
 def origin_of(backend: str | Backend) -> GraphOrigin:
     """Return the backend without the wrappers of torch.compile, its name, and the settings that were passed with it.
 
-    A text is the name of a registered backend, without settings: UsageError if there is none. A backend of the user may
-    be any callable, and need not be hashable. Its name is its `compiler_name`, or `inductor` if it is that, or else
-    that of the function or class. Its `config` and those of its wrappers count if they are mappings; the innermost
-    wins.
+    A text is the name of a registered backend, without settings: UsageError if there is none. Any other backend is
+    named by its `compiler_name`, or `inductor` if it is that, or else by its function or class.
     """
     if isinstance(backend, str):
         return GraphOrigin(backend=backend_named(backend), name=backend, config={})

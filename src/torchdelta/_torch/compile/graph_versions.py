@@ -57,10 +57,7 @@ class Version:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the graph or one inside of it has weights that are packed for a library, which alone can read them.
-
-        That is so if it holds an MKL-DNN tensor or calls an operator of `_PACKING`.
-        """
+        """Whether the graph or one inside of it has weights that are packed for a library, which alone reads them."""
         attributes = self.attributes.values()
         if any(isinstance(each, torch.Tensor) and each.is_mkldnn for each in attributes):
             return True
@@ -70,9 +67,9 @@ class Version:
 
     @property
     def draws(self) -> tuple[str, ...]:
-        """The calls that draw random numbers, in order, then those of inner graphs, each as a text; empty if none does.
+        """The calls of operators that draw random numbers, in order, then those of inner graphs, each as a text.
 
-        A version with other draws computes something else.
+        Versions with other draws cannot be compared.
         """
         inside = (each.draws for each in self.attributes.values() if isinstance(each, Version))
         own = (f"{node.name} {node.target} {_plain(node.args)}" for node in self.graph.nodes if _draws(node))
@@ -96,8 +93,8 @@ class Chain:
     def look(self, name: str) -> None:
         """Add a version of this name if the graph has changed since the last one, or if there is none yet.
 
-        Otherwise nothing is added. Two versions differ if their keys (`key_of`) do. A node keeps its handle, a number,
-        from version to version.
+        Otherwise nothing is added; `key_of` tells what a change is. A node keeps its handle, a number, from version to
+        version.
         """
         assert self.module is not None
         parts = list(_parts(self.module))
@@ -124,8 +121,8 @@ def take_version(module: GraphModule, name: str, handle: Handle) -> Version:
     """Return a copy of a graph's nodes as a version of this name; `handle` numbers each original node.
 
     The copies carry that number as their handle, except inputs and the output. Nodes are sorted so that each comes
-    after its sources. Inner graphs become versions too; all other attributes are shared. Raise ValueError if the graph
-    has a cycle.
+    after its sources: ValueError if there is a cycle. Inner graphs become versions too; all other attributes are
+    shared.
     """
     attributes: dict[str, Any] = {}
     for target in sorted({str(node.target) for node in module.graph.nodes if node.op in _HOLDING}):
@@ -160,10 +157,7 @@ def key_of(module: GraphModule, describe: Describe | None = None) -> str:
 
 
 def _parts(module: GraphModule) -> Iterator[Any]:
-    """Yield the nodes, targets, arguments and attributes of a graph and of its inner graphs.
-
-    After a change of the graph at least one of them is another object, or their number is another.
-    """
+    """Yield the nodes, targets, arguments and attributes of a graph and of its inner graphs."""
     for node in module.graph.nodes:
         yield from (node, node.target, node.args, node.kwargs)
         if node.op in _HOLDING:

@@ -44,8 +44,8 @@ def watching(done: Callable[[Chain], None], failed: Failed) -> Iterator[None]:
     """Follow every graph through inductor's passes while the context is open; `done` gets its chain after each phase.
 
     The chain has the versions of the graph: the first, and one behind each pass that changed it. Errors in following a
-    graph go to `failed` and not to the compiler. All threads are followed. Inductor's cache is bypassed, because no
-    pass runs for a graph that comes from it. UsageError if passes are watched already.
+    graph go to `failed` and not to the compiler. Inductor's cache is bypassed. UsageError if passes are watched
+    already.
     """
     # here, because the import takes seconds; a process that compiles imports it anyway
     from torch._inductor import compile_fx
@@ -102,7 +102,7 @@ def around_programs(around: Callable[[Callable[..., Any], GraphModule], Callable
 
 
 def current_graph_number() -> int | None:
-    """Return AOTAutograd's number of the graph that it compiles now, or None if it compiles none.
+    """Return AOTAutograd's number of the graph that it compiles now, or None if there is none.
 
     A forward and its backward have the same number.
     """
@@ -114,9 +114,8 @@ def current_graph_number() -> int | None:
 def empty_input(node: Node, inputs: Sequence[Node], values: Mapping[str, Any]) -> torch.Tensor:
     """Return an uninitialised tensor with the shape, strides, dtype and device that the graph states for `node`.
 
-    `node` is one of its inputs. `inputs` are all inputs of the graph, and `values` those that are known, by name:
-    symbolic sizes get their numbers from them. Raise TorchDeltaError if the graph does not state that the input is a
-    tensor.
+    `node` is one of its `inputs`. `values` has those that are known, by name: symbolic sizes get their numbers from
+    them. Raise TorchDeltaError if the graph does not state that the input is a tensor.
     """
     fake = node.meta.get("val")
     if not isinstance(fake, torch.Tensor):
@@ -171,8 +170,8 @@ class _PassRecorder:
     def phase(self, phase: str, stock: Callable[..., Any]) -> Callable[..., Any]:
         """Return `stock`, the function of inductor for a phase of passes, wrapped so that its graph gets a chain.
 
-        At the end of the phase the chain goes to `done`; if `stock` raises, it is dropped. An inner graph, for which
-        the function calls itself, adds its changes to the chain of the outer one.
+        At the end of the phase the chain goes to `done`; if `stock` raises, it is dropped. Inner graphs, for which the
+        function calls itself, belong to the chain of the outer one.
         """
 
         @functools.wraps(stock)
@@ -198,8 +197,7 @@ class _PassRecorder:
         """Return the methods of an observer by name, wrapped so that the recorder knows which pass runs.
 
         `stock` has torch's own methods by name. Entering and leaving an observer add versions of a changed graph; the
-        `apply_…` methods remember the function that they apply. The wrapped `__enter__` has the mark that `is_watching`
-        reads.
+        `apply_…` methods remember the function that they apply.
         """
 
         @functools.wraps(stock["__enter__"])
@@ -231,8 +229,8 @@ class _PassRecorder:
     def _enter(self, observer: Any) -> None:
         """Note that a pass begins, and add a version of the graph to the chain if it was changed before the pass.
 
-        `observer` is torch's observer of the pass. Only a pass outside of any other is counted. If the observer's graph
-        is not part of the chain's, it replaces that. Outside of a phase only the name is noted.
+        `observer` is torch's observer of the pass; if its graph is not part of the chain's, it replaces that. Only a
+        pass outside of any other is counted. Outside of a phase only the name is noted.
         """
         name = _name_of(observer, self.functions.get(id(observer)))
         self.names.append(name)
@@ -278,8 +276,7 @@ class _PassRecorder:
 def _name_of(observer: Any, applied: Any) -> str:
     """Return the name of the pass that an observer of torch runs.
 
-    If it is a hook for the user's passes ("custom" in its name), the name of the function `applied` follows in
-    brackets; `applied` is None if it is unknown.
+    If it is a hook for the user's passes, the name of the function `applied`, if known, follows in brackets.
     """
     while isinstance(applied, functools.partial):
         applied = applied.func

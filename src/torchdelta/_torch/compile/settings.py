@@ -23,8 +23,7 @@ _CONFIGS = (
 def changed_settings() -> dict[str, Any]:
     """Return the value of each setting that differs from its default, by full name, except those no result depends on.
 
-    They are the settings of dynamo, AOTAutograd, inductor and fx, such as `torch._inductor.config.max_autotune`; a
-    config module that is not imported has none.
+    They are the settings of dynamo, AOTAutograd, inductor and fx, as far as these are imported.
     """
     return {
         f"{name}.{key}": value
@@ -38,7 +37,7 @@ def changed_settings() -> dict[str, Any]:
 def _is_changed(config: Any, key: str, value: Any) -> bool:
     """Tell whether a setting of a config module differs from its default, and may change a result.
 
-    Aliases, hidden and private settings never count, nor those that torch leaves out of its cache keys.
+    Aliases, hidden and private settings do not count, nor those that torch leaves out of its cache keys.
     """
     entry = config._config[key]
     # settings that torch leaves out of its cache keys change no result: folders, numbers of processes, traces
@@ -49,10 +48,9 @@ def _is_changed(config: Any, key: str, value: Any) -> bool:
 
 
 def apply(settings: Mapping[str, Any]) -> None:
-    """Set settings from now on; raise LookupError for one that this torch does not have.
+    """Set settings from now on, each by its full name; raise LookupError for one that this torch does not have.
 
-    `settings` has values by full name, such as `torch._inductor.config.max_autotune`. LookupError also comes for those
-    of other configs than dynamo, functorch, inductor and fx.experimental. Those before a missing one stay set.
+    Those before a missing one stay set.
     """
     for full, value in settings.items():
         name = next((name for name in _CONFIGS if full.startswith(f"{name}.")), None)
@@ -66,10 +64,7 @@ def apply(settings: Mapping[str, Any]) -> None:
 
 @contextmanager
 def applied(settings: Mapping[str, Any]) -> Iterator[None]:
-    """Set settings while the context is open, and put the old values back.
-
-    `settings` has values by full name, from `changed_settings`, here or in another process. All must exist.
-    """
+    """Set settings, each by its full name, while the context is open, and put the old values back; all must exist."""
     with ExitStack() as stack:
         for full, value in settings.items():
             name = next(name for name in _CONFIGS if full.startswith(f"{name}."))
