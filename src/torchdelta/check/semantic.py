@@ -171,11 +171,12 @@ def add_answers(stage: Stage, answers: Mapping[str, Comparison], baseline: Basel
 
 
 def _add_answer(native: Comparison, answer: Comparison | None, is_foreign: Callable[[str], bool]) -> Comparison:
-    """Return a native comparison with its answer in float64; unchanged without one, or if it diverged or unmeasured.
+    """Return a native comparison with its float64 answer; unchanged if there is none, or it has itself diverged.
 
-    A diverged answer replaces verdict, reason and numbers; one that was not measured makes the comparison inconclusive;
-    any other only adds its error and noise to the details. If `is_foreign` says of the path that the program is another
-    function in float64, a diverged answer, and an equivalent leaf far from its truth, become inconclusive instead.
+    It is unchanged too if it was not measured itself. An answer that was not measured makes it inconclusive, even if
+    the answer diverged. A measured answer that diverged replaces verdict, reason and numbers; any other only adds its
+    error and noise to the details. If `is_foreign` says of the path that the program is another function in float64, a
+    measured answer that diverged, and an equivalent leaf far from its truth, become inconclusive instead.
     """
     if answer is None or native.verdict is Verdict.DIVERGED or native.measurement is None:
         return native

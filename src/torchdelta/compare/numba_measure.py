@@ -321,7 +321,7 @@ def _split_off_non_finite(values: ArrayPair, bits: ArrayPair, tally: Any) -> tup
 
     Where an element is NaN or Inf on one side or both, both sides have zeros in the copies, and the tally's `finite` is
     one less. Two NaNs, or two equal infinities, agree; any other such element counts as misplaced, as a mismatch and as
-    beyond, and the first one becomes `worst`.
+    beyond, and the first one becomes `worst`. If neither side of it is NaN, its distance counts for `max_ulp` too.
     """
     finite_values = np.zeros_like(values[0]), np.zeros_like(values[1])
     finite_bits = np.zeros_like(bits[0]), np.zeros_like(bits[1])

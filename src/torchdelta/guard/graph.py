@@ -445,7 +445,7 @@ def _describe_error(error: Exception) -> str:
 
 
 def _raising(error: Exception) -> Run:
-    """Return a function that takes any arguments, and raises the error whenever it is called."""
+    """Return a function that takes any positional arguments, and raises the error whenever it is called."""
 
     def raise_again(*_: Any) -> Any:
         raise error

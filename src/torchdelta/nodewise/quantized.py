@@ -99,8 +99,9 @@ class LevelJudging(NodeJudging):
     ) -> dict[Node, torch.Tensor]:
         """Return the values of the dequantize nodes as another quantizer might have rounded them, by node.
 
-        `run` is the number of the run, which shifts the levels. `before` has the values before rounding, and whether
-        they are a constant.
+        `before` has the values before rounding, and whether they are a constant. They are rounded to levels that `run`,
+        the number of the run, shifts. The elements of a constant are moved instead, each by a random share of up to
+        half a step, which is the same in every run.
         """
         # one seed for all runs: they differ by their number, and share all other random numbers
         generator = torch.Generator().manual_seed(self.settings.seed)

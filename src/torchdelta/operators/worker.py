@@ -46,8 +46,8 @@ def named_op(op: str, *, imports: Sequence[str], arguments: Any, inputs: str | N
 
     `op` is a registered name, or `file.py:function`. The arguments are those that the factory `inputs`
     (`file.py:function`) returns; if it is None, those that `arguments` describes, with values drawn by the seed. Raises
-    UsageError if there is no such operator or if it does not take the arguments, and ProgramError if a module does not
-    import or the factory fails.
+    UsageError if no such name is registered or if the operator does not take the arguments, and ProgramError if a
+    module or file does not import or has no such function, or if the factory fails.
     """
     for module in imports:
         import_place(module)

@@ -57,7 +57,7 @@ class Version:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the graph or one inside of it has weights that are packed for a library, which alone reads them."""
+        """Whether the graph or one inside of it holds MKLDNN tensors, or calls an operator of a `_PACKING` library."""
         attributes = self.attributes.values()
         if any(isinstance(each, torch.Tensor) and each.is_mkldnn for each in attributes):
             return True

@@ -283,8 +283,9 @@ def _noun(location: Location) -> str:
 def draw_neighbourhood(location: Location, *, width: int) -> Table | None:
     """Return a drawing of the nodes around the first culprit; None if there is no culprit, or the first has no node.
 
-    The nodes that it reads are above it, and those that read it below, each with its own error. A column for operations
-    needs a `width` of `_WIDE_COLUMNS`; a column for inherited errors appears if any were measured.
+    The nodes that it reads are above it, and those that read it below, at most `_MOST_LINES` each, with their errors.
+    If no node has known inputs, as with modules, they are the two rows before it and the two after it. A column for
+    operations needs a `width` of `_WIDE_COLUMNS`; a column for inherited errors appears if any were measured.
     """
     if not location.culprits or not location.culprits[0].node:
         return None
