@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from torchdelta.cli.op_arguments import DTYPES, read_arguments
@@ -251,6 +251,7 @@ TREES = st.recursive(
 
 class TestDescribing:
     @given(TREES)
+    @example(-1j + 0)
     def test_what_is_described_is_read_back_alike(self, value):
         assert describe(only(f"{describe(value)},")) == describe(value)
 

@@ -166,6 +166,8 @@ class _Reader:
                 return _NUMBERS[name]
             case ast.Attribute(value=ast.Name(id="torch"), attr=name) if name in _NUMBERS:
                 return _NUMBERS[name]
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=complex() as imaginary)):
+                return 0 - imaginary  # `-1j` is printed for a real part of 0, and Python would read -0
             case ast.UnaryOp(op=ast.USub()):
                 return -self._number(node.operand)
             case ast.UnaryOp(op=ast.UAdd()):
