@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from torchdelta._torch.compile.settings import INDUCTOR
 from torchdelta.repro.code import INDENT
 from torchdelta.repro.finding import Finding
 from torchdelta.repro.imports import import_module
@@ -132,7 +133,7 @@ class _Script:
         """
         settings = {**self.finding.config, **self.question.applied.settings}
         if SAME_RANDOM in self.finding.report.notes:
-            settings["torch._inductor.config.fallback_random"] = True
+            settings[f"{INDUCTOR}.fallback_random"] = True
         return settings
 
     def _settings(self) -> list[str]:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from torchdelta._torch.compile.dynamo import mode_config
+from torchdelta._torch.compile.settings import AOT_AUTOGRAD_IMPORT, INDUCTOR
 from torchdelta.errors import ReproUnwritable
 from torchdelta.records.case import Case
 from torchdelta.repro.imports import import_named
 
-_INDUCTOR = "torch._inductor.config"
 _BACKENDS = ("inductor", "aot_eager", "aot_eager_decomp_partition", "eager")
 
 
@@ -80,7 +80,7 @@ def _compiled(backend: str, name: str, options: Mapping[str, Any]) -> TransformS
     """
     keywords = [f"backend={backend}"]
     settings = {
-        f"{_INDUCTOR}.{key.removeprefix('config.')}": value
+        f"{INDUCTOR}.{key.removeprefix('config.')}": value
         for key, value in options.items()
         if key.startswith("config.")
     }
@@ -90,7 +90,7 @@ def _compiled(backend: str, name: str, options: Mapping[str, Any]) -> TransformS
             keywords.append(f'mode="{mode}"')
         else:  # torch accepts a mode for inductor only
             mode_settings = mode_config(str(mode), dynamic=options.get("dynamic"))
-            settings = {**{f"{_INDUCTOR}.{key}": value for key, value in mode_settings.items()}, **settings}
+            settings = {**{f"{INDUCTOR}.{key}": value for key, value in mode_settings.items()}, **settings}
     arguments = ", ".join(keywords)
     return TransformSource(
         what=f"torch.compile({arguments})",
@@ -125,13 +125,10 @@ def _fx_pass(case: Case, script: Path) -> TransformSource:
         return replace(exported, label="transformed", lines=(*function, "", "", *exported.lines), imports=imports)
     backend = "transform"
     if graph == "aten":
-        imports = ("from functorch.compile import make_boxed_func", _AOT_IMPORT, *imports)
+        imports = ("from functorch.compile import make_boxed_func", AOT_AUTOGRAD_IMPORT, *imports)
         backend = "aot_autograd(fw_compiler=transform, bw_compiler=transform)"
     compiled = _compiled(backend, backend, options)
     return replace(compiled, what=what, label="transformed", lines=function, imports=imports)
-
-
-_AOT_IMPORT = "from torch._dynamo.backends.common import aot_autograd"
 
 
 def _exported(

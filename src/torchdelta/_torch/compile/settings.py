@@ -12,10 +12,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+INDUCTOR = "torch._inductor.config"
+"""The full names of inductor's settings begin with this."""
+AOT_AUTOGRAD_IMPORT = "from torch._dynamo.backends.common import aot_autograd"
+"""The statement by which a script gets AOTAutograd around a compiler of its own."""
 _CONFIGS = (
     "torch._dynamo.config",
     "torch._functorch.config",
-    "torch._inductor.config",
+    INDUCTOR,
     "torch.fx.experimental._config",
 )
 
