@@ -267,8 +267,8 @@ def diagnose(
     """Check; if the program fails, also locate, minify and write a script that shows it; return the report of all that.
 
     Takes the keywords of `check` too. The directory `out` gets `report.json`, and after a failure `repro.py`, with
-    `issue` also the text of an issue. If locating, minifying or the script fails, a note mostly says so, and what was
-    found before is kept; `resume` continues from there. `every` minifies each group of failures and not only the first.
+    `issue` also the text of an issue. If locating, minifying or the script fails, a note says so, and what was found
+    before is kept; `resume` continues from there. `every` minifies each group of failures and not only the first.
     Without `data`, random numbers replace the user's in the script. The limits, `level` and `workers` are as for
     `minify`.
     """

@@ -57,7 +57,7 @@ class Locator:
     notes: list[str] = field(default_factory=list)
 
     def run(self) -> Location:
-        """Run the check if there is no report yet, search for culprits, and return the location, with or without them.
+        """Run the check unless its report was given, search for culprits, and return the location; it may name none.
 
         Nodes may be looked at even if the check passes, and a node that is wrong by itself then makes the verdict
         DIVERGED. They are judged in float64 if a comparison of the float64 question diverged, and otherwise natively.

@@ -105,7 +105,7 @@ class ModuleCall:
 
 
 def _source_line(module: torch.nn.Module) -> str:
-    """Return file, line and text of a module's `forward`; empty for torch's own code, and if there is no source."""
+    """Return file, line and text of a module's `forward`; empty for torch's own code and for code without source."""
     forward = type(module).forward
     if (forward.__module__ or "torch").split(".")[0] == "torch":  # generated code has no module
         return ""

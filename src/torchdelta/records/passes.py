@@ -52,7 +52,7 @@ class PassRow:
         """The effect on the graph in a word or two: `not run`, `unchanged`, `inherited`, `not asked`, or a verdict.
 
         - `unchanged`: the pass left the graph as it was, and did not fail.
-        - `inherited`: the graph fails against the original one, and `introduced` is no failure, or None.
+        - `inherited`: the graph fails against the original one, and the pass itself did not introduce a failure.
         - Otherwise the verdict `introduced`, or `not asked` if that is None.
         """
         if not self.has_run:

@@ -138,7 +138,7 @@ class Question:
         return ask_values(divergence, sides, bound_of(divergence, error or 0.0))
 
     def _sides(self) -> ScriptSides:
-        """Return the source of the calls of `run` for reference, candidate and truth (None if there is no truth).
+        """Return the source of the calls of `run` for reference, candidate and truth; without a truth that is None.
 
         A transform that casts is written as a run of the program in its dtype.
         """

@@ -81,9 +81,9 @@ def has_input_with_grad(subject: OpSubject) -> str:
 
 
 def has_backward(subject: OpSubject) -> str:
-    """Return why there is no backward to ask about, or an empty text if one runs eagerly on the user's inputs.
+    """Return an empty text if the operator's backward runs eagerly on the user's inputs, or else what is wrong with it.
 
-    There is none if it raises, or if no output requires grad.
+    Then the backward raises, or no output requires grad.
     """
     if subject.inputs.backward_error:
         return "the backward raises"

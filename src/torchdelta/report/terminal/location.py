@@ -281,7 +281,7 @@ def _noun(location: Location) -> str:
 
 
 def draw_neighbourhood(location: Location, *, width: int) -> Table | None:
-    """Return a drawing of the nodes around the first culprit; None if there is no culprit, or the first has no node.
+    """Return a drawing of the nodes around the first culprit, or None without a culprit whose node is known.
 
     The nodes that it reads are above it, and those that read it below, at most `_MOST_LINES` each, with their errors.
     If no node has known inputs, as with modules, they are the two rows before it and the two after it. A column for
