@@ -85,7 +85,7 @@ def element(tensor: torch.Tensor, index: tuple[int, ...]) -> bool | int | float 
 
 
 def components(tensor: torch.Tensor) -> list[Component] | None:
-    """Return (name, value) pairs of a tensor whose elements cannot be read from one buffer; None of an ordinary tensor.
+    """Return (name, value) pairs of a tensor whose elements cannot be read from one buffer; None for an ordinary one.
 
     Such a tensor is nested, sparse, quantized, of a dtype without arithmetic, or a wrapper of others. A name is the
     expression behind the tensor, such as `.indices()`; a value is a tensor or a fact such as a scale or a dtype.
@@ -114,7 +114,7 @@ def components(tensor: torch.Tensor) -> list[Component] | None:
 
 
 def attributes(tensor: torch.Tensor) -> list[Component]:
-    """Return the named attributes of an instance of a subclass; none of a plain or fake tensor."""
+    """Return the named attributes of an instance of a subclass; none for a plain or fake tensor."""
     if type(tensor) in _PLAIN or _is_fake(tensor):
         return []
     return [(f".{name}", item) for name, item in vars(tensor).items()]
@@ -131,7 +131,7 @@ def has_own_buffer(tensor: torch.Tensor) -> bool:
 
 
 def version(tensor: torch.Tensor) -> int:
-    """Return a number that grows with each change in place; 0 of an inference tensor, which does not count them."""
+    """Return a number that grows with each change in place; 0 for an inference tensor, which does not count them."""
     return 0 if tensor.is_inference() else tensor._version
 
 

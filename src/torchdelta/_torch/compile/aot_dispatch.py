@@ -186,7 +186,7 @@ def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
 def _sharing(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return for each tensor the position of the first tensor that shares its memory, which may be its own position.
 
-    A tensor without a plain memory, such as an empty or sparse one, has its own position.
+    A tensor without plain memory, such as an empty or sparse one, has its own position.
     """
     keys = [storage_key(tensor) or -place for place, tensor in enumerate(tensors, 1)]
     return [keys.index(key) for key in keys]

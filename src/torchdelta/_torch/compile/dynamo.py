@@ -48,7 +48,7 @@ class Witness:
         return list(dict.fromkeys(str(message).strip().splitlines()[0] for message in messages))
 
     def has_reached_recompile_limit(self) -> bool:
-        """Tell whether the compiler stopped to recompile some frame, and ran it eagerly from then on."""
+        """Tell whether the compiler gave up recompiling some frame, and ran it eagerly from then on."""
         return any("recompile limit" in reason for reason in self.eager_reasons())
 
 
@@ -66,7 +66,7 @@ def uncompiled(call: Callable[..., Any]) -> Callable[..., Any]:
 def compiles_itself(call: Callable[..., Any]) -> bool:
     """Tell whether torch.compile or `Module.compile` was applied to a callable or, if it is a module, to one in it.
 
-    What a function refers to is not looked at.
+    Objects that a function refers to are not looked at.
     """
     if uncompiled(call) is not call:
         return True

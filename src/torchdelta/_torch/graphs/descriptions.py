@@ -41,7 +41,7 @@ def describe_value(value: Any) -> Any:
     """Return the description, without elements, of a tensor, its metadata, a size, or nested lists and tuples of these.
 
     It is a dict of one entry, whose key is `metadata`, `tensor`, `list`, `tuple` or `size`; a size is a number, None or
-    a symbolic integer. Raise ValueError of other values, and of tensors that are more than this, such as quantized
+    a symbolic integer. Raise ValueError for other values, and for tensors that are more than this, such as quantized
     ones.
     """
     if isinstance(value, TensorMetadata):
@@ -79,7 +79,7 @@ def _describe_size(size: Any) -> Any:
     """Return a number or None as JSON has it, and a symbolic integer as `{"symbol": [expression, hint]}`.
 
     A float that is not finite becomes a text. The hint is the symbol's value in the traced run, or None if it is not
-    known. Raise ValueError of any other value.
+    known. Raise ValueError for any other value.
     """
     if size is None or type(size) in (bool, int):
         return size

@@ -212,7 +212,7 @@ def copy_nodes(graph_module: GraphModule) -> GraphModule:
 def return_inputs(graph_module: GraphModule, places: Sequence[int]) -> GraphModule:
     """Return a copy of the graph that uses copies of the inputs at `places`, and returns these after its own outputs.
 
-    `places` are positions among the placeholders, from 0. What the graph writes to these inputs shows in the returned
+    `places` are positions among the placeholders, from 0. Writes of the graph to these inputs show in the returned
     copies only. The new graph returns a tuple: the outputs, then the copies in the order of `places`. Parameters and
     buffers are shared with the original.
     """

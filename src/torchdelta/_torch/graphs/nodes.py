@@ -216,7 +216,7 @@ def is_unset(node: Node) -> bool:
 
 
 def writes_to_first(node: Node) -> bool:
-    """Tell whether a node may write to its first argument: a norm in training writes to its statistics instead."""
+    """Tell whether a node may write to its first argument; False for modules, and for norms, which write to others."""
     return writes_to(node) and not updates_statistics(op_name(node)) and node.op != "call_module"
 
 

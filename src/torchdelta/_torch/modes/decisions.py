@@ -56,7 +56,7 @@ class _Decider:
     """How one operation of aten decides."""
 
     margins: Callable[..., torch.Tensor] | None = None
-    """Takes the arguments, and returns the margin of each element of the result; None of a choice: see `Choice`."""
+    """Takes the arguments, and returns the margin of each element of the result; None for a choice: see `Choice`."""
     returns_floats: bool = False
     """Whether the decided values are floats, which a rounding returns."""
     choosing: tuple[str, ...] = ()

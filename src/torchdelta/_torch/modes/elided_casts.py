@@ -1,4 +1,4 @@
-"""Run a program without the rounding of its narrowing casts, as a compiler does that keeps values wide.
+"""Run a program without the rounding of its narrowing casts, as a compiler that keeps values wide would.
 
 A compiler may fuse a cast to a narrower float with the elementwise operations and sums behind it, which then read the
 value as it was before the cast. Such a program is closer to the truth than the reference, and still differs from it. A

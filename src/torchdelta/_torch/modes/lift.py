@@ -41,7 +41,7 @@ _DRAWS = frozenset(
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that the lifted program has in place of this one: float64 of a lower float, else the same."""
+    """Return the dtype that the lifted program has in place of this one: that in `_WIDE`, or else the same."""
     return _WIDE.get(dtype, dtype)
 
 

@@ -1,4 +1,4 @@
-"""Inductor in processes that fork: what they share is prepared before the fork, what they must not share is set apart.
+"""Inductor in processes that fork: shared state is prepared before the fork, and private state is set apart after it.
 
 `warm_up` runs before forks, `use_private_cache` after. `probe` finds the vector instructions of this machine in forks,
 because inductor itself starts a new Python for each kind. This file imports nothing of torchdelta: a process that must
@@ -97,7 +97,7 @@ def warm_up(backend: str) -> None:
 def use_private_cache(directory: Path, *, scratch: Path | None = None) -> None:
     """Set the directory of inductor's cache for this process, and that of temporary files if `scratch` is given.
 
-    Both are set by environment variables, which child processes inherit. What inductor keeps in memory is dropped.
+    Both are set by environment variables, which child processes inherit. Inductor's caches in memory are dropped.
     """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(directory)
     if scratch is not None:

@@ -54,7 +54,7 @@ def _drop_scale(node: Node) -> None:
 def _is_causal(node: Node) -> bool:
     """Tell whether the node is an attention with `is_causal`, or may compute a causal mask.
 
-    Taken for a mask is the result of tril, triu or `<=` that has two dimensions or more; `<=` must not compare floats.
+    A result of tril, triu or `<=` is taken for a mask if it has two dimensions or more; `<=` must not compare floats.
     """
     if is_call(node, _SDPA):
         return bool(arguments(node)["is_causal"])

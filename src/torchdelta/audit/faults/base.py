@@ -225,7 +225,7 @@ def _new_call(origin: Node, operator: Any, *arguments: Any) -> Node:
 def result_fault(name: str, summary: str, *calls: tuple[Any, ...], without: torch.dtype | None = None) -> Fault:
     """Return a fault that adds calls after an operation with a floating-point result of two elements or more.
 
-    The calls are those of `add_after`. Eligible are the nodes of `has_result`, so not those with a result of dtype
+    The calls are those of `add_after`. The eligible nodes are those of `has_result`, without results of the dtype
     `without`.
     """
     return Fault(

@@ -91,7 +91,7 @@ def _layer_norm_fault(name: str, summary: str, **options: Any) -> Fault:
 def _epsilon_fault(name: str, summary: str, change: Callable[[float], float]) -> Fault:
     """Return a fault that replaces the epsilon of a norm, or a small constant in an addition, by `change(epsilon)`.
 
-    Eligible are the nodes for which `_epsilon` returns a number.
+    The eligible nodes are those for which `_epsilon` returns a number.
     """
     return Fault(
         name=name,

@@ -105,7 +105,7 @@ def _is_product(node: Node) -> bool:
 def _cast_fault(dtype: torch.dtype) -> Fault:
     """Return a fault that casts a floating-point result to the dtype and back to its own.
 
-    Eligible are the nodes of `has_result`: computed results of two elements or more that have another dtype.
+    The eligible nodes are those of `has_result`: computed results of two elements or more that have another dtype.
     """
 
     def plant(node: Node) -> None:
