@@ -173,7 +173,7 @@ class Baseline:
     def truth(self) -> Observation | None:
         """The program run in float64, or None if it does not run there; `no_truth` then has the reason.
 
-        What has no float64 is added to `unlifted`, in words. If there is any and the program runs, a note says so.
+        Operations and dtypes without float64 are added to `unlifted`. If the program runs, a note names them.
         """
         with self.timed("truth"):
             run, self.no_truth = self._run_lifted(self.drawn_in)
@@ -300,7 +300,7 @@ class Baseline:
     def lifted_scope(self, draws: torch.dtype) -> Scope:
         """Return a maker of a context in which operations run in float64, and random numbers are drawn in `draws`.
 
-        The context includes `eager_scope`. What has no float64 runs in `draws`, and is added to `unlifted`.
+        The context includes `eager_scope`. Operations without float64 run in `draws`, and are added to `unlifted`.
         """
 
         @contextmanager

@@ -71,8 +71,8 @@ def run_candidate(
 
     `lifted` is None for a native side, and else the scope of a run in float64; of a compiler's candidate, only the loss
     runs in it. `draws_random` says whether the candidate has to draw the reference's random numbers. If the transform
-    has no backward, only the stage `forward` runs. After a failure, the run has the observation up to it.
-    TorchDeltaError, the mistakes of the user and lacks of the machine, is raised.
+    has no backward, only the stage `forward` runs. After a failure, the run has the observation up to it. Mistakes of
+    the user and lacks of the machine are raised, as TorchDeltaError.
     """
     run = CandidateRun()
     plan = plan if transform.traits.has_backward else replace(plan, stages=("forward",))

@@ -241,7 +241,7 @@ class Check(JudgingSteps[Observation]):
         return [with_count(comparison, undecided) for comparison in comparisons], unmatched, renamed
 
     def excuse_integers(self, stages: list[Stage], yardstick: Yardstick[Observation]) -> list[Stage]:
-        """Return the stages with the integers inconclusive whose margin is within noise."""
+        """Return the stages; integers that rounding may have decided become inconclusive."""
         # by the first noisy run alone, whether or not a leaf near the threshold needed more
         return decisions.excuse_integers(stages, self.baseline, self.candidate.observation, list(yardstick.noisy[:1]))
 
@@ -258,7 +258,7 @@ class Check(JudgingSteps[Observation]):
         return [semantic.add_answers(stage, self.answers.get(stage.name, {}), self.baseline) for stage in stages]
 
     def _replay_choices(self, stages: list[Stage], yardstick: Yardstick[Observation]) -> list[Stage]:
-        """Return the stages with coarse leaves judged again by a truth and a noisy run that chose as the reference did.
+        """Return the stages; coarse leaves are judged again by a truth and a noisy run that chose as the reference did.
 
         A coarse leaf differs, and its noise is nearly as large as its values. The new comparison counts only if it is
         equivalent with a finer resolution; a note says how many do. The stages are returned unchanged if no leaf is
@@ -305,7 +305,7 @@ class Check(JudgingSteps[Observation]):
     # after the steps
 
     def _follow_decisions(self, stages: list[Stage]) -> list[Stage]:
-        """Return the stages with leaves that diverged natively alone judged by runs that decide as the candidate did.
+        """Return the stages; leaves that diverged natively alone are judged by runs that decide as the candidate did.
 
         Leaves that these runs explain become equivalent, and leaves that untried decisions may explain become
         inconclusive. Notes say what was followed. The stages are returned unchanged if there is no noisy run, or if the
@@ -324,7 +324,7 @@ class Check(JudgingSteps[Observation]):
         return stages
 
     def _doubt_unsteady(self, stages: list[Stage]) -> list[Stage]:
-        """Return the stages with the leaves inconclusive in which two runs of the reference differ.
+        """Return the stages; leaves in which two runs of the reference differ become inconclusive.
 
         The reference runs a second time only if a verdict rests on its steadiness; else the stages are returned
         unchanged. A note names up to four of the leaves. `steadiness.excuse` says which of them keep their verdict.

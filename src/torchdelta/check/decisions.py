@@ -10,7 +10,7 @@ a difference is not a fault of the candidate, and it must not hide one. There is
 - `DecisionFollower.explain` runs truth, reference and noise with the candidate's decisions. The choices of a candidate
   cannot be seen, so each choice within noise is tried the other way, and is kept if the truth comes closer to the
   candidate's outputs.
-- `excuse_integers` makes integers and booleans inconclusive whose margin is within noise.
+- `excuse_integers` makes integers and booleans inconclusive if rounding may have decided them.
 - `settle_steps` replaces a parameter's elements by the truth where an undecided gradient stepped them: the gradient is
   judged in its own place. `SignFlips` gives the noisy runs of a baseline a random sign there.
 
@@ -138,7 +138,7 @@ class DecisionFollower:
     """The indices of every choice, as the candidate seems to have made them."""
 
     def explain(self, stages: list[Stage]) -> list[Stage]:
-        """Return the stages with leaves equivalent that the candidate's decisions explain, inconclusive if they may.
+        """Return the stages; leaves that the candidate's decisions explain, or may, become equivalent or inconclusive.
 
         Only leaves that `_is_suspect` are looked at: their values diverged in the native question alone. The stages are
         returned unchanged if there are none, if float64 diverged anywhere, or if the program fails with the candidate's
@@ -161,7 +161,7 @@ class DecisionFollower:
         return [self._doubt(stage) for stage in stages]
 
     def _compare_again(self, stages: list[Stage], *, has_steps: bool) -> list[Stage]:
-        """Return the stages with each suspect leaf equivalent that agrees with runs which decide as the candidate did.
+        """Return the stages; a suspect leaf becomes equivalent if it agrees with runs that decide as the candidate did.
 
         Other leaves keep their comparison. The runs, of truth, reference and noise, are made here, with the stage
         `steps` if `has_steps`. A note says how many leaves were explained, and by which decisions.
@@ -378,7 +378,7 @@ class _LeafMargins:
 def excuse_integers(
     stages: list[Stage], baseline: Baseline, candidate: Observation, noisy: list[Observation]
 ) -> list[Stage]:
-    """Return the stages with each leaf of integers or booleans inconclusive that diverged and rounding may explain.
+    """Return the stages; diverged integers and booleans become inconclusive if rounding may explain them.
 
     The evidence is its margin, or without one the number of elements in which correct runs differ: see `_excuse_leaf`.
     For the margins the program runs again. `noisy` are noisy runs of the reference. Without a truth the stages are
@@ -388,7 +388,7 @@ def excuse_integers(
 
 
 def _excuse_stage(stage: Stage, baseline: Baseline, candidate: Observation, noisy: list[Observation]) -> Stage:
-    """Return the stage with diverged integers and booleans inconclusive where `_excuse_leaf` excuses them.
+    """Return the stage; diverged integers and booleans become inconclusive where `_excuse_leaf` excuses them.
 
     It is returned unchanged if none diverged or there is no truth. Margins are measured for the stage `forward` alone,
     by running the program again; if that fails, a note is added to the baseline, and there are no margins.
@@ -502,8 +502,8 @@ class SignFlips:
     def flip(self, step: int, gradients: Mapping[str, torch.Tensor]) -> None:
         """Multiply each undecided element of the gradients by a random 1 or −1, in place.
 
-        `gradients` has them by parameter name. Undecided is where the truth's gradient of that step is within noise of
-        zero. Nothing changes without a truth, nor in a gradient that truth or reference do not have.
+        `gradients` has them by parameter name. An element is undecided if the truth's gradient of that step is within
+        noise of zero. Nothing changes without a truth, nor in a gradient that truth or reference do not have.
         """
         if self.truth is None:
             return

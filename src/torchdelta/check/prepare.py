@@ -1,6 +1,6 @@
 """From the options of a caller to a check that can be run: the program is loaded, the transform built, the policy read.
 
-`prepare` is the one way to a `Check`; `Check.run` answers it. A worker and a face in the user's process both call it.
+`prepare` is the one way to a `Check`; `Check.run` answers it. Workers and the Python face both call it.
 """
 
 from __future__ import annotations

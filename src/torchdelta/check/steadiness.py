@@ -39,7 +39,7 @@ def rests_on_steadiness(comparison: Comparison) -> bool:
 
 
 def doubt_coarse(stage: Stage) -> Stage:
-    """Return the stage with the leaves inconclusive that passed only because their noise is as large as their values.
+    """Return the stage; leaves that passed only because their noise is as large as their values become inconclusive.
 
     Only equivalent leaves whose values differ are looked at. A leaf that passed in float64 too stays equivalent. So
     does a leaf whose noise is tiny beside the largest values of the stage, such as a gradient that is zero in exact
@@ -105,7 +105,7 @@ def differing_runs(first: Observation, second: Observation) -> dict[tuple[str, s
 
 
 def excuse(stage: Stage, unsteady: dict[tuple[str, str], Comparison]) -> Stage:
-    """Return the stage with every leaf inconclusive, whatever its verdict, in which two runs of the reference differ.
+    """Return the stage; leaves in which two runs of the reference differ become inconclusive, whatever their verdict.
 
     `unsteady` has the comparisons of these runs that differ, by stage and path. A leaf keeps its verdict if it breaks a
     clause of the contract that is not excused, or if the difference of the runs is negligible.

@@ -17,7 +17,7 @@ from torchdelta.records.codec import decode, encode
 
 
 def get_ready() -> None:
-    """Tell `memory` that modules are imported and frozen before workers fork, so that no check looks for it."""
+    """Assume that all objects are frozen before workers fork (`program.memory`), so that no check has to count them."""
     expect_frozen()
 
 

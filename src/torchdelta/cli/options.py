@@ -1,4 +1,4 @@
-"""What commands share: typed options, which are read into records, exit codes, and the work around a run.
+"""The parts that commands share: typed options, which are read into records, exit codes, and the work around a run.
 
 A command takes the options of a reader such as `read_check_options` by the decorator `taking`:
 
@@ -118,7 +118,7 @@ Command = Callable[..., None]
 
 
 def taking(**readers: Callable[..., Any]) -> Callable[[Command], Command]:
-    """Return a decorator that replaces an argument of a command by the parameters of a reader, which makes it of them.
+    """Return a decorator that replaces an argument of a command by the parameters of the reader that returns it.
 
     `readers` has the reader of each argument, by the argument's name. The decorated command takes keywords only. When
     it is called, each reader gets its own, and the command gets the reader's result as the argument.

@@ -107,7 +107,7 @@ class JudgingSteps(ABC, Generic[Run]):
 
     @abstractmethod
     def excuse_integers(self, stages: list[Stage], yardstick: Yardstick[Run]) -> list[Stage]:
-        """Return the stages with the integers that rounding decides inconclusive."""
+        """Return the stages; integers that rounding decides become inconclusive."""
 
     def compare_stages(self, yardstick: Yardstick[Run]) -> list[Stage]:
         """Return every stage, compared for the first time."""
