@@ -1,6 +1,6 @@
 """From the options of a caller to a check that can be run: the program is loaded, the transform built, the policy read.
 
-`prepare` is the one way to a `Check`; `Check.run` answers it. Workers and the Python face both call it.
+`prepare` is the usual way to a `Check`; `Check.run` answers it. Workers and the Python face both call it.
 """
 
 from __future__ import annotations

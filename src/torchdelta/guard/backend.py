@@ -2,7 +2,7 @@
 
     model = torch.compile(model, backend=td.guard("inductor"))
 
-Start with `Guard.__call__`, which torch.compile calls for each graph. What it returns is a `GuardedGraph`.
+Start with `Guard.__call__`, which torch.compile calls for each graph. It returns a callable around a `GuardedGraph`.
 """
 
 from __future__ import annotations

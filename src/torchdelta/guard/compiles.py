@@ -28,7 +28,7 @@ ALL = "all"
 
 @dataclass(kw_only=True)
 class GuardedCompiles:
-    """The compilations of one run. Torch is imported only when the script compiles, because when is its decision."""
+    """The compilations of one run. Torch is imported only when the script compiles, because the script decides when."""
 
     out: Path | None = None
     """Where findings are written; None is a new directory, made when there is one."""

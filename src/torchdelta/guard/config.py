@@ -1,4 +1,4 @@
-"""What a guard checks, when, and what it does about a failure: the options of `torchdelta.guard` as one record."""
+"""The options of `torchdelta.guard` as one record: which calls are checked, and what is done about a failure."""
 
 from __future__ import annotations
 

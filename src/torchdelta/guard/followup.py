@@ -1,4 +1,4 @@
-"""What is done about a finding: `torchdelta locate` or `diagnose` on its recording, in another process.
+"""Follow up a finding: run `torchdelta locate` or `diagnose` on its recording, in another process.
 
 The command cannot harm the user's run there, and the run need not wait for it. Start with `Followup.begin` and
 `Followup.wait_for`.

@@ -2,8 +2,8 @@
 
 A fork takes milliseconds, and a new Python imports torch for seconds. But forking needs `os.fork` and a zygote that
 may fork, which Windows and macOS do not offer (`pool.CAN_FORK`). Both ways have the same interface, `Starter` and
-`Worker`, which is all that `pool.py` and `supervisor.py` use. What spawning cannot do: end daemons that left a
-worker's process group, and start with a warm compiler.
+`Worker`, which is all that `pool.py` and `supervisor.py` use. Spawning cannot end daemons that left a worker's process
+group, and cannot start with a warm compiler.
 
 `_ZygoteHandle` is the parent's side of the messages that `zygote.py` documents.
 """
@@ -36,7 +36,7 @@ _SOON_S = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Readiness:
-    """What is done in every worker before its query: import path set, modules imported, compiler warmed up."""
+    """The preparations of every worker before its query: import path set, modules imported, compiler warmed up."""
 
     path: list[str]
     preload: list[str] = field(default_factory=list)
@@ -155,7 +155,7 @@ class ForkedWorker:
         self.group: int | None = None
 
     def wait(self, seconds: float) -> int | None:
-        """Return the exit status, or -9 of a lost worker, once its end is known; None if that takes longer."""
+        """Return the exit status, or -9 for a lost worker, once its end is known; None if that takes longer."""
         if not self._has_ended.wait(seconds):
             return None
         return -9 if self._status is None else self._status
@@ -378,7 +378,7 @@ class SpawnedWorker:
     def wait(self, seconds: float) -> int | None:
         """Return the exit status once the worker and its group are gone, or None if that takes longer than `seconds`.
 
-        What is left of the group when the worker has ended is ended too. SIGKILL is sent here, when the time that `end`
+        Other processes of the group are ended once the worker has ended. SIGKILL is sent here, when the time that `end`
         set has come. Without process groups (Windows) only the worker's end is waited for.
         """
         until = time.monotonic() + seconds

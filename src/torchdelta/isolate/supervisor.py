@@ -101,7 +101,7 @@ _PATIENCE_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a query may use. With None for `memory_bytes`, its memory is not limited."""
+    """The limits of a query. With None for `memory_bytes`, its memory is not limited."""
 
     deadline_s: float
     memory_bytes: int | None = None

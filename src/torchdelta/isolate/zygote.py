@@ -124,7 +124,7 @@ class _Zygote:
     def _carry_out(self, order: Message) -> None:
         """Do what one message of the parent says: start a worker under a number, or end or dismiss the one with it.
 
-        To end sends SIGTERM now, and SIGKILL after a grace period. To dismiss plans only the SIGKILL, because the
+        Ending sends SIGTERM now, and SIGKILL after a grace period. Dismissing plans only the SIGKILL, because the
         worker is exiting by itself. A number without a worker is ignored.
         """
         if "start" in order:
@@ -312,7 +312,7 @@ def _drain(descriptor: int) -> None:
 def main() -> None:
     """Run as a zygote until the parent closes the pipe or ends, and exit: orders come at stdin, reports go to stdout.
 
-    Interrupts (SIGINT) are ignored. What imported code prints goes to stderr.
+    Interrupts (SIGINT) are ignored. Output of imported code goes to stderr.
     """
     # threads without work sleep, and leave the machine to the other workers
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

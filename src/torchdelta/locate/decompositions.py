@@ -36,9 +36,9 @@ class Decompositions:
     def __call__(self, handed: HandedGraph) -> Callable[..., Any]:
         """Hand the graph on; return a callable that runs the result, and in its first call judges decompositions first.
 
-        Judged are the nodes that `table` can decompose, except those that draw random numbers. This is done in a run of
-        a copy of the graph on copies of that call's arguments. The results are added to `nodes`, `total` and `notes`;
-        torch's random generators are restored.
+        The nodes that `table` can decompose are judged, except those that draw random numbers, in a run of a copy of
+        the graph on copies of that call's arguments. The results are added to `nodes`, `total` and `notes`; torch's
+        random generators are restored.
         """
         graph = graphs.copy_graph(handed.graph)
         compiled = handed.on()

@@ -69,7 +69,7 @@ class Edit:
     def apply(self, subject: Subject) -> Subject | None:
         """Return the changed subject as a new one, or None if no operation is left in it; `subject` is not changed.
 
-        What neither an output nor an effect needs is removed. A node in `cut` whose value is a number becomes a
+        Nodes that neither an output nor an effect needs are removed. A node in `cut` whose value is a number becomes a
         literal, and one whose value is neither that nor a tensor is not cut. Inputs that are drawn are drawn again for
         their new shape, unless the edit has another value for them. The result has no `origin`.
         """
@@ -123,8 +123,8 @@ def merge_edits(edits: Iterable[Edit]) -> Edit:
 def keep_only(subject: Subject, names: Sequence[str]) -> Edit:
     """Return the edit that keeps the named nodes and removes the others, effects included.
 
-    What the kept nodes read of others becomes an input with the reference's value; if it is a collection, the node that
-    makes it stays. The graph then returns the tensors of kept nodes that it returned before or that other nodes read.
+    A removed node that a kept one reads becomes an input with the reference's value; but if its value is a collection,
+    the node stays. The graph then returns the tensors of kept nodes that it returned before or that other nodes read.
     """
     outside = frozenset(node.name for node in subject.nodes) - set(names)
     return Edit(cut=cuttable(subject, outside), outputs=region_outputs(subject, names), dropped=outside)

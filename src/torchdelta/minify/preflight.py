@@ -76,10 +76,10 @@ class Preflight:
     def choose(self, subjects: Sequence[Subject]) -> FailingGraph:
         """Return the first graph that shows a failure to follow, and that failure; raise NothingToMinify if none does.
 
-        To follow is one of `expected`, or any failure if there are none, that `limits.match` allows. If only other
-        failures show, the first of them is followed, with a note; if none shows but some are expected, the graphs are
-        asked about again several times. The semantic question is asked in a second round only. Afterwards the case of
-        `ask` has only the stages that the failure needs.
+        A failure is followed if `limits.match` allows it and it is one of `expected`; if none is expected, any is. If
+        only others show, the first of them is followed, with a note; if none shows but some are expected, the graphs
+        are asked about again several times. The semantic question is asked in a second round only. Afterwards the case
+        of `ask` has only the stages that the failure needs.
         """
         case = self.ask.case
         others: list[tuple[int, FailingGraph]] = []

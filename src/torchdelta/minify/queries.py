@@ -36,9 +36,9 @@ from torchdelta.records.verdict import Verdict
 from torchdelta.transforms.base import Transform
 
 PATIENCE = 10.0
-"""A query may take this many times as long as the slowest that ended by itself,"""
+"""A query may take this many times as long as the slowest that ended by itself, but not less than `LEAST_S`."""
 LEAST_S = 5.0
-"""and at least this long."""
+"""A query may take at least this long."""
 
 
 class PendingQuery:

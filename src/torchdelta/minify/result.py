@@ -41,7 +41,7 @@ class Draft:
     def finish(self, *, deadline_s: float) -> Repro:
         """Wait for its run, move its files to their final paths, and return the path and whether the failure showed.
 
-        A run that takes longer than `deadline_s`, counted from its begin, does not show it.
+        A run that takes longer than `deadline_s`, counted from its start, does not show it.
         """
         showing = self.runner.wait(deadline_s=deadline_s)
         if self.written.tensors_path is not None:

@@ -76,7 +76,7 @@ class Subject:
     drawn: Mapping[str, Draw] = field(default_factory=dict)
     """Inputs whose numbers are not the user's, by name."""
     origin: str = ""
-    """What captured the graph: dynamo, or AOT's forward or backward; empty if it was cut out of another graph."""
+    """The level of the capture: `dynamo`, or after AOTAutograd `forward`, `backward` or `inference`; else empty."""
 
     @classmethod
     def of(cls, graph_module: GraphModule, inputs: Sequence[Any]) -> Subject:

@@ -72,7 +72,7 @@ class Lockstep:
     def partners(self) -> dict[Node, Node]:
         """The reference's node for each matched node of the candidate.
 
-        Matched are inputs, the nodes of the alignment, and inserted nodes (`inserted_nodes`), but not nodes of nested
+        Inputs, the nodes of the alignment and inserted nodes (`inserted_nodes`) are matched, but not nodes of nested
         graphs. Two nodes that are not the same output of their operators (`is_same_output`) are left out.
         """
         ours = {node.name: node for node in self.reference.graph.nodes}

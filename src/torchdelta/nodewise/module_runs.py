@@ -107,7 +107,7 @@ def lifted(module: torch.nn.Module) -> Mode:
 def noisy(seed: int) -> Mode:
     """Return a mode for a noisy run: a function that takes a side and returns the context manager to run it in.
 
-    There, parameters, inputs and what is computed from them are rounded anew, by random numbers from `seed`. The
+    There, parameters, inputs and values computed from them are rounded anew, by random numbers from `seed`. The
     parameters and inputs are changed in place as soon as the function is called, so the side must be a copy.
     """
 

@@ -10,8 +10,8 @@ writes to its inputs runs on copies of them.
 
 Writes are made visible as edges: after `redirect_reads`, a node that reads a value after a write reads the writer.
 
-Start with `Region.before` and `Region.run`. Below them: how one node runs, how a graph is
-prepared for in-place writes, and small helpers for values that contain tensors.
+Start with `Region.before` and `Region.run`. Below them: how one node runs, how a graph is prepared for in-place writes,
+and small helpers for values that contain tensors.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ def copy_tensors(value: Any, *, is_detached: bool = True) -> Any:
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return the value with `change` applied to every leaf in its tuples, lists, dicts and slices.
 
-    The containers are new; the keys of dicts stay. A value that is no container is a leaf.
+    The containers are new; the keys of dicts stay. Any other value is a leaf.
     """
     if isinstance(value, tuple):
         items = [map_leaves(item, change) for item in value]

@@ -359,7 +359,7 @@ def _wanted(request: SweepRequest, operators: Mapping[str, Sequence[str]]) -> It
 def _named(word: str, operators: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the names of the operators that `word` stands for: one name, a pattern such as `linalg.*`, or `all`.
 
-    A word that is no operator's name stands for all names that match it as a pattern, or begin with it and a dot.
+    A word that is not a name stands for all names that match it as a pattern, or begin with it and a dot.
     UsageError, with near names, if there are none.
     """
     if word == ALL:

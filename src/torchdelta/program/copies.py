@@ -353,7 +353,7 @@ def shared_state(values: list[Any]) -> dict[str, torch.Tensor]:
 def _state_of_other_modules(function: FunctionType) -> dict[str, torch.Tensor]:
     """Return the tensors that a function reads from another module of the user's, as in `other.model`, by that name.
 
-    Found by name alone: attributes that its code mentions, of modules among its globals. Where one is an `nn.Module`,
+    They are found by name alone: attributes that its code mentions, of modules among its globals. Of an `nn.Module`
     its parameters count. Installed modules do not count.
     """
     state: dict[str, torch.Tensor] = {}

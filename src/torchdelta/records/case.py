@@ -60,8 +60,8 @@ class Case:
     def __post_init__(self) -> None:
         """Sort the stages into the order in which they run, each once; raise UsageError if a field makes no sense.
 
-        Refused are unknown stages and clauses, no stage, the stage `values` beside another one, and numbers out of
-        range. Names of the program, transform, policy, optimizer and loss are not checked.
+        Unknown stages and clauses, no stage, the stage `values` beside another one, and numbers out of range are
+        refused. Names of the program, transform, policy, optimizer and loss are not checked.
         """
         known_stages = STAGES if self.stages != (VALUES,) else (VALUES,)
         _require_known("stage", self.stages, known_stages)

@@ -47,7 +47,7 @@ class Measurement:
     beyond: int
     """Elements with |candidate − reference| > atol + rtol·|reference|."""
     worst: int
-    """Flat index of the worst element, a misplaced one before any other; −1 of an empty tensor."""
+    """Flat index of the worst element, a misplaced one before any other; −1 for an empty tensor."""
 
     @classmethod
     def of(cls, numbers: dict[str, Any]) -> Measurement:

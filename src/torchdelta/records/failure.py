@@ -49,7 +49,7 @@ def essence(message: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
-    """What makes two failures the same failure."""
+    """The identity of a failure, which other runs of the same bug share."""
 
     kind: str
     stage: str

@@ -55,7 +55,7 @@ class Recording:
     is_grad_enabled: bool = True
     autocast: AutocastSetting | None = None
     lacks: tuple[str, ...] = ()
-    """Facts that a repro cannot show, in sentences."""
+    """The parts that could not be recorded, which a repro lacks, in sentences."""
 
     def __post_init__(self) -> None:
         """Raise UsageError if the level is not one of `LEVELS`, or if no case could have the stages."""

@@ -131,7 +131,7 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Everything that a check, and what followed it, found out."""
+    """The result of a check, and of the steps that followed it."""
 
     verdict: Verdict
     environment: Environment

@@ -363,9 +363,9 @@ def _builds(text: str, module: nn.Module) -> bool:
 
 
 def _traits(module: nn.Module) -> tuple[Any, ...]:
-    """Return what modules are compared by: shapes of parameters and buffers, and plain public attributes, both by name.
+    """Return the traits to compare modules by: shapes of parameters and buffers, and plain public attributes, by name.
 
-    Plain are numbers, texts, tuples and None; `training` is left out.
+    Plain attributes are numbers, texts, tuples and None; `training` is left out.
     """
     state = {name: tuple(tensor.shape) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     plain = (bool, int, float, str, tuple, type(None))

@@ -78,7 +78,7 @@ def _row(comparison: Comparison) -> str:
     """Return a leaf's row of the table in Markdown.
 
     Its cells are the path with the index of the worst element, the three values there (eager, candidate, float64),
-    error, noise and reason. What is unknown is left empty.
+    error, noise and reason. Unknown ones are empty.
     """
     worst = comparison.worst
     where = f"`{comparison.path}{list(worst.index) if worst else ''}`"

@@ -1,4 +1,4 @@
-"""What a script runs and asks: the stage, the leaf that it looks at, and the function `main` that decides.
+"""The question of a script: the stage that it runs, the leaf that it looks at, and the function `main` that decides.
 
 `Question` collects everything about one script before `script.py` puts it together. Below it come the kinds of `main`
 (`ask_values`, `ask_exact`, `ask_contract`, `ask_exception`, `ask_child`), each a `ScriptMain`, and the function `run`

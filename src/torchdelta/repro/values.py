@@ -1,4 +1,4 @@
-"""Values as source text: what Python reads back is the same to the last bit.
+"""Values as source text, which Python reads back to the last bit.
 
 Three levels, from the top down:
 

@@ -170,9 +170,9 @@ class CaptureWriter:
     def flush(self) -> None:
         """Write the tensors that `add` planned to one new file; in their leaves, put a `StoredTensor` in their place.
 
-        The table of the new file is appended to `files`. A leaf that is no tensor by now stays, and a tensor that no
-        file can hold becomes an `Unreadable`. If no tensor remains, no file is written. Raise UsageError if it cannot
-        be written.
+        The table of the new file is appended to `files`. A leaf that is not a tensor any more stays, and a tensor that
+        no file can hold becomes an `Unreadable`. If no tensor remains, no file is written. Raise UsageError if it
+        cannot be written.
         """
         group = TensorWriter()
         rows: list[tuple[Leaves, str, int]] = []

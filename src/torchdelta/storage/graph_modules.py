@@ -131,7 +131,7 @@ class ModuleWriter:
     def _refer(self, value: Any) -> dict[str, Any] | None:
         """Return the reference that stands for a tensor, a weak reference to a tensor, or a callable; else None.
 
-        A tensor is added to the file. What counts as a callable, `refer_to_callable` says. Raise Unwritable if the
+        A tensor is added to the file. `refer_to_callable` says what counts as a callable. Raise Unwritable if the
         tensor or callable cannot be written.
         """
         if isinstance(value, torch.Tensor):

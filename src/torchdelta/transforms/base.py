@@ -1,4 +1,4 @@
-"""What a transform is: it turns a program into one that should compute the same, and counts what it transformed.
+"""The base of transforms: each turns a program into one that should compute the same, and counts transformed calls.
 
 A transform is a subclass of `Transform` with one method, `apply`. Everything that a caller has to know about it
 beforehand is one record, its `traits`. A transform that wraps another hands on the record of the one that it wraps, and
@@ -31,7 +31,7 @@ Options = Mapping[str, Scalar]
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What a caller has to know about a transform before it is applied. The defaults are those of a plain rewrite."""
+    """Facts about a transform that a caller needs before it is applied. The defaults are those of a plain rewrite."""
 
     lowered_to: torch.dtype | None = None
     """The lower dtype that the candidate computes in on purpose."""

@@ -130,7 +130,7 @@ class ObservedAfterAot(ObservedTransform):
         self.decompose = decompose
         self.compile_graphs = compile_graphs
         self.interception = aot.Interception()
-        """What AOTAutograd handed over when the transform was last applied."""
+        """The record of the last application of the transform."""
 
     @contextmanager
     def apply(

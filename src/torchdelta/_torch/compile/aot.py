@@ -40,7 +40,7 @@ class SaveEverything(CustomPartitionerFn):
 
 @dataclass
 class Interception:
-    """A record of what passed AOTAutograd."""
+    """A record of the graphs that passed AOTAutograd."""
 
     decompositions: dict[Any, Callable[..., Any]] = field(default_factory=dict)
     """The decompositions that the backend asked for."""

@@ -112,8 +112,8 @@ class _Backward:
         """Run a copy of the program and its backward; return the gradients, the tensors written to, and any draws.
 
         The gradients are those of the inputs that require grad, None for one that got none. The cotangents are random
-        numbers, laid out by `lay_out`. Watched for writes of the backward are the cotangents, the outputs and the
-        inputs. Raise what the program or its backward raises.
+        numbers, laid out by `lay_out`. Cotangents, outputs and inputs are watched for writes of the backward. Raise
+        what the program or its backward raises.
         """
         side = Side.copied_from(baseline.program)
         seed = baseline.plan.seed

@@ -1,4 +1,4 @@
-"""What every probe has in common: the operator that it asks about, its entry in the table, and the conditions.
+"""The parts that all probes share: the operator that they ask about, their entries in the table, and the conditions.
 
 A probe is a function of an `OpSubject`. It returns a `Probe` with a verdict, or a text that says why it does not apply:
 
@@ -81,10 +81,7 @@ def has_input_with_grad(subject: OpSubject) -> str:
 
 
 def has_backward(subject: OpSubject) -> str:
-    """Return an empty text if the operator's backward runs eagerly on the user's inputs, or else what is wrong with it.
-
-    Then the backward raises, or no output requires grad.
-    """
+    """Return "the backward raises" or "no output requires grad", or an empty text if the backward runs eagerly."""
     if subject.inputs.backward_error:
         return "the backward raises"
     return "" if subject.inputs.own.reference.is_differentiable else "no output requires grad"

@@ -101,7 +101,7 @@ def repeat(subject: OpSubject) -> Probe:
 def _is_rounding(first: Any, second: Any) -> bool:
     """Tell whether two float or complex tensors differ by at most `ROUNDINGS` eps of the first's largest element.
 
-    That near are the results of a sum that is not always taken in the same order. It is False for other values.
+    A sum that is not always taken in the same order differs by as much. It is False for other values.
     """
     if not (is_tensor(first) and is_tensor(second) and is_inexact(first.dtype)):
         return False

@@ -186,8 +186,8 @@ def _sizes(leaf: Any) -> Sizes:
 def remedy_of(message: str) -> str:
     """Return what to register or to change in an operator whose trace raised this message; empty if that is unknown.
 
-    Known are messages about a missing fake kernel, returned memory of an argument, a missing gradient, and symbolic
-    sizes.
+    Messages about a missing fake kernel, returned memory of an argument, a missing gradient, and symbolic sizes are
+    known.
     """
     if "no fake impl" in message or "register_fake" in message:
         return REGISTER_FAKE

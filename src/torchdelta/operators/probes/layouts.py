@@ -1,7 +1,7 @@
 """Probes with inputs in other memory layouts: a kernel that reads a data pointer may ignore the strides.
 
-The other layouts hold the same values, so the results must be the same but for rounding. How much rounding is normal is
-measured with inputs whose last bits are moved. Start with `layout`.
+The other layouts hold the same values, so the results must be the same but for rounding. The normal amount of rounding
+is measured with inputs whose last bits are moved. Start with `layout`.
 """
 
 from __future__ import annotations

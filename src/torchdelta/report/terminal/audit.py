@@ -44,7 +44,7 @@ def print_audit(audit: Audit, console: Console | None = None, *, verbose: bool =
 def _parts(audit: Audit, *, verbose: bool) -> Iterator[RenderableType]:
     """Yield the parts in order: catch rate, settings, control, table, kinds without a place, and faults not caught.
 
-    Not caught are faults that were missed, inconclusive or crashed: they are listed if `verbose`; otherwise a line says
+    Faults that were missed, inconclusive or crashed are not caught: they are listed if `verbose`; otherwise a line says
     that `--verbose` shows them. Parts without content are left out.
     """
     case = audit.case

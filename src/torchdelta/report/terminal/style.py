@@ -90,7 +90,7 @@ def _settings(case: Case) -> Iterator[str]:
 
 
 def remark_table(remarks: Iterable[Remark]) -> Table:
-    """Return a table without lines of remarks beside their bold labels; plain text without a label is dim."""
+    """Return a table without borders: remarks beside their bold labels; plain text without a label is dim."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="bold")
     grid.add_column(overflow="fold")
@@ -100,12 +100,12 @@ def remark_table(remarks: Iterable[Remark]) -> Table:
 
 
 def plain_table() -> Table:
-    """Return an empty table without lines, to which columns can be added."""
+    """Return an empty table without borders, to which columns can be added."""
     return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
 
 
 def marked_lines(mark: Text, lines: Iterable[RenderableType]) -> Table:
-    """Return a table without lines, of one row: the mark, and beside it all the lines; for a narrow terminal."""
+    """Return a table without borders, of one row: the mark, and beside it all the lines; for a narrow terminal."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column()
     grid.add_column(overflow="fold")
