@@ -54,7 +54,7 @@ FOUND = "found.json"
 
 @dataclass(kw_only=True)
 class Diagnosis:
-    """One diagnosis; `run` answers it and leaves its directory behind."""
+    """One diagnosis; `run` answers it, and writes its results to the directory `out`."""
 
     program: Callable[..., Any] | str
     args: tuple[Any, ...] = ()

@@ -50,7 +50,7 @@ class Check(JudgingSteps[Observation]):
     answers: Answers = field(default_factory=dict, init=False)
     """What float64 says about each leaf."""
     semantic_question: str = field(default="", init=False)
-    """Whether the float64 question was asked, or why not."""
+    """Whether the semantic question was asked, or why not."""
     needs_noise: bool = field(default=False, init=False)
     """Whether there is a truth, and the candidate is not the same to the bit."""
 
@@ -77,7 +77,7 @@ class Check(JudgingSteps[Observation]):
 
         After the steps of `judge`, decisions are followed, and leaves become inconclusive if the reference differs in
         them between two runs, or if their noise is as large as their values. The verdict is the worst of the stages.
-        Without a truth, the float64 question is not asked.
+        Without a truth, the semantic question is not asked.
         """
         baseline = self.baseline
         reference = baseline.reference  # before the candidate runs, which must not be able to change it
@@ -246,7 +246,7 @@ class Check(JudgingSteps[Observation]):
         return decisions.excuse_integers(stages, self.baseline, self.candidate.observation, list(yardstick.noisy[:1]))
 
     def ask_in_float64(self, stages: list[Stage], yardstick: Yardstick[Observation]) -> list[Stage]:
-        """Return the stages with the answers to the float64 question; set `semantic_question` and `answers`.
+        """Return the stages with the answers to the semantic question; set `semantic_question` and `answers`.
 
         Before that, leaves whose noise is nearly as large as their values are judged with replayed choices, and
         narrowing casts that the candidate left out are noticed, because an answer in float64 replaces neither.

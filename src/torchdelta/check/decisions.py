@@ -63,7 +63,7 @@ RUNS = 3
 """Noisy runs that follow the candidate."""
 
 SemanticComparisons = Mapping[str, Mapping[str, Comparison]]
-"""The comparisons of the float64 question, by stage and path."""
+"""The comparisons of the semantic question, by stage and path."""
 
 
 # Replay the reference's choices
@@ -352,7 +352,7 @@ def _is_like(leaf: object, value: object) -> TypeGuard[torch.Tensor]:
 def _explained(comparison: Comparison, followed: Comparison | None, semantic: Comparison | None) -> Comparison:
     """Return a copy of `followed`, the comparison with the runs that followed the candidate, if it is equivalent.
 
-    Its details say so, and have error and noise of the float64 question if `semantic` has them. Return `comparison`
+    Its details say so, and have error and noise of the semantic question if `semantic` has them. Return `comparison`
     itself if it is not suspect, or if `followed` is None or not equivalent.
     """
     if followed is None or not _is_suspect(comparison) or followed.verdict is not Verdict.EQUIVALENT:

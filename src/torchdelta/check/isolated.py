@@ -49,8 +49,8 @@ def check_isolated(
 
     `settings` are compiler settings that the worker has during the check. Without a `pool`, one is made for this check;
     `timeout_s` and `memory_bytes` limit each query. If the candidate ends the worker, the report is `crashed`; if a
-    deadline passes, `timed_out`. If either happens in the float64 question, the check runs once more without it, with a
-    note. Raises what `Outcome.read` raises, such as ProgramError if the worker died where no candidate runs.
+    deadline passes, `timed_out`. If either happens in the semantic question, the check runs once more without it, with
+    a note. Raises what `Outcome.read` raises, such as ProgramError if the worker died where no candidate runs.
     """
     case = case_of(program, options)
     notes: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""The float64 question: is the transform still the same function if both sides run in float64?
+"""The semantic question: is the transform still the same function if both sides run in float64?
 
 In float64 almost nothing is rounded, so that a difference which noise hides natively shows. The transform is applied
 to the lifted program, both are run, and `compare.semantic.Semantic` judges the pair. A program that branches on its
@@ -89,7 +89,7 @@ def run_lifted(baseline: Baseline, transform: Transform) -> LiftedRun:
 
 
 def judge_lifted(lifted: LiftedRun, baseline: Baseline, *, keeps_names: bool) -> tuple[str, Answers]:
-    """Return the text `asked`, or why the float64 question was not asked, and its answers by stage and path.
+    """Return the text `asked`, or why the semantic question was not asked, and its answers by stage and path.
 
     Without runs in `lifted` there are no answers. Noisy runs in float64 are made only if something diverges by the
     noise of a native run. If it diverges even then, and parts of the candidate ran between a compiler's graphs, where

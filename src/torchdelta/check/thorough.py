@@ -66,7 +66,7 @@ def node_walk(
 def _ask(check: Check, transform: Transform, *, is_lifted: bool) -> tuple[Verdict, str]:
     """Return verdict and reason of another transform of the same program, natively or in float64 alone.
 
-    Natively, the whole check runs without the float64 question. In float64, verdict and reason are those of the worst
+    Natively, the whole check runs without the semantic question. In float64, verdict and reason are those of the worst
     answer; without answers it is INCONCLUSIVE, with the reason why the question was not asked.
     """
     baseline = check.baseline

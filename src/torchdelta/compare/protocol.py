@@ -4,7 +4,7 @@
 2. The truth and one noisy run: is the candidate further from the truth than rounding explains?
 3. Near the threshold: more noisy runs, because the noise of one run is partly chance.
 4. Integers that differ: a correct program may get them either way if rounding decides them.
-5. The float64 question: are both sides the same function where nothing is rounded?
+5. The semantic question: are both sides the same function where nothing is rounded?
 
 `JudgingSteps.judge` runs the steps; start there. Its subclasses say how their subject is run and compared:
 `check.check.Check` for a program, `nodewise.local.NodeJudging` for a node, `nodewise.module_judge.ModuleJudging` for a
@@ -37,7 +37,7 @@ FLIPS = 2.0
 Run = TypeVar("Run")
 """One run of the subject: an observation of a program, the leaves of a node, the result of a module."""
 Answers = dict[str, dict[str, Comparison]]
-"""The comparisons of the float64 question, by stage and path."""
+"""The comparisons of the semantic question, by stage and path."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class JudgingSteps(ABC, Generic[Run]):
 
         If bits decide all, nothing else is run. With `is_brief` the comparison with the truth and one noisy run is the
         last step. Otherwise stages are compared again with more noisy runs while a comparison is near the threshold,
-        integers that rounding decides become INCONCLUSIVE, and the float64 question is asked.
+        integers that rounding decides become INCONCLUSIVE, and the semantic question is asked.
         """
         stages = self.judge_by_bits()
         if stages is not None:
@@ -114,7 +114,7 @@ class JudgingSteps(ABC, Generic[Run]):
         return [Stage.of(name, tuple(self.compare(name, yardstick))) for name in self.names]
 
     def ask_in_float64(self, stages: list[Stage], yardstick: Yardstick[Run]) -> list[Stage]:  # noqa: ARG002 — see below
-        """Return the stages with the answers to the float64 question; a subject that does not ask it has none."""
+        """Return the stages with the answers to the semantic question; a subject that does not ask it has none."""
         return stages
 
     def is_near(self, comparison: Comparison) -> bool:
@@ -178,7 +178,7 @@ def answer_in_float64(
 
 
 def has_diverged(answers: Answers) -> bool:
-    """Tell whether the float64 question found another function."""
+    """Tell whether the semantic question found another function."""
     return any(answer.verdict is Verdict.DIVERGED for stage in answers.values() for answer in stage.values())
 
 

@@ -1,4 +1,4 @@
-"""Are two programs the same function? The policy for runs in float64, where a difference is not rounding.
+"""The policy of the semantic question: are two programs, run in float64, the same function?
 
 The noise of a float64 run is that of a native noisy run, scaled down from its unit of rounding to float64's, because
 noise is proportional to that unit. The limit is generous, because a real difference is larger by many orders of

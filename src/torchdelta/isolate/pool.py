@@ -60,7 +60,7 @@ class Query:
         return self.result().part if self.is_done() else self._place.last_part()
 
     def is_done(self) -> bool:
-        """Return whether there is an outcome."""
+        """Tell whether there is an outcome."""
         return self._future.done()
 
     def cancel(self) -> None:

@@ -37,7 +37,7 @@ def kill(group: int) -> None:
 
 
 def is_gone(group: int) -> bool:
-    """Return whether no process of a group is left.
+    """Tell whether no process of a group is left.
 
     A process that has ended counts as left until its parent has collected its status.
     """

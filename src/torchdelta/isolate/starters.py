@@ -64,7 +64,7 @@ class Worker(Protocol):
         """Let a worker that has answered exit unobserved. Return False if the caller must wait for its end instead."""
 
     def is_lost(self) -> bool:
-        """Return whether the worker ended because its zygote ended."""
+        """Tell whether the worker ended because its zygote ended."""
 
 
 class Starter(Protocol):
@@ -170,7 +170,7 @@ class ForkedWorker:
         return True
 
     def is_lost(self) -> bool:
-        """Return whether the zygote ended before it could report the worker's end."""
+        """Tell whether the zygote ended before it could report the worker's end."""
         return self._has_ended.is_set() and self._status is None
 
     def note_end(self, status: int | None) -> None:
@@ -361,7 +361,7 @@ class SpawnedWorker:
         return self._process.pid if _HAS_GROUPS else None
 
     def is_running(self) -> bool:
-        """Return whether the process has not ended."""
+        """Tell whether the process has not ended."""
         return self._process.poll() is None
 
     def order(self, order: Order) -> None:

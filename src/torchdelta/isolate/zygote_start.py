@@ -24,7 +24,7 @@ _SOON_S = 0.005
 
 
 def is_forkable() -> bool:
-    """Return whether this process may fork a zygote after it has imported torch.
+    """Tell whether this process may fork a zygote after it has imported torch.
 
     It may on Linux, if it has one Python thread, has not imported torch yet, and stdout and stderr are ordinary text
     streams.

@@ -60,7 +60,7 @@ class Locator:
         """Run the check unless its report was given, search for culprits, and return the location; it may name none.
 
         Nodes may be looked at even if the check passes, and a node that is wrong by itself then makes the verdict
-        DIVERGED. They are judged in float64 if a comparison of the float64 question diverged, and otherwise natively.
+        DIVERGED. They are judged in float64 if a comparison of the semantic question diverged, and otherwise natively.
         Each culprit gets the name of the first rung that fails, or None.
         """
         report = self.report

@@ -43,7 +43,7 @@ class Answer:
     report: Report | None = None
 
     def shows(self, wanted: Signature) -> bool:
-        """Return whether the subject failed with this failure."""
+        """Tell whether the subject failed with this failure."""
         return any(wanted.is_same_as(signature) for signature in self.signatures)
 
 
@@ -57,7 +57,7 @@ class QueryHandle(Protocol):
     """A query that was started; calling it waits for the answer."""
 
     def is_done(self) -> bool:
-        """Return whether the answer can be read without waiting."""
+        """Tell whether the answer can be read without waiting."""
 
     def __call__(self) -> Answer:
         """Wait for the answer and return it."""

@@ -82,7 +82,7 @@ class Speculation:
         return edited
 
     def _test(self, edit: Edit, edited: Subject, replay: _Replay, *, is_strategy: bool) -> bool:
-        """Return whether the reducer accepts the edit: by its answer, or by the edit's guess while the query runs.
+        """Tell whether the reducer accepts the edit: by its answer, or by the edit's guess while the query runs.
 
         If accepted, `edited`, the edited subject, becomes the replay's best one. A guess sets `is_guessed`. Raise
         _EndOfReplay with the subject as prediction if it has no query yet, and without one if neither an answer nor a

@@ -351,7 +351,7 @@ def graph_starts(graph_module: GraphModule, inputs: Sequence[Any]) -> Iterator[t
 
 
 def _stops_gradient(node: Node, graph_module: GraphModule) -> bool:
-    """Return whether no gradient goes through a node: it detaches, or has a tensor of integers or booleans.
+    """Tell whether no gradient goes through a node: it detaches, or has a tensor of integers or booleans.
 
     A value that the graph does not know counts as differentiable.
     """

@@ -143,7 +143,7 @@ class LocalJudge:
 class NodeJudging(JudgingSteps[Leaves]):
     """One region that is being judged.
 
-    The float64 question is not asked here: a walk with `is_lifted` asks it of all nodes at once.
+    The semantic question is not asked here: a walk with `is_lifted` asks it of all nodes at once.
     """
 
     settings: LocalJudge

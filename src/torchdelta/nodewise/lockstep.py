@@ -668,7 +668,7 @@ def _with_partners(value: Any, partners: Mapping[Node, Node]) -> Any:
 
 
 def is_same_output(ours: Node, theirs: Node, partners: Mapping[Node, Node]) -> bool:
-    """Return whether two matched nodes can be the same output: two `getitem` must take the same index of partners.
+    """Tell whether two matched nodes can be the same output: two `getitem` must take the same index of partners.
 
     If only the reference's node is a `getitem`, return False; if it is not, return True. Handles do not tell the
     outputs of one operator apart, so that a match by handles may pair two different outputs.

@@ -297,7 +297,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def is_identical(reference: Any, candidate: Any) -> bool:
-    """Return whether two values are equal: tensors in dtype, shape, device and elements, others in type and by `==`.
+    """Tell whether two values are equal: tensors in dtype, shape, device and elements, others in type and by `==`.
 
     Lists and tuples are compared item by item. A tensor object equals itself. Otherwise NaN, and tensors that are fake,
     quantized or not strided, are not equal to anything, and neither are dicts.

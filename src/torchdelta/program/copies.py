@@ -137,7 +137,7 @@ def _copy_tensors(originals: list[torch.Tensor], memo: dict[int, Any], convert: 
 
 
 def _is_plain_view(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a view of another of its dtype, and neither requires grad."""
+    """Tell whether a tensor is a view of another of its dtype, and neither requires grad."""
     base = tensors.base_of(tensor)
     return base is not None and base.dtype == tensor.dtype and not base.requires_grad and not tensor.requires_grad
 
@@ -282,12 +282,12 @@ def children(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def has_tensors(value: Any) -> bool:
-    """Return whether the value reaches a tensor, module, generator or numpy array."""
+    """Tell whether the value reaches a tensor, module, generator or numpy array."""
     return any(isinstance(inner, _STATE) for inner in everything_in(value))
 
 
 def has_state(value: Any) -> bool:
-    """Return whether two runs that share the value could affect each other: it is a container or reaches tensors."""
+    """Tell whether two runs that share the value could affect each other: it is a container or reaches tensors."""
     return isinstance(value, _CONTAINERS) or has_tensors(value)
 
 
@@ -307,7 +307,7 @@ def captured_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def is_filled(cell: CellType) -> bool:
-    """Return whether a cell of a closure has a value yet."""
+    """Tell whether a cell of a closure has a value yet."""
     try:
         _ = cell.cell_contents
     except ValueError:
@@ -323,7 +323,7 @@ def used_globals(function: FunctionType) -> dict[str, Any]:
 
 
 def is_installed(function: FunctionType) -> bool:
-    """Return whether the function belongs to an installed package or to Python itself."""
+    """Tell whether the function belongs to an installed package or to Python itself."""
     return function.__code__.co_filename.startswith(_INSTALLED)
 
 
@@ -379,7 +379,7 @@ def _is_installed_class(kind: type) -> bool:
 
 
 def is_installed_module(module: ModuleType) -> bool:
-    """Return whether a module belongs to an installed package or to Python itself."""
+    """Tell whether a module belongs to an installed package or to Python itself."""
     # a module without a file is built in
     return (getattr(module, "__file__", None) or _INSTALLED[0]).startswith(_INSTALLED) and module.__name__ != "__main__"
 

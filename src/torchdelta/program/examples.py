@@ -76,12 +76,12 @@ def relayout(program: Program) -> Iterator[tuple[str, Program]]:
 
 
 def can_be_resized(program: Program) -> bool:
-    """Return whether any input has a size above 1, which `resize` could change."""
+    """Tell whether any input has a size above 1, which `resize` could change."""
     return bool(_sizes(_inputs(program)))
 
 
 def can_vary(program: Program) -> bool:
-    """Return whether any input is a tensor with elements, which a trace could depend on."""
+    """Tell whether any input is a tensor with elements, which a trace could depend on."""
     return any(leaf.numel() for leaf in tree_leaves(_inputs(program)) if isinstance(leaf, torch.Tensor))
 
 
@@ -141,7 +141,7 @@ def _sizes(inputs: Any) -> list[int]:
 
 
 def are_shared(program: Program) -> bool:
-    """Return whether two of the inputs share memory."""
+    """Tell whether two of the inputs share memory."""
     leaves = {id(leaf): leaf for leaf in tree_leaves(_inputs(program)) if isinstance(leaf, torch.Tensor)}
     keys = [key for leaf in leaves.values() if (key := tensors.storage_key(leaf))]
     return len(set(keys)) < len(keys)
@@ -193,7 +193,7 @@ def _is_integer(tensor: torch.Tensor) -> bool:
 
 
 def _is_sorted(tensor: torch.Tensor) -> bool:
-    """Return whether these are integers in ascending order, as offsets are, which would be invalid out of order."""
+    """Tell whether these are integers in ascending order, as offsets are, which would be invalid out of order."""
     if not _is_integer(tensor) or not tensors.has_own_buffer(tensor) or not tensor.dim() or tensor.shape[-1] < 2:
         return False
     return bool((tensor[..., 1:] >= tensor[..., :-1]).all())

@@ -13,7 +13,7 @@ STATUS = Path("/proc/self/status")
 
 
 def is_limited() -> bool:
-    """Return whether the address space of this process has a limit."""
+    """Tell whether the address space of this process has a limit."""
     return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
 

@@ -302,7 +302,7 @@ def write_call(node: Node, refer: Refer, imports: set[str]) -> str:
 
 
 def is_statement(node: Node) -> bool:
-    """Return whether a node is written as a statement, not as an expression."""
+    """Tell whether a node is written as a statement, not as an expression."""
     return node.target is operator.setitem
 
 
@@ -350,7 +350,7 @@ def write_module(module: nn.Module, name: str) -> str:
 
 
 def _builds(text: str, module: nn.Module) -> bool:
-    """Return whether an expression builds a module with the same class, repr and `_traits`; False if it raises.
+    """Tell whether an expression builds a module with the same class, repr and `_traits`; False if it raises.
 
     Torch's random generators are left as they were.
     """

@@ -166,7 +166,7 @@ class Question:
         return f"run({program}, {args})"
 
     def _has_truth(self) -> bool:
-        """Return whether the script can compute and print the value in float64.
+        """Tell whether the script can compute and print the value in float64.
 
         False unless the report has a truth at the divergence's worst element; and for a divergence in float64 only,
         complex tensors, shared memory and a graph that names a dtype below float64.
@@ -197,7 +197,7 @@ def _in_float64(finding: Finding) -> Finding:
 
 
 def _names_narrow(graph_module: GraphModule) -> bool:
-    """Return whether an argument of a node, or an item of one, is a dtype that the lifted program has wider."""
+    """Tell whether an argument of a node, or an item of one, is a dtype that the lifted program has wider."""
 
     def flatten(values: Any) -> Iterator[Any]:
         if isinstance(values, (list, tuple)):

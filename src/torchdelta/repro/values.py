@@ -206,7 +206,7 @@ def _span(tensor: torch.Tensor) -> int:
 
 
 def _is_permuted(tensor: torch.Tensor) -> bool:
-    """Return whether the elements fill the beginning of their storage without gaps or overlaps, in any order of axes.
+    """Tell whether the elements fill the beginning of their storage without gaps or overlaps, in any order of axes.
 
     An empty tensor needs only an offset of zero.
     """
@@ -272,7 +272,7 @@ def write_contiguous(tensor: torch.Tensor) -> str:
 
 
 def is_trivial(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is all zeros, all ones or empty, which does not count as the user's data.
+    """Tell whether a tensor is all zeros, all ones or empty, which does not count as the user's data.
 
     False for a tensor that cannot be compared with numbers.
     """
@@ -285,7 +285,7 @@ def is_trivial(tensor: torch.Tensor) -> bool:
 
 
 def is_constant(tensor: torch.Tensor) -> bool:
-    """Return whether all elements have the same bits, so that one number describes them."""
+    """Tell whether all elements have the same bits, so that one number describes them."""
     return tensor.numel() < 2 or _is_constant(tensor.detach().cpu().contiguous())
 
 
@@ -359,7 +359,7 @@ def _read(expression: str) -> torch.Tensor:
 
 
 def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return whether two contiguous tensors have the same dtype, shape and bits."""
+    """Tell whether two contiguous tensors have the same dtype, shape and bits."""
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
     return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))

@@ -48,7 +48,7 @@ def as_callable(result: Any, graph_module: GraphModule) -> Callable[..., Any]:
 
 
 def _is_boxed(function: Any) -> bool:
-    """Return whether a function takes its arguments as one list."""
+    """Tell whether a function takes its arguments as one list."""
     # AOTAutograd also marks the function that it returns to dynamo, which takes its arguments one by one
     code = getattr(function, "__code__", None)
     takes_any_number = code is not None and bool(code.co_flags & inspect.CO_VARARGS)
@@ -178,7 +178,7 @@ def known_value(node: Node, graph_module: GraphModule) -> Any:
 
 
 def has_fixed_float(node: Node, graph_module: GraphModule) -> bool:
-    """Return whether a node's value is a float tensor without symbolic sizes."""
+    """Tell whether a node's value is a float tensor without symbolic sizes."""
     value = known_value(node, graph_module)
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     return is_float and all(isinstance(size, int) for size in value.shape)

@@ -114,12 +114,12 @@ def is_observer(node: Node) -> bool:
 
 
 def is_quantizing(node: Node) -> bool:
-    """Return whether a node quantizes, dequantizes, or chooses the parameters for that."""
+    """Tell whether a node quantizes, dequantizes, or chooses the parameters for that."""
     return _quantizing_operator(node).startswith(("quantize", "dequantize", "choose_qparams"))
 
 
 def is_dequantizing(node: Node) -> bool:
-    """Return whether a node turns quantized values back into floats."""
+    """Tell whether a node turns quantized values back into floats."""
     return _quantizing_operator(node).startswith("dequantize")
 
 

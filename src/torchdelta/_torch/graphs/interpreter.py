@@ -200,7 +200,7 @@ def _is_inplace(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 
 
 def _is_of_torch(target: Any) -> bool:
-    """Return whether a function belongs to torch or Python and is not a higher-order operator: its name is telling."""
+    """Tell whether a function belongs to torch or Python and is not a higher-order operator: its name is telling."""
     module = getattr(target, "__module__", None)
     if module is None:  # torch's builtins and operator packets have no module
         return isinstance(target, torch._ops.OpOverloadPacket) or type(target).__name__.startswith("builtin")

@@ -164,7 +164,7 @@ def may_write(node: Node) -> frozenset[Node]:
 
 
 def has_effect(node: Node) -> bool:
-    """Return whether a node does more than return a value: it writes, draws, asserts or sets a mode."""
+    """Tell whether a node does more than return a value: it writes, draws, asserts or sets a mode."""
     return writes_to(node) or node.is_impure()
 
 
@@ -173,12 +173,12 @@ INDUCTOR_RANDOMS = ("prims.inductor_random", "prims.inductor_randint", "prims.in
 
 
 def has_inductor_randoms(graph_module: GraphModule) -> bool:
-    """Return whether a graph has inductor's own operators for random numbers."""
+    """Tell whether a graph has inductor's own operators for random numbers."""
     return any(op_name(node).startswith(INDUCTOR_RANDOMS) for node in every_node(graph_module))
 
 
 def needs_other_processes(graph_module: GraphModule) -> bool:
-    """Return whether a graph has collectives, so that other processes would have to run it at the same time.
+    """Tell whether a graph has collectives, so that other processes would have to run it at the same time.
 
     False unless torch.distributed is initialised with more than one process.
     """
@@ -211,7 +211,7 @@ def widens(node: Node) -> bool:
 
 
 def is_unset(node: Node) -> bool:
-    """Return whether a node returns uninitialised memory."""
+    """Tell whether a node returns uninitialised memory."""
     return _short_name(node) in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
@@ -246,29 +246,29 @@ def _is_function_of_torch(target: Any) -> bool:
 
 
 def reads_memory(node: Node) -> bool:
-    """Return whether a node's result depends on the memory layout of its first argument, not only on the elements."""
+    """Tell whether a node's result depends on the memory layout of its first argument, not only on the elements."""
     return _short_name(node).startswith("as_strided")
 
 
 def is_bounded(node: Node) -> bool:
-    """Return whether a node computes a function whose absolute value is bounded by a constant, such as tanh."""
+    """Tell whether a node computes a function whose absolute value is bounded by a constant, such as tanh."""
     return _short_name(node) in ("cos", "erf", "erfc", "sigmoid", "sin", "tanh")
 
 
 def is_wide_float(node: Node) -> bool:
-    """Return whether a node's value, or one of its values, is a tensor of floats of at least 32 bits."""
+    """Tell whether a node's value, or one of its values, is a tensor of floats of at least 32 bits."""
     value = node.meta.get("val", node.meta.get("example_value"))
     values = value if isinstance(value, (tuple, list)) else (value,)
     return any(isinstance(each, torch.Tensor) and each.is_floating_point() and each.itemsize >= 4 for each in values)
 
 
 def is_item_assignment(node: Node) -> bool:
-    """Return whether a node is `x[index] = value`, which writes without returning the tensor."""
+    """Tell whether a node is `x[index] = value`, which writes without returning the tensor."""
     return _short_name(node) == "setitem"
 
 
 def may_share(node: Node) -> bool:
-    """Return whether a node's result may share memory with its first argument."""
+    """Tell whether a node's result may share memory with its first argument."""
     if isinstance(node.target, OpOverload):
         return node.target.is_view or node.target._schema.is_mutable or _short_name(node) in _MAYBE_VIEWS
     return node.op == "call_method" or writes_to_first(node) or _short_name(node) in (*_MAYBE_VIEWS, "getitem")

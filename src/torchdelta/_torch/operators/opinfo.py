@@ -51,12 +51,12 @@ class OpSample:
 
     @property
     def has_gradient(self) -> bool:
-        """Tell whether one of its tensors requires grad."""
+        """Whether one of its tensors requires grad."""
         return any(tensor.requires_grad for tensor in self.tensors)
 
     @property
     def is_substantial(self) -> bool:
-        """Tell whether there are enough values to show a mistake: no tensor is empty, and one has several elements."""
+        """Whether there are enough values to show a mistake: no tensor is empty, and one has several elements."""
         sizes = [tensor.numel() for tensor in self.tensors]
         return bool(sizes) and min(sizes) > 0 and max(sizes) > 1
 

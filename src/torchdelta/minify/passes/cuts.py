@@ -142,7 +142,7 @@ def _keep_outputs(subject: Subject, names: Collection[str], *, guess: bool | Non
 
 
 def _is_mentioned(search: Search, name: str) -> bool:
-    """Return whether the candidate's error message mentions the operation of the named node."""
+    """Tell whether the candidate's error message mentions the operation of the named node."""
     node = next(node for node in search.subject.nodes if node.name == name)
     word = short_name(op_name(node))
     return len(word) > 2 and word in search.answer.message

@@ -94,7 +94,7 @@ def _draw_random(search: Search) -> Iterator[Edit]:
 
 
 def _is_drawable(value: object) -> bool:
-    """Return whether `randn` can stand for a value: a contiguous floating-point or complex tensor.
+    """Tell whether `randn` can stand for a value: a contiguous floating-point or complex tensor.
 
     Tensors that torch conjugates or negates lazily do not count.
     """

@@ -225,10 +225,10 @@ def _reason_remarks(report: Report, *, verbose: bool) -> Iterator[tuple[str, str
 
 
 def _note_remarks(report: Report, *, verbose: bool) -> Iterator[tuple[str, str]]:
-    """Yield the notes of the report, and notes on excused clauses, the float64 question and captured graphs.
+    """Yield the notes of the report, and notes on excused clauses, the semantic question and captured graphs.
 
-    Each is (label, text). The float64 question has a note only if a check that wanted it says why it has no answer, and
-    the candidate did not fail. Without `verbose` only the first `_NOTES` are shown, with the number of those left out.
+    Each is (label, text). The semantic question has a note only if a check that wanted it says why it has no answer,
+    and the candidate did not fail. Without `verbose` only the first `_NOTES` are shown, with the number of those left out.
     """
     notes = list(report.notes)
     excused_clauses = sorted(
