@@ -228,7 +228,7 @@ def _note_remarks(report: Report, *, verbose: bool) -> Iterator[tuple[str, str]]
     """Yield the notes of the report, and notes on excused clauses, the semantic question and captured graphs.
 
     Each is (label, text). The semantic question has a note only if a check that wanted it says why it has no answer,
-    and the candidate did not fail. Without `verbose` only the first `_NOTES` are shown, with the number of those left out.
+    and the candidate did not fail. Without `verbose` only the first `_NOTES` are shown, with the number of the others.
     """
     notes = list(report.notes)
     excused_clauses = sorted(
