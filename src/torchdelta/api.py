@@ -1,7 +1,7 @@
 """The Python face: live modules and functions in, a record out.
 
-Each function reads its keywords once, into `CheckOptions` and `SearchLimits`, and calls the feature of its name. Public
-signatures are written out here and nowhere else; their defaults are those of the records.
+Each function here reads its keywords once, into `CheckOptions` and `SearchLimits`, and calls the feature of its name;
+its defaults are those of the records. Other public functions, such as `check_op`, are imported from their features.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class SweepRow:
     probes: dict[str, Verdict]
     """The worst verdict of each probe over all samples."""
     probe: str = ""
-    """The probe that has the verdict; empty if it is equivalent or the process ended."""
+    """The probe that has the verdict, or the part in which the process ended; empty if there is none."""
     reason: str = ""
     sample: str = ""
     """The arguments that show it."""
