@@ -84,7 +84,7 @@ class LayerwiseCheck:
     def policy(self) -> LayerwisePolicy | None:
         """The policy with the verdict of the layers, or None if they are not observed.
 
-        It is to be read after the candidate has run. Unless a layer diverged or no graph was observed, `ask` also
+        Read it only after the candidate has run. Unless a layer diverged or no graph was observed, `ask` also
         checks the graph before it is quantized. If that check fails, the policy is diverged; if it is inconclusive, so
         is the policy.
         """

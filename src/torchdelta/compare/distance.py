@@ -1,4 +1,4 @@
-"""How far two results of the same computation lie apart if there is no truth to hold them against.
+"""The distance between two results of the same computation, if there is no truth to hold them against.
 
 The distance is a share of the largest element. `first_difference` compares it with the distance that other last bits
 of the inputs make.

@@ -1,4 +1,4 @@
-"""How far a run lies from the truth, block by block: an error that a norm of the whole tensor hides shows in one row.
+"""The distances of a run from the truth, block by block: a block shows an error that a norm of the whole tensor hides.
 
 A block is a run of trailing dimensions with at least `_ENOUGH` elements, so that its mean square is an estimate and not
 one draw. Elements that are not finite on both sides, and mask constants, have no distance; they are counted. Start with

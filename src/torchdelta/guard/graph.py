@@ -208,7 +208,7 @@ class GuardedGraph:
     def _check_if_due(self, args: Sequence[Any]) -> None:
         """Count the call; check it if it is the first with values, or if its number is a multiple of `config.every`.
 
-        It is not checked if the original graph runs by now, or if a tensor among `args` has no values.
+        It is not checked if the graph has fallen back, or if a tensor among `args` has no values.
         """
         self.calls += 1
         every = self.config.every

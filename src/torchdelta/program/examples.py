@@ -1,8 +1,8 @@
 """Other example inputs for a program: other values (`redraw`), other sizes (`resize`), other layouts (`relayout`).
 
 They show mistakes that the user's own inputs hide: a value, a size or a stride that was baked into a trace. New inputs
-are of the same kind as the given ones: dtype, aliasing and value range stay, and an index stays in range. Whether the
-program accepts them is known only after running it, so each function yields several tries.
+are of the same kind as the given ones: dtype, aliasing and value range stay, and an index stays in range. The program
+may reject them when it runs, so each function yields several tries.
 
 Start reading at `redraw`; `randomise` overwrites inputs in place.
 """

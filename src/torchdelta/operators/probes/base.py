@@ -52,7 +52,7 @@ class ProbeEntry:
     needs: tuple[Condition, ...] = ()
     """Asked in this order before the probe; the first that is not met says why the probe does not apply."""
     compares_values: bool = True
-    """Whether the probe is left out where only tracing and running is asked about."""
+    """Whether the probe only compares values, so that it is left out without `correctness`."""
 
 
 def is_registered(subject: OpSubject) -> str:
