@@ -11,12 +11,12 @@ TORN = torch.tensor([[1.0, 1.0 + 2.0**-23, 0.5], [3.0, 1.0, 2.0]])
 
 
 def scores(x, w):
-    return x @ w
+    return x * w
 
 
 def nudged(x, w):
     """The same to the last bit or two, on the other side of the tie."""
-    return (x @ w) * torch.tensor([1.0 + 2.0**-22, 1.0, 1.0])
+    return (x * w) * torch.tensor([1.0 + 2.0**-22, 1.0, 1.0])
 
 
 def first(report):
@@ -34,7 +34,7 @@ def first(report):
     ],
 )
 def test_a_tie_within_noise_is_inconclusive_with_its_margin(decide):
-    w = torch.eye(3)
+    w = torch.tensor(1.1)
     report = td.check(
         lambda x, w: decide(scores(x, w)), (TORN, w), candidate=lambda x, w: decide(nudged(x, w)), semantic=False
     )
@@ -52,23 +52,23 @@ def test_a_choice_by_a_wide_margin_diverges(decide):
         chosen[1] = chosen[1].flip(-1) if chosen.dim() > 1 else 2
         return chosen
 
-    seen = first(td.check(lambda x, w: decide(scores(x, w)), (TORN, torch.eye(3)), candidate=wrong))
+    seen = first(td.check(lambda x, w: decide(scores(x, w)), (TORN, torch.tensor(1.1)), candidate=wrong))
 
     assert seen.verdict is Verdict.DIVERGED
     assert seen.details["margin"] > 0.1
 
 
 def test_rounding_at_a_half_is_inconclusive_and_elsewhere_it_is_not():
-    x = torch.tensor([0.5 + 2.0**-24, 1.7, 2.2])
+    x = torch.tensor([(0.5 + 2.0**-24) / 1.1, 1.7, 2.2])
 
     def reference(x):
-        return (x * 1.0).round().long()
+        return (x * 1.1).round().long()
 
     def to_the_other_side(x):
-        return ((x - 2.0**-23) * 1.0).round().long()
+        return (x * 1.1 - 2.0**-23).round().long()
 
     def off_by_one(x):
-        return (x * 1.0).round().long() + torch.tensor([0, 1, 0])
+        return (x * 1.1).round().long() + torch.tensor([0, 1, 0])
 
     assert first(td.check(reference, (x,), candidate=to_the_other_side)).verdict is Verdict.INCONCLUSIVE
     assert first(td.check(reference, (x,), candidate=off_by_one)).verdict is Verdict.DIVERGED
@@ -118,7 +118,21 @@ def test_the_smallest_is_held_against_the_next_smallest():
     assert seen.details["margin"] == pytest.approx(1.5)
 
 
-def test_whole_numbers_that_are_computed_may_be_cut_either_way():
+def test_a_tie_of_values_that_were_not_rounded_diverges():
+    # a product with the identity is exact, so no correct program decides otherwise
+    seen = first(
+        td.check(
+            lambda x, w: (x @ w).argmax(-1),
+            (TORN, torch.eye(3)),
+            candidate=lambda x, w: ((x @ w) * torch.tensor([1.0 + 2.0**-22, 1.0, 1.0])).argmax(-1),
+            semantic=False,
+        )
+    )
+
+    assert seen.verdict is Verdict.DIVERGED
+
+
+def test_whole_numbers_that_are_computed_exactly_must_not_be_cut():
     values = torch.arange(1.0, 200.0)
 
     seen = first(
@@ -130,7 +144,8 @@ def test_whole_numbers_that_are_computed_may_be_cut_either_way():
         )
     )
 
-    assert seen.verdict in (Verdict.INCONCLUSIVE, Verdict.EQUIVALENT)
+    # the root of a square of a whole number is not rounded, and the candidate returns 4 for 5
+    assert seen.verdict is Verdict.DIVERGED
 
 
 def test_a_candidate_that_is_as_the_truth_is_has_not_diverged():

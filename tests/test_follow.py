@@ -183,14 +183,14 @@ ALL = "forward,gradients,steps"
 
 
 def test_a_candidate_that_stepped_otherwise_within_rounding_is_held_against_a_truth_that_did_too():
-    report = td.check(Torn(), (drawn(0),), candidate=Torn(turns=True), stages=ALL)
+    report = td.check(Torn(), (drawn(0),), candidate=Torn(turns=True), stages=ALL, seed=1)
 
     assert report.verdict is Verdict.EQUIVALENT
     assert "the steps of 1 elements whose gradient is zero but for rounding" in note_of(report)
 
 
 def test_a_digit_lost_in_later_steps_is_seen_behind_a_step_that_went_otherwise():
-    report = td.check(Torn(), (drawn(0),), candidate=Torn(turns=True, loses_digits=True), stages=ALL)
+    report = td.check(Torn(), (drawn(0),), candidate=Torn(turns=True, loses_digits=True), stages=ALL, seed=1)
 
     assert report.stage("gradients").verdict is Verdict.EQUIVALENT
     assert report.stage("steps").verdict is Verdict.DIVERGED
@@ -202,16 +202,21 @@ def test_a_reference_that_stepped_otherwise_than_the_truth_is_no_other_program()
     assert report.stage("steps").verdict is Verdict.EQUIVALENT
 
 
-def test_a_program_that_branches_on_its_dtype_is_doubted_in_its_steps_too():
+def is_single(x):
+    # no question to torch, which would be answered as natively
+    return x.detach().numpy().itemsize == 4
+
+
+def test_a_program_that_branches_on_its_dtype_unseen_is_doubted_in_its_steps_too():
     class Branching(nn.Linear):
         def forward(self, x):
             made = super().forward(x)
-            return made * made if x.dtype is torch.float32 else made * made * made
+            return made * made if is_single(x) else made * made * made
 
     class Reordered(Branching):
         def forward(self, x):
             made = x[:, 16:] @ self.weight[:, 16:].T + self.bias + x[:, :16] @ self.weight[:, :16].T
-            return made * made if x.dtype is torch.float32 else made * (made * made)
+            return made * made if is_single(x) else made * (made * made)
 
     torch.manual_seed(0)
     reference, candidate = Branching(32, 8), Reordered(32, 8)

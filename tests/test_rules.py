@@ -152,7 +152,7 @@ def test_an_output_without_a_partner_has_diverged_and_is_named():
 
 def test_a_truth_that_cannot_be_computed_is_noted_and_nothing_that_differs_passes():
     def only_float32(x):
-        assert x.dtype is torch.float32, "float32 only"
+        assert x.detach().numpy().itemsize == 4, "float32 only"
         return x.exp()
 
     report = td.check(only_float32, (torch.ones(3),), candidate=lambda x: x.double().exp().float() * (1 + 2**-23))
@@ -639,7 +639,7 @@ def test_what_ran_eagerly_in_an_earlier_check_is_not_said_of_a_later_one():
 
 def test_a_truth_that_takes_another_branch_lets_nothing_pass():
     def by_dtype(x):
-        return x * 2 if x.dtype is torch.float32 else x * 3
+        return x * 2 if x.detach().numpy().itemsize == 4 else x * 3
 
     x = torch.randn(4, 4)
 

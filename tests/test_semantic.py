@@ -107,9 +107,14 @@ def test_a_transform_that_lowers_precision_is_not_asked():
     assert report.questions.semantic == "not asked: the transform lowers precision on purpose"
 
 
+def is_double(x):
+    # no question to torch, which would be answered as natively
+    return x.detach().numpy().itemsize == 8
+
+
 def test_a_candidate_that_refuses_float64_is_not_asked_and_says_why():
     def refusing(x):
-        if x.dtype is torch.float64:
+        if is_double(x):
             raise TypeError("no kernel for float64")
         return x * 2
 
@@ -121,7 +126,7 @@ def test_a_candidate_that_refuses_float64_is_not_asked_and_says_why():
 
 def test_a_program_that_refuses_float64_has_no_truth_and_is_inconclusive_where_it_differs():
     def refusing(x):
-        if x.dtype is torch.float64:
+        if is_double(x):
             raise TypeError("no kernel for float64")
         return torch.exp(x)
 
@@ -229,7 +234,7 @@ def test_a_candidate_that_compiles_itself_is_not_asked():
 @pytest.mark.parametrize("in_float64", [lambda x: x * 1.1 * torch.nan, lambda x: (x * 1.1)[:2], lambda x: (x * 1.1, x)])
 def test_nan_shape_and_structure_in_float64_are_not_dropped(in_float64):
     def candidate(x):
-        return x * 1.1 if x.dtype is torch.float32 else in_float64(x)
+        return in_float64(x) if is_double(x) else x * 1.1
 
     assert td.check(lambda x: x * 1.1, (torch.randn(8),), candidate=candidate).verdict is not EQUIVALENT
 

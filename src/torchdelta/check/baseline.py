@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,9 +24,11 @@ import torch
 
 from torchdelta._torch.compile import stances
 from torchdelta._torch.modes import lift
+from torchdelta._torch.modes.dtype_answers import Answer, DtypeRecord, DtypeReplay
 from torchdelta._torch.modes.elided_casts import coarser
 from torchdelta._torch.modes.noisy import Noisy
 from torchdelta._torch.process import runtime
+from torchdelta.check import steadiness
 from torchdelta.check.candidate import CandidateRun, run_candidate
 from torchdelta.check.decisions import SignFlips
 from torchdelta.compare.leaves import Leaves, leaves_of
@@ -36,6 +38,16 @@ from torchdelta.program.programs import Program
 from torchdelta.program.sides import Side, started_from, varied_in
 from torchdelta.program.stages import BeforeStep, Keeps, Observation, Plan, Scope, SideFailed, observe
 from torchdelta.transforms.base import Transform
+
+TOUCHED = (
+    "the candidate changed how this process runs the program itself, as an overridden kernel or a patched function "
+    "does: only runs before it count"
+)
+
+
+class YardstickTouched(SideFailed):
+    """A run of the program would say nothing now, because a candidate changed how this process runs it."""
+
 
 Progress = Callable[[str], None]
 Mode = AbstractContextManager[object]
@@ -63,6 +75,10 @@ class Baseline:
     no_truth: str = ""
     """Why there is no truth."""
     noisy_runs: dict[tuple[int, bool, torch.dtype | None], Observation | None] = field(default_factory=dict)
+    has_run_candidate: bool = False
+    """Whether a candidate ran after the reference, in this process, which it may have changed."""
+    recorded_answers: list[Answer] | None = None
+    """What the reference was told when it asked for dtypes; None before it ran."""
 
     def observe(
         self,
@@ -77,17 +93,26 @@ class Baseline:
         """Run a copy of the program eagerly within these modes, and return the observation of its stages.
 
         With `lifted` it runs in float64, and draws random numbers in the dtype `draws`, or in `drawn_in` if that is
-        None. With `noise` its parameters, inputs and roundings are moved. `plan` is used in place of the baseline's
-        own; `keeps` and `before_step` are those of `stages.observe`. Raise SideFailed if the program raises.
+        None. With `noise` its roundings are moved. `plan` is used in place of the baseline's
+        own; `keeps` and `before_step` are those of `stages.observe`. Raise SideFailed if the program raises, or if in
+        float64 it asks for other dtypes than the reference did, because then it takes another path, or if `is_touched`.
         """
+        self._require_untouched()
+        replay = DtypeReplay(self._dtype_answers) if lifted else None
+        modes = modes if replay is None else (*modes, replay)
         side, convert, scope = self._prepare(modes, lifted=lifted, noise=noise, draws=draws)
-        return observe(side, plan or self.plan, self.original, scope, convert, keeps=keeps, before_step=before_step)
+        run = observe(side, plan or self.plan, self.original, scope, convert, keeps=keeps, before_step=before_step)
+        if replay is not None and replay.astray:
+            raise SideFailed("forward", 0, run, ProgramError(f"it takes another path: {replay.astray}"))
+        return run
 
     def outputs(self, *modes: Mode, lifted: bool = False, noise: Noisy | None = None) -> Leaves:
         """Call a copy of the program once, as `observe` would; return the leaves of its outputs by path, not copied.
 
         An exception of the program is raised as it is, and not as SideFailed.
         """
+        self._require_untouched()
+        modes = (*modes, DtypeReplay(self._dtype_answers)) if lifted else modes
         side, _, scope = self._prepare(modes, lifted=lifted, noise=noise)
         runtime.seed_everything(self.plan.seed)
         with scope():
@@ -102,16 +127,20 @@ class Baseline:
         plan: Plan | None = None,
         draws_random: bool | None = None,
         is_eager: bool = False,
+        answers: Sequence[Answer] = (),
     ) -> CandidateRun:
         """Apply a transform to a copy of the program, in float64 if `lifted`, and return how its run went.
 
         If the candidate raises, the returned run has the failure. `draws_random` says whether the candidate has to draw
         the reference's random numbers; None asks the reference, which then has to run. `plan` is used in place of the
-        baseline's own. With `is_eager`, a program that compiles parts of itself runs these parts eagerly.
+        baseline's own. With `is_eager`, a program that compiles parts of itself runs these parts eagerly. `answers` are
+        those that the candidate's native run got when it asked for dtypes; a lifted run is told them again.
         """
         if draws_random is None:
             draws_random = self.reference.draws_random
         convert = lift.widened if lifted else _unchanged
+        # without a reference from before there is nothing to notice a change by
+        self.has_run_candidate |= "reference" in vars(self)
         return run_candidate(
             transform,
             Side.copied_from(self.program, convert=convert, with_callable=transform.traits.reads_program),
@@ -120,6 +149,7 @@ class Baseline:
             scope=self.eager_scope if is_eager else self.scope,
             draws_random=draws_random,
             lifted=self.lifted_scope(self.lifted_draws) if lifted else None,
+            answers=answers,
         )
 
     def _prepare(
@@ -132,14 +162,14 @@ class Baseline:
     ) -> tuple[Side, Convert, Scope]:
         """Return a fresh copy of the program, the conversion of its dtypes, and a maker of the context to run it in.
 
-        The copy is in float64 if `lifted`, and with `noise` its parameters and inputs are moved already. The context
+        The copy is in float64 if `lifted`, and `noise` knows its parameters and inputs. The context
         has the flags of the case, float64 if `lifted`, the noise and the modes.
         """
         convert = lift.widened if lifted else _unchanged
         outer = self.lifted_scope(draws or self.drawn_in) if lifted else self.eager_scope
         side = Side.copied_from(self.program, convert=convert)
         if noise is not None:
-            noise.start_from(varied_in(side))
+            noise.depend_on(varied_in(side))
             modes = (noise, *modes)
 
         @contextmanager
@@ -163,11 +193,56 @@ class Baseline:
         with self.timed("reference"):
             return self._run_reference()
 
+    @property
+    def _dtype_answers(self) -> list[Answer]:
+        """What the reference was told when it asked for dtypes; it runs first if it did not yet."""
+        if self.recorded_answers is None:
+            _ = self.reference
+        return self.recorded_answers or []
+
     @cached_property
     def second_reference(self) -> Observation:
         """The program run eagerly once more: where it differs from the first run, it is not deterministic."""
         with self.timed("second reference"):
+            return self._run_again()
+
+    @cached_property
+    def is_touched(self) -> bool:
+        """Whether a candidate changed how this process runs the program, as an overridden kernel does.
+
+        Then two runs after it agree with each other, but not with the first. A program whose runs all differ is not
+        deterministic instead.
+        """
+        if not steadiness.differing_runs(self.reference, self.second_reference):
+            return False
+        with self.timed("second reference"):
+            third = self._run_again()
+        if steadiness.differing_runs(self.second_reference, third):
+            return False
+        self.notes.append(TOUCHED)
+        return True
+
+    def _run_again(self) -> Observation:
+        """Run the reference once more, even in a process that a candidate changed."""
+        has_run, self.has_run_candidate = self.has_run_candidate, False
+        try:
             return self._run_reference()
+        finally:
+            self.has_run_candidate = has_run
+
+    def _require_untouched(self) -> None:
+        """Raise YardstickTouched if a candidate changed how this process runs the program."""
+        if self.has_run_candidate and self.is_touched:
+            raise YardstickTouched("forward", 0, Observation(), ProgramError(TOUCHED))
+
+    def measure_ahead(self, *, lowered_to: torch.dtype | None = None) -> None:
+        """Make the runs that most verdicts rest on, before a candidate can change anything: truth and noise.
+
+        `lowered_to` is the dtype that the candidate computes in on purpose, if it does.
+        """
+        if self.truth is not None:
+            _ = self.lifted_reference
+            self.noisy(1, lowered_to=lowered_to)
 
     @cached_property
     def truth(self) -> Observation | None:
@@ -229,7 +304,10 @@ class Baseline:
         """
         try:
             with shared_state_unchanged(self.program.call, name=self.program.name):
-                return self.observe()
+                record = DtypeRecord()
+                run = self.observe(record)
+                self.recorded_answers = record.answers
+                return run
         except SideFailed as failed:
             if failed.iteration:
                 self.shortfall = (
@@ -270,6 +348,8 @@ class Baseline:
                 keeps=lambda stage, path: id(reference.stages[stage].get(path)) not in originals,
                 before_step=signs.flip,
             )
+        except YardstickTouched:  # noted already
+            return None
         except SideFailed as failed:
             self.notes.append(f"a noisy run of the program failed, so its noise is not known: {failed}")
             return None

@@ -6,8 +6,8 @@ An exception of the candidate is a result, and not an error of the check. `Basel
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from torchdelta import errors
 from torchdelta._torch.compile import dynamo
+from torchdelta._torch.modes.dtype_answers import Answer, DtypeRecord, DtypeReplay
 from torchdelta._torch.modes.lift import widened
 from torchdelta._torch.process.exceptions import is_out_of_memory, place_of
 from torchdelta.errors import EnvironmentUnfit, TorchDeltaError
@@ -38,6 +39,10 @@ class CandidateRun:
     failure: Failure | None = None
     is_partly_eager: bool = False
     """Whether parts of the program ran untransformed, between the graphs that a compiler captured."""
+    forms: list[tuple[str, ...]] = field(default_factory=list)
+    """The form of each graph that a compiler captured; empty for any other transform."""
+    dtype_answers: list[Answer] = field(default_factory=list)
+    """What the candidate was told when it asked for dtypes; a compiler's is not recorded."""
     failed_in: int = 0
     """The index of the stage in which it failed; a failure before the first stage counts as one in it."""
 
@@ -66,17 +71,22 @@ def run_candidate(
     scope: Scope,
     draws_random: bool,
     lifted: Scope | None = None,
+    answers: Sequence[Answer] = (),
 ) -> CandidateRun:
     """Transform a fresh side, run it, and return the run, with the failure if the transform or the candidate raised.
 
     `lifted` is None for a native side, and else the scope of a run in float64; of a compiler's candidate, only the loss
     runs in it. `draws_random` says whether the candidate has to draw the reference's random numbers. If the transform
-    has no backward, only the stage `forward` runs. After a failure, the run has the observation up to it. Mistakes of
-    the user and lacks of the machine are raised, as TorchDeltaError.
+    has no backward, only the stage `forward` runs. A candidate that is not a compiler's gets the `answers` in a lifted
+    run when it asks for dtypes, and in a native one they are recorded. After a failure, the run has the observation up
+    to it. Mistakes of the user and lacks of the machine are raised, as TorchDeltaError.
     """
     run = CandidateRun()
     plan = plan if transform.traits.has_backward else replace(plan, stages=("forward",))
     run_scope = scope if lifted is None or transform.traits.is_compiler else lifted
+    record = DtypeRecord()
+    if not transform.traits.is_compiler:  # a compiler must not find torch.Tensor changed
+        run_scope = _combined(run_scope, record if lifted is None else DtypeReplay(answers))
     # the loss is not compiled, and must not round either
     loss_scope = lifted if lifted is not None and transform.traits.is_compiler else nullcontext
     convert = widened if lifted else _unchanged
@@ -98,7 +108,19 @@ def run_candidate(
         run.failure = failure_of(failed.error, failed.stage)
     except errors.caught_from_user_code() as error:
         run.failure = failure_of(error, "transform")
+    run.dtype_answers = record.answers
     return run
+
+
+def _combined(outer: Scope, inner: AbstractContextManager[Any]) -> Scope:
+    """Return a maker of contexts that enter both."""
+
+    @contextmanager
+    def scope() -> Iterator[None]:
+        with outer(), inner:
+            yield
+
+    return scope
 
 
 def _unchanged(dtype: torch.dtype) -> torch.dtype:
@@ -133,6 +155,7 @@ def _count_calls(transformed: TransformedSide, run: CandidateRun, watch: Callabl
             captured=witness.captured, transformed_calls=witness.calls, untransformed_calls=untransformed
         )
         run.has_reached_recompile_limit = witness.has_reached_recompile_limit()
+        run.forms = witness.forms
 
 
 def failure_of(error: BaseException, stage: str) -> Failure:

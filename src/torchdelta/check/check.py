@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from torchdelta._torch.process import runtime, versions
-from torchdelta.check import casts, decisions, semantic, steadiness
+from torchdelta.check import casts, decisions, graphwise, semantic, steadiness
 from torchdelta.check.baseline import Baseline
 from torchdelta.check.candidate import CandidateRun
 from torchdelta.check.decisions import settle_steps, with_count
@@ -73,16 +73,18 @@ class Check(JudgingSteps[Observation]):
             return self._report()
 
     def _report(self) -> Report:
-        """Run reference, candidate and truth, and the candidate in float64; judge every stage, and return the report.
+        """Run reference, truth and noise, then the candidate, natively and in float64; judge it and return the report.
 
         After the steps of `judge`, decisions are followed, and leaves become inconclusive if the reference differs in
         them between two runs, or if their noise is as large as their values. The verdict is the worst of the stages.
         Without a truth, the semantic question is not asked.
         """
         baseline = self.baseline
-        reference = baseline.reference  # before the candidate runs, which must not be able to change it
         self.unmatched = []
         self.layers = LayerwiseCheck.of(self.transform, self.policy, self.case.seed, self._ask)
+        reference = baseline.reference  # before the candidate runs, which must not be able to change it
+        if self.policy.needs_truth and not self.layers.is_observed and not baseline.has_run_candidate:
+            baseline.measure_ahead(lowered_to=self.transform.traits.lowered_to)
         with baseline.timed("candidate"):
             self.candidate = baseline.run(self.layers.transform)
         has_truth = self.truth() is not None
@@ -140,7 +142,7 @@ class Check(JudgingSteps[Observation]):
             return semantic.LiftedRun(asked="not asked: it was left out on request")
         if self.candidate.failure is not None:
             return semantic.LiftedRun(asked="not asked: the candidate failed")
-        return semantic.run_lifted(self.baseline, self.transform)
+        return semantic.run_lifted(self.baseline, self.transform, self.candidate)
 
     # the steps of `JudgingSteps.judge`, in its order
 
@@ -252,10 +254,21 @@ class Check(JudgingSteps[Observation]):
         narrowing casts that the candidate left out are noticed, because an answer in float64 replaces neither.
         """
         stages = self._notice_casts(self._replay_choices(stages, yardstick))
+        if self.lifted.is_by_graph:
+            return self._ask_graphs(stages)
         self.semantic_question, self.answers = semantic.judge_lifted(
             self.lifted, self.baseline, keeps_names=self.transform.traits.keeps_names
         )
         return [semantic.add_answers(stage, self.answers.get(stage.name, {}), self.baseline) for stage in stages]
+
+    def _ask_graphs(self, stages: list[Stage]) -> list[Stage]:
+        """Return the stages with the answers to the semantic question, asked of each captured graph by itself."""
+        answer = graphwise.ask_graphs(self.baseline, self.transform)
+        self.semantic_question = answer.question
+        if answer.count:
+            why = self.lifted.asked.removeprefix("not asked: ")
+            self.notes.append(f"float64 was asked about each of {answer.count} graphs by itself: {why}")
+        return [answer.add_to(stage) for stage in stages]
 
     def _replay_choices(self, stages: list[Stage], yardstick: Yardstick[Observation]) -> list[Stage]:
         """Return the stages; coarse leaves are judged again by a truth and a noisy run that chose as the reference did.
@@ -330,7 +343,7 @@ class Check(JudgingSteps[Observation]):
         unchanged. A note names up to four of the leaves. `steadiness.excuse` says which of them keep their verdict.
         """
         rests = any(steadiness.rests_on_steadiness(comparison) for stage in stages for comparison in stage.comparisons)
-        if not rests:
+        if not rests or self.baseline.is_touched:
             return stages
         unsteady = steadiness.differing_runs(self.baseline.reference, self.baseline.second_reference)
         if unsteady:

@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 from torchdelta._torch.compile.seams import HandedGraph, Seam, hand_on
 from torchdelta._torch.graphs import graphs
-from torchdelta.check.check import Check
+from torchdelta.check.baseline import Baseline
 from torchdelta.errors import ProgramError
 from torchdelta.program.copies import copy_together
 from torchdelta.program.sides import Side
@@ -112,56 +112,59 @@ class RecordedTransform(ObservedTransform):
             yield replace(transformed, side=replace(transformed.side, call=call))
 
 
-def capture_graphs(check: Check, level: str = DYNAMO) -> list[CapturedGraph]:
+def capture_graphs(baseline: Baseline, transform: Transform, level: str = DYNAMO) -> list[CapturedGraph]:
     """Return the graphs that the transform would be given; ProgramError if torch makes none of the program.
 
     At the level `aot` these are the forward and backward graphs that a compiler's own backend is given.
     """
-    return _record(check, level) if check.transform.traits.is_compiler else [_export(check)]
+    return _record(baseline, transform, level) if transform.traits.is_compiler else [_export(baseline)]
 
 
-def _record(check: Check, level: str) -> list[CapturedGraph]:
+def _record(baseline: Baseline, transform: Transform, level: str) -> list[CapturedGraph]:
     """Run the program with a recorder at the compiler's seam; return each recorded call: its graph, inputs and level.
 
     The transform's own backend does not run. At the level of dynamo, only the stage `forward` runs; at the level `aot`,
     all stages except `steps` do, and inputs are detached. Raise ProgramError if nothing was recorded.
     """
-    baseline = check.baseline
     is_dynamo = level == DYNAMO
     # at the level aot, each gradient is computed by a graph of its own
     recorder = GraphRecorder(with_gradients=is_dynamo)
     stages = ("forward",) if is_dynamo else tuple(each for each in baseline.plan.stages if each != "steps")
     run = baseline.run(
-        ObservedTransform(_capturing_like(check.transform), recorder)
+        ObservedTransform(_capturing_like(transform), recorder)
         if is_dynamo
-        else ObservedAfterAot(check.transform, recorder, compile_graphs=False),
+        else ObservedAfterAot(transform, recorder, compile_graphs=False),
         plan=replace(baseline.plan, stages=stages),
         draws_random=False,
     )
     if not recorder.captured:
         why = f": {run.failure.message}" if run.failure is not None else ""
         source = "dynamo captures" if is_dynamo else "AOTAutograd makes"
-        raise ProgramError(f"{check.case.program}: {source} no graph of it, so there is nothing to minify{why}")
+        raise ProgramError(f"{baseline.program.name}: {source} no graph of it, so there is nothing to minify{why}")
     return recorder.captured
 
 
 def _capturing_like(transform: Transform) -> Compiler:
-    """Return a compiler that captures as this transform does, and changes nothing."""
+    """Return a compiler that captures as this transform does, and changes nothing; ProgramError if it is unknown."""
+    while isinstance(transform, ObservedTransform):
+        transform = transform.inner
     if isinstance(transform, Compiler):
         return transform.with_backend("eager")
-    assert isinstance(transform, FxPass)
-    return Compiler("eager", transform.options)
+    if isinstance(transform, FxPass):
+        return Compiler("eager", transform.options)
+    raise ProgramError(f"the graphs that {type(transform).__name__} is given cannot be captured")
 
 
-def _export(check: Check) -> CapturedGraph:
+def _export(baseline: Baseline) -> CapturedGraph:
     """Return the exported program as one graph, with flat copied inputs; ProgramError if torch cannot export it."""
-    side = Side.copied_from(check.baseline.program)
+    side = Side.copied_from(baseline.program)
     try:
         module, lowered = export_side(side, strict=False)
     except Exception as error:
         words = str(error).splitlines()[0] if str(error) else ""
+        name = baseline.program.name
         raise ProgramError(
-            f"{check.case.program} cannot be exported, so there is no graph to minify: {type(error).__name__}: {words}"
+            f"{name} cannot be exported, so there is no graph to minify: {type(error).__name__}: {words}"
         ) from error
     # `flatten_signature` removes the calling convention by which the inputs are flattened
     inputs = graphs.flat_inputs(module, lowered.args, lowered.kwargs)

@@ -76,6 +76,11 @@ class LayerwiseCheck:
         return cls(transform, ask, seam)
 
     @property
+    def is_observed(self) -> bool:
+        """Whether the layers are observed, and decide."""
+        return self.seam is not None
+
+    @property
     def transform(self) -> Transform:
         """The transform, observed at its seam."""
         return self.inner if self.seam is None else ObservedTransform(self.inner, self.seam)

@@ -1,21 +1,21 @@
 """The semantic question: is the transform still the same function if both sides run in float64?
 
-In float64 almost nothing is rounded, so that a difference which noise hides natively shows. The transform is applied
-to the lifted program, both are run, and `compare.semantic.Semantic` judges the pair. A program that branches on its
-dtype is another program in float64; its answers are inconclusive. Start with `run_lifted`, then `judge_lifted` and
-`add_answers`.
+In float64 almost nothing is rounded, so that a difference which noise hides natively shows. The transform is applied to
+the lifted program, both are run, and `compare.semantic.Semantic` judges the pair. A program that still is another
+function in float64, as its distance from the reference shows, gets inconclusive answers. Start with `run_lifted`, then
+`judge_lifted` and `add_answers`.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from torchdelta.check.baseline import Baseline
+from torchdelta.check.candidate import CandidateRun
 from torchdelta.check.decisions import settle_steps
 from torchdelta.check.pairing import has_differences, pair_stage
 from torchdelta.compare.contract import Terms
@@ -26,11 +26,10 @@ from torchdelta.compare.protocol import (
     Yardstick,
     answer_in_float64,
     as_answered,
-    has_diverged,
     select_answers,
 )
 from torchdelta.compare.semantic import KEPT_IN_FLOAT32, Semantic
-from torchdelta.compare.spread import MASK, are_masks, sizes, spread
+from torchdelta.compare.spread import sizes, spread
 from torchdelta.errors import ProgramError, UsageError
 from torchdelta.program.sides import started_from
 from torchdelta.program.stages import Observation
@@ -52,8 +51,8 @@ class LiftedRun:
     asked: str = ASKED
     reference: Observation = field(default_factory=Observation)
     candidate: Observation = field(default_factory=Observation)
-    is_partly_eager: bool = False
-    """Whether parts of the candidate ran between the compiler's graphs, where their roundings are not lifted."""
+    is_by_graph: bool = False
+    """Whether the program cannot be asked as a whole, but its graphs can: see `graphwise`."""
 
     @property
     def differs(self) -> bool:
@@ -61,14 +60,27 @@ class LiftedRun:
         return has_differences(self.reference, self.candidate)
 
 
-def run_lifted(baseline: Baseline, transform: Transform) -> LiftedRun:
+def run_lifted(baseline: Baseline, transform: Transform, native: CandidateRun | None = None) -> LiftedRun:
     """Apply the transform to the program in float64, and run both; return the runs, or why there are none.
 
     Without runs, `asked` has the reason, such as that the transform lowers precision, that something has no float64, or
-    that the candidate fails or runs untransformed there.
+    that the candidate fails or runs untransformed there. `native` is the candidate's native run. If it has parts
+    between a compiler's graphs, several graphs of which one fails in float64, or graphs of another form than in
+    float64, the graphs have to be asked one by one, and `is_by_graph` says so.
     """
     if transform.traits.lowered_to is not None:
         return LiftedRun(asked="not asked: the transform lowers precision on purpose")
+    is_compiler = transform.traits.is_compiler and transform.traits.has_seam and native is not None
+    if is_compiler and native is not None and native.is_partly_eager:
+        return LiftedRun(asked="not asked: parts of the program run between the compiler's graphs", is_by_graph=True)
+    lifted = _run_whole(baseline, transform, native)
+    if lifted.asked != ASKED and is_compiler and native is not None and len(native.forms) > 1:
+        return replace(lifted, is_by_graph=True)
+    return lifted
+
+
+def _run_whole(baseline: Baseline, transform: Transform, native: CandidateRun | None) -> LiftedRun:
+    """Run the whole program and its candidate in float64, as `run_lifted` says."""
     reference = baseline.lifted_reference
     if reference is None:
         why = baseline.no_truth or "the program does not run in float64 when it draws in it"
@@ -77,24 +89,26 @@ def run_lifted(baseline: Baseline, transform: Transform) -> LiftedRun:
         return LiftedRun(asked=f"not asked: {', '.join(sorted(baseline.unlifted))} has no float64")
     try:
         with baseline.timed("semantic"):
-            candidate = baseline.run(transform, lifted=True)
+            candidate = baseline.run(transform, lifted=True, answers=native.dtype_answers if native else ())
     except (ProgramError, UsageError) as error:  # natively it was not an error
         return LiftedRun(asked=f"not asked: {error}")
     if failure := candidate.failure:
-        message = f"{failure.type}: {failure.message}".partition("\n")[0]
+        # a compiler says in its first line that a backend failed, and in the second how
+        message = " ".join(f"{failure.type}: {failure.message}".splitlines()[:2])
         return LiftedRun(asked=f"not asked: the transform fails on the program in float64 ({message})")
     if why := candidate.untransformed():
         return LiftedRun(asked=f"not asked: in float64 {why}")
-    return LiftedRun(reference=reference, candidate=candidate.observation, is_partly_eager=candidate.is_partly_eager)
+    if native is not None and native.forms != candidate.forms:
+        is_by_graph = transform.traits.has_seam
+        return LiftedRun(asked="not asked: in float64 the program has other operations", is_by_graph=is_by_graph)
+    return LiftedRun(reference=reference, candidate=candidate.observation)
 
 
 def judge_lifted(lifted: LiftedRun, baseline: Baseline, *, keeps_names: bool) -> tuple[str, Answers]:
     """Return the text `asked`, or why the semantic question was not asked, and its answers by stage and path.
 
     Without runs in `lifted` there are no answers. Noisy runs in float64 are made only if something diverges by the
-    noise of a native run. If it diverges even then, and parts of the candidate ran between a compiler's graphs, where
-    they round, the answers are dropped. Without `keeps_names`, differences as small as those of a constant in float32
-    pass.
+    noise of a native run. Without `keeps_names`, differences as small as those of a constant in float32 pass.
     """
     # a leaf that a run did not change is kept as the program's own tensor
     unchanged = frozenset(map(id, started_from(baseline.original)))
@@ -114,10 +128,7 @@ def judge_lifted(lifted: LiftedRun, baseline: Baseline, *, keeps_names: bool) ->
 
     noisy = baseline.noisy(1) if lifted.differs else []
     native = Yardstick(reference=lifted.reference, truth=baseline.truth, noisy=noisy)
-    answers = answer_in_float64(compare, native, in_float64)
-    if lifted.is_partly_eager and has_diverged(answers):
-        return "not asked: part of the program runs between the compiler's graphs, and rounds there in float64 too", {}
-    return lifted.asked, answers
+    return lifted.asked, answer_in_float64(compare, native, in_float64)
 
 
 def _compare_stage(
@@ -175,8 +186,8 @@ def _add_answer(native: Comparison, answer: Comparison | None, is_foreign: Calla
 
     It is unchanged too if it was not measured itself. An answer that was not measured makes it inconclusive, even if
     the answer diverged. A measured answer that diverged replaces verdict, reason and numbers; any other only adds its
-    error and noise to the details. If `is_foreign` says of the path that the program is another function in float64, a
-    measured answer that diverged, and an equivalent leaf far from its truth, become inconclusive instead.
+    error, noise and resolution to the details. If `is_foreign` says of the path that the program is another function in
+    float64, a measured answer that diverged, and an equivalent leaf far from its truth, become inconclusive instead.
     """
     if answer is None or native.verdict is Verdict.DIVERGED or native.measurement is None:
         return native
@@ -186,6 +197,8 @@ def _add_answer(native: Comparison, answer: Comparison | None, is_foreign: Calla
     if answer.error is None:
         return native
     errors = {"semantic_error": answer.error, "semantic_noise": answer.noise or 0.0}
+    if answer.resolution is not None:
+        errors["semantic_resolution"] = answer.resolution
     if answer.verdict is Verdict.DIVERGED:
         native_errors = {"native_error": native.error or 0.0, "native_allowed": native.allowed or 0.0}
         answered = as_answered(native, answer, **errors, **native_errors)
@@ -230,14 +243,11 @@ def _is_further_than_noise(baseline: Baseline, stage: str, path: str) -> bool:
         return False
     if truth.shape != reference.shape or not is_inexact(reference.dtype):
         return False
-    mask = MASK if are_masks(truth) else math.inf
     runs = [run.stages.get(stage, {}).get(path) for run in baseline.noisy(1)]
     distances = [
-        spread(run, reference, mask).rms
-        for run in runs
-        if isinstance(run, torch.Tensor) and run.shape == reference.shape
+        spread(run, reference).rms for run in runs if isinstance(run, torch.Tensor) and run.shape == reference.shape
     ]
     noise = max(distances, default=0.0)
     unit = max(unit_roundoff(dtype) for dtype in (reference.dtype, baseline.narrowed_to) if dtype is not None)
-    floor = unit * sizes(truth, mask).rms
-    return bool(distances) and spread(truth, reference, mask).rms > FOREIGN * max(noise, floor)
+    floor = unit * sizes(truth).rms
+    return bool(distances) and spread(truth, reference).rms > FOREIGN * max(noise, floor)

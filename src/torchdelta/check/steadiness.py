@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torchdelta.compare.judge import Judge
+from torchdelta.compare.noise import ZERO
 from torchdelta.compare.policy import Bitwise
 from torchdelta.program.stages import Observation
 from torchdelta.records.comparison import Comparison
@@ -19,8 +20,6 @@ from torchdelta.records.verdict import Verdict
 
 COARSE = 0.3
 """Noise beyond this share of the values themselves would let anything pass."""
-NEAR_ZERO = 64.0
-"""Noise within so many units of rounding of the stage's largest values is that of a tensor that should be zero."""
 OWN_SHARE = 0.125
 """A difference of two reference runs beyond this share of the candidate's error may explain the error."""
 SUSPECT = 100.0
@@ -39,28 +38,32 @@ def rests_on_steadiness(comparison: Comparison) -> bool:
 
 
 def doubt_coarse(stage: Stage) -> Stage:
-    """Return the stage; leaves that passed only because their noise is as large as their values become inconclusive.
+    """Return the stage with the leaves inconclusive that passed only because their noise is as large as their values.
 
-    Only equivalent leaves whose values differ are looked at. A leaf that passed in float64 too stays equivalent. So
-    does a leaf whose noise is tiny beside the largest values of the stage, such as a gradient that is zero in exact
-    arithmetic.
+    Only equivalent leaves whose values differ are looked at. A leaf that passed in float64 too stays equivalent, unless
+    that answer is coarse as well. So does a leaf that is zero in exact arithmetic, such as the gradient of an attention
+    key's bias: in the truth it is smaller than the largest values of the stage by as much as float64 can tell.
     """
-    details = [comparison.details for comparison in stage.comparisons]
-    scales = [float(each["rms_of_truth"]) for each in details if "rms_of_truth" in each]
+    scales = [float(each.details["rms_of_truth"]) for each in stage.comparisons if "rms_of_truth" in each.details]
     largest = max((scale for scale in scales if math.isfinite(scale)), default=0.0)
 
     def doubt(comparison: Comparison) -> Comparison:
-        if comparison.verdict is not Verdict.EQUIVALENT or not _differs(comparison) or comparison.noise is None:
+        if comparison.verdict is not Verdict.EQUIVALENT or comparison.noise is None or not is_coarse(comparison):
             return comparison
-        if "semantic_error" in comparison.details:
-            return comparison  # it passed in float64, where noise is small
-        is_near_zero = comparison.noise <= NEAR_ZERO * float(comparison.details["roundoff"]) * largest
-        if not is_coarse(comparison) or is_near_zero:
+        if _is_fine_in_float64(comparison):
+            return comparison
+        if float(comparison.details.get("rms_of_truth", math.inf)) <= ZERO * largest:
             return comparison
         reason = f"{comparison.reason}, but the noise is nearly as large as the values are, and would let much pass"
         return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason)
 
     return _map_comparisons(stage, doubt)
+
+
+def _is_fine_in_float64(comparison: Comparison) -> bool:
+    """Tell whether both sides were compared in float64, and finely enough that the answer means something."""
+    details = comparison.details
+    return "semantic_error" in details and float(details.get("semantic_resolution", 0.0)) <= COARSE
 
 
 def vouched_for(stages: Sequence[Stage]) -> list[str]:
@@ -72,7 +75,7 @@ def vouched_for(stages: Sequence[Stage]) -> list[str]:
         f"{stage.name} {comparison.path}"
         for stage in stages
         for comparison in stage.comparisons
-        if comparison.verdict is Verdict.EQUIVALENT and "semantic_error" in comparison.details and is_coarse(comparison)
+        if comparison.verdict is Verdict.EQUIVALENT and _is_fine_in_float64(comparison) and is_coarse(comparison)
     ]
     if not coarse:
         return []

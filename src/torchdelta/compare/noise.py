@@ -3,8 +3,9 @@
 A correct program of the same dtype is about as far from the float64 truth as the reference is, and as noisy runs are:
 the reference with every rounding moved. The candidate may be as far off as the largest of these, times a limit, by
 three statistics: the root mean square, the largest element, and the worst block of elements, which finds a wrong row
-that the whole tensor hides. A candidate that is *closer* to the truth than the reference has not diverged. Start with
-`Noise.judge`; the limits are `SINGLE` and the constants after it.
+that the whole tensor hides. Values of very different sizes are judged apart (`magnitudes`). A candidate that is
+*closer* to the truth than the reference has not diverged. Start with `Noise.judge`; the limits are `SINGLE` and the
+constants after it.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ import numpy as np
 import torch
 
 from torchdelta.compare.kernels import measure
+from torchdelta.compare.magnitudes import Part, parts_of
 from torchdelta.compare.policy import IDENTICAL, Judgement, Policy, Sample, describe_misplaced, luck, relative
-from torchdelta.compare.spread import MASK, Array, Spread, are_masks, lost_masks, sizes, spread
-from torchdelta.records.comparison import Measurement
+from torchdelta.compare.spread import MASK, Array, Spread, lost_masks, sizes, spread
+from torchdelta.records.comparison import Measurement, Scalar
 from torchdelta.records.verdict import Verdict
 
+ZERO = 2.0**-40
+"""Values so much smaller than others are zero but for the rounding of float64."""
 COARSEST = 0.3
 """A dtype whose own rounding allows a larger relative error than this is too coarse to judge: float8."""
 
@@ -68,25 +72,59 @@ class Noise(Policy):
             return _judge_without_truth(sample.measurement)
         if not sample.measurement.mismatches:
             return _judge_identical(sample)
-        distances = _Distances.of(sample)
-        judgement = max(distances.judgements(), key=lambda judgement: judgement.rank)
-        roundoff = _coarsest_roundoff(sample)
-        if judgement.verdict is Verdict.EQUIVALENT and distances.limit * distances.floor > COARSEST * distances.scale:
-            reason = f"{judgement.reason}, but rounding alone may be that large in so coarse a dtype"
-            judgement = judgement._replace(verdict=Verdict.INCONCLUSIVE, reason=reason)
-        judgement = judgement._replace(
-            resolution=distances.resolution,
-            details={
-                **(judgement.details or {}),
-                "rms_of_truth": distances.scale,
-                "floor": distances.floor,
-                "reference_error": distances.reference.rms,
-                "roundoff": roundoff,
-                "noisy_runs": len(sample.noisy),
-                "question": "native",
-            },
-        )
-        return _judge_non_finite(judgement, sample, distances)
+        parts = parts_of(sample, sample.truth)
+        judgements = [_judge_part(part, sample) for part in parts]
+        judgement = max(judgements, key=lambda judgement: judgement.rank)
+        # what was seen of a part that is zero but for the rounding of float64 says nothing about the others
+        largest = max(_scale_of(each) for each in judgements)
+        resolutions = [each.resolution for each in judgements if _scale_of(each) > ZERO * largest]
+        judgement = judgement._replace(resolution=max((each for each in resolutions if each is not None), default=None))
+        return _judge_non_finite(judgement, sample)
+
+
+def _scale_of(judgement: Judgement) -> float:
+    return float((judgement.details or {}).get("rms_of_truth", 0.0))
+
+
+def _judge_part(part: Part, whole: Sample) -> Judgement:
+    """Return the judgement of the finite values of one part of a sample, by the worst of its statistics.
+
+    Mask constants are DIVERGED if one is not what it was, and otherwise EQUIVALENT. Any other part is INCONCLUSIVE in
+    place of EQUIVALENT if its dtype is too coarse.
+    """
+    sample = part.sample
+    if part.is_mask:
+        return _judge_masks(sample, whole)
+    distances = _Distances.of(sample, part.elements, part.ordinary)
+    judgement = max(distances.judgements(), key=lambda judgement: judgement.rank)
+    if judgement.verdict is Verdict.EQUIVALENT and distances.limit * distances.floor > COARSEST * distances.scale:
+        reason = f"{judgement.reason}, but rounding alone may be that large in so coarse a dtype"
+        judgement = judgement._replace(verdict=Verdict.INCONCLUSIVE, reason=reason)
+    details = {
+        **(judgement.details or {}),
+        "rms_of_truth": part.unscale(distances.scale),
+        "floor": part.unscale(distances.floor),
+        "reference_error": part.unscale(distances.reference.rms),
+        "roundoff": _coarsest_roundoff(sample),
+        "noisy_runs": len(sample.noisy),
+        "question": "native",
+    }
+    return part.unscaled(judgement._replace(resolution=distances.resolution, details=details))
+
+
+def _judge_masks(sample: Sample, whole: Sample) -> Judgement:
+    """Return DIVERGED if a mask constant of a part is not what it was, and otherwise EQUIVALENT."""
+    assert sample.truth is not None
+    lost = lost_masks(sample.truth, sample.reference, sample.candidate)
+    details: dict[str, Scalar] = {
+        "roundoff": _coarsest_roundoff(whole),
+        "noisy_runs": len(whole.noisy),
+        "question": "native",
+    }
+    if lost:
+        reason = f"{lost} values beyond {MASK:g}, which are taken for mask constants, are not what they were"
+        return Judgement(Verdict.DIVERGED, reason, error=math.inf, noise=0.0, allowed=0.0, details=details)
+    return Judgement(Verdict.EQUIVALENT, "mask constants are what they were", 0.0, 0.0, 0.0, details=details)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,31 +139,33 @@ class _Distances:
     slack: Slack
     unit: float
     scale: float
+    ordinary: float
+    """The size of an ordinary element of the truth; a few may be much larger."""
     numel: int
     largest_rounding: float
 
     @classmethod
-    def of(cls, sample: Sample) -> _Distances:
+    def of(cls, sample: Sample, numel: int, ordinary: float) -> _Distances:
         """Return how far candidate, reference and noisy runs of a sample are from its truth, which must not be None.
 
-        Elements at which the truth is beyond `MASK` are left out as mask constants, unless they are more than half of
-        its nonzero values.
+        `numel` is the number of elements that count: the others are zero on all sides. `ordinary` is the size of an
+        ordinary one.
         """
         truth = sample.truth
         assert truth is not None
-        mask = MASK if are_masks(truth) else math.inf
-        of_truth = sizes(truth, mask)
+        of_truth = sizes(truth, math.inf)
         unit = _coarsest_roundoff(sample)
-        candidate = spread(truth, sample.candidate, mask)
+        candidate = spread(truth, sample.candidate, math.inf)
         return cls(
             candidate=candidate,
-            reference=spread(truth, sample.reference, mask),
-            noisy=[spread(truth, run, mask) for run in sample.noisy],
+            reference=spread(truth, sample.reference, math.inf),
+            noisy=[spread(truth, run, math.inf) for run in sample.noisy],
             sizes=of_truth.squares,
             slack=_slack(sample),
             unit=unit,
             scale=of_truth.rms,
-            numel=truth.numel(),
+            ordinary=min(ordinary, of_truth.rms),
+            numel=numel,
             # an element rounds in proportion to its own size, and one may be much larger than the others
             largest_rounding=0.5 * unit * _size_at(truth, candidate.at),
         )
@@ -145,7 +185,7 @@ class _Distances:
 
     @property
     def resolution(self) -> float | None:
-        return relative(self.limit * self.rms_noise, self.scale)
+        return relative(self.limit * self.rms_noise, self.ordinary)
 
     def judgements(self) -> list[Judgement]:
         """Return the judgements of the rms error, of the largest error, and, with noisy runs, of the worst block.
@@ -275,20 +315,18 @@ def _judge_without_truth(pair: Measurement) -> Judgement:
     )
 
 
-def _judge_non_finite(judgement: Judgement, sample: Sample, distances: _Distances) -> Judgement:
-    """Return the judgement of the finite values, corrected by lost mask constants and misplaced NaNs and infinities.
+def _judge_non_finite(judgement: Judgement, sample: Sample) -> Judgement:
+    """Return the judgement of the finite values, corrected by misplaced NaNs and infinities.
 
-    It becomes DIVERGED, with an infinite error, if mask constants were lost, or if NaN or Inf are misplaced at more
-    elements between reference and candidate than between truth and reference. Unless it is DIVERGED already, it becomes
+    It becomes DIVERGED, with an infinite error, if NaN or Inf are misplaced at more elements between reference and
+    candidate than between truth and reference. Unless it is DIVERGED already, it becomes
     INCONCLUSIVE if the candidate has NaN or Inf elsewhere than both reference and truth, or if the truth is NaN or Inf
     where the reference is finite. Otherwise it is returned unchanged.
     """
     pair = sample.measurement
     assert sample.truth is not None
-    if distances.candidate.masked and (lost := lost_masks(sample.truth, sample.reference, sample.candidate)):
-        reason = f"{lost} values beyond {MASK:g}, which are taken for mask constants, are not what they were"
-        return judgement._replace(verdict=Verdict.DIVERGED, reason=reason, error=math.inf)
-    if not (distances.candidate.skipped or distances.reference.skipped or pair.misplaced):
+    has_non_finite = pair.finite < pair.numel or not bool(sample.truth.isfinite().all())
+    if not has_non_finite and not pair.misplaced:
         return judgement
     of_reference, of_candidate = measure(sample.truth, sample.reference), measure(sample.truth, sample.candidate)
     places = describe_misplaced(pair)

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from torchdelta.compare.magnitudes import Part, parts_of
 from torchdelta.compare.noise import unit_roundoff
 from torchdelta.compare.policy import IDENTICAL, Judgement, Policy, Sample, describe_misplaced, luck, relative
-from torchdelta.compare.spread import MASK, Array, Spread, are_masks, lost_masks, sizes, spread
+from torchdelta.compare.spread import MASK, Array, Spread, lost_masks, sizes, spread
 from torchdelta.records.verdict import Verdict
 
 LIMIT = 100.0
@@ -46,14 +47,23 @@ class Semantic(Policy):
             return Judgement(verdict=Verdict.EQUIVALENT, reason=f"{IDENTICAL} in float64", error=0.0, noise=0.0)
         if pair.misplaced:
             return _diverged(f"{describe_misplaced(pair)} in float64")
-        mask = MASK if are_masks(sample.reference) else math.inf
-        error = spread(sample.reference, sample.candidate, mask)
-        if error.masked and (lost := lost_masks(sample.reference, sample.reference, sample.candidate)):
-            return _diverged(f"{lost} values beyond {MASK:g} are not what they were in float64")
-        of_values = sizes(sample.reference, mask)
-        squares, peak = _noise(sample, mask, error)
+        judgements = [self._judge_part(part) for part in parts_of(sample, sample.reference)]
+        worst = max(judgements, key=lambda judgement: judgement.rank)
+        return worst._replace(resolution=max((each.resolution or 0.0 for each in judgements), default=None))
+
+    def _judge_part(self, part: Part) -> Judgement:
+        """Return the judgement of values of about one size, by the worst of its statistics; mask constants stay."""
+        sample = part.sample
+        if part.is_mask:
+            lost = lost_masks(sample.reference, sample.reference, sample.candidate, self.floor)
+            if lost:
+                return _diverged(f"{lost} values beyond {MASK:g} are not what they were in float64")
+            return Judgement(Verdict.EQUIVALENT, "mask constants are what they were in float64", 0.0, 0.0, 0.0)
+        error = spread(sample.reference, sample.candidate, math.inf)
+        of_values = sizes(sample.reference, math.inf)
+        squares, peak = _noise(sample, error)
         unit = unit_roundoff(torch.float64)
-        limit = LIMIT * luck(pair.numel)
+        limit = LIMIT * luck(part.elements)
         own = (self.floor / limit) ** 2 + (0.5 * unit) ** 2
         blocks = squares + own * of_values.squares
         # a row that should be zero still has the rounding of the other rows
@@ -61,16 +71,18 @@ class Semantic(Policy):
         ratios = error.squares / np.maximum(blocks, 5e-324)
         worst = int(ratios.argmax())
         floor = math.sqrt(own)
+        rms_noise = max(math.sqrt(float(squares.mean())), floor * of_values.rms)
         judgements = [
-            _judge("rms", error.rms, max(math.sqrt(float(squares.mean())), floor * of_values.rms), limit),
+            _judge("rms", error.rms, rms_noise, limit),
             _judge("max", error.peak, max(peak, floor * of_values.peak), limit),
             _judge("row", math.sqrt(float(error.squares[worst])), math.sqrt(float(blocks[worst])), ROW * limit),
         ]
-        worst_judgement = max(judgements, key=lambda judgement: judgement.rank)
-        return worst_judgement._replace(resolution=relative(worst_judgement.allowed or 0.0, of_values.rms))
+        judgement = max(judgements, key=lambda judgement: judgement.rank)
+        resolution = relative(limit * rms_noise, min(part.ordinary, of_values.rms))
+        return part.unscaled(judgement._replace(resolution=resolution))
 
 
-def _noise(sample: Sample, mask: float, error: Spread) -> tuple[Array, float]:
+def _noise(sample: Sample, error: Spread) -> tuple[Array, float]:
     """Return the mean squares of the noise by block, and its largest element, as they would be in float64.
 
     Both are the maximum over the noisy runs, whose distances from the truth are scaled by the ratio of float64's unit
@@ -80,7 +92,7 @@ def _noise(sample: Sample, mask: float, error: Spread) -> tuple[Array, float]:
     for run in sample.noisy:
         assert sample.truth is not None
         scale = unit_roundoff(torch.float64) / unit_roundoff(run.dtype)
-        noise = spread(sample.truth, run, mask)
+        noise = spread(sample.truth, run, math.inf)
         squares = np.maximum(squares, scale**2 * noise.squares)
         peak = max(peak, scale * noise.peak)
     return squares, peak

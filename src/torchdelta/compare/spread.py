@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchdelta.compare import kernels, torch_kernels
+from torchdelta.compare import kernels
 
 Array = npt.NDArray[np.float64]
 
@@ -103,31 +103,18 @@ def sizes(truth: torch.Tensor, mask: float = MASK) -> Spread:
     return spread(truth, nothing.expand(truth.shape), mask)
 
 
-def are_masks(truth: torch.Tensor) -> bool:
-    """Tell whether at most half of the truth's nonzero values are beyond `MASK`: if more are, they are data.
-
-    This is True, too, if none is. Of a complex tensor the components are values.
-    """
-    masks = values = 0
-    for index in torch_kernels.pieces(truth.shape, _SPAN):
-        piece = truth[index].detach()
-        piece = torch.view_as_real(piece) if piece.is_complex() else piece
-        masks += int(torch.count_nonzero(piece > MASK)) + int(torch.count_nonzero(piece < -MASK))
-        values += int(torch.count_nonzero(piece))
-    return masks * 2 <= values
-
-
-def lost_masks(truth: torch.Tensor, reference: torch.Tensor, candidate: torch.Tensor) -> int:
+def lost_masks(truth: torch.Tensor, reference: torch.Tensor, candidate: torch.Tensor, floor: float = 0.0) -> int:
     """Return the number of values beyond `MASK` in the truth that differ between reference and candidate.
 
     Two values at the end of the dtype's range, beyond a quarter of its largest number, only need the same sign. Others
-    have to agree up to 64 eps of their size; NaN equals NaN. Of complex tensors the components are values.
+    have to agree up to 64 eps of their size, or `floor` if that is more; NaN equals NaN. Of complex tensors the
+    components are values.
     """
     is_mask = _wide(truth).abs() > MASK
     ours, theirs = _wide(reference)[is_mask], _wide(candidate)[is_mask]
     end = torch.finfo(reference.dtype).max / 4
     at_end = (ours.abs() >= end) & (theirs.abs() >= end) & (ours.sign() == theirs.sign())
-    same = (theirs - ours).abs() <= 64 * torch.finfo(reference.dtype).eps * ours.abs()
+    same = (theirs - ours).abs() <= max(64 * torch.finfo(reference.dtype).eps, floor) * ours.abs()
     return int((~(at_end | same | (ours.isnan() & theirs.isnan()))).sum())
 
 

@@ -24,6 +24,7 @@ from torchdelta._torch.graphs.nodes import every_node, writes_to
 from torchdelta._torch.modes import outside
 from torchdelta._torch.process import runtime, versions
 from torchdelta._torch.process.exceptions import names_out_of_memory, without_frames
+from torchdelta.check.baseline import TOUCHED
 from torchdelta.check.candidate import failure_of
 from torchdelta.check.check import Check
 from torchdelta.check.prepare import prepare
@@ -102,6 +103,9 @@ class CheckedCall:
                 if _failure_on_copies(check) is None:
                     raise UncheckedCall(NO_ERROR)
         report = check.run()
+        with runtime.preserved():
+            if report.verdict is Verdict.EQUIVALENT and check.baseline.is_touched:
+                report = replace(report, verdict=Verdict.INCONCLUSIVE, notes=(*report.notes, TOUCHED))
         if report.failure is not None and names_out_of_memory(report.failure.type, report.failure.message):
             raise UncheckedCall("there was not enough memory for a check, which holds both sides and the truth")
         return report

@@ -35,7 +35,7 @@ def subjects_of(check: Check, level: str = DYNAMO) -> list[Subject]:
             f"{check.case.transform} is another implementation, so there is no graph to make smaller: "
             "`torchdelta locate` names the module that differs"
         )
-    subjects = as_subjects(capture_graphs(check, level))
+    subjects = as_subjects(capture_graphs(check.baseline, transform, level))
     if not subjects:
         raise ProgramError(f"{check.case.program}: its graphs compute nothing, so there is nothing to minify")
     return subjects

@@ -94,9 +94,7 @@ def load_object(spec: str, *, what: str) -> Any:
     `what` says in error messages what it is for. Raise UsageError if `spec` has another form, and ProgramError if the
     module does not import or has no such name.
     """
-    place, colon, name = spec.rpartition(":")
-    if not colon or not place or not name:
-        raise UsageError(f"{spec!r} does not name a {what}: write path/file.py:name or package.module:name")
+    place, name = _place_and_name(spec, what)
     module = load_module(place, what=what)
     value: Any = module
     for step in name.split("."):
@@ -106,6 +104,32 @@ def load_object(spec: str, *, what: str) -> Any:
             public = [key for key, item in vars(module).items() if callable(item) and not key.startswith("_")]
             raise ProgramError(f"{place} has no {name!r}: {nearest(name, public)}") from None
     return value
+
+
+def require_module(spec: str, *, what: str) -> None:
+    """Raise UsageError if `spec` is not of the form `path/file.py:name` or `package.module:name`.
+
+    Raise ProgramError if there is no such file or module. Nothing is imported but the packages around a module.
+    """
+    place, _ = _place_and_name(spec, what)
+    if place.endswith(".py"):
+        if not Path(place).is_file():
+            raise ProgramError(f"there is no file {place} for the {what}")
+        return
+    try:
+        is_known = place in sys.modules or importlib.util.find_spec(place) is not None
+    except (ImportError, ValueError):
+        is_known = False
+    if not is_known:
+        raise ProgramError(f"there is no module {place!r} for the {what}")
+
+
+def _place_and_name(spec: str, what: str) -> tuple[str, str]:
+    """Return the module and the name in it; UsageError if `spec` has another form."""
+    place, colon, name = spec.rpartition(":")
+    if not colon or not place or not name:
+        raise UsageError(f"{spec!r} does not name a {what}: write path/file.py:name or package.module:name")
+    return place, name
 
 
 def load_module(place: str, *, what: str) -> ModuleType:

@@ -1,9 +1,9 @@
 """Put back what a run of the user's code changes: module state (`restored`) and random generators.
 
-    draws = GeneratorDraws.now()
-    with restored([model]):
-        model(x)                # may update buffers, lists, dicts
-    draws.rewind()
+draws = GeneratorDraws.now()
+with restored([model]):
+    model(x)                # may update buffers, lists, dicts
+draws.rewind()
 """
 
 from __future__ import annotations

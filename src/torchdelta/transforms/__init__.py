@@ -11,7 +11,6 @@ from typing import Any
 
 from torchdelta._torch.compile import dynamo
 from torchdelta.errors import UsageError
-from torchdelta.program.programs import load_callable
 from torchdelta.registry import Registry, nearest
 from torchdelta.transforms.aot import Aot
 from torchdelta.transforms.autocast import Autocast
@@ -55,8 +54,8 @@ def build(spec: str | Transform | Callable[..., Any], options: Options) -> Trans
     """Return the transform that a name, `file.py:fn` or a function stands for; a transform is returned as it is.
 
     A name is one of `TRANSFORMS`, with its argument behind a colon if it takes one. Any other text with a colon, and
-    any function, is a pass. UsageError if the name, its argument or an option is wrong; UsageError or ProgramError if a
-    function cannot be loaded.
+    any function, is a pass; a named one is loaded when it is applied. UsageError if the name, its argument or an option
+    is wrong; UsageError or ProgramError if a function cannot be loaded.
     """
     if isinstance(spec, Transform):
         return spec
@@ -69,6 +68,6 @@ def build(spec: str | Transform | Callable[..., Any], options: Options) -> Trans
             raise UsageError(f"transform {spec!r} is written {name}{':' if factory.argument else ''}{factory.argument}")
         return factory.build(argument, options)
     if colon:
-        return FxPass(load_callable(spec, what="pass"), options)
+        return FxPass(spec, options)
     known = [*TRANSFORMS, *(f"backend:{backend}" for backend in dynamo.backend_names())]
     raise UsageError(f"unknown transform {spec!r}: {nearest(name, known)} A pass of your own is file.py:fn.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from torch.fx import GraphModule
@@ -16,6 +17,7 @@ from torch.fx import GraphModule
 from torchdelta._torch.compile.seams import HandedGraph, Seam, graph_behind, hand_on
 from torchdelta._torch.graphs import graphs
 from torchdelta.errors import UsageError
+from torchdelta.program.programs import load_callable, require_module
 from torchdelta.program.sides import Side, state_of
 from torchdelta.transforms.base import Options, Traits, Transform, TransformedSide
 from torchdelta.transforms.compiler import Compiler
@@ -27,23 +29,31 @@ GRAPHS = ("dynamo", "aten", "export")
 class FxPass(Transform):
     """The pass as a torch.compile backend (`graph=dynamo`, `graph=aten`) or on the exported graph (`graph=export`)."""
 
-    def __init__(self, function: graphs.Pass, options: Options) -> None:
-        """Take the pass, and read the option `graph`: "dynamo" by default, "aten" or "export".
+    def __init__(self, function: graphs.Pass | str, options: Options) -> None:
+        """Take the pass, or its name, and read the option `graph`: "dynamo" by default, "aten" or "export".
 
-        The other options are those of torch.compile; they are checked here, except with `graph=export`, which ignores
-        them. UsageError if the pass is not callable, or if an option is unknown or wrong.
+        A named pass is loaded when it is first applied, because its module may change torch, and the yardstick must be
+        known by then. The other options are those of torch.compile; they are checked here, except with `graph=export`,
+        which ignores them. UsageError if the pass is not callable, or if an option is unknown or wrong.
         """
-        if not callable(function):
+        if isinstance(function, str):
+            require_module(function, what="pass")
+        elif not callable(function):
             raise UsageError(f"a pass is a function of a graph module and its inputs, not {type(function).__name__}")
         rest = dict(options)
         self.graph = str(rest.pop("graph", "dynamo"))
         if self.graph not in GRAPHS:
             raise UsageError(f"unknown graph {self.graph!r}: a pass works on {', '.join(GRAPHS)}")
-        self.function = function
+        self.named = function
         self.options = rest
         self.traits = Traits(has_seam=True, is_compiler=self.graph != "export")
         if self.traits.is_compiler:
             self._compiler(hand_on)  # checks the options
+
+    @cached_property
+    def function(self) -> graphs.Pass:
+        """The pass itself; UsageError or ProgramError if its name cannot be loaded."""
+        return load_callable(self.named, what="pass") if isinstance(self.named, str) else self.named
 
     @contextmanager
     def apply(
@@ -54,6 +64,7 @@ class FxPass(Transform):
         The `seam` gets each graph before the pass. With `graph=export` the pass runs at once on the one exported graph;
         otherwise it runs as a backend of torch.compile, when the side is first called.
         """
+        _ = self.function  # loaded here, because inside of a compiler its error would be the compiler's
         if self.traits.is_compiler:
             with self._compiler(seam).apply(side, draws_random=draws_random, lifted=lifted) as transformed:
                 yield transformed

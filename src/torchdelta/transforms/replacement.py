@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -18,7 +19,7 @@ from torchdelta._torch.compile.seams import Seam, hand_on
 from torchdelta._torch.modes.lift import widened
 from torchdelta.errors import ProgramError, UsageError
 from torchdelta.program.copies import copy_together
-from torchdelta.program.programs import load_callable
+from torchdelta.program.programs import load_callable, require_module
 from torchdelta.program.sides import Side
 from torchdelta.transforms.base import Options, Traits, Transform, TransformedSide, require_known
 
@@ -64,18 +65,24 @@ class OtherModule(Transform):
     traits = Traits(keeps_names=False)
 
     def __init__(self, factory: str, options: Options) -> None:
-        """Load the factory, and the mapping that the option `state` names.
+        """Read the names of the factory and, in the option `state`, of a mapping, which is loaded.
 
-        `state=same`, the default, takes the state dict as it is; `state=none` takes none. UsageError or ProgramError if
-        a name cannot be loaded.
+        The factory is loaded when it is first applied, because its module may change torch, and the yardstick must be
+        known by then. `state=same`, the default, takes the state dict as it is; `state=none` takes none. UsageError or
+        ProgramError if a name cannot be loaded.
         """
         require_known("module", options, ("state",))
+        require_module(factory, what="module factory")
         self.factory_name = factory
-        self.factory = load_callable(factory, what="module factory")
         state = str(options.get("state", "same"))
         self.state_map: StateMap | None = None if state == "none" else dict
         if state not in ("none", "same"):
             self.state_map = load_callable(state, what="state-dict mapping")
+
+    @cached_property
+    def factory(self) -> Callable[..., Any]:
+        """The factory itself; UsageError or ProgramError if its name cannot be loaded."""
+        return load_callable(self.factory_name, what="module factory")
 
     @contextmanager
     def apply(
@@ -87,8 +94,9 @@ class OtherModule(Transform):
         Raise ProgramError if the factory raises, or if there is no state dict that fits. If `lifted`, the module is
         copied to float64; TypeError if torch.compile made it. `draws_random` and `seam` are not used.
         """
+        factory = self.factory
         try:
-            built = self.factory()
+            built = factory()
         except errors.caught_from_user_code() as error:
             raise ProgramError(f"{self.factory_name}: the factory raised {type(error).__name__}: {error}") from error
         module = built[0] if isinstance(built, tuple) else built

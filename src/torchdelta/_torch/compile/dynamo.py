@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.exc import InvalidCxxCompiler
 
 from torchdelta._torch.compile.seams import HandedGraph, Seam, hand_on
-from torchdelta._torch.graphs.lift_graph import lift_graph
+from torchdelta._torch.graphs.lift_graph import form_of, lift_graph
 from torchdelta.errors import UsageError
 from torchdelta.registry import nearest
 
@@ -36,6 +36,8 @@ class Witness:
     captured: int = 0
     calls: int = 0
     is_compiler: bool = False
+    forms: list[tuple[str, ...]] = field(default_factory=list)
+    """The form of each graph that a compiler captured: see `form_of`."""
 
     def eager_reasons(self) -> list[str]:
         """Return why parts of the program ran eagerly, in the compiler's own words; empty if it is not a compiler.
@@ -227,6 +229,7 @@ def witnessed(backend: Backend, witness: Witness) -> Backend:
 
     def counting_backend(graph_module: torch.fx.GraphModule, example_inputs: list[Any], **options: Any) -> Any:
         witness.captured += 1
+        witness.forms.append(form_of(graph_module))
         return counted(backend(graph_module, example_inputs, **options), witness)
 
     # dynamo prints this name when the backend fails

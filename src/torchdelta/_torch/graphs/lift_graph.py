@@ -17,6 +17,9 @@ from torchdelta._torch.modes.lift import is_computing_factory, is_narrow, widene
 _METHODS = {"float": "double", "half": "double", "bfloat16": "double", "cfloat": "cdouble", "chalf": "cdouble"}
 
 
+_CASTS = frozenset({*_METHODS, "cdouble", "convert_element_type", "double", "to", "to_copy", "type", "type_as"})
+
+
 # operations that return floats for integers if no dtype is named
 _ON_NUMBERS = frozenset(
     {
@@ -41,6 +44,33 @@ def lift_graph(graph_module: GraphModule) -> GraphModule:
                     _lift_node(node)
             module.recompile()
     return graph_module
+
+
+def form_of(graph_module: GraphModule) -> tuple[str, ...]:
+    """Return the operations of a graph in order, each with its plain arguments, but without casts and dtypes.
+
+    A program that is captured natively and in float64 has one form, unless it branches on its dtype or computes with
+    numbers that depend on it, such as `torch.finfo(x.dtype).eps`.
+    """
+    form = []
+    for module in graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+            if node.op in ("call_function", "call_method") and name.strip("_") not in _CASTS:
+                form.append(f"{name}({', '.join(_plain_arguments(node))})")
+    return tuple(form)
+
+
+def _plain_arguments(node: Node) -> list[str]:
+    """Return the numbers, booleans and texts among the arguments of a node, in words; no nodes and dtypes."""
+    plain: list[str] = []
+
+    def add(value: Any) -> None:
+        if isinstance(value, (bool, int, float, complex, str)):
+            plain.append(repr(value))
+
+    map_aggregate((node.args, node.kwargs), add)
+    return plain
 
 
 def _lift_node(node: Node) -> None:

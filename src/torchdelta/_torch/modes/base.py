@@ -6,12 +6,28 @@ calls it for each operation while the mode is active (`with mode: …`).
 
 from __future__ import annotations
 
+import threading
 from abc import abstractmethod
 from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class _Operations(threading.local):
+    """How many operations of this thread run in a mode, one inside of the other."""
+
+    running = 0
+
+
+_OPERATIONS = _Operations()
+
+
+def is_inside_operation() -> bool:
+    """Tell whether this thread runs an operation under a mode, and not the program itself."""
+    return _OPERATIONS.running > 0
+
 
 _COND = torch.ops.higher_order.cond
 _WHILE = torch.ops.higher_order.while_loop
@@ -34,7 +50,11 @@ class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         NotImplementedError for any other higher-order operator, because the mode cannot see its operations.
         """
         if not isinstance(func, HigherOrderOperator):
-            return self.operate(func, args, kwargs)
+            _OPERATIONS.running += 1
+            try:
+                return self.operate(func, args, kwargs)
+            finally:
+                _OPERATIONS.running -= 1
         if func is _COND:
             return self._branch(*args, **(kwargs or {}))
         if func is _WHILE:

@@ -1,12 +1,17 @@
 """Run a program with other roundings, as another correct implementation of it might round.
 
-The result of each inexact operation moves by one unit in the last place: up, down, or half of the time not at all.
-Operations that only move or select values are exact, and so are values that depend on constants alone (a table of
-position buckets is not rounded). Fused norms and softmax round inside, so they run decomposed. A long sum rounds at
-each of its terms, so it gets the error of a plain running sum.
+Each element that an operation rounded moves by one unit in the last place: up, down, or half of the time not at all.
+Inputs, buffers and constants are given and not computed, so they stay. So does an element that was computed without
+rounding: the sum of a mask, a quotient of two whole numbers, a product with one. Otherwise a comparison or a `floor`
+behind it would jump, and everything behind that would be noise. Whether an element was rounded is told by its value:
+`exactness.rounded_elements` computes it once more in float64.
+
+Values that depend on constants alone stay too (a table of position buckets is not rounded). Fused norms and softmax
+round inside, so they run decomposed. A long sum rounds at each of its terms, so it gets the error of a plain running
+sum.
 
     mode = Noisy(seed=0)
-    mode.start_from(parameters_and_inputs)
+    mode.depend_on(parameters_and_inputs)
     with mode:
         noisy = program(inputs)
 
@@ -28,6 +33,7 @@ from torchdelta._torch import tensors
 from torchdelta._torch.modes.base import OperationMode
 from torchdelta._torch.modes.decisions import is_choice
 from torchdelta._torch.modes.elided_casts import coarser, is_narrowing
+from torchdelta._torch.modes.exactness import long_elements, rounded_elements
 
 aten = torch.ops.aten
 
@@ -125,8 +131,10 @@ class Noisy(OperationMode):
     def start_from(self, sources: Iterable[torch.Tensor]) -> None:
         """Round the sources anew, in place, and from now on results that are computed from them.
 
-        A source is rounded in its whole storage, and once, even if several sources share it. Sources that are not
-        strided floats of two or more bytes are not rounded, but results that depend on them are.
+        This is for values that another correct program may have rounded otherwise, such as the output of another node.
+        Elements of few digits, such as whole numbers, stay: see `long_elements`. A source is rounded in its whole
+        storage, and once, even if several sources share it. Sources that are not strided floats of two or more bytes
+        are not rounded, but results that depend on them are.
         """
         for tensor in sources:
             if tensors.storage_key(tensor) and tensors.storage_reference(tensor) not in self.dependent:
@@ -134,14 +142,15 @@ class Noisy(OperationMode):
                 if _is_rounded(tensor):
                     whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
                     with torch.no_grad():
-                        self.steps.take(whole)
+                        self.steps.take(whole, long_elements(whole))
 
     def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation; if an operand depends on a source, round its result anew in place; return the result.
 
-        Results of views and of operations in `_EXACT`, which move, select or compare values, are not rounded, but
-        depend on the sources too. Fused norms, softmax and the like (`_ROUND_INSIDE`) run decomposed, so that each of
-        their steps is rounded. `has_chosen` and `narrowed_to` are updated.
+        Elements that the operation did not round stay. Results of views and of operations in `_EXACT`, which move,
+        select or compare values, are not rounded, but depend on the sources too. Fused norms, softmax and the like
+        (`_ROUND_INSIDE`) run decomposed, so that each of their steps is rounded. `has_chosen` and `narrowed_to` are
+        updated.
         """
         kwargs = kwargs or {}
         self.has_chosen |= is_choice(func, args)
@@ -152,38 +161,43 @@ class Noisy(OperationMode):
         if func in _ROUND_INSIDE:
             with self:
                 return _ROUND_INSIDE[func](*args, **kwargs)
-        result = func(*args, **kwargs)
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._mark(leaf)
         name = func._schema.name.partition("::")[2]
-        if name not in _EXACT and not func.is_view:
-            outputs = result if isinstance(result, (tuple, list)) else (result,)
-            for index, (output, slot) in enumerate(zip(outputs, func._schema.returns, strict=False)):
-                is_new = slot.alias_info is None or slot.alias_info.is_write
-                if isinstance(output, torch.Tensor) and is_new and _is_rounded(output):
-                    self._move(name, index, args, output)
+        if name in _EXACT or func.is_view:
+            result = func(*args, **kwargs)
+            self._mark_all(result)
+            return result
+        result, rounded = rounded_elements(func, args, kwargs)
+        self._mark_all(result)
+        outputs = result if isinstance(result, (tuple, list)) else (result,)
+        for index, (output, slot) in enumerate(zip(outputs, func._schema.returns, strict=False)):
+            is_new = slot.alias_info is None or slot.alias_info.is_write
+            if isinstance(output, torch.Tensor) and is_new and _is_rounded(output):
+                self._move(name, index, args, output, rounded[index])
         return result
 
-    def _move(self, name: str, index: int, args: tuple[Any, ...], output: torch.Tensor) -> None:
+    def _move(
+        self, name: str, index: int, args: tuple[Any, ...], output: torch.Tensor, rounded: torch.Tensor | None
+    ) -> None:
         """Add noise to one output of an operation, in place: a step of rounding, and the error of a sum that it takes.
 
-        `index` is the place of the output among those of the operation. Half dtypes get the step alone, because their
-        sums are taken in float32.
+        `index` is the place of the output among those of the operation. `rounded` is a mask of the elements that move;
+        None moves all. Half dtypes get the step alone, because their sums are taken in float32.
         """
         if output.dtype not in _NARROW:
             if name in _REDUCTIONS:
-                self._add_error_of_sum(name, _REDUCTIONS[name][index], args, output)
+                self._add_error_of_sum(name, _REDUCTIONS[name][index], args, output, rounded)
             elif name in _SUM_INSIDE:
-                self._add_error_of_inner_sum(args, output)
-        self.steps.take(output)
+                self._add_error_of_inner_sum(args, output, rounded)
+        self.steps.take(output, rounded)
 
-    def _add_error_of_sum(self, name: str, kind: str, args: tuple[Any, ...], output: torch.Tensor) -> None:
-        """Add a random error to an output, in place, as large as that of its sum taken term by term: Σ S_k·δ_k.
+    def _add_error_of_sum(
+        self, name: str, kind: str, args: tuple[Any, ...], output: torch.Tensor, rounded: torch.Tensor | None
+    ) -> None:
+        """Add a random error to the rounded elements of an output, in place, as large as that of its sum: Σ S_k·δ_k.
 
-        S_k are the partial sums. `kind` says what the output is of its terms: their `sum`, their `mean`, or a `root` of
-        the sum of their squares. With terms of mean μ and variance σ², E S_k² = k²μ² + kσ², so the sum itself need not
-        be run. Fewer than two terms give no error.
+        S_k are the partial sums, term by term. `kind` says what the output is of its terms: their `sum`, their `mean`,
+        or a `root` of the sum of their squares. With terms of mean μ and variance σ², E S_k² = k²μ² + kσ², so the sum
+        itself need not be run. Fewer than two terms give no error.
         """
         terms = args[0]
         count = terms.numel() // output.numel()
@@ -200,10 +214,13 @@ class Noisy(OperationMode):
         elif kind == "root":  # a norm or a variance is half as wrong, relatively, as the sum of squares in it
             total = (mean * count).clamp_min(torch.finfo(mean.dtype).tiny)
             error = 0.5 * error / total * output.reshape(error.shape)
-        output.add_(torch.nan_to_num(error, nan=0.0, posinf=0.0, neginf=0.0).reshape(output.shape))
+        error = torch.nan_to_num(error, nan=0.0, posinf=0.0, neginf=0.0).reshape(output.shape)
+        output.add_(error if rounded is None else error * rounded)
 
-    def _add_error_of_inner_sum(self, args: tuple[Any, ...], output: torch.Tensor) -> None:
-        """Add a random error to an output, in place, as large as that of a long sum inside of the operation.
+    def _add_error_of_inner_sum(
+        self, args: tuple[Any, ...], output: torch.Tensor, rounded: torch.Tensor | None
+    ) -> None:
+        """Add a random error to the rounded elements of an output, in place, as of a long sum inside the operation.
 
         The number of terms is taken to be the elements of the largest tensor argument for each element of the output;
         under 8, nothing is added.
@@ -212,7 +229,14 @@ class Noisy(OperationMode):
         if terms < 8:
             return
         size = float(output.square().mean().sqrt())
-        output.add_(self.steps.normal(output) * (0.15 * self.steps.unit_of(output) * math.sqrt(terms) * size))
+        error = self.steps.normal(output) * (0.15 * self.steps.unit_of(output) * math.sqrt(terms) * size)
+        output.add_(error if rounded is None else error * rounded)
+
+    def _mark_all(self, result: Any) -> None:
+        """Note that every tensor in a result depends on a source."""
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._mark(leaf)
 
     def _mark(self, tensor: torch.Tensor) -> None:
         """Note that a tensor and all others of its storage depend on a source; do nothing if it has no memory."""
@@ -237,16 +261,19 @@ class Steps:
         self.unit = unit
         self.pools: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
-    def take(self, tensor: torch.Tensor) -> None:
-        """Multiply each element in place: half of the time by 1, a quarter each by one unit more or less than 1.
+    def take(self, tensor: torch.Tensor, rounded: torch.Tensor | None = None) -> None:
+        """Multiply elements in place: half of the time by 1, a quarter each by one unit more or less than 1.
 
-        An element that would become infinite stays as it is.
+        `rounded` is a mask of the elements that are multiplied; None is all. An element that would become infinite
+        stays as it is.
         """
-        for piece in _pieces(tensor):
-            factors = self._factors(piece)
+        pieces = _pieces(tensor)
+        masks = [None] * len(pieces) if rounded is None else _pieces(_laid_out_like(tensor, rounded))
+        for piece, mask in zip(pieces, masks, strict=True):
+            factors = self._factors(piece) if mask is None else torch.where(mask, self._factors(piece), 1.0)
             # a mask constant near the largest float must not become infinite
-            is_near_end = float(piece.abs().max()) > torch.finfo(piece.dtype).max / 2
-            if is_near_end:
+            lowest, highest = torch.aminmax(piece)
+            if max(-float(lowest), float(highest)) > torch.finfo(piece.dtype).max / 2:
                 moved = piece * factors
                 piece.copy_(torch.where(torch.isfinite(moved), moved, piece))
             else:
@@ -273,6 +300,13 @@ class Steps:
             self.pools[key] = step.mul_(self.unit_of(piece)).add_(1).to(piece.device)
         start = int(torch.randint(0, _POOL, (), generator=self.generator))
         return self.pools[key][start : start + piece.numel()].view(piece.shape)
+
+
+def _laid_out_like(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the mask with the strides of a tensor of its shape, so that both are cut into the same pieces."""
+    if mask.stride() == tensor.stride():
+        return mask
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=torch.bool, device=tensor.device).copy_(mask)
 
 
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -1,0 +1,127 @@
+"""The semantic question, asked graph by graph: is each graph that a compiler captured the same function in float64?
+
+If the whole program cannot be asked, each of its graphs can. Parts that run between the graphs are eager on both sides,
+but round in float64 as they do natively. A program that branches on its dtype is captured natively here, and its graphs
+are lifted afterwards. If every graph is the same function and all else runs as the reference does, the program is too.
+
+    answer = ask_graphs(baseline, transform) answer.diverged                # the comparisons that show another
+    function, with paths such as `graphs[2].outputs[0]`
+
+Start with `ask_graphs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torchdelta._torch.graphs.lift_graph import form_of
+from torchdelta.check import semantic
+from torchdelta.check.baseline import Baseline
+from torchdelta.check.graphs import CapturedGraph, capture_graphs
+from torchdelta.compare.protocol import Answers
+from torchdelta.errors import TorchDeltaError
+from torchdelta.program.programs import Program
+from torchdelta.records.comparison import Comparison, Scalar
+from torchdelta.records.report import ASKED, Stage
+from torchdelta.records.verdict import Verdict
+from torchdelta.transforms.base import Transform
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphwiseAnswer:
+    """What float64 says about the graphs of a program."""
+
+    answers: dict[str, list[Comparison]]
+    """The comparisons of all graphs, by stage; a path begins with the number of its graph."""
+    count: int
+    """Graphs that were asked."""
+    unasked: tuple[str, ...] = ()
+    """Why some graphs were not asked."""
+
+    @property
+    def question(self) -> str:
+        """Whether the question was asked of every graph, or why not."""
+        if not self.unasked:
+            return ASKED if self.count else "not asked: there is no graph"
+        return f"not asked of {len(self.unasked)} of {self.count + len(self.unasked)} graphs: {self.unasked[0]}"
+
+    def add_to(self, stage: Stage) -> Stage:
+        """Return the stage with a comparison for each value of a graph that is another function.
+
+        If every graph was asked and none is another function, its leaves get the largest error, noise and resolution
+        of any graph in their details, as those of an answer in float64. A stage without comparisons stays as it is.
+        """
+        if not stage.comparisons:
+            return stage
+        diverged = [each for each in self.answers.get(stage.name, []) if each.verdict is Verdict.DIVERGED]
+        comparisons = tuple(replace(each, details={**each.details, **self._details()}) for each in stage.comparisons)
+        return Stage.of(stage.name, (*comparisons, *diverged), stage.reason)
+
+    def _details(self) -> dict[str, Scalar]:
+        """Return the largest numbers of all graphs; nothing if a graph was not asked or is another function."""
+        comparisons = [comparison for stage in self.answers.values() for comparison in stage]
+        if self.question != ASKED or any(each.verdict is not Verdict.EQUIVALENT for each in comparisons):
+            return {}
+        return {
+            "semantic_error": max((each.error or 0.0 for each in comparisons), default=0.0),
+            "semantic_noise": max((each.noise or 0.0 for each in comparisons), default=0.0),
+            "semantic_resolution": max((each.resolution or 0.0 for each in comparisons), default=0.0),
+        }
+
+
+def ask_graphs(baseline: Baseline, transform: Transform) -> GraphwiseAnswer:
+    """Capture the graphs that the transform is given, and ask of each whether it is the same function in float64.
+
+    The inputs of a graph are those of its first call in the reference, lifted. If no graph can be captured, none is
+    asked, and the answer says why.
+    """
+    answers: dict[str, list[Comparison]] = {}
+    unasked: list[str] = []
+    count = 0
+    with baseline.timed("semantic"):
+        try:
+            captured = list(_first_calls(capture_graphs(baseline, transform)))
+        except TorchDeltaError as error:
+            return GraphwiseAnswer(answers={}, count=0, unasked=(str(error),))
+        for number, graph in enumerate(captured):
+            asked, of_graph = _ask_graph(graph, number, baseline, transform)
+            if asked != ASKED:
+                unasked.append(asked.removeprefix("not asked: "))
+                continue
+            count += 1
+            for stage, comparisons in of_graph.items():
+                answers.setdefault(stage, []).extend(
+                    replace(
+                        each,
+                        path=f"graphs[{number}].{each.path}",
+                        details={**each.details, "question": "semantic"},
+                    )
+                    for each in comparisons.values()
+                )
+    return GraphwiseAnswer(answers=answers, count=count, unasked=tuple(unasked))
+
+
+def _ask_graph(graph: CapturedGraph, number: int, baseline: Baseline, transform: Transform) -> tuple[str, Answers]:
+    """Return whether the question was asked of one graph, or why not, and its answers by stage and path."""
+    stages = tuple(stage for stage in baseline.plan.stages if stage != "steps") or ("forward",)
+    whole = Baseline(
+        program=Program(name=f"graph {number} of {baseline.program.name}", call=graph.graph, args=graph.inputs),
+        plan=replace(baseline.plan, stages=stages, iterations=1, loss=None),
+        deterministic=baseline.deterministic,
+        anomaly=baseline.anomaly,
+    )
+    try:
+        lifted = semantic.run_lifted(whole, transform)
+        return semantic.judge_lifted(lifted, whole, keeps_names=True)
+    except TorchDeltaError as error:
+        return f"not asked: {error}", {}
+
+
+def _first_calls(captured: list[CapturedGraph]) -> Iterator[CapturedGraph]:
+    """Yield the first recorded call of each graph that computes something."""
+    known: set[int] = set()
+    for each in captured:
+        if id(each.graph) not in known and form_of(each.graph):
+            known.add(id(each.graph))
+            yield each

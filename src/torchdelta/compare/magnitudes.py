@@ -1,0 +1,168 @@
+"""Values of very different sizes in one tensor, taken apart: each part is judged by its own scale and its own noise.
+
+A mask constant of −1e4 among attention scores, or one huge output beside small ones, would set the floor for all of
+them: the scores could be lost, and the norm of the error would not show it. So a tensor whose largest values are far
+beyond its small ones is cut into parts, from the smallest values upwards. Almost every tensor is one part.
+
+    scores = torch.tensor([0.5, -1.5, 1.0, -1e9])
+    [part.elements for part in parts_of(sample)]       # [3, 1] if `scores` is the sample's truth
+
+Elements of the other parts are zero in the tensors of a part, on all sides, so that they have no error there. Parts of
+very large or very small values are scaled by a power of two, so that their squares stay within float64. Start with
+`parts_of`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from torchdelta.compare.policy import Judgement, Sample
+from torchdelta.compare.spread import MASK
+
+APART = 2.0**10
+"""Values more than so many times as large as the small values of their part belong to the next part."""
+_SMALL = 0.1
+"""The small values of a part are at this quantile: fewer of them may be zero but for rounding."""
+_MOST = 8
+_SAMPLED = 2**14
+"""So many elements tell the quantile well enough."""
+_SAFE = 300
+"""Values between 2 to the power of minus this and of plus this have squares that float64 holds."""
+
+
+class Part(NamedTuple):
+    """The elements of one range of sizes; all others are zero in its tensors."""
+
+    sample: Sample
+    elements: int
+    ordinary: float
+    """The median size of its values other than zero, by which its resolution is told; scaled as its tensors are."""
+    exponent: int = 0
+    """The tensors are scaled by 2 to the power of minus this."""
+    is_mask: bool = False
+    """Whether these are mask constants: values beyond `MASK` that are not the most of the tensor."""
+
+    def unscaled(self, judgement: Judgement) -> Judgement:
+        """Return a judgement of the part with its error, noise and allowed error in the units of the tensor."""
+        error, noise, allowed = (
+            None if number is None else self.unscale(number)
+            for number in (judgement.error, judgement.noise, judgement.allowed)
+        )
+        return judgement._replace(error=error, noise=noise, allowed=allowed)
+
+    def unscale(self, number: float) -> float:
+        """Return a number of the part in the units of the tensor."""
+        # in two steps, because 2 to the power of 1024 is beyond float64
+        half = self.exponent // 2
+        return number * 2.0**half * 2.0 ** (self.exponent - half)
+
+
+def parts_of(sample: Sample, by: torch.Tensor) -> list[Part]:
+    """Return the parts of a sample, those of the smallest values first; `by` has the values that say which is where.
+
+    `by` has the sample's shape; it is its truth or its reference. Elements that are not finite there belong to no part.
+    Without a finite value other than zero there is one part, the whole sample.
+    """
+    sizes = _components(by).abs()
+    largest = _largest(sizes)
+    small = _quantile(_sampled(sizes), _SMALL)
+    is_whole = largest == 0.0 or (small > 0.0 and largest <= APART * small and _is_safe(largest))
+    if is_whole:
+        return [Part(sample, by.numel(), _quantile(_sampled(sizes), 0.5))]
+    masks = _masks(sizes)
+    counts = [int(mask.sum()) for mask in masks]
+    most = max(range(len(counts)), key=lambda index: counts[index])
+    # a value that should be zero has the rounding of most others
+    masks[most] |= sizes == 0.0
+    return [
+        _part(sample, sizes, mask, is_exceptional=index != most and counts[index] > 0)
+        for index, mask in enumerate(masks)
+        if counts[index]
+    ]
+
+
+def _part(sample: Sample, sizes: torch.Tensor, mask: torch.Tensor, *, is_exceptional: bool) -> Part:
+    """Return the part of the elements in `mask`; of complex tensors the components are elements.
+
+    `is_exceptional` says that another part has more elements.
+    """
+    own = sizes[mask & (sizes > 0.0)]
+    exponent = math.frexp(float(own.max()))[1] if own.numel() else 0
+    exponent = 0 if abs(exponent) <= _SAFE else exponent
+
+    def masked(tensor: torch.Tensor) -> torch.Tensor:
+        real = _components(tensor)
+        kept = torch.where(mask, real.double() if exponent else real, 0.0)
+        return torch.ldexp(kept, torch.tensor(-exponent, device=kept.device)) if exponent else kept
+
+    changed = sample._replace(
+        reference=masked(sample.reference),
+        candidate=masked(sample.candidate),
+        truth=None if sample.truth is None else masked(sample.truth),
+        noisy=tuple(masked(run) for run in sample.noisy),
+    )
+    return Part(
+        sample=changed,
+        elements=int(mask.sum()),
+        ordinary=float(own.median()) * 2.0**-exponent if own.numel() else 0.0,
+        exponent=exponent,
+        is_mask=is_exceptional and bool(own.numel()) and float(own.min()) > MASK,
+    )
+
+
+def _masks(sizes: torch.Tensor) -> list[torch.Tensor]:
+    """Return a mask for each part of these sizes, from the smallest values upwards; zeros and non-finites are in none.
+
+    A part reaches up to `APART` times its own small values. There are at most `_MOST`, of which the last takes the
+    rest.
+    """
+    masks: list[torch.Tensor] = []
+    rest = sizes.isfinite() & (sizes > 0.0)
+    for _ in range(_MOST - 1):
+        values = sizes[rest]
+        if not values.numel():
+            return masks
+        within = rest & (sizes <= APART * _quantile(_sampled(values), _SMALL))
+        if not bool(within.any()):  # the product is beyond the dtype, or the sample missed all small values
+            break
+        masks.append(within)
+        rest = rest & ~within
+    return [*masks, rest] if bool(rest.any()) else masks
+
+
+def _components(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as real numbers: the components of a complex one along a new last dimension."""
+    detached = tensor.detach()
+    return torch.view_as_real(detached.resolve_conj()) if detached.is_complex() else detached
+
+
+def _largest(sizes: torch.Tensor) -> float:
+    """Return the largest finite size, or 0 without any."""
+    if not sizes.numel():
+        return 0.0
+    largest = float(sizes.max())
+    if math.isfinite(largest):
+        return largest
+    finite = sizes[sizes.isfinite()]
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def _sampled(sizes: torch.Tensor) -> torch.Tensor:
+    """Return the finite sizes other than zero, in order: of many, about `_SAMPLED` that are evenly spread."""
+    flat = sizes.reshape(-1)
+    for chosen in (flat[:: max(flat.numel() // _SAMPLED, 1)], flat):
+        values = chosen[chosen.isfinite() & (chosen > 0.0)]
+        if values.numel():
+            break
+    return values.sort().values
+
+
+def _quantile(ordered: torch.Tensor, share: float) -> float:
+    return float(ordered[int(share * (ordered.numel() - 1))]) if ordered.numel() else 0.0
+
+
+def _is_safe(size: float) -> bool:
+    return abs(math.frexp(size)[1]) <= _SAFE

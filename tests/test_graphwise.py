@@ -1,0 +1,131 @@
+"""The semantic question, asked of each graph by itself."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torchdelta as td
+from torchdelta.records.verdict import Verdict
+
+# dynamo looks at the gradient of a tensor between two graphs
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+DIVERGED, EQUIVALENT = Verdict.DIVERGED, Verdict.EQUIVALENT
+
+
+class Broken(nn.Module):
+    """Two layers with a graph break and a cast between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        y = F.gelu(self.first(x))
+        torch._dynamo.graph_break()
+        y = y.to(torch.bfloat16).to(x.dtype)
+        torch._dynamo.graph_break()
+        return x + F.gelu(self.second(y))
+
+
+def build(dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    return Broken().to(dtype), (torch.randn(16, 32).to(dtype),)
+
+
+def tanh_gelu(graph_module, example_inputs):
+    for node in graph_module.graph.nodes:
+        if getattr(node.target, "__name__", "") == "gelu":
+            node.kwargs = {"approximate": "tanh"}
+    graph_module.recompile()
+    return graph_module
+
+
+def scaled_residual(graph_module, example_inputs):
+    for node in list(graph_module.graph.nodes):
+        if getattr(node.target, "__name__", "") == "add":
+            with graph_module.graph.inserting_after(node):
+                scaled = graph_module.graph.call_function(torch.mul, (node, 1.0005))
+            node.replace_all_uses_with(scaled, lambda user, scaled=scaled: user is not scaled)
+    graph_module.recompile()
+    return graph_module
+
+
+class ScaledBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 1.01
+
+
+def scaled_gradient(graph_module, example_inputs):
+    def call(*args):
+        return tuple(ScaledBackward.apply(value) for value in graph_module.forward(*args))
+
+    return call
+
+
+def unchanged(graph_module, example_inputs):
+    return graph_module
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("fault", [tanh_gelu, scaled_residual, scaled_gradient])
+def test_a_small_fault_beside_a_graph_break_is_seen(fault, dtype):
+    model, inputs = build(dtype)
+
+    report = td.check(model, inputs, transform=fault)
+
+    assert report.verdict is DIVERGED
+    assert report.questions.semantic == "asked"
+    assert any(each.path.startswith("graphs[") for each in report.comparisons if each.verdict is DIVERGED)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("transform", [unchanged, "aot_eager", "aot_eager_decomp_partition"])
+def test_a_correct_candidate_with_graph_breaks_is_equivalent(transform, dtype):
+    model, inputs = build(dtype)
+
+    report = td.check(model, inputs, transform=transform)
+
+    assert (report.verdict, report.questions.semantic) == (EQUIVALENT, "asked")
+    assert any("each of 2 graphs by itself" in note for note in report.notes)
+
+
+@pytest.mark.slow
+def test_inductor_with_graph_breaks_is_equivalent():
+    model, inputs = build()
+
+    report = td.check(model, inputs, transform="inductor")
+
+    assert (report.verdict, report.questions.semantic) == (EQUIVALENT, "asked")
+
+
+def test_a_program_of_one_graph_is_asked_as_a_whole():
+    torch.manual_seed(0)
+    report = td.check(nn.Linear(4, 4), (torch.randn(2, 4),), transform="aot_eager")
+
+    assert not any("by itself" in note for note in report.notes)
+
+
+def test_a_graph_that_has_no_float64_is_named_and_the_others_are_asked():
+    torch.manual_seed(0)
+
+    def refuses(graph_module, example_inputs):
+        if example_inputs[0].dtype is torch.float64 and any("tanh" in str(n.target) for n in graph_module.graph.nodes):
+            raise NotImplementedError("no kernel for float64")
+        return graph_module
+
+    def program(x):
+        y = x.exp()
+        torch._dynamo.graph_break()
+        return y.tanh()
+
+    report = td.check(program, (torch.randn(8),), transform=refuses)
+
+    assert report.verdict is EQUIVALENT
+    assert "not asked of 1 of 2 graphs" in report.questions.semantic
+    assert "no kernel for float64" in report.questions.semantic

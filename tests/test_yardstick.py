@@ -1,0 +1,138 @@
+"""The candidate cannot touch the yardstick: reference, truth and noise are computed before it runs."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import torchdelta as td
+from torchdelta.records.verdict import Verdict
+
+DIVERGED, EQUIVALENT = Verdict.DIVERGED, Verdict.EQUIVALENT
+
+
+def program(x, w):
+    return F.silu(x @ w) + x
+
+
+def inputs(dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    return torch.randn(16, 32).to(dtype), (torch.randn(32, 32) / 6).to(dtype)
+
+
+class Override:
+    """A pass that overrides a kernel of torch for the whole process when it runs."""
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+        self.library = None
+
+    def __call__(self, graph_module, example_inputs):
+        if self.library is None:
+            self.library = torch.library.Library("aten", "IMPL")
+            self.library.impl("silu", self.kernel, "CPU")
+        return graph_module
+
+
+@pytest.fixture
+def override():
+    made = []
+
+    def make(kernel):
+        made.append(Override(kernel))
+        return made[-1]
+
+    yield make
+    for each in made:
+        if each.library is not None:
+            each.library._destroy()
+
+
+def wrong(x):
+    return (x.float() * torch.sigmoid(x.float()) * 0.95).to(x.dtype)
+
+
+def right(x):
+    wide = x.double()
+    return (wide / (1 + torch.exp(-wide))).to(x.dtype)
+
+
+@pytest.mark.filterwarnings("ignore:.*Warning only once for all operators.*")
+@pytest.mark.filterwarnings("ignore:.*Overriding a previously registered kernel.*")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_an_overridden_kernel_changes_the_side_of_the_candidate_alone(override, dtype):
+    report = td.check(program, inputs(dtype), transform=override(wrong))
+
+    assert report.verdict is DIVERGED
+    assert any("the candidate changed how this process runs the program itself" in note for note in report.notes)
+
+
+@pytest.mark.filterwarnings("ignore:.*Warning only once for all operators.*")
+@pytest.mark.filterwarnings("ignore:.*Overriding a previously registered kernel.*")
+def test_a_kernel_that_is_overridden_by_a_correct_one_is_equivalent(override):
+    assert td.check(program, inputs(torch.float32), transform=override(right)).verdict is EQUIVALENT
+
+
+def test_a_patched_function_changes_the_side_of_the_candidate_alone(monkeypatch):
+    def calls_silu(x, w):
+        return F.silu(x @ w) + x
+
+    def patching(graph_module, example_inputs):
+        monkeypatch.setattr(F, "silu", lambda x: torch.relu(x))
+        for node in graph_module.graph.nodes:
+            if getattr(node.target, "__name__", "") == "silu":
+                node.target = F.silu
+        graph_module.recompile()
+        return graph_module
+
+    assert td.check(calls_silu, inputs(), transform=patching).verdict is DIVERGED
+
+
+PASS = """
+import torch
+
+_library = torch.library.Library("aten", "IMPL")
+_library.impl("silu", lambda x: (x.float() * torch.sigmoid(x.float()) * 0.95).to(x.dtype), "CPU")
+
+
+def transform(graph_module, example_inputs):
+    return graph_module
+"""
+PROGRAM = """
+import torch
+import torch.nn.functional as F
+
+
+def program(x, w):
+    return F.silu(x @ w) + x
+
+
+def build():
+    torch.manual_seed(0)
+    return program, (torch.randn(16, 32).bfloat16(), (torch.randn(32, 32) / 6).bfloat16())
+"""
+
+
+@pytest.mark.slow
+def test_a_pass_whose_module_overrides_a_kernel_on_import_comes_after_the_yardstick(tmp_path):
+    (tmp_path / "passes.py").write_text(PASS)
+    (tmp_path / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "torchdelta", "check", "program.py:build", "-t", "passes.py:transform"]
+
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+
+
+def test_a_reference_that_is_not_deterministic_is_not_taken_for_a_touched_one():
+    calls = []
+
+    def unsteady(x):
+        calls.append(1)
+        return x * (1.0 + 0.01 * len(calls))
+
+    report = td.check(lambda x: unsteady(x), (torch.randn(8),), candidate=lambda x: x * 2.0)
+
+    assert not any("changed how this process" in note for note in report.notes)
