@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torchdelta.compare.judge import Judge
-from torchdelta.compare.noise import ZERO
+from torchdelta.compare.magnitudes import ZERO
 from torchdelta.compare.policy import Bitwise
 from torchdelta.program.stages import Observation
 from torchdelta.records.comparison import Comparison

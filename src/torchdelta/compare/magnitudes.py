@@ -15,6 +15,7 @@ very large or very small values are scaled by a power of two, so that their squa
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,8 @@ from torchdelta.compare.spread import MASK
 
 APART = 2.0**10
 """Values more than so many times as large as the small values of their part belong to the next part."""
+ZERO = 2.0**-40
+"""Values so much smaller than others are zero but for the rounding of float64."""
 _SMALL = 0.1
 """The small values of a part are at this quantile: fewer of them may be zero but for rounding."""
 _MOST = 8
@@ -82,6 +85,20 @@ def parts_of(sample: Sample, by: torch.Tensor) -> list[Part]:
         for index, mask in enumerate(masks)
         if counts[index]
     ]
+
+
+def coarsest_resolution(parts: Sequence[Part], judgements: Sequence[Judgement]) -> float | None:
+    """Return the largest resolution of any part, or None without any; `judgements` has one for each part.
+
+    A part that is zero but for the rounding of float64 does not count: no error could be told from its values.
+    """
+    sizes = [part.unscale(part.ordinary) for part in parts]
+    resolutions = [
+        judgement.resolution
+        for size, judgement in zip(sizes, judgements, strict=True)
+        if judgement.resolution is not None and size > ZERO * max(sizes)
+    ]
+    return max(resolutions, default=None)
 
 
 def _part(sample: Sample, sizes: torch.Tensor, mask: torch.Tensor, *, is_exceptional: bool) -> Part:

@@ -18,14 +18,12 @@ import numpy as np
 import torch
 
 from torchdelta.compare.kernels import measure
-from torchdelta.compare.magnitudes import Part, parts_of
+from torchdelta.compare.magnitudes import Part, coarsest_resolution, parts_of
 from torchdelta.compare.policy import IDENTICAL, Judgement, Policy, Sample, describe_misplaced, luck, relative
 from torchdelta.compare.spread import MASK, Array, Spread, lost_masks, sizes, spread
 from torchdelta.records.comparison import Measurement, Scalar
 from torchdelta.records.verdict import Verdict
 
-ZERO = 2.0**-40
-"""Values so much smaller than others are zero but for the rounding of float64."""
 COARSEST = 0.3
 """A dtype whose own rounding allows a larger relative error than this is too coarse to judge: float8."""
 
@@ -75,15 +73,8 @@ class Noise(Policy):
         parts = parts_of(sample, sample.truth)
         judgements = [_judge_part(part, sample) for part in parts]
         judgement = max(judgements, key=lambda judgement: judgement.rank)
-        # what was seen of a part that is zero but for the rounding of float64 says nothing about the others
-        largest = max(_scale_of(each) for each in judgements)
-        resolutions = [each.resolution for each in judgements if _scale_of(each) > ZERO * largest]
-        judgement = judgement._replace(resolution=max((each for each in resolutions if each is not None), default=None))
+        judgement = judgement._replace(resolution=coarsest_resolution(parts, judgements))
         return _judge_non_finite(judgement, sample)
-
-
-def _scale_of(judgement: Judgement) -> float:
-    return float((judgement.details or {}).get("rms_of_truth", 0.0))
 
 
 def _judge_part(part: Part, whole: Sample) -> Judgement:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from torchdelta.compare.magnitudes import Part, parts_of
+from torchdelta.compare.magnitudes import Part, coarsest_resolution, parts_of
 from torchdelta.compare.noise import unit_roundoff
 from torchdelta.compare.policy import IDENTICAL, Judgement, Policy, Sample, describe_misplaced, luck, relative
 from torchdelta.compare.spread import MASK, Array, Spread, lost_masks, sizes, spread
@@ -47,9 +47,10 @@ class Semantic(Policy):
             return Judgement(verdict=Verdict.EQUIVALENT, reason=f"{IDENTICAL} in float64", error=0.0, noise=0.0)
         if pair.misplaced:
             return _diverged(f"{describe_misplaced(pair)} in float64")
-        judgements = [self._judge_part(part) for part in parts_of(sample, sample.reference)]
+        parts = parts_of(sample, sample.reference)
+        judgements = [self._judge_part(part) for part in parts]
         worst = max(judgements, key=lambda judgement: judgement.rank)
-        return worst._replace(resolution=max((each.resolution or 0.0 for each in judgements), default=None))
+        return worst._replace(resolution=coarsest_resolution(parts, judgements))
 
     def _judge_part(self, part: Part) -> Judgement:
         """Return the judgement of values of about one size, by the worst of its statistics; mask constants stay."""
