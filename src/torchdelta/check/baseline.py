@@ -239,7 +239,8 @@ class Baseline:
                 return self._run_reference()
             remedy = "" if failed.stage == "forward" else f", or leave the stage {failed.stage} out"
             raise EagerFails(
-                f"{self.program.name} fails when run eagerly, before any transform: {failed}. Mend it{remedy}"
+                f"{self.program.name} fails when run eagerly, before any transform: {failed}. Mend it{remedy}",
+                stage=failed.stage,
             ) from failed.error
 
     def _run_lifted(self, draws: torch.dtype) -> tuple[Observation | None, str]:

@@ -36,6 +36,8 @@ class CandidateRun:
     notes: list[str] = field(default_factory=list)
     has_reached_recompile_limit: bool = False
     failure: Failure | None = None
+    raised: type[BaseException] | None = None
+    """The class of the exception behind the failure."""
     is_partly_eager: bool = False
     """Whether parts of the program ran untransformed, between the graphs that a compiler captured."""
     failed_in: int = 0
@@ -69,16 +71,16 @@ def run_candidate(
 ) -> CandidateRun:
     """Transform a fresh side, run it, and return the run, with the failure if the transform or the candidate raised.
 
-    `lifted` is None for a native side, and else the scope of a run in float64; of a compiler's candidate, only the loss
-    runs in it. `draws_random` says whether the candidate has to draw the reference's random numbers. If the transform
-    has no backward, only the stage `forward` runs. After a failure, the run has the observation up to it.
+    `lifted` is None for a native side, and else the scope of a run in float64; of a compiler's candidate, only loss and
+    optimizer run in it. `draws_random` says whether the candidate has to draw the reference's random numbers. If the
+    transform has no backward, only the stage `forward` runs. After a failure, the run has the observation up to it.
     TorchDeltaError, the mistakes of the user and lacks of the machine, is raised.
     """
     run = CandidateRun()
     plan = plan if transform.traits.has_backward else replace(plan, stages=("forward",))
     run_scope = scope if lifted is None or transform.traits.is_compiler else lifted
-    # the loss is not compiled, and must not round either
-    loss_scope = lifted if lifted is not None and transform.traits.is_compiler else nullcontext
+    # loss and optimizer are not compiled, and must not round either
+    uncompiled_scope = lifted if lifted is not None and transform.traits.is_compiler else nullcontext
     convert = widened if lifted else _unchanged
     try:
         applied = transform.apply(side, draws_random=draws_random, lifted=lifted is not None)
@@ -87,7 +89,7 @@ def run_candidate(
             _count_calls(
                 transformed,
                 run,
-                lambda counted: observe(counted, plan, original, run_scope, convert, loss_scope=loss_scope),
+                lambda counted: observe(counted, plan, original, run_scope, convert, uncompiled_scope=uncompiled_scope),
             )
     except TorchDeltaError:
         raise
@@ -96,8 +98,10 @@ def run_candidate(
             raise failed.error from None
         run.observation, run.failed_in = failed.observation, STAGES.index(failed.stage)
         run.failure = failure_of(failed.error, failed.stage)
+        run.raised = type(failed.error)
     except errors.caught_from_user_code() as error:
         run.failure = failure_of(error, "transform")
+        run.raised = type(error)
     return run
 
 

@@ -8,6 +8,7 @@ check compares a candidate with a run under `Elide` to tell whether elided casts
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import torchdelta
 from torchdelta._torch.modes.base import OperationMode
-from torchdelta._torch.tensors import ViewKey, view_key
+from torchdelta._torch.tensors import ViewKey, dtype_name, storage_key, storage_reference, view_key
 
 aten = torch.ops.aten
 _FUSED_SUMS = frozenset({"amax", "amin", "mean", "prod", "sum", "var", "var_mean"})
@@ -51,35 +52,39 @@ class Elide(OperationMode):
     def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation, on values before their narrowing casts if a compiler may fuse it, and return its result.
 
+        - An operation that writes to memory runs on the narrow values. The wide values of that memory are dropped.
         - A narrowing cast, and a view of a narrow tensor, return the narrow result. Its value before the cast is kept
           in `wide`.
-        - A pointwise operation, a reduction (`_FUSED_SUMS`) or a cast that writes to no operand runs on the wide values
-          if its result is one float tensor. The result has its native dtype, and the casts are added to `elided`.
-        - Any other operation runs on the narrow values. One that writes to a narrow tensor drops the wide values of its
-          memory.
+        - A pointwise operation, a reduction (`_FUSED_SUMS`) or a cast runs on the wide values if its result is one
+          float tensor. The result has its native dtype, and the casts are added to `elided`.
+        - Any other operation runs on the narrow values.
         """
         kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            self._prepare_writes(written_by(func, args, kwargs))
+            return func(*args, **kwargs)
         result = func(*args, **kwargs)
         if is_narrowing(func, args, kwargs):
-            before, place = self.wide.get(view_key(args[0]), (args[0], ""))
-            self._drop_stale()
-            self.wide[view_key(result)] = before, place or f"{_place()} (to {_name(result.dtype)})"
+            if (key := _key(args[0])) is not None:
+                before, place = self.wide.get(key, (args[0], ""))
+                self._drop_freed()
+                self.wide[view_key(result)] = before, place or f"{place_of_call()} (to {dtype_name(result.dtype)})"
             return result
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        places = {self.wide[view_key(leaf)][1] for leaf in operands if view_key(leaf) in self.wide}
-        if not places or not isinstance(result, torch.Tensor) or not result.is_floating_point():
+        wide = [self.wide[key] for key in map(_key, operands) if key in self.wide]
+        if not wide or not isinstance(result, torch.Tensor) or not result.is_floating_point():
             return result
+        places = {place for _, place in wide}
         if func.is_view:
             self.wide[view_key(result)] = func(*tree_map(self._widened, args), **kwargs), "; ".join(sorted(places))
             return result
         name = func._schema.name.partition("::")[2]
         is_fused = torch.Tag.pointwise in func.tags or name in _FUSED_SUMS or func is aten._to_copy.default
-        if func._schema.is_mutable:
-            self._drop_stale(written=result)
-            return result
         if not is_fused:
             return result
-        exact = func(*tree_map(self._widened, args), **kwargs)
+        # all operands in one dtype, because some operations refuse two
+        dtype = max((tensor.dtype for tensor, _ in wide), key=lambda dtype: -torch.finfo(dtype).eps)
+        exact = func(*tree_map(lambda value: _at_least(self._widened(value), dtype), args), **kwargs)
         self.elided |= places
         if exact.dtype != result.dtype:
             narrowed = exact.to(result.dtype)
@@ -87,20 +92,49 @@ class Elide(OperationMode):
             return narrowed
         return exact
 
-    def _drop_stale(self, written: torch.Tensor | None = None) -> None:
-        """Drop the wide values of tensors that are freed, or share memory with the written one."""
-        stale = None if written is None else view_key(written)[0]
-        for key in [key for key in self.wide if key[0] == stale or key[0].expired()]:  # type: ignore[no-untyped-call]
+    def _prepare_writes(self, written: list[torch.Tensor]) -> None:
+        """Drop the wide values of memory that is written to next; copy those that lie in such memory themselves."""
+        storages = {storage_reference(tensor) for tensor in written if storage_key(tensor)}
+        self._drop_freed()
+        for key, (wide, place) in list(self.wide.items()):
+            if key[0] in storages:
+                del self.wide[key]
+            elif storage_reference(wide) in storages:
+                self.wide[key] = wide.clone(), place
+
+    def _drop_freed(self) -> None:
+        """Drop the wide values of tensors whose memory is freed."""
+        for key in [key for key in self.wide if key[0].expired()]:  # type: ignore[no-untyped-call]
             del self.wide[key]
 
     def _widened(self, value: Any) -> Any:
         """Return a tensor as it was before its cast; any other value unchanged."""
-        if isinstance(value, torch.Tensor) and (wide := self.wide.get(view_key(value))) is not None:
-            return wide[0]
+        if isinstance(value, torch.Tensor) and (key := _key(value)) in self.wide:
+            return self.wide[key][0]
         return value
 
 
-def _place() -> str:
+def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that a call writes to, by the schema of its operation; those within lists too."""
+    slots = func._schema.arguments
+    values = [(slot, args[place] if place < len(args) else kwargs.get(slot.name)) for place, slot in enumerate(slots)]
+    written = [value for slot, value in values if slot.alias_info is not None and slot.alias_info.is_write]
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor)]
+
+
+def _key(tensor: torch.Tensor) -> ViewKey | None:
+    """Return the key of the elements of a tensor, or None if it has no plain memory, as a sparse one."""
+    return view_key(tensor) if storage_key(tensor) else None
+
+
+def _at_least(value: Any, dtype: torch.dtype) -> Any:
+    """Return a tensor of a coarser float dtype cast to `dtype`; any other value unchanged."""
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and coarser(value.dtype, dtype) is not dtype:
+        return value.to(dtype)
+    return value
+
+
+def place_of_call() -> str:
     """Return `file.py:12` of the innermost frame that is neither torch's nor ours; "the backward" if there is none."""
     frame = sys._getframe(2)
     while frame is not None:
@@ -109,7 +143,3 @@ def _place() -> str:
             return f"{Path(file).name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "the backward"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
