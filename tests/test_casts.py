@@ -226,7 +226,7 @@ class TestOverflow:
 
     def test_does_not_excuse_a_wrong_element_beside_it(self):
         def wrong(x):
-            return (x * x).where(x != WHOLES[0][1], 10.5)
+            return (x * x).where(x != WHOLES[0][2], 10_700.0)
 
         report = td.check(cast_and_squared, WHOLES, candidate=wrong, semantic=False)
 
@@ -265,9 +265,9 @@ class TestOverflow:
 
     def test_is_found_in_gradients(self):
         def program(x):
-            return (x * 100.0) * (x * 100.0) * 1e-3
+            return x * 1e-3 * 300.0 * 300.0
 
-        inputs = (torch.tensor([8.0, 0.5, 0.25], dtype=torch.float16, requires_grad=True),)
+        inputs = (torch.tensor([8.0, 0.5, 0.25, 2.0, 3.0, 1.0], dtype=torch.float16, requires_grad=True),)
         report = td.check(program, inputs, candidate=lambda x: program(x.float()).to(x.dtype))
 
         assert report.verdict is Verdict.EQUIVALENT

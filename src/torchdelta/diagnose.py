@@ -241,8 +241,8 @@ class Diagnosis:
 
         A group is the culprits of one operation and stage; without culprits there is one group. Without `does_all` only
         the first group is done, with a note if there are more. Results are appended to `minified`, and captured graphs
-        are kept in `subjects`. NothingToMinify if the program raises eagerly, or if no graph shows the first group; for a
-        later one that is a note.
+        are kept in `subjects`. NothingToMinify if the program raises eagerly, or if no graph shows the first group; of
+        a later group that is a note.
         """
         if compares_exceptions(report):
             raise NothingToMinify("a difference of exceptions is not made smaller: the program itself is the repro")

@@ -79,7 +79,8 @@ def _is_explained(reference: object, candidate: object, elided: object) -> bool:
     """Tell whether the candidate's leaf is much nearer to the run without casts, `elided`, than to the reference.
 
     That is: it differs from the reference, and its distance to `elided` is less than `NEARER` times that to the
-    reference; or fewer NaN and Inf are misplaced between it and `elided`. Return False unless all three are tensors of one shape and layout, and the reference's is of floats.
+    reference; or fewer NaN and Inf are misplaced between it and `elided`. Return False unless all three are tensors of
+    one shape and layout, and the reference's is of floats.
     """
     sides = [side for side in (reference, candidate, elided) if isinstance(side, torch.Tensor)]
     if len(sides) < 3 or len({(side.shape, side.layout) for side in sides}) > 1 or not sides[0].is_floating_point():

@@ -19,6 +19,7 @@ from torchdelta.program.memory import living_set_aside, peak_bytes
 from torchdelta.program.stages import SideFailed
 from torchdelta.records.case import STAGES
 from torchdelta.records.comparison import Breach, Comparison
+from torchdelta.records.failure import essence
 from torchdelta.records.report import EXCEPTION, Cost, Questions, Report, Stage
 from torchdelta.records.verdict import Verdict, worst_of
 
@@ -131,8 +132,8 @@ def _is_same_kind(kind: type[BaseException], expected: type[BaseException]) -> b
 
 
 def _text(kind: type[BaseException], message: str) -> str:
-    """Return class and message of an exception in one line."""
-    return brief(f"{kind.__name__}: {message}" if message else kind.__name__)
+    """Return class and message of an exception in one line, without the words of a wrapper."""
+    return brief(f"{kind.__name__}: {essence(message)}" if message else kind.__name__)
 
 
 def _returned(candidate: CandidateRun, stage: str) -> str:

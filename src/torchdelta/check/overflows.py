@@ -80,7 +80,7 @@ def notice(
                 mask = masks[stage.name].get(comparison.path)
                 if mask is not None:
                     overflowed = _judge_overflowed(comparison, stage.name, mask, baseline, candidate, mode)
-                    breach = terms.breach("casts", _described(comparison, mask, mode), "finite, as in the truth")
+                    breach = terms.breach("casts", _described(comparison, mask, mode), "finite")
                     comparison = _combined(comparison, others[comparison.path], overflowed, breach, int(mask.sum()))
                 comparisons.append(comparison)
             stage = Stage.of(stage.name, tuple(comparisons), stage.reason)
@@ -204,7 +204,7 @@ def _names(dtype: str | None, places: Mapping[str, torch.dtype]) -> str:
 
 
 def _note(stages: Sequence[Stage], masks: Masks, mode: Overflows) -> str:
-    """Return a note on the leaves in which the candidate avoids an overflow, or an empty text if all differ otherwise."""
+    """Return a note on the leaves in which the candidate avoids an overflow; an empty text if it is wrong in all."""
     leaves = [
         f"{int(mask.sum())} of {mask.numel()} elements of {stage.name} {comparison.path}"
         for stage in stages

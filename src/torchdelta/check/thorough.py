@@ -106,8 +106,8 @@ def ask_locally(check: Check, report: Report) -> Report:
     """Return the report with the comparisons of single nodes; a node that is wrong by itself makes it diverge.
 
     They are one more stage, `local`, if there are any. Culprits, coverage and notes are added. If the candidate failed,
-    the program raises eagerly, or no nodes could be matched, the report only gets the reason why the local question was not asked. If the walk
-    found no culprit, nodes that diverged are left out.
+    the program raises eagerly, or no nodes could be matched, the report only gets the reason why the local question was
+    not asked. If the walk found no culprit, nodes that diverged are left out.
     """
     if report.failure is not None or compares_exceptions(report):
         why = "the candidate failed" if report.failure is not None else "the program raises when run eagerly"
