@@ -141,6 +141,16 @@ def unchecked_clone(x):
     return x.clone() * 2
 
 
+def test_a_compiler_that_traces_the_exception_of_the_backward_with_the_forward_raises_the_same():
+    def program(x):
+        exponential = x.exp()
+        exponential.add_(1)
+        return exponential * 1
+
+    with pytest.raises(td.ProgramError, match=r"modified by an inplace operation.*The candidate raises the same"):
+        td.check(program, (torch.ones(4, requires_grad=True),), transform="aot_eager")
+
+
 def test_a_candidate_that_fails_before_the_stage_of_the_exception_has_crashed():
     x = (torch.ones(4, requires_grad=True),)
     report = td.check(raises_in_backward, x, candidate=raising(TypeError("at once")))

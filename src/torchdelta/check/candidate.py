@@ -16,7 +16,7 @@ import torch
 from torchdelta import errors
 from torchdelta._torch.compile import dynamo
 from torchdelta._torch.modes.lift import widened
-from torchdelta._torch.process.exceptions import is_out_of_memory, place_of
+from torchdelta._torch.process.exceptions import is_out_of_memory, kinds_of, place_of
 from torchdelta.errors import EnvironmentUnfit, TorchDeltaError
 from torchdelta.program.memory import is_limited
 from torchdelta.program.sides import Side
@@ -36,8 +36,8 @@ class CandidateRun:
     notes: list[str] = field(default_factory=list)
     has_reached_recompile_limit: bool = False
     failure: Failure | None = None
-    raised: type[BaseException] | None = None
-    """The class of the exception behind the failure."""
+    raised: tuple[type[BaseException], ...] = ()
+    """The class of the exception behind the failure, and the classes of those that a compiler wrapped in it."""
     is_partly_eager: bool = False
     """Whether parts of the program ran untransformed, between the graphs that a compiler captured."""
     failed_in: int = 0
@@ -98,10 +98,10 @@ def run_candidate(
             raise failed.error from None
         run.observation, run.failed_in = failed.observation, STAGES.index(failed.stage)
         run.failure = failure_of(failed.error, failed.stage)
-        run.raised = type(failed.error)
+        run.raised = kinds_of(failed.error)
     except errors.caught_from_user_code() as error:
         run.failure = failure_of(error, "transform")
-        run.raised = type(error)
+        run.raised = kinds_of(error)
     return run
 
 

@@ -82,6 +82,8 @@ def _compare(check: Check, failed: EagerFails) -> Report:
         )
         report = replace(earlier.run(), case=check.case)
         if report.failure is not None:
+            # a compiler that traces the backward with the forward raises there already
+            _require_another_kind(earlier.candidate, failed)
             return report
     with baseline.timed("candidate"):
         stages = tuple(stage for stage in plan.stages if STAGES.index(stage) <= place)
@@ -106,21 +108,32 @@ def _judge(candidate: CandidateRun, failed: EagerFails) -> Comparison:
     It is DIVERGED, or INCONCLUSIVE if the candidate returned and did not run transformed. Raise EagerFails if the
     candidate raises the same, or fails to compile.
     """
-    expected, kind, failure = failed.__cause__, candidate.raised, candidate.failure
+    expected, failure = failed.__cause__, candidate.failure
     assert expected is not None
     outcome = _returned(candidate, failed.stage)
-    if failure is not None and kind is not None:
-        outcome = _text(kind, failure.message)
-        is_lack = names_out_of_memory(kind.__name__, failure.message)
-        if is_lack or is_of_compiler(kind) or failure.signature.stage == "transform":
+    if failure is not None:
+        _require_another_kind(candidate, failed)
+        outcome = _text(candidate.raised[0].__name__, failure.message)
+        is_compiling = failure.signature.stage == "transform" or is_of_compiler(candidate.raised[0])
+        if is_compiling or names_out_of_memory(failure.type, failure.message):
             raise EagerFails(f"{failed}. The candidate fails too, by itself: {outcome}") from expected
-        if _is_same_kind(kind, type(expected)):
-            raise EagerFails(f"{failed}. The candidate raises the same: {outcome}") from expected
         outcome = f"raised {outcome}"
-    breach = Breach(clause=EXCEPTION, reference=f"raised {_text(type(expected), str(expected))}", candidate=outcome)
+    reference = f"raised {_text(type(expected).__name__, str(expected))}"
+    breach = Breach(clause=EXCEPTION, reference=reference, candidate=outcome)
     is_doubtful = failure is None and candidate.untransformed()
     verdict = Verdict.INCONCLUSIVE if is_doubtful else Verdict.DIVERGED
     return Comparison(path=EXCEPTION, verdict=verdict, reason=str(breach), kind=EXCEPTION, contract=(breach,))
+
+
+def _require_another_kind(candidate: CandidateRun, failed: EagerFails) -> None:
+    """Raise EagerFails if a candidate that failed raised what the reference did, by itself or wrapped by a compiler."""
+    expected = failed.__cause__
+    own = [kind for kind in candidate.raised if not is_of_compiler(kind)]
+    if expected is None or candidate.failure is None:
+        return
+    if any(_is_same_kind(kind, type(expected)) for kind in own):
+        text = _text(own[0].__name__, candidate.failure.message)
+        raise EagerFails(f"{failed}. The candidate raises the same: {text}") from expected
 
 
 def _is_same_kind(kind: type[BaseException], expected: type[BaseException]) -> bool:
@@ -131,9 +144,9 @@ def _is_same_kind(kind: type[BaseException], expected: type[BaseException]) -> b
     return issubclass(kind, expected) or (issubclass(expected, kind) and kind not in (Exception, BaseException))
 
 
-def _text(kind: type[BaseException], message: str) -> str:
+def _text(name: str, message: str) -> str:
     """Return class and message of an exception in one line, without the words of a wrapper."""
-    return brief(f"{kind.__name__}: {essence(message)}" if message else kind.__name__)
+    return brief(f"{name}: {essence(message)}" if message else name)
 
 
 def _returned(candidate: CandidateRun, stage: str) -> str:

@@ -76,6 +76,21 @@ def is_of_compiler(kind: type[BaseException]) -> bool:
     return any(f"{base.__module__}.".startswith(_COMPILERS) for base in kind.__mro__)
 
 
+def kinds_of(error: BaseException) -> tuple[type[BaseException], ...]:
+    """Return the class of an exception, and of those that it wraps if it is a compiler's own, the outermost first.
+
+    A compiler wraps an exception with and without a `__cause__`, or keeps it as an `inner_exception`.
+    """
+    kinds: dict[type[BaseException], None] = {}
+    current: BaseException | None = error
+    while current is not None:
+        kinds[type(current)] = None
+        if not is_of_compiler(type(current)):
+            break
+        current = getattr(current, "inner_exception", None) or current.__cause__ or current.__context__
+    return tuple(kinds)
+
+
 def without_frames(error: Exception) -> Exception:
     """Remove the frames of an exception and of its causes, which keep local variables alive; return the exception."""
     current: BaseException | None = error
