@@ -216,6 +216,12 @@ class Baseline:
         return next(floats, torch.get_default_dtype())
 
     @property
+    def is_narrow(self) -> bool:
+        """Whether a tensor that the program is given is of floats with fewer than four bytes."""
+        tensors = started_from(self.original)
+        return any(tensor.is_floating_point() and tensor.itemsize < 4 for tensor in tensors)
+
+    @property
     def lifted_draws(self) -> torch.dtype:
         """The dtype in which a lifted candidate draws random numbers, if it draws any."""
         return torch.float64 if self.reference.draws_random else self.drawn_in

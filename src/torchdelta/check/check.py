@@ -292,7 +292,8 @@ class Check(JudgingSteps[Observation]):
 
         So has a leaf in which the reference overflows and the candidate does not, whether or not there is a cast. The
         stages are returned unchanged if the transform lowers precision, or if no stage of the candidate ran. The casts
-        are not looked at if no noisy run showed one and the clause `casts` is not strict.
+        are not looked at if no noisy run showed one, the program is not given in a narrow dtype, and the clause `casts`
+        is not strict.
         """
         if self.transform.traits.lowered_to is not None or not self.candidate.observation.stages:
             return stages
@@ -305,7 +306,7 @@ class Check(JudgingSteps[Observation]):
             lambda *sides: self._compare_and_match(*sides)[0],
         )
         self.notes += [note] if note else []
-        has_casts = bool(self.noisy(1)) and self.baseline.narrowed_to is not None
+        has_casts = bool(self.noisy(1)) and (self.baseline.narrowed_to is not None or self.baseline.is_narrow)
         if not has_casts and "casts" not in self.case.strict:
             return stages
         stages, note = casts.notice(stages, self.baseline, self.candidate.observation, self._terms)

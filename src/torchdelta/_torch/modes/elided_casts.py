@@ -1,8 +1,9 @@
 """Run a program without the rounding of its narrowing casts, as a compiler does that keeps values wide.
 
 A compiler may fuse a cast to a narrower float with the elementwise operations and sums behind it, which then read the
-value as it was before the cast. Such a program is closer to the truth than the reference, and still differs from it. A
-check compares a candidate with a run under `Elide` to tell whether elided casts are the cause.
+value as it was before the cast. An operation in bfloat16 or float16 is such a cast too: it computes in float32, and
+rounds its result. Such a program is closer to the truth than the reference, and still differs from it. A check compares
+a candidate with a run under `Elide` to tell whether elided casts are the cause.
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ from torchdelta._torch.modes.base import OperationMode
 from torchdelta._torch.tensors import ViewKey, dtype_name, storage_key, storage_reference, view_key
 
 aten = torch.ops.aten
-_FUSED_SUMS = frozenset({"amax", "amin", "mean", "prod", "sum", "var", "var_mean"})
+# besides pointwise operations
+_FUSED = frozenset(
+    {
+        "_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data", "_to_copy", "amax", "amin",
+        "cat", "mean", "prod", "sum", "var", "var_mean",
+    }
+)  # fmt: skip
+_NARROW = (torch.bfloat16, torch.float16)
+_SWEEP = 16
+"""Values that are kept before those of freed tensors are dropped."""
 # files whose lines are not the program's
 _PLUMBING = (str(Path(torch.__file__).parent), str(Path(torchdelta.__file__).parent), "<")
 
@@ -46,8 +56,10 @@ class Elide(OperationMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.elided: set[str] = set()
         """The source line and the dtype of each cast that was elided."""
-        self.wide: dict[ViewKey, tuple[torch.Tensor, str]] = {}
-        """For each narrow tensor its value before the cast, and where it was cast."""
+        self.wide: dict[ViewKey, tuple[torch.Tensor, frozenset[str]]] = {}
+        """For each narrow tensor its value before the cast, and the source line and dtype of each cast up to it."""
+        self.kept = 0
+        """How many values were kept so far."""
 
     def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation, on values before their narrowing casts if a compiler may fuse it, and return its result.
@@ -55,52 +67,60 @@ class Elide(OperationMode):
         - An operation that writes to memory runs on the narrow values. The wide values of that memory are dropped.
         - A narrowing cast, and a view of a narrow tensor, return the narrow result. Its value before the cast is kept
           in `wide`.
-        - A pointwise operation, a reduction (`_FUSED_SUMS`) or a cast runs on the wide values if its result is one
-          float tensor. The result has its native dtype, and the casts are added to `elided`.
-        - Any other operation runs on the narrow values.
+        - A pointwise operation, or one of `_FUSED`, runs on the wide values if its result is one float tensor. The
+          result has its native dtype, and the casts are added to `elided`. If that dtype is narrow, the value before
+          rounding is kept, whether or not there was a cast before.
+        - Any other operation runs on the narrow values, and so does one that refuses the wide ones.
         """
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             self._prepare_writes(written_by(func, args, kwargs))
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
-        if is_narrowing(func, args, kwargs):
-            if (key := _key(args[0])) is not None:
-                before, place = self.wide.get(key, (args[0], ""))
-                self._drop_freed()
-                self.wide[view_key(result)] = before, place or f"{place_of_call()} (to {dtype_name(result.dtype)})"
-            return result
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not operands or not isinstance(result, torch.Tensor) or not result.is_floating_point():
+            return result
         wide = [self.wide[key] for key in map(_key, operands) if key in self.wide]
-        if not wide or not isinstance(result, torch.Tensor) or not result.is_floating_point():
-            return result
-        places = {place for _, place in wide}
-        if func.is_view:
-            self.wide[view_key(result)] = func(*tree_map(self._widened, args), **kwargs), "; ".join(sorted(places))
-            return result
+        places: frozenset[str] = frozenset().union(*(places for _, places in wide))
+        if is_narrowing(func, args, kwargs):
+            before = wide[0][0] if wide else args[0]
+            return self._keep(result, before, places or _place_of_cast(result))
         name = func._schema.name.partition("::")[2]
-        is_fused = torch.Tag.pointwise in func.tags or name in _FUSED_SUMS or func is aten._to_copy.default
-        if not is_fused:
+        # random numbers are not drawn twice
+        is_fused = (torch.Tag.pointwise in func.tags or name in _FUSED) and not _draws(func)
+        reads_wide = bool(wide) and (is_fused or func.is_view)
+        if not reads_wide and not (is_fused and result.dtype in _NARROW):
             return result
         # all operands in one dtype, because some operations refuse two
-        dtype = max((tensor.dtype for tensor, _ in wide), key=lambda dtype: -torch.finfo(dtype).eps)
-        exact = func(*tree_map(lambda value: _at_least(self._widened(value), dtype), args), **kwargs)
+        dtypes = [tensor.dtype for tensor, _ in wide] or [torch.float32]
+        dtype = max(dtypes, key=lambda dtype: -torch.finfo(dtype).eps)
+        try:
+            exact = func(*tree_map(lambda value: _at_least(self._widened(value), dtype), args), **kwargs)
+        except (RuntimeError, TypeError, NotImplementedError):
+            return result
+        if func.is_view or not wide:
+            return self._keep(result, exact, places or _place_of_cast(result))
         self.elided |= places
-        if exact.dtype != result.dtype:
-            narrowed = exact.to(result.dtype)
-            self.wide[view_key(narrowed)] = exact, "; ".join(sorted(places))
-            return narrowed
-        return exact
+        return exact if exact.dtype == result.dtype else self._keep(exact.to(result.dtype), exact, places)
+
+    def _keep(self, narrow: torch.Tensor, wide: torch.Tensor, places: frozenset[str]) -> torch.Tensor:
+        """Keep the wide value of a narrow tensor and the places of its casts, unless shapes differ; return `narrow`."""
+        if narrow.shape == wide.shape and (key := _key(narrow)) is not None:
+            self.kept += 1
+            if self.kept % _SWEEP == 0:
+                self._drop_freed()
+            self.wide[key] = wide, places
+        return narrow
 
     def _prepare_writes(self, written: list[torch.Tensor]) -> None:
         """Drop the wide values of memory that is written to next; copy those that lie in such memory themselves."""
         storages = {storage_reference(tensor) for tensor in written if storage_key(tensor)}
         self._drop_freed()
-        for key, (wide, place) in list(self.wide.items()):
+        for key, (wide, places) in list(self.wide.items()):
             if key[0] in storages:
                 del self.wide[key]
             elif storage_reference(wide) in storages:
-                self.wide[key] = wide.clone(), place
+                self.wide[key] = wide.clone(), places
 
     def _drop_freed(self) -> None:
         """Drop the wide values of tensors whose memory is freed."""
@@ -122,6 +142,10 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
     return [leaf for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor)]
 
 
+def _draws(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
 def _key(tensor: torch.Tensor) -> ViewKey | None:
     """Return the key of the elements of a tensor, or None if it has no plain memory, as a sparse one."""
     return view_key(tensor) if storage_key(tensor) else None
@@ -134,9 +158,13 @@ def _at_least(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
+def _place_of_cast(narrow: torch.Tensor) -> frozenset[str]:
+    return frozenset({f"{place_of_call()} (to {dtype_name(narrow.dtype)})"})
+
+
 def place_of_call() -> str:
     """Return `file.py:12` of the innermost frame that is neither torch's nor ours; "the backward" if there is none."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(_PLUMBING):
