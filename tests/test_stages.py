@@ -202,3 +202,93 @@ def test_a_loss_that_requires_no_gradient_is_inconclusive():
 
     assert report.stage("gradients").verdict is Verdict.INCONCLUSIVE
     assert "the loss" in report.stage("gradients").reason
+
+
+class TwoMatrices(nn.Module):
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(16, 32, bias=False, dtype=dtype)
+        self.outer = nn.Linear(32, 8, bias=False, dtype=dtype)
+
+    def forward(self, x):
+        return self.outer(torch.tanh(self.inner(x)))
+
+
+class NarrowSgd(torch.optim.Optimizer):
+    """Computes its update in bfloat16."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_((parameter.grad.bfloat16() * 0.01).to(parameter.dtype))
+
+
+def muon(parameters):
+    return torch.optim.Muon(parameters, lr=0.02)
+
+
+def unchanged(graph, inputs):
+    return graph.forward
+
+
+def with_larger_gradient(graph, inputs):
+    class Larger(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 1.01
+
+    return lambda *args: tuple(Larger.apply(output) for output in graph.forward(*args))
+
+
+def rows(dtype=torch.float32):
+    return (torch.randn(6, 16, generator=torch.Generator().manual_seed(1)).to(dtype),)
+
+
+@pytest.mark.parametrize("optimizer", [muon, NarrowSgd])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+class TestAnOptimizerWithLowPrecision:
+    def test_is_equivalent_under_a_pass_that_changes_nothing(self, optimizer, dtype):
+        report = td.check(
+            TwoMatrices(dtype),
+            rows(dtype),
+            transform=unchanged,
+            stages=["forward", "gradients", "steps"],
+            optimizer=optimizer,
+        )
+
+        assert report.verdict is Verdict.EQUIVALENT
+
+    def test_does_not_hide_a_gradient_that_is_wrong(self, optimizer, dtype):
+        report = td.check(
+            TwoMatrices(dtype),
+            rows(dtype),
+            transform=with_larger_gradient,
+            stages=["forward", "gradients", "steps"],
+            optimizer=optimizer,
+        )
+
+        assert report.stage("forward").verdict is Verdict.EQUIVALENT
+        assert report.stage("gradients").verdict is Verdict.DIVERGED
+
+
+def test_a_parameter_that_is_wrong_after_a_step_with_low_precision_is_found():
+    class Written(TwoMatrices):
+        def forward(self, x):
+            output = super().forward(x)
+            with torch.no_grad():
+                self.outer.weight.data.mul_(1.001)
+            return output
+
+    report = td.check(TwoMatrices(), rows(), candidate=Written(), stages=["steps"], optimizer=muon)
+
+    guilty = {each.path for each in report.comparisons if each.verdict is Verdict.DIVERGED}
+    assert "steps[0].parameters['outer.weight']" in guilty

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torchdelta._torch.compile import settings
+from torchdelta.check import exceptions
 from torchdelta.check.check import Check
 from torchdelta.check.graphs import CapturedGraph, GraphRecorder, read_graphs
 from torchdelta.check.isolated import check_isolated
@@ -43,7 +44,7 @@ from torchdelta.records.case import DYNAMO, CheckOptions, SearchLimits
 from torchdelta.records.codec import read_report, write_report
 from torchdelta.records.location import Location
 from torchdelta.records.recording import recording_of
-from torchdelta.records.report import Culprit, Report
+from torchdelta.records.report import Culprit, Report, compares_exceptions
 from torchdelta.records.signatures import signatures_of
 from torchdelta.records.verdict import Verdict
 
@@ -181,7 +182,7 @@ class Diagnosis:
             self.subjects = minifier.subjects
             if death is not None:
                 return death
-        return self.check.run()
+        return exceptions.run(self.check)
 
     def _locate(self, report: Report) -> Report:
         """Search for culprits, and return the report with those that were found; unchanged if it is not DIVERGED.
@@ -240,8 +241,11 @@ class Diagnosis:
 
         A group is the culprits of one operation and stage; without culprits there is one group. Without `does_all` only
         the first group is done, with a note if there are more. Results are appended to `minified`, and captured graphs
-        are kept in `subjects`. NothingToMinify if no graph shows the first group; for a later one that is a note.
+        are kept in `subjects`. NothingToMinify if the program raises eagerly, or if no graph shows the first group; of
+        a later group that is a note.
         """
+        if compares_exceptions(report):
+            raise NothingToMinify("a difference of exceptions is not made smaller: the program itself is the repro")
         self.report = report
         groups: Sequence[Culprit | None] = groups_of(report.culprits) or [None]
         if len(groups) > 1 and not self.does_all:

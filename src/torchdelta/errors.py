@@ -35,7 +35,11 @@ class ProgramError(TorchDeltaError):
 
 
 class EagerFails(ProgramError):
-    """The user's own program fails when run eagerly."""
+    """The user's own program fails when run eagerly, in the given stage; its exception is the `__cause__`."""
+
+    def __init__(self, message: str, *, report: Report | None = None, stage: str = "") -> None:
+        super().__init__(message, report=report)
+        self.stage = stage
 
 
 class EnvironmentUnfit(TorchDeltaError):

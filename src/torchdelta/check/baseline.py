@@ -291,6 +291,12 @@ class Baseline:
         return next(floats, torch.get_default_dtype())
 
     @property
+    def is_narrow(self) -> bool:
+        """Whether a tensor that the program is given is of floats with fewer than four bytes."""
+        tensors = started_from(self.original)
+        return any(tensor.is_floating_point() and tensor.itemsize < 4 for tensor in tensors)
+
+    @property
     def lifted_draws(self) -> torch.dtype:
         """The dtype in which a lifted candidate draws random numbers, if it draws any."""
         return torch.float64 if self.reference.draws_random else self.drawn_in
@@ -317,7 +323,8 @@ class Baseline:
                 return self._run_reference()
             remedy = "" if failed.stage == "forward" else f", or leave the stage {failed.stage} out"
             raise EagerFails(
-                f"{self.program.name} fails when run eagerly, before any transform: {failed}. Mend it{remedy}"
+                f"{self.program.name} fails when run eagerly, before any transform: {failed}. Mend it{remedy}",
+                stage=failed.stage,
             ) from failed.error
 
     def _run_lifted(self, draws: torch.dtype) -> tuple[Observation | None, str]:

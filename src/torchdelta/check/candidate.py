@@ -17,7 +17,7 @@ from torchdelta import errors
 from torchdelta._torch.compile import dynamo
 from torchdelta._torch.modes.dtype_answers import Answer, DtypeRecord, DtypeReplay
 from torchdelta._torch.modes.lift import widened
-from torchdelta._torch.process.exceptions import is_out_of_memory, place_of
+from torchdelta._torch.process.exceptions import is_out_of_memory, kinds_of, place_of
 from torchdelta.errors import EnvironmentUnfit, TorchDeltaError
 from torchdelta.program.memory import is_limited
 from torchdelta.program.sides import Side
@@ -37,6 +37,8 @@ class CandidateRun:
     notes: list[str] = field(default_factory=list)
     has_reached_recompile_limit: bool = False
     failure: Failure | None = None
+    raised: tuple[type[BaseException], ...] = ()
+    """The class of the exception behind the failure, and the classes of those that a compiler wrapped in it."""
     is_partly_eager: bool = False
     """Whether parts of the program ran untransformed, between the graphs that a compiler captured."""
     forms: list[tuple[str, ...]] = field(default_factory=list)
@@ -75,11 +77,11 @@ def run_candidate(
 ) -> CandidateRun:
     """Transform a fresh side, run it, and return the run, with the failure if the transform or the candidate raised.
 
-    `lifted` is None for a native side, and else the scope of a run in float64; of a compiler's candidate, only the loss
-    runs in it. `draws_random` says whether the candidate has to draw the reference's random numbers. If the transform
-    has no backward, only the stage `forward` runs. A candidate that is not a compiler's gets the `answers` in a lifted
-    run when it asks for dtypes, and in a native one they are recorded. After a failure, the run has the observation up
-    to it. Mistakes of the user and lacks of the machine are raised, as TorchDeltaError.
+    `lifted` is None for a native side, and else the scope of a run in float64; of a compiler's candidate, only loss and
+    optimizer run in it. `draws_random` says whether the candidate has to draw the reference's random numbers. If the
+    transform has no backward, only the stage `forward` runs. A candidate that is not a compiler's gets the `answers` in
+    a lifted run when it asks for dtypes, and in a native one they are recorded. After a failure, the run has the
+    observation up to it. Mistakes of the user and lacks of the machine are raised, as TorchDeltaError.
     """
     run = CandidateRun()
     plan = plan if transform.traits.has_backward else replace(plan, stages=("forward",))
@@ -87,8 +89,8 @@ def run_candidate(
     record = DtypeRecord()
     if not transform.traits.is_compiler:  # a compiler must not find torch.Tensor changed
         run_scope = _combined(run_scope, record if lifted is None else DtypeReplay(answers))
-    # the loss is not compiled, and must not round either
-    loss_scope = lifted if lifted is not None and transform.traits.is_compiler else nullcontext
+    # loss and optimizer are not compiled, and must not round either
+    uncompiled_scope = lifted if lifted is not None and transform.traits.is_compiler else nullcontext
     convert = widened if lifted else _unchanged
     try:
         applied = transform.apply(side, draws_random=draws_random, lifted=lifted is not None)
@@ -97,7 +99,7 @@ def run_candidate(
             _count_calls(
                 transformed,
                 run,
-                lambda counted: observe(counted, plan, original, run_scope, convert, loss_scope=loss_scope),
+                lambda counted: observe(counted, plan, original, run_scope, convert, uncompiled_scope=uncompiled_scope),
             )
     except TorchDeltaError:
         raise
@@ -106,8 +108,10 @@ def run_candidate(
             raise failed.error from None
         run.observation, run.failed_in = failed.observation, STAGES.index(failed.stage)
         run.failure = failure_of(failed.error, failed.stage)
+        run.raised = kinds_of(failed.error)
     except errors.caught_from_user_code() as error:
         run.failure = failure_of(error, "transform")
+        run.raised = kinds_of(error)
     run.dtype_answers = record.answers
     return run
 

@@ -44,7 +44,7 @@ def notice(stages: list[Stage], baseline: Baseline, candidate: Observation, term
     if not mode.elided:
         return stages, ""
     with_breaches = [_add_breaches(stage, baseline.reference, candidate, elided, mode, terms) for stage in stages]
-    count = sum(1 for stage in with_breaches for comparison in stage.comparisons if _has_elided(comparison))
+    count = sum(1 for stage in with_breaches for comparison in stage.comparisons if _has_elided(comparison, mode))
     if not count:
         return stages, ""
     return with_breaches, (
@@ -67,7 +67,7 @@ def _add_breaches(
     for comparison in stage.comparisons:
         leaves = [side.stages.get(stage.name, {}).get(comparison.path) for side in (reference, candidate, elided)]
         if _is_explained(*leaves):
-            breach = terms.breach("casts", f"rounds at {_names(mode)}", "keeps the value wide")
+            breach = terms.breach("casts", _rounding(mode), "keeps the value wide")
             comparison = replace(comparison, contract=(*comparison.contract, breach))
             if not breach.excused and comparison.verdict is not Verdict.DIVERGED:
                 comparison = replace(comparison, verdict=Verdict.DIVERGED, reason=str(breach))
@@ -79,17 +79,24 @@ def _is_explained(reference: object, candidate: object, elided: object) -> bool:
     """Tell whether the candidate's leaf is much nearer to the run without casts, `elided`, than to the reference.
 
     That is: it differs from the reference, and its distance to `elided` is less than `NEARER` times that to the
-    reference. Return False unless all three are tensors of one shape and layout, and the reference's is of floats.
+    reference; or fewer NaN and Inf are misplaced between it and `elided`. Return False unless all three are tensors of
+    one shape and layout, and the reference's is of floats.
     """
     sides = [side for side in (reference, candidate, elided) if isinstance(side, torch.Tensor)]
     if len(sides) < 3 or len({(side.shape, side.layout) for side in sides}) > 1 or not sides[0].is_floating_point():
         return False
     to_reference, to_elided = measure(sides[0], sides[1]), measure(sides[2], sides[1])
+    if to_elided.misplaced < to_reference.misplaced:
+        return True
     return to_reference.mismatches > 0 and to_elided.rms_error < NEARER * to_reference.rms_error
 
 
-def _has_elided(comparison: Comparison) -> bool:
-    return any(breach.clause == "casts" for breach in comparison.contract)
+def _has_elided(comparison: Comparison, mode: Elide) -> bool:
+    return any(breach.clause == "casts" and breach.reference == _rounding(mode) for breach in comparison.contract)
+
+
+def _rounding(mode: Elide) -> str:
+    return f"rounds at {_names(mode)}"
 
 
 def _names(mode: Elide) -> str:

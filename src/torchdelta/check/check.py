@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from torchdelta._torch.process import runtime, versions
-from torchdelta.check import casts, decisions, graphwise, semantic, steadiness
+from torchdelta.check import casts, decisions, graphwise, overflows, semantic, steadiness
 from torchdelta.check.baseline import Baseline
 from torchdelta.check.candidate import CandidateRun
 from torchdelta.check.decisions import settle_steps, with_count
@@ -183,7 +183,7 @@ class Check(JudgingSteps[Observation]):
             if name not in baseline.reference.stages or (name != "forward" and not self.transform.traits.has_backward):
                 stages += self._without_gradients(name)
                 continue
-            comparisons, unmatched, renamed = self._compare_and_match(name, yardstick)
+            comparisons, unmatched, renamed = self._compare_and_match(name, yardstick, candidate.observation)
             self.unmatched += renamed
             doubt = _vacuous(comparisons)
             if doubt and stages and self.stages_by_default and not keeps_names:
@@ -214,10 +214,10 @@ class Check(JudgingSteps[Observation]):
 
     def compare(self, stage: str, yardstick: Yardstick[Observation]) -> list[Comparison]:
         """Compare the candidate's leaves of one stage with those of the yardstick."""
-        return self._compare_and_match(stage, yardstick)[0]
+        return self._compare_and_match(stage, yardstick, self.candidate.observation)[0]
 
     def _compare_and_match(
-        self, stage: str, yardstick: Yardstick[Observation]
+        self, stage: str, yardstick: Yardstick[Observation], candidate: Observation
     ) -> tuple[list[Comparison], list[UnmatchedLeaf], list[UnmatchedLeaf]]:
         """Return the comparisons of a stage, the leaves without a partner, and the state whose name one side lacks.
 
@@ -226,7 +226,7 @@ class Check(JudgingSteps[Observation]):
         noisy runs; the comparison says how many.
         """
         judge = Judge(policy=self._judging_policy, terms=self._terms, is_stepped=stage == "steps")
-        reference, truth, candidate = yardstick.reference, yardstick.truth, self.candidate.observation
+        reference, truth = yardstick.reference, yardstick.truth
         leaves, others, renamed = pair_stage(stage, reference, candidate, keeps_names=self.transform.traits.keeps_names)
         runs = [run.stages.get(stage, {}) for run in yardstick.noisy]
         undecided: dict[str, int] = {}
@@ -253,7 +253,7 @@ class Check(JudgingSteps[Observation]):
         Before that, leaves whose noise is nearly as large as their values are judged with replayed choices, and
         narrowing casts that the candidate left out are noticed, because an answer in float64 replaces neither.
         """
-        stages = self._notice_casts(self._replay_choices(stages, yardstick))
+        stages = self._notice_casts(self._replay_choices(stages, yardstick), yardstick)
         if self.lifted.is_by_graph:
             return self._ask_graphs(stages)
         self.semantic_question, self.answers = semantic.judge_lifted(
@@ -300,15 +300,26 @@ class Check(JudgingSteps[Observation]):
             )
         return sharper
 
-    def _notice_casts(self, stages: list[Stage]) -> list[Stage]:
-        """Return the stages with a breach at each leaf where the candidate seems to lack a narrowing cast; add a note.
+    def _notice_casts(self, stages: list[Stage], yardstick: Yardstick[Observation]) -> list[Stage]:
+        """Return the stages with a breach at each leaf where the candidate seems to lack a narrowing cast; add notes.
 
-        The stages are returned unchanged if the transform lowers precision, if no stage of the candidate ran, or if no
-        noisy run showed a narrowing cast and the clause `casts` is not strict.
+        So has a leaf in which the reference overflows and the candidate does not, whether or not there is a cast. The
+        stages are returned unchanged if the transform lowers precision, or if no stage of the candidate ran. The casts
+        are not looked at if no noisy run showed one, the program is not given in a narrow dtype, and the clause `casts`
+        is not strict.
         """
         if self.transform.traits.lowered_to is not None or not self.candidate.observation.stages:
             return stages
-        has_casts = bool(self.noisy(1)) and self.baseline.narrowed_to is not None
+        stages, note = overflows.notice(
+            stages,
+            self.baseline,
+            yardstick,
+            self.candidate.observation,
+            self._terms,
+            lambda *sides: self._compare_and_match(*sides)[0],
+        )
+        self.notes += [note] if note else []
+        has_casts = bool(self.noisy(1)) and (self.baseline.narrowed_to is not None or self.baseline.is_narrow)
         if not has_casts and "casts" not in self.case.strict:
             return stages
         stages, note = casts.notice(stages, self.baseline, self.candidate.observation, self._terms)

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from torchdelta._torch.process import runtime
-from torchdelta.check import semantic
+from torchdelta.check import exceptions, semantic
 from torchdelta.check.candidate import CandidateRun
 from torchdelta.check.check import Check
 from torchdelta.nodewise.findings import NodeFindings
 from torchdelta.nodewise.walk import NodeWalk
-from torchdelta.records.report import ASKED, Report, Stage, reason_of
+from torchdelta.records.report import ASKED, Report, Stage, compares_exceptions, reason_of
 from torchdelta.records.verdict import Verdict, worst_of
 from torchdelta.transforms.base import Transform
 
@@ -24,8 +24,11 @@ LOCAL = "local"
 
 
 def run_check(check: Check) -> Report:
-    """Return the report of a check, with the local question if its case is thorough."""
-    report = check.run()
+    """Return the report of a check, with the local question if its case is thorough.
+
+    If the program raises eagerly, the report compares exceptions, or EagerFails is raised: see `exceptions.run`.
+    """
+    report = exceptions.run(check)
     return ask_locally(check, report) if check.case.thorough else report
 
 
@@ -103,11 +106,12 @@ def ask_locally(check: Check, report: Report) -> Report:
     """Return the report with the comparisons of single nodes; a node that is wrong by itself makes it diverge.
 
     They are one more stage, `local`, if there are any. Culprits, coverage and notes are added. If the candidate failed,
-    or no nodes could be matched, the report only gets the reason why the local question was not asked. If the walk
-    found no culprit, nodes that diverged are left out.
+    the program raises eagerly, or no nodes could be matched, the report only gets the reason why the local question was
+    not asked. If the walk found no culprit, nodes that diverged are left out.
     """
-    if report.failure is not None:
-        return replace(report, questions=replace(report.questions, local="not asked: the candidate failed"))
+    if report.failure is not None or compares_exceptions(report):
+        why = "the candidate failed" if report.failure is not None else "the program raises when run eagerly"
+        return replace(report, questions=replace(report.questions, local=f"not asked: {why}"))
     with runtime.preserved():
         walk = node_walk(check)
         findings = walk.look_at_nodes(report)

@@ -62,7 +62,7 @@ class Noise(Policy):
         """Return DIVERGED if the candidate is further from the truth than rounding explains, and otherwise EQUIVALENT.
 
         The worst of rms error, largest error and, with noisy runs, error of the worst block decides. Identical tensors
-        are EQUIVALENT. Lost mask constants, and more NaN or Inf out of place than between reference and truth, are
+        are EQUIVALENT. Lost mask constants, and a NaN or Inf out of place where reference and truth agree, are
         DIVERGED. INCONCLUSIVE if values differ without a truth, if the dtype is too coarse, if the noise overflows
         float64, or if NaN or Inf leave values that cannot be judged.
         """
@@ -309,8 +309,8 @@ def _judge_without_truth(pair: Measurement) -> Judgement:
 def _judge_non_finite(judgement: Judgement, sample: Sample) -> Judgement:
     """Return the judgement of the finite values, corrected by misplaced NaNs and infinities.
 
-    It becomes DIVERGED, with an infinite error, if NaN or Inf are misplaced at more elements between reference and
-    candidate than between truth and reference. Unless it is DIVERGED already, it becomes
+    It becomes DIVERGED, with an infinite error, if NaN or Inf are misplaced between reference and candidate at an
+    element where reference and truth agree. Unless it is DIVERGED already, it becomes
     INCONCLUSIVE if the candidate has NaN or Inf elsewhere than both reference and truth, or if the truth is NaN or Inf
     where the reference is finite. Otherwise it is returned unchanged.
     """
@@ -321,7 +321,7 @@ def _judge_non_finite(judgement: Judgement, sample: Sample) -> Judgement:
         return judgement
     of_reference, of_candidate = measure(sample.truth, sample.reference), measure(sample.truth, sample.candidate)
     places = describe_misplaced(pair)
-    if pair.misplaced > of_reference.misplaced:
+    if _has_strayed(sample.reference, sample.candidate, sample.truth):
         return judgement._replace(verdict=Verdict.DIVERGED, reason=places, error=math.inf)
     if judgement.verdict is Verdict.DIVERGED:
         return judgement
@@ -337,3 +337,16 @@ def _judge_non_finite(judgement: Judgement, sample: Sample) -> Judgement:
         )
         return judgement._replace(verdict=Verdict.INCONCLUSIVE, reason=reason)
     return judgement
+
+
+def _has_strayed(reference: torch.Tensor, candidate: torch.Tensor, truth: torch.Tensor) -> bool:
+    """Tell whether NaN or Inf is misplaced in the candidate at an element where reference and truth agree on them."""
+    of_reference, of_candidate, of_truth = map(_non_finite_kinds, (reference, candidate, truth))
+    return bool(((of_reference == of_truth) & (of_candidate != of_reference)).any())
+
+
+def _non_finite_kinds(tensor: torch.Tensor) -> torch.Tensor:
+    """Return 1 for +Inf, -1 for -Inf, 2 for NaN and 0 for a finite number, by element; of complex ones by component."""
+    whole = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    kinds = whole.isposinf().to(torch.int8) - whole.isneginf().to(torch.int8)
+    return kinds.masked_fill_(whole.isnan(), 2)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchdelta._torch.process import runtime, versions
+from torchdelta.check import exceptions
 from torchdelta.check.baseline import Progress
 from torchdelta.check.check import Check
 from torchdelta.check.graphs import GraphRecorder, RecordedTransform
@@ -24,13 +25,16 @@ from torchdelta.nodewise.findings import NodeFindings, findings_from_taps
 from torchdelta.program.memory import peak_bytes
 from torchdelta.records.case import CheckOptions
 from torchdelta.records.location import Location, Rung
-from torchdelta.records.report import Cost, Culprit, Report, diverged_comparisons, reason_of
+from torchdelta.records.report import Cost, Culprit, Report, compares_exceptions, diverged_comparisons, reason_of
 from torchdelta.records.verdict import Verdict
 from torchdelta.transforms.base import Transform
 from torchdelta.transforms.compiler import Compiler
 from torchdelta.transforms.wrappers import ObservedAfterAot
 
 TOO_EARLY = "it goes wrong in {rung}, before there is a graph whose nodes could be compared with those of another"
+NO_REFERENCE = (
+    "no node was looked at: the program raises when run eagerly, so that the nodes have no values to be compared with"
+)
 MAPPING_UNUSED = "the mapping was not used: there are no two graphs to match here"
 BETWEEN = (
     "no node is wrong by itself: the failure lies between two graphs, or taps change its cause; "
@@ -65,21 +69,28 @@ class Locator:
         """
         report = self.report
         if report is None:
-            report = self.check.run()
+            report = exceptions.run(self.check)
             self.compiles += self.check.transform.traits.is_compiler
+        if compares_exceptions(report):
+            return self._location(report, NodeFindings(notes=(NO_REFERENCE,)), ())
         is_lifted = any(each.details.get("question") == "semantic" for each in diverged_comparisons(report))
         self.walk = node_walk(
             self.check, is_lifted=is_lifted, mapping=self.mapping, limit_bytes=self.limit_bytes, notes=self.notes
         )
         with runtime.preserved():
             findings, rungs = self._look(report)
-        bad = next((rung.name for rung in rungs if rung.verdict.is_failure), None)
         if findings.coverage is not None and findings.coverage.total and not findings.coverage.matched:
             self.notes.append(
                 f"no node of one side was found on the other; the check as a whole says {report.verdict.value}"
             )
         if self.mapping and (findings.coverage is None or "given" not in findings.coverage.how):
             self.notes.append(MAPPING_UNUSED)
+        self.compiles += self.walk.compiles
+        return self._location(report, findings, rungs)
+
+    def _location(self, report: Report, findings: NodeFindings, rungs: tuple[Rung, ...]) -> Location:
+        """Return the location that the findings about nodes and the rungs make, with the notes of all of them."""
+        bad = next((rung.name for rung in rungs if rung.verdict.is_failure), None)
         notes = dict.fromkeys((*report.notes, *self.notes, *findings.notes))
         return Location(
             verdict=_verdict(report, findings),
@@ -92,7 +103,7 @@ class Locator:
             unmatched_reference=findings.unmatched_reference,
             unmatched_candidate=findings.unmatched_candidate,
             rungs=rungs,
-            compiles=self.compiles + self.walk.compiles,
+            compiles=self.compiles,
             notes=tuple(notes),
             cost=Cost(seconds=dict(self.check.baseline.seconds), peak_bytes=peak_bytes()),
         )

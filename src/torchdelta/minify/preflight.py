@@ -89,9 +89,11 @@ class Preflight:
         # a failure of the whole program that no graph shows may be flaky
         for is_semantic in [*questions, *questions[-1:] * (TRIALS - 1 if self.expected else 0)]:
             self.ask.case = replace(case, semantic=is_semantic)
+            rejected: list[str] = []
             for number, subject in enumerate(subjects, 1):
                 self.tell(Progress(nodes=subject.size, queries=0, doing=f"graph {number} of {len(subjects)}"))
                 answer = self._asked(subject)
+                rejected += [answer.rejected] if answer.rejected else []
                 meant = [signature for signature in answer.signatures if self.limits.is_meant(signature)]
                 unmeant += [signature for signature in answer.signatures if signature not in meant]
                 same = [each for each in meant if any(each.is_like(whole) for whole in self.expected)]
@@ -99,6 +101,11 @@ class Preflight:
                     failing = FailingGraph(subject=subject, answer=answer, wanted=self._wanted(subject, same or meant))
                     return self._chosen(number, subjects, failing)
                 others += [(number, FailingGraph(subject=subject, answer=answer, wanted=each)) for each in meant]
+            if len(rejected) == len(subjects):
+                raise NothingToMinify(
+                    f"{self.program}: a program that fails when run eagerly is not made smaller, also if the candidate "
+                    f"fails otherwise or not at all ({rejected[0]})"
+                )
             if others and is_semantic == questions[-1]:
                 number, failing = others[0]
                 whole = "; ".join(map(str, self.expected))

@@ -257,13 +257,13 @@ class InProcessOracle:
     def __call__(self, subject: Subject) -> Answer:
         """Check a subject in this process, count it in `begun`, and return the answer.
 
-        The answer is empty if the check raises ProgramError, as for a subject that does not run eagerly.
+        The answer has no failure if the check raises ProgramError, as for a subject that does not run eagerly.
         """
         self.begun += 1
         try:
             return answer_from(prepare_subject(subject, self.case, self.transform).run())
-        except ProgramError:
-            return Answer()
+        except ProgramError as error:
+            return Answer(rejected=str(error))
 
 
 def prepare_subject(
@@ -295,14 +295,14 @@ def prepare_subject(
 def answer_of(outcome: Outcome, case: Case) -> Answer:
     """Return the answer about a subject that a worker's outcome gives: that of its report, if it has one.
 
-    A death or timeout of the candidate is a failure in the answer. The answer is empty if the subject fails or hangs
-    eagerly. Any other error of the worker's task is raised.
+    A death or timeout of the candidate is a failure in the answer. The answer has no failure if the subject fails or
+    hangs eagerly. Any other error of the worker's task is raised.
     """
     runs_candidate = CANDIDATE_PARTS.__contains__
     try:
         result = outcome.read(Report, "report", program="a subject", runs_candidate=runs_candidate)
-    except ProgramError:
-        return Answer()
+    except ProgramError as error:
+        return Answer(rejected=str(error))
     if not isinstance(result, Failure):
         return answer_from(result)
     return answer_from(report_of_death(result, case)) if runs_candidate(outcome.part) else Answer()

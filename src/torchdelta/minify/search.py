@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -41,6 +41,8 @@ class Answer:
     message: str = ""
     """The candidate's error message, if it raised."""
     report: Report | None = None
+    rejected: str = field(default="", compare=False)
+    """Why the subject does not run eagerly; empty if it does."""
 
     def shows(self, wanted: Signature) -> bool:
         """Tell whether the subject failed with this failure."""

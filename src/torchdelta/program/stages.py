@@ -95,16 +95,16 @@ def observe(
     convert: Convert = lambda dtype: dtype,
     keeps: Keeps = lambda *_: True,
     before_step: BeforeStep = lambda *_: None,
-    loss_scope: Scope = nullcontext,
+    uncompiled_scope: Scope = nullcontext,
 ) -> Observation:
     """Run the side through the stages of the plan and return the observation. Raise SideFailed if the side raises.
 
-    User code runs within `scope`, and the loss within `loss_scope` too. `original` is a side of the program that was
-    not run; its tensors represent those that the run did not change. `convert` maps the original's dtypes to this
-    side's. `keeps` tells by stage and path whether to record an input, parameter or buffer of the forward.
-    `before_step` may change the gradients of an optimizer step in place.
+    User code runs within `scope`; loss and optimizer, which no compiler is given, run within `uncompiled_scope` too.
+    `original` is a side of the program that was not run; its tensors represent those that the run did not change.
+    `convert` maps the original's dtypes to this side's. `keeps` tells by stage and path whether to record an input,
+    parameter or buffer of the forward. `before_step` may change the gradients of an optimizer step in place.
     """
-    return _Observer(side, plan, original, scope, convert, keeps, before_step, loss_scope).run()
+    return _Observer(side, plan, original, scope, convert, keeps, before_step, uncompiled_scope).run()
 
 
 class _Observer:
@@ -119,7 +119,7 @@ class _Observer:
         convert: Convert,
         keeps: Keeps,
         before_step: BeforeStep,
-        loss_scope: Scope,
+        uncompiled_scope: Scope,
     ) -> None:
         """Keep the arguments of `observe`, copy the loss, and look up the original's inputs and state; run nothing."""
         self.side = side
@@ -129,7 +129,7 @@ class _Observer:
         self.convert = convert
         self.keeps = keeps
         self.before_step = before_step
-        self.loss_scope = loss_scope
+        self.uncompiled_scope = uncompiled_scope
         self.loss = copy_together(plan.loss, name="the loss", convert=convert) if plan.loss else None
         self.original_tensors = _tensors_in(_inputs_and_state(original))
         self.original_attributes = original.state.attributes
@@ -261,7 +261,7 @@ class _Observer:
         for tensor in self._trained().values():
             tensor.grad = None
         if self.loss is not None:
-            with self._stage(stage), self.loss_scope():
+            with self._stage(stage), self.uncompiled_scope():
                 roots = {"loss": self.loss(outputs)}
             cotangents = [torch.ones_like(roots["loss"])]
         else:
@@ -295,7 +295,7 @@ class _Observer:
         if not trained:
             return
         names = list(trained)
-        with self._stage("steps"):
+        with self._stage("steps"), self.uncompiled_scope():
             optimizer = self.plan.optimizer(list(trained.values()))
         leaves = self._leaves("steps")
         for step in range(self.plan.steps):
@@ -305,7 +305,7 @@ class _Observer:
             if step or "gradients" not in self.plan.stages:
                 leaves.update(_snapshots(gradients, f"steps[{step}].gradients"))
             self.before_step(step, gradients)
-            with self._stage("steps"):
+            with self._stage("steps"), self.uncompiled_scope():
                 optimizer.step()
             state = {names[index]: entry for index, entry in optimizer.state_dict()["state"].items()}
             now = self.side.state

@@ -23,6 +23,8 @@ from torchdelta.records.verdict import Verdict, worst_of
 SCHEMA_VERSION = 5
 
 ASKED = "asked"
+EXCEPTION = "exception"
+"""Path and clause of a comparison with the exception that the reference raised."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +187,11 @@ def reason_of(report: Report) -> str:
         return f"{report.failure.type}: {report.failure.message}".splitlines()[0]
     worst = max(report.comparisons, key=lambda comparison: comparison.rank, default=None)
     return next((stage.reason for stage in report.stages if stage.reason), worst.reason if worst else "")
+
+
+def compares_exceptions(report: Report) -> bool:
+    """Tell whether the reference raised an exception, so that the report compares that in place of values."""
+    return any(comparison.kind == EXCEPTION for comparison in report.comparisons)
 
 
 def diverged_comparisons(report: Report) -> list[Comparison]:

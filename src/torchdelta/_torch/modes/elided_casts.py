@@ -1,13 +1,15 @@
 """Run a program without the rounding of its narrowing casts, as a compiler that keeps values wide would.
 
 A compiler may fuse a cast to a narrower float with the elementwise operations and sums behind it, which then read the
-value as it was before the cast. Such a program is closer to the truth than the reference, and still differs from it. A
-check compares a candidate with a run under `Elide` to tell whether elided casts are the cause.
+value as it was before the cast. An operation in bfloat16 or float16 is such a cast too: it computes in float32, and
+rounds its result. Such a program is closer to the truth than the reference, and still differs from it. A check compares
+a candidate with a run under `Elide` to tell whether elided casts are the cause.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,19 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import torchdelta
 from torchdelta._torch.modes.base import OperationMode
-from torchdelta._torch.tensors import ViewKey, view_key
+from torchdelta._torch.tensors import ViewKey, dtype_name, storage_key, storage_reference, view_key
 
 aten = torch.ops.aten
-_FUSED_SUMS = frozenset({"amax", "amin", "mean", "prod", "sum", "var", "var_mean"})
+# besides pointwise operations
+_FUSED = frozenset(
+    {
+        "_log_softmax", "_log_softmax_backward_data", "_softmax", "_softmax_backward_data", "_to_copy", "amax", "amin",
+        "cat", "mean", "prod", "sum", "var", "var_mean",
+    }
+)  # fmt: skip
+_NARROW = (torch.bfloat16, torch.float16)
+_SWEEP = 16
+"""Values that are kept before those of freed tensors are dropped."""
 # files whose lines are not the program's
 _PLUMBING = (str(Path(torch.__file__).parent), str(Path(torchdelta.__file__).parent), "<")
 
@@ -45,71 +56,118 @@ class Elide(OperationMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.elided: set[str] = set()
         """The source line and the dtype of each cast that was elided."""
-        self.wide: dict[ViewKey, tuple[torch.Tensor, str]] = {}
-        """For each narrow tensor its value before the cast, and where it was cast."""
+        self.wide: dict[ViewKey, tuple[torch.Tensor, frozenset[str]]] = {}
+        """For each narrow tensor its value before the cast, and the source line and dtype of each cast up to it."""
+        self.kept = 0
+        """How many values were kept so far."""
 
     def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation, on values before their narrowing casts if a compiler may fuse it, and return its result.
 
+        - An operation that writes to memory runs on the narrow values. The wide values of that memory are dropped.
         - A narrowing cast, and a view of a narrow tensor, return the narrow result. Its value before the cast is kept
           in `wide`.
-        - A pointwise operation, a reduction (`_FUSED_SUMS`) or a cast that writes to no operand runs on the wide values
-          if its result is one float tensor. The result has its native dtype, and the casts are added to `elided`.
-        - Any other operation runs on the narrow values. One that writes to a narrow tensor drops the wide values of its
-          memory.
+        - A pointwise operation, or one of `_FUSED`, runs on the wide values if its result is one float tensor. The
+          result has its native dtype, and the casts are added to `elided`. If that dtype is narrow, the value before
+          rounding is kept, whether or not there was a cast before.
+        - Any other operation runs on the narrow values, and so does one that refuses the wide ones.
         """
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if is_narrowing(func, args, kwargs):
-            before, place = self.wide.get(view_key(args[0]), (args[0], ""))
-            self._drop_stale()
-            self.wide[view_key(result)] = before, place or f"{_place()} (to {_name(result.dtype)})"
-            return result
-        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        places = {self.wide[view_key(leaf)][1] for leaf in operands if view_key(leaf) in self.wide}
-        if not places or not isinstance(result, torch.Tensor) or not result.is_floating_point():
-            return result
-        if func.is_view:
-            self.wide[view_key(result)] = func(*tree_map(self._widened, args), **kwargs), "; ".join(sorted(places))
-            return result
-        name = func._schema.name.partition("::")[2]
-        is_fused = torch.Tag.pointwise in func.tags or name in _FUSED_SUMS or func is aten._to_copy.default
         if func._schema.is_mutable:
-            self._drop_stale(written=result)
+            self._prepare_writes(written_by(func, args, kwargs))
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not operands or not isinstance(result, torch.Tensor) or not result.is_floating_point():
             return result
-        if not is_fused:
+        wide = [self.wide[key] for key in map(_key, operands) if key in self.wide]
+        places: frozenset[str] = frozenset().union(*(places for _, places in wide))
+        if is_narrowing(func, args, kwargs):
+            before = wide[0][0] if wide else args[0]
+            return self._keep(result, before, places or _place_of_cast(result))
+        name = func._schema.name.partition("::")[2]
+        # random numbers are not drawn twice
+        is_fused = (torch.Tag.pointwise in func.tags or name in _FUSED) and not _draws(func)
+        reads_wide = bool(wide) and (is_fused or func.is_view)
+        if not reads_wide and not (is_fused and result.dtype in _NARROW):
             return result
-        exact = func(*tree_map(self._widened, args), **kwargs)
+        # all operands in one dtype, because some operations refuse two
+        dtypes = [tensor.dtype for tensor, _ in wide] or [torch.float32]
+        dtype = max(dtypes, key=lambda dtype: -torch.finfo(dtype).eps)
+        try:
+            exact = func(*tree_map(lambda value: _at_least(self._widened(value), dtype), args), **kwargs)
+        except (RuntimeError, TypeError, NotImplementedError):
+            return result
+        if func.is_view or not wide:
+            return self._keep(result, exact, places or _place_of_cast(result))
         self.elided |= places
-        if exact.dtype != result.dtype:
-            narrowed = exact.to(result.dtype)
-            self.wide[view_key(narrowed)] = exact, "; ".join(sorted(places))
-            return narrowed
-        return exact
+        return exact if exact.dtype == result.dtype else self._keep(exact.to(result.dtype), exact, places)
 
-    def _drop_stale(self, written: torch.Tensor | None = None) -> None:
-        """Drop the wide values of tensors that are freed, or share memory with the written one."""
-        stale = None if written is None else view_key(written)[0]
-        for key in [key for key in self.wide if key[0] == stale or key[0].expired()]:  # type: ignore[no-untyped-call]
+    def _keep(self, narrow: torch.Tensor, wide: torch.Tensor, places: frozenset[str]) -> torch.Tensor:
+        """Keep the wide value of a narrow tensor and the places of its casts, unless shapes differ; return `narrow`."""
+        if narrow.shape == wide.shape and (key := _key(narrow)) is not None:
+            self.kept += 1
+            if self.kept % _SWEEP == 0:
+                self._drop_freed()
+            self.wide[key] = wide, places
+        return narrow
+
+    def _prepare_writes(self, written: list[torch.Tensor]) -> None:
+        """Drop the wide values of memory that is written to next; copy those that lie in such memory themselves."""
+        storages = {storage_reference(tensor) for tensor in written if storage_key(tensor)}
+        self._drop_freed()
+        for key, (wide, places) in list(self.wide.items()):
+            if key[0] in storages:
+                del self.wide[key]
+            elif storage_reference(wide) in storages:
+                self.wide[key] = wide.clone(), places
+
+    def _drop_freed(self) -> None:
+        """Drop the wide values of tensors whose memory is freed."""
+        for key in [key for key in self.wide if key[0].expired()]:  # type: ignore[no-untyped-call]
             del self.wide[key]
 
     def _widened(self, value: Any) -> Any:
         """Return a tensor as it was before its cast; any other value unchanged."""
-        if isinstance(value, torch.Tensor) and (wide := self.wide.get(view_key(value))) is not None:
-            return wide[0]
+        if isinstance(value, torch.Tensor) and (key := _key(value)) in self.wide:
+            return self.wide[key][0]
         return value
 
 
-def _place() -> str:
+def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that a call writes to, by the schema of its operation; those within lists too."""
+    slots = func._schema.arguments
+    values = [(slot, args[place] if place < len(args) else kwargs.get(slot.name)) for place, slot in enumerate(slots)]
+    written = [value for slot, value in values if slot.alias_info is not None and slot.alias_info.is_write]
+    return [leaf for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor)]
+
+
+def _draws(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def _key(tensor: torch.Tensor) -> ViewKey | None:
+    """Return the key of the elements of a tensor, or None if it has no plain memory, as a sparse one."""
+    return view_key(tensor) if storage_key(tensor) else None
+
+
+def _at_least(value: Any, dtype: torch.dtype) -> Any:
+    """Return a tensor of a coarser float dtype cast to `dtype`; any other value unchanged."""
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and coarser(value.dtype, dtype) is not dtype:
+        return value.to(dtype)
+    return value
+
+
+def _place_of_cast(narrow: torch.Tensor) -> frozenset[str]:
+    return frozenset({f"{place_of_call()} (to {dtype_name(narrow.dtype)})"})
+
+
+def place_of_call() -> str:
     """Return `file.py:12` of the innermost frame that is neither torch's nor ours; "the backward" if there is none."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(_PLUMBING):
             return f"{Path(file).name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return "the backward"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Exceptions: the line of the user's code that one comes from, and whether it means that memory ran out."""
+"""Exceptions: the line of the user's code that one comes from, and whether machine or compiler are to blame for it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,28 @@ import torchdelta
 _PLUMBING = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(torchdelta.__file__) + os.sep)
 
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory")
+_NO_KERNEL = (
+    "could not run 'aten::",
+    "is not currently implemented for the",
+    "is not currently supported on",
+    "no kernel image is available",
+    "not compiled with",
+    "not implemented for '",
+    "not linked with support for",
+)
+"""What torch says, in lower case, if a device or a build of torch lacks a kernel."""
+_COMPILERS = (
+    "torch._dynamo.",
+    "torch._export.",
+    "torch._functorch.",
+    "torch._higher_order_ops.",
+    "torch._inductor.",
+    "torch._subclasses.",
+    "torch.export.",
+    "torch.fx.",
+    "triton.",
+)
+"""Modules whose exceptions come from compiling, and not from the program."""
 
 
 def place_of(error: BaseException) -> str:
@@ -40,6 +62,33 @@ def names_out_of_memory(name: str, message: str) -> bool:
     """Tell by its class name and message whether an exception meant that an allocation failed."""
     is_named = name.rpartition(".")[2] in ("MemoryError", "OutOfMemoryError")
     return is_named or any(words in message for words in _OUT_OF_MEMORY)
+
+
+def is_lack_of_machine(error: BaseException) -> bool:
+    """Tell whether an exception means that memory, a device or a kernel for it is missing here."""
+    is_of_torch = isinstance(error, (RuntimeError, NotImplementedError, AssertionError))
+    is_missing = is_of_torch and any(words in str(error).lower() for words in _NO_KERNEL)
+    return is_out_of_memory(error) or is_missing or isinstance(error, torch.AcceleratorError)
+
+
+def is_of_compiler(kind: type[BaseException]) -> bool:
+    """Tell whether a class of exceptions is a compiler's own: it failed to compile, or wraps what a backend raised."""
+    return any(f"{base.__module__}.".startswith(_COMPILERS) for base in kind.__mro__)
+
+
+def kinds_of(error: BaseException) -> tuple[type[BaseException], ...]:
+    """Return the class of an exception, and of those that it wraps if it is a compiler's own, the outermost first.
+
+    A compiler wraps an exception with and without a `__cause__`, or keeps it as an `inner_exception`.
+    """
+    kinds: dict[type[BaseException], None] = {}
+    current: BaseException | None = error
+    while current is not None:
+        kinds[type(current)] = None
+        if not is_of_compiler(type(current)):
+            break
+        current = getattr(current, "inner_exception", None) or current.__cause__ or current.__context__
+    return tuple(kinds)
 
 
 def without_frames(error: Exception) -> Exception:
