@@ -89,9 +89,13 @@ class Baseline:
         An exception of the program is raised as it is, and not as SideFailed.
         """
         side, _, scope = self._prepare(modes, lifted=lifted, noise=noise)
+        shared = self.original.unrun.shared
         runtime.seed_everything(self.plan.seed)
-        with scope():
-            returned = side.call(*side.args, **side.kwargs)
+        try:
+            with scope():
+                returned = side.call(*side.args, **side.kwargs)
+        finally:
+            shared.put_back()
         return leaves_of(returned, "outputs")
 
     def run(
@@ -112,15 +116,19 @@ class Baseline:
         if draws_random is None:
             draws_random = self.reference.draws_random
         convert = lift.widened if lifted else _unchanged
-        return run_candidate(
-            transform,
-            Side.copied_from(self.program, convert=convert, with_callable=transform.traits.reads_program),
-            plan or self.plan,
-            original=self.original,
-            scope=self.eager_scope if is_eager else self.scope,
-            draws_random=draws_random,
-            lifted=self.lifted_scope(self.lifted_draws) if lifted else None,
-        )
+        shared = self.original.unrun.shared  # a transform may run the program when it is applied
+        try:
+            return run_candidate(
+                transform,
+                Side.copied_from(self.program, convert=convert, with_callable=transform.traits.reads_program),
+                plan or self.plan,
+                original=self.original,
+                scope=self.eager_scope if is_eager else self.scope,
+                draws_random=draws_random,
+                lifted=self.lifted_scope(self.lifted_draws) if lifted else None,
+            )
+        finally:
+            shared.put_back()
 
     def _prepare(
         self,

@@ -15,7 +15,7 @@ from torchdelta.check import casts, decisions, semantic, steadiness
 from torchdelta.check.baseline import Baseline
 from torchdelta.check.candidate import CandidateRun
 from torchdelta.check.decisions import settle_steps, with_count
-from torchdelta.check.pairing import has_differences, pair_stage
+from torchdelta.check.pairing import complete, has_differences, pair_stage
 from torchdelta.check.quantized_layers import LayerwiseCheck
 from torchdelta.compare.contract import Terms
 from torchdelta.compare.judge import Judge
@@ -225,6 +225,7 @@ class Check(JudgingSteps[Observation]):
         """
         judge = Judge(policy=self._judging_policy, terms=self._terms, is_stepped=stage == "steps")
         reference, truth, candidate = yardstick.reference, yardstick.truth, self.candidate.observation
+        complete(stage, [run for run in (reference, candidate, truth, *yardstick.noisy) if run])
         leaves, others, renamed = pair_stage(stage, reference, candidate, keeps_names=self.transform.traits.keeps_names)
         runs = [run.stages.get(stage, {}) for run in yardstick.noisy]
         undecided: dict[str, int] = {}

@@ -19,9 +19,11 @@ import contextlib
 import copy
 import dis
 import functools
+import random
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Container, Iterator, Mapping, Set
+from enum import Enum
 from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -35,6 +37,9 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 _ATOMS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
 _STATE = (torch.Tensor, torch.nn.Module, torch.Generator, np.ndarray)
 _CONTAINERS = (list, dict, set, collections.deque)
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+# not LOAD_ATTR: an attribute may have the name of an unrelated global
+_USES = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 
 
 Convert = Callable[[torch.dtype], torch.dtype]
@@ -161,15 +166,23 @@ def _function_shells(objects: list[Any], memo: dict[int, Any]) -> list[tuple[Fun
     """Return each function that reaches state, with a shell: a copy of it whose closure and defaults are still empty.
 
     The shells are added to the memo by the function's id. If a function uses globals with state, its shell has a copy
-    of its module's globals, which such shells of that module share; else it has the original globals.
+    of its module's globals, which the shells of all functions of that module share, because one may read what another
+    writes; else it has the original globals.
     """
+    functions = [function for function in objects if isinstance(function, FunctionType)]
+    copied = {
+        id(function.__globals__)
+        for function in functions
+        if any(has_state(value) for value in used_globals(function).values())
+    }
     namespaces: dict[int, dict[str, Any]] = {}
     shells = []
-    for function in objects:
-        if not isinstance(function, FunctionType) or not _reaches_state(function):
+    for function in functions:
+        uses_copied = id(function.__globals__) in copied and bool(used_globals(function))
+        if not uses_copied and not _reaches_state(function):
             continue
         namespace = function.__globals__
-        if any(has_state(value) for value in used_globals(function).values()):
+        if id(namespace) in copied:
             namespace = namespaces.setdefault(id(namespace), dict(namespace))
         cells = tuple(CellType() for _ in function.__closure__ or ())
         shell = FunctionType(function.__code__, namespace, function.__name__, None, cells)
@@ -287,15 +300,22 @@ def has_tensors(value: Any) -> bool:
 
 
 def has_state(value: Any) -> bool:
-    """Return whether two runs that share the value could affect each other: it is a container or reaches tensors."""
-    return isinstance(value, _CONTAINERS) or has_tensors(value)
+    """Return whether two runs that share the value could affect each other.
+
+    That is so if it is a container, a random generator or an object of the user's, or if it reaches tensors.
+    """
+    if isinstance(value, (*_CONTAINERS, *_GENERATORS)):
+        return True
+    is_object = not isinstance(value, (*_ATOMS, type, ModuleType, FunctionType, MethodType, Enum))
+    return (is_object and not is_installed_class(type(value))) or has_tensors(value)
 
 
-def captured_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
+def captured_by(function: FunctionType, *, with_globals: bool = True) -> Iterator[tuple[str, Any]]:
     """Yield the values that a function uses besides its arguments: closure, defaults, attributes, used globals.
 
     Each comes as (name, value); a positional default is called `default[0]`. Cells without a value are left out, and
-    so are all globals of a function that belongs to an installed package or to Python itself.
+    so are all globals of a function that belongs to an installed package or to Python itself, and without
+    `with_globals` those of any function.
     """
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if is_filled(cell):
@@ -303,7 +323,8 @@ def captured_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
     yield from ((f"default[{index}]", item) for index, item in enumerate(function.__defaults__ or ()))
     yield from (function.__kwdefaults__ or {}).items()
     yield from vars(function).items()
-    yield from used_globals(function).items()
+    if with_globals:
+        yield from used_globals(function).items()
 
 
 def is_filled(cell: CellType) -> bool:
@@ -322,6 +343,11 @@ def used_globals(function: FunctionType) -> dict[str, Any]:
     return {name: function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__}
 
 
+def written_globals(function: FunctionType) -> set[str]:
+    """Return the names of the globals that a function or one within it assigns to, whether or not they exist yet."""
+    return set(_names(function.__code__, ("STORE_GLOBAL", "DELETE_GLOBAL")))
+
+
 def is_installed(function: FunctionType) -> bool:
     """Return whether the function belongs to an installed package or to Python itself."""
     return function.__code__.co_filename.startswith(_INSTALLED)
@@ -335,7 +361,7 @@ def shared_state(values: list[Any]) -> dict[str, torch.Tensor]:
     is an `nn.Module`, its parameters count. Installed packages do not count.
     """
     shared: dict[str, torch.Tensor] = {}
-    for kind in {kind for value in values for kind in type(value).__mro__ if not _is_installed_class(kind)}:
+    for kind in {kind for value in values for kind in type(value).__mro__ if not is_installed_class(kind)}:
         for name, member in vars(kind).items():
             function = getattr(member, "__func__", member)
             if isinstance(function, FunctionType):
@@ -373,7 +399,8 @@ def _tensors_in(value: Any, name: str) -> dict[str, torch.Tensor]:
     return {name if index == 0 else f"{name} ({index})": tensor for index, tensor in enumerate(tensors)}
 
 
-def _is_installed_class(kind: type) -> bool:
+def is_installed_class(kind: type) -> bool:
+    """Return whether a class belongs to an installed package or to Python itself."""
     module = sys.modules.get(kind.__module__)
     return module is not None and is_installed_module(module)
 
@@ -384,12 +411,11 @@ def is_installed_module(module: ModuleType) -> bool:
     return (getattr(module, "__file__", None) or _INSTALLED[0]).startswith(_INSTALLED) and module.__name__ != "__main__"
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    """Yield the global names that a function's code reads, including its inner functions, one for each use."""
+def _names(code: CodeType, operations: Container[str] = _USES) -> Iterator[str]:
+    """Yield the global names that a function's code uses, including its inner functions, one for each use."""
     for instruction in dis.get_instructions(code):
-        # not LOAD_ATTR: an attribute may have the name of an unrelated global
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+        if instruction.opname in operations:
             yield str(instruction.argval)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from _names(constant, operations)
