@@ -1,4 +1,4 @@
-"""Attributes of an `nn.Module` that are torch's own: its registries and hooks, and what the compilers add to it.
+"""Attributes of an `nn.Module` that are torch's own: its registries and hooks, and what a compiler adds to it.
 
 `own_attributes` returns the others, which are the user's; `hooks_of` returns the functions that a user has registered.
 """
@@ -13,7 +13,7 @@ import torch
 _REGISTRIES = frozenset(vars(torch.nn.Module())) - {"training"}
 _HOOKS = tuple(sorted(name for name in _REGISTRIES if name.endswith("_hooks")))
 _COMPILERS = ("_torchdynamo", "_dynamo", "_is_torch_compile", "_compiled_call_impl")
-"""How the names begin of the attributes that torch.compile adds to a module."""
+"""How the names begin of the attributes that torch.compile adds to a module or a function."""
 
 
 def own_attributes(module: torch.nn.Module) -> dict[str, Any]:
@@ -26,9 +26,14 @@ def own_attributes(module: torch.nn.Module) -> dict[str, Any]:
         name: value
         for name, value in vars(module).items()
         if name not in _REGISTRIES
-        and not name.startswith(_COMPILERS)
+        and not is_of_compiler(name)
         and (not is_graph or isinstance(value, torch.Tensor))
     }
+
+
+def is_of_compiler(name: str) -> bool:
+    """Tell whether an attribute of this name is one that torch.compile adds to a module or a function."""
+    return name.startswith(_COMPILERS)
 
 
 def hooks_of(module: torch.nn.Module) -> list[Callable[..., Any]]:

@@ -294,6 +294,28 @@ def children(value: Any) -> Iterator[tuple[str, Any]]:
                 yield name, getattr(value, name)
 
 
+def tensor_slots(value: Any) -> Iterator[tuple[Any, Any, torch.Tensor]]:
+    """Yield (holder, key, tensor) for the tensors that a value reaches outside of modules, where they can be replaced.
+
+    The holder is a cell of a closure (its key is None), a list, or a dict of items, attributes or globals.
+    """
+    for holder in everything_in(value):
+        if isinstance(holder, FunctionType):
+            for cell in holder.__closure__ or ():
+                if is_filled(cell) and isinstance(cell.cell_contents, torch.Tensor):
+                    yield cell, None, cell.cell_contents
+            entries: Any = [(holder.__globals__, name, item) for name, item in used_globals(holder).items()]
+        elif isinstance(holder, list):
+            entries = [(holder, index, item) for index, item in enumerate(holder)]
+        elif isinstance(holder, (torch.nn.Module, torch.Tensor, type, ModuleType)):
+            entries = []
+        else:
+            holders = [holder] if isinstance(holder, dict) else []
+            holders += [vars(holder)] if hasattr(holder, "__dict__") else []
+            entries = [(each, key, item) for each in holders for key, item in each.items()]
+        yield from (entry for entry in entries if isinstance(entry[2], torch.Tensor))
+
+
 def has_tensors(value: Any) -> bool:
     """Return whether the value reaches a tensor, module, generator or numpy array."""
     return any(isinstance(inner, _STATE) for inner in everything_in(value))

@@ -245,8 +245,9 @@ class _Walk:
             yield from (place.at(name, item) for name, item in function.keywords.items())
             return
         is_installed = copies.is_installed(function)
-        captured = copies.captured_by(function, with_globals=False)
-        yield from (place.at(name, value, is_installed=is_installed) for name, value in captured)
+        for name, value in copies.captured_by(function, with_globals=False):
+            if not modules.is_of_compiler(name):
+                yield place.at(name, value, is_installed=is_installed)
         yield from self._visit_globals(function)
 
     def _visit_globals(self, function: FunctionType) -> Iterator[_Place]:
