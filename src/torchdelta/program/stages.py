@@ -450,8 +450,20 @@ def _names_of_differences(first: Leaves, second: Leaves) -> set[str]:
         name
         for path in dict.fromkeys((*first, *second))
         if (name := name_of(path)) in names
-        and not (path in first and path in second and _is_equal(first[path], second[path]))
+        and not (path in first and path in second and _has_equal_values(first[path], second[path]))
     }
+
+
+def _has_equal_values(first: Any, second: Any) -> bool:
+    """Tell whether two leaves are equal; of two tensors, whether their values are, in any dtype."""
+    if not (isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)):
+        return _is_equal(first, second)
+    if first.shape != second.shape or first.device != second.device:
+        return False
+    if tensors.has_own_buffer(first) and tensors.has_own_buffer(second):
+        return measure(first, second).mismatches == 0
+    parts, others = leaves_of(first), leaves_of(second)
+    return parts.keys() == others.keys() and len(parts) > 1 and all(map(_is_equal, parts.values(), others.values()))
 
 
 def _reaches(node: Any, targets: Mapping[int, Any]) -> bool:
@@ -493,20 +505,11 @@ def _plain_leaves(values: Mapping[str, Any]) -> Leaves:
 
 
 def _is_equal(value: Any, original: Any) -> bool:
-    """Tell whether two leaves are of one class and equal; a NaN equals a NaN.
-
-    Tensors without a plain buffer are equal if their parts are. Strides do not count.
-    """
+    """Tell whether two leaves are of one class and equal; a NaN equals a NaN, and tensors have to be of one dtype."""
     if type(value) is not type(original):
         return False
     if isinstance(value, torch.Tensor):
-        facts = [(each.shape, each.dtype, each.device, each.requires_grad) for each in (value, original)]
-        if facts[0] != facts[1]:
-            return False
-        if tensors.has_own_buffer(value) and tensors.has_own_buffer(original):
-            return measure(value, original).mismatches == 0
-        parts, others = leaves_of(value), leaves_of(original)
-        return parts.keys() == others.keys() and len(parts) > 1 and all(map(_is_equal, parts.values(), others.values()))
+        return value.dtype == original.dtype and _has_equal_values(value, original)
     if isinstance(value, np.ndarray):
         is_alike = value.dtype == original.dtype and value.shape == original.shape
         return is_alike and bool(np.all((value == original) | ((value != value) & (original != original))))
