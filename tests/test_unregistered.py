@@ -17,6 +17,8 @@ import torchdelta as td
 from torchdelta import Verdict
 
 DIVERGED, EQUIVALENT = Verdict.DIVERGED, Verdict.EQUIVALENT
+total = 0
+log = []
 X = torch.linspace(-1.0, 1.0, 6).reshape(2, 3)
 
 
@@ -212,9 +214,311 @@ def test_state_that_both_sides_leave_alike_is_no_difference(write):
     assert Keeper.calls == 0
 
 
+@pytest.mark.filterwarnings("ignore")  # dynamo warns where it breaks a graph
 @pytest.mark.parametrize("write", WRITES, ids=lambda each: each.__name__)
 def test_a_compiler_that_keeps_the_writes_is_equivalent(write):
     report = td.check(Keeper(write), (X,), transform="eager", stages="forward,gradients")
 
     assert report.verdict is EQUIVALENT, report.comparisons
     assert Keeper.calls == 0
+
+
+class Tally:
+    """An object of the user's that is not a module."""
+
+    def __init__(self):
+        self.count = 0
+
+
+def closing_over(step):
+    """Return a function that counts in its closure, in an object there, and in a list there."""
+    count, tally, seen, generator = 0, Tally(), [], random.Random(0)
+
+    def program(x):
+        nonlocal count
+        count += step
+        tally.count += step
+        seen.append(step)
+        for _ in range(step):
+            generator.random()
+        return x * 2
+
+    return program
+
+
+def test_counters_in_a_closure_are_compared_and_each_run_has_its_own():
+    report = td.check(closing_over(1), (X,), candidate=closing_over(2))
+
+    paths = {"attributes['count']", "attributes['tally'].count", "attributes['seen'][0]", "attributes['generator']"}
+    assert paths <= set(diverged(report))
+    assert td.check(closing_over(1), (X,), candidate=closing_over(1)).verdict is EQUIVALENT
+    assert td.check(closing_over(1), (X,), transform="eager", iterations=2).verdict is EQUIVALENT
+
+
+def adding_to_globals(step):
+    def program(x):
+        global total
+        total += step
+        log.append(step)
+        return x * 2
+
+    return program
+
+
+def test_globals_are_compared_and_put_back():
+    report = td.check(adding_to_globals(1), (X,), candidate=adding_to_globals(2))
+
+    assert {"attributes['total']", "attributes['log'][0]"} <= set(diverged(report))
+    assert td.check(adding_to_globals(1), (X,), candidate=adding_to_globals(1)).verdict is EQUIVALENT
+    assert td.check(adding_to_globals(1), (X,), transform="eager").verdict is EQUIVALENT
+    assert (total, log) == (0, [])
+
+
+class WritesGlobals(nn.Module):
+    seen = []
+
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
+
+    def forward(self, x):
+        global total
+        total += self.step
+        self.seen.append(self.step)
+        return x * 2
+
+
+def test_globals_that_a_method_writes_and_a_list_of_its_class_are_compared_and_put_back():
+    report = td.check(WritesGlobals(1), (X,), candidate=WritesGlobals(2))
+
+    assert {"attributes['total']", "attributes['WritesGlobals.seen'][0]"} <= set(diverged(report))
+    assert td.check(WritesGlobals(1), (X,), candidate=WritesGlobals(1)).verdict is EQUIVALENT
+    assert td.check(WritesGlobals(1), (X,), transform="eager", iterations=2).verdict is EQUIVALENT
+    assert (total, WritesGlobals.seen) == (0, [])
+
+
+def test_a_list_that_a_hook_fills_is_compared():
+    def hooked(factor):
+        torch.manual_seed(0)
+        model, kept = nn.Linear(3, 3), []
+        model.register_forward_hook(lambda module, args, output: kept.append(output.detach() * factor))
+        return model
+
+    assert diverged(td.check(hooked(1), (X,), candidate=hooked(2))) == ["attributes['kept'][0]"]
+    assert td.check(hooked(1), (X,), candidate=hooked(1)).verdict is EQUIVALENT
+
+
+def test_state_that_the_backward_changes_is_compared():
+    def counting(step):
+        class Count(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, counts):
+                ctx.counts = counts
+                return x * 2
+
+            @staticmethod
+            def backward(ctx, gradient):
+                ctx.counts["backward"] += step
+                return gradient * 2, None
+
+        class Counting(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.counts = {"backward": 0}
+
+            def forward(self, x):
+                return Count.apply(x, self.counts)
+
+        return Counting()
+
+    x = X.clone().requires_grad_()
+    report = td.check(counting(1), (x,), candidate=counting(2))
+
+    assert diverged(report) == ["attributes['counts']['backward']"]
+    assert td.check(counting(1), (x,), candidate=counting(1)).verdict is EQUIVALENT
+
+
+class Marks(nn.Module):
+    def __init__(self, when):
+        super().__init__()
+        self.when = when
+
+    def forward(self, x):
+        if self.when():
+            self.mark = 1
+        return x * 2
+
+
+def test_an_attribute_that_only_the_compiled_program_adds_is_seen():
+    report = td.check(Marks(torch.compiler.is_compiling), (X,), transform="eager")
+
+    assert diverged(report) == ["attributes['mark']"]
+    assert td.check(Marks(lambda: True), (X,), transform="eager").verdict is EQUIVALENT
+    assert td.check(Marks(lambda: False), (X,), transform="aot_eager").verdict is EQUIVALENT
+
+
+# gradients
+
+
+class Listed(nn.Module):
+    """Keeps its weights in a list, where they are not registered."""
+
+    def __init__(self, detach=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = [torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)]
+        self.detach = detach
+
+    def forward(self, x):
+        first, second = self.weights
+        return x * (first.detach() if self.detach else first) + second
+
+
+def test_a_lost_gradient_of_a_tensor_in_a_list_is_seen():
+    report = td.check(Listed(), (X,), candidate=Listed(detach=True))
+
+    assert diverged(report) == ["attributes['weights'][0].grad"]
+    assert td.check(Listed(), (X,), candidate=Listed()).verdict is EQUIVALENT
+    assert td.check(Listed(), (X,), transform="aot_eager").verdict is EQUIVALENT
+
+
+def writing(factor):
+    """Return a function whose weight reaches no output, only a mutated argument."""
+
+    def program(x, weight):
+        # the value is the same for every factor; the gradient is not
+        x.mul_(weight * factor - weight.detach() * (factor - 1))
+        return x.detach() + 1
+
+    return program
+
+
+def appending(factor):
+    def program(x, weight, seen):
+        seen.append(x * (weight * factor - weight.detach() * (factor - 1)))
+        return x + 1
+
+    return program
+
+
+def keeping(factor):
+    class Keeping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.weight = nn.Parameter(torch.randn(3))
+            self.last = None
+
+        def forward(self, x):
+            self.last = x * (self.weight * factor - self.weight.detach() * (factor - 1))
+            return x + 1
+
+    return Keeping()
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "path"),
+    [
+        (writing, lambda: (X.clone(), torch.ones(3, requires_grad=True)), "args[1].grad"),
+        (appending, lambda: (X.clone(), torch.ones(3, requires_grad=True), []), "args[1].grad"),
+        (keeping, lambda: (X.clone(),), "parameters['weight'].grad"),
+    ],
+    ids=["a mutated argument", "an appended tensor", "an attribute"],
+)
+def test_a_gradient_flows_from_everything_that_the_call_leaves_behind(make, inputs, path):
+    report = td.check(make(1), inputs(), candidate=make(2))
+
+    assert diverged(report) == [path]
+    assert td.check(make(1), inputs(), candidate=make(1)).verdict is EQUIVALENT
+    assert td.check(make(1), inputs(), transform="aot_eager").verdict is EQUIVALENT
+
+
+@pytest.mark.parametrize("stages", ["forward,gradients", "steps"])
+def test_graphs_that_state_keeps_from_earlier_calls_are_not_run_again(stages):
+    class Remembers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = nn.Linear(3, 3)
+            self.history, self.mean = [], torch.zeros(2, 3)
+
+        def forward(self, x):
+            y = self.linear(x)
+            self.history.append(y)
+            self.mean = self.mean * 0.5 + y
+            return y * 2
+
+    report = td.check(Remembers(), (X,), transform="eager", stages=stages, iterations=3)
+
+    assert report.verdict is EQUIVALENT
+
+
+# unsteady state
+
+
+class Stamped(nn.Module):
+    def __init__(self, write, factor=2):
+        super().__init__()
+        self.write, self.factor = write, factor
+        self.log = {}
+        self.when = 0.0
+
+    def forward(self, x):
+        self.write(self)
+        return x * self.factor
+
+
+def stamp(module):
+    module.when = time.perf_counter()
+
+
+def stamp_with_a_text(module):
+    module.when = f"run {time.perf_counter_ns()}"
+
+
+def stamp_a_key(module):
+    module.log[time.perf_counter_ns()] = 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("write", [stamp, stamp_with_a_text, stamp_a_key], ids=lambda each: each.__name__)
+def test_state_that_differs_between_two_runs_of_the_reference_is_noted_and_not_compared(write):
+    name = "log" if write is stamp_a_key else "when"
+    for candidate in ({"candidate": Stamped(write)}, {"transform": "eager"}):
+        report = td.check(Stamped(write), (X,), **candidate)
+
+        assert report.verdict is EQUIVALENT
+        assert any("unsteady" in note and f"attributes['{name}']" in note for note in report.notes)
+    assert diverged(td.check(Stamped(write), (X,), candidate=Stamped(write, factor=3))) == ["outputs"]
+
+
+# the order of a dict
+
+
+def ordered(*keys):
+    return lambda x: {key: x * 2 for key in keys}
+
+
+def test_the_order_of_a_dict_is_a_clause_that_can_be_ignored():
+    report = td.check(ordered("a", "b"), (X,), candidate=ordered("b", "a"))
+
+    assert report.comparisons[0].contract[0].clause == "order"
+    assert report.verdict is DIVERGED
+    assert td.check(ordered("a", "b"), (X,), candidate=ordered("b", "a"), ignore="order").verdict is EQUIVALENT
+    assert td.check(ordered("b", "a"), (X,), candidate=ordered("b", "a")).verdict is EQUIVALENT
+    for transform in ("export", "aot_eager"):
+        assert td.check(ordered("b", "a"), (X,), transform=transform).verdict is EQUIVALENT
+
+
+def test_a_large_list_that_is_changed_is_one_leaf():
+    class Large(nn.Module):
+        def __init__(self, value):
+            super().__init__()
+            self.numbers, self.value = list(range(5000)), value
+
+        def forward(self, x):
+            self.numbers[2500] = self.value
+            return x * 2
+
+    assert diverged(td.check(Large(1), (X,), candidate=Large(2))) == ["attributes['numbers']"]
+    assert td.check(Large(1), (X,), candidate=Large(1)).verdict is EQUIVALENT

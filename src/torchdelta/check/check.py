@@ -15,7 +15,7 @@ from torchdelta.check import casts, decisions, semantic, steadiness
 from torchdelta.check.baseline import Baseline
 from torchdelta.check.candidate import CandidateRun
 from torchdelta.check.decisions import settle_steps, with_count
-from torchdelta.check.pairing import complete, has_differences, pair_stage
+from torchdelta.check.pairing import complete, has_differences, is_state, pair_stage
 from torchdelta.check.quantized_layers import LayerwiseCheck
 from torchdelta.compare.contract import Terms
 from torchdelta.compare.judge import Judge
@@ -329,17 +329,30 @@ class Check(JudgingSteps[Observation]):
 
         The reference runs a second time only if a verdict rests on its steadiness; else the stages are returned
         unchanged. A note names up to four of the leaves. `steadiness.excuse` says which of them keep their verdict.
+        Unregistered state is left out instead, and another note names it.
         """
         rests = any(steadiness.rests_on_steadiness(comparison) for stage in stages for comparison in stage.comparisons)
         if not rests:
             return stages
         unsteady = steadiness.differing_runs(self.baseline.reference, self.baseline.second_reference)
-        if unsteady:
-            names = ", ".join(path for _, path in list(unsteady)[:4])
+        steady: list[Stage] = []
+        for stage in stages:
+            stage, dropped = steadiness.drop_unsteady(stage, unsteady)
+            steady.append(stage)
+            if dropped:
+                self.notes.append(
+                    f"unsteady state was not compared: {_first_four(dropped)} differ between two eager runs of the "
+                    "reference"
+                )
+        if paths := [path for _, path in unsteady if not is_state(path)]:
             self.notes.append(
-                f"the reference is not deterministic: {names} differ between two eager runs of the same seed"
+                f"the reference is not deterministic: {_first_four(paths)} differ between two eager runs of the same seed"
             )
-        return [steadiness.excuse(stage, unsteady) for stage in stages]
+        return [steadiness.excuse(stage, unsteady) for stage in steady]
+
+
+def _first_four(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
 
 
 def _sharper(comparison: Comparison, replayed: Comparison) -> Comparison:

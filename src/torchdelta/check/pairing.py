@@ -46,7 +46,7 @@ def complete(stage: str, observations: Sequence[Observation]) -> None:
 
 def is_state(path: str) -> bool:
     """Tell whether a path is one of unregistered state."""
-    return (_name_of(path) or "").startswith("attributes")
+    return (state_name(path) or "").startswith("attributes")
 
 
 def has_differences(reference: Observation, candidate: Observation) -> bool:
@@ -100,7 +100,7 @@ def common_state(
     for side, own, other in (("reference", reference, candidate), ("candidate", candidate, reference)):
         leaves = own.stages.get(stage, {})
         known = other.state_names - candidate.other_starts
-        unknown = {path for path in leaves if (name := _name_of(path)) is not None and name not in known}
+        unknown = {path for path in leaves if (name := state_name(path)) is not None and name not in known}
         common.append({path: leaf for path, leaf in leaves.items() if path not in unknown})
         listed = {leaf.path for leaf in renamed}
         renamed += [
@@ -111,7 +111,7 @@ def common_state(
     return common[0], common[1], renamed
 
 
-def _name_of(path: str) -> str | None:
+def state_name(path: str) -> str | None:
     """Return the name of the parameter, buffer or attribute at a path, or None for a leaf of another kind.
 
     It is the start of the path without the iteration or step, such as `buffers['mean']`. Optimizer state has the name
