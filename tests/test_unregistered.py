@@ -387,7 +387,7 @@ def writing(factor):
 
     def program(x, weight):
         # the value is the same for every factor; the gradient is not
-        x.mul_(weight * factor - weight.detach() * (factor - 1))
+        x.add_(weight * factor - weight.detach() * (factor - 1))
         return x.detach() + 1
 
     return program
@@ -433,6 +433,7 @@ def test_a_gradient_flows_from_everything_that_the_call_leaves_behind(make, inpu
     assert td.check(make(1), inputs(), transform="aot_eager").verdict is EQUIVALENT
 
 
+@pytest.mark.filterwarnings("ignore")  # dynamo reads the gradients of tensors that are not leaves
 @pytest.mark.parametrize("stages", ["forward,gradients", "steps"])
 def test_graphs_that_state_keeps_from_earlier_calls_are_not_run_again(stages):
     class Remembers(nn.Module):
