@@ -267,7 +267,7 @@ class _Observer:
             # a call may run a backward of its own
             if not prefix and tensor.is_leaf and tensor.grad is not None:
                 leaves.update(_snapshots(tensor.grad, f"{path}.grad"))
-        self.observation.state_names.update(path for path in around if path.startswith(("parameters", "buffers")))
+        self.observation.state_names.update(registered_in(self.side.state))
         self._record_unregistered("forward", prefix, self.original_unregistered)
         self.observation.aliases.update({prefix + path: others for path, others in _aliases(outputs, around).items()})
 
