@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import random
 import time
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -275,7 +276,7 @@ def test_globals_are_compared_and_put_back():
 
 
 class WritesGlobals(nn.Module):
-    seen = []
+    seen: ClassVar = []
 
     def __init__(self, step):
         super().__init__()
@@ -497,7 +498,7 @@ def test_state_that_differs_between_two_runs_of_the_reference_is_noted_and_not_c
 
 
 def ordered(*keys):
-    return lambda x: {key: x * 2 for key in keys}
+    return lambda x: dict.fromkeys(keys, x * 2)
 
 
 def test_the_order_of_a_dict_is_a_clause_that_can_be_ignored():

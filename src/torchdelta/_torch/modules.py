@@ -25,9 +25,7 @@ def own_attributes(module: torch.nn.Module) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(module).items()
-        if name not in _REGISTRIES
-        and not is_of_compiler(name)
-        and (not is_graph or isinstance(value, torch.Tensor))
+        if name not in _REGISTRIES and not is_of_compiler(name) and (not is_graph or isinstance(value, torch.Tensor))
     }
 
 

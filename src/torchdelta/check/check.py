@@ -200,7 +200,7 @@ class Check(JudgingSteps[Observation]):
         return stages
 
     def _note_uncompared(self, leaves: Sequence[UnmatchedLeaf]) -> None:
-        """Add a note on the state of another implementation that has another name, and one on that with other values."""
+        """Add a note on the state of another implementation with another name, and one on that with other values."""
         other_starts = self.candidate.observation.other_starts
         restarted = [leaf for leaf in leaves if state_name(leaf.path) in other_starts]
         if count := len(leaves) - len(restarted):
@@ -362,8 +362,9 @@ class Check(JudgingSteps[Observation]):
                     "reference"
                 )
         if paths := [path for _, path in unsteady if not is_state(path)]:
+            names = _first_four(paths)
             self.notes.append(
-                f"the reference is not deterministic: {_first_four(paths)} differ between two eager runs of the same seed"
+                f"the reference is not deterministic: {names} differ between two eager runs of the same seed"
             )
         return [steadiness.excuse(stage, unsteady) for stage in steady]
 

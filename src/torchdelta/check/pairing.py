@@ -53,22 +53,23 @@ def has_differences(reference: Observation, candidate: Observation) -> bool:
     """Tell whether two tensors of the same stage and path differ, or may: without a difference no noise is needed.
 
     Leaves that are not numbers or have no partner do not count. Tensors that `_is_equal` does not compare count as
-    different.
+    different. State that only one observation changed is added to the other, in place.
     """
+    for stage in reference.stages:
+        complete(stage, (reference, candidate))
     return any(
-        _are_tensors(leaf, other) and not _is_equal(leaf, other) or _are_floats(leaf, other) and leaf != other
+        _differs(leaf, other)
         for stage, leaves in reference.stages.items()
         for path, leaf in leaves.items()
         if (other := candidate.stages.get(stage, {}).get(path)) is not leaf
     )
 
 
-def _are_tensors(*leaves: Any) -> bool:
-    return all(isinstance(leaf, torch.Tensor) for leaf in leaves)
-
-
-def _are_floats(*leaves: Any) -> bool:
-    return all(isinstance(leaf, (float, complex)) for leaf in leaves)
+def _differs(leaf: Any, other: Any) -> bool:
+    """Tell whether two leaves are tensors that differ, or numbers that do."""
+    if isinstance(leaf, torch.Tensor) and isinstance(other, torch.Tensor):
+        return not _is_equal(leaf, other)
+    return isinstance(leaf, (float, complex)) and isinstance(other, (float, complex)) and leaf != other
 
 
 def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -1,7 +1,8 @@
 """May a verdict rest on its noise? Not if the reference differs from run to run, or if noise is as large as values.
 
 A leaf in which two runs of the reference differ is inconclusive, and so is one that passed only because its noise
-would let much pass. Unregistered state in which they differ, such as a timestamp, is not compared at all. Start with `rests_on_steadiness` and `doubt_coarse`.
+would let much pass. Unregistered state in which they differ, such as a timestamp, is not compared at all. Start with
+`rests_on_steadiness` and `doubt_coarse`.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ def differing_runs(first: Observation, second: Observation) -> dict[tuple[str, s
 def drop_unsteady(stage: Stage, unsteady: dict[tuple[str, str], Comparison]) -> tuple[Stage, list[str]]:
     """Return the stage without the unregistered state in which two runs of the reference differ, and its paths.
 
-    `unsteady` has the comparisons of these runs that differ, by stage and path. If one of the runs lacks a leaf, such as
-    an entry by a timestamp, all leaves of its name are left out.
+    `unsteady` has the comparisons of these runs that differ, by stage and path. If one of the runs lacks a leaf, such
+    as an entry by a timestamp, all leaves of its name are left out.
     """
     paths = {path for name, path in unsteady if name == stage.name and is_state(path)}
     names = {state_name(path) for path in paths if unsteady[stage.name, path].kind == "structure"}

@@ -1,7 +1,8 @@
 """Take two values apart into leaves and pair them by path; no leaf is dropped.
 
-The kind of a container counts: a list that became a tuple is a difference, and so is a dict in another order. An object with attributes that is not a leaf
-itself (a cache, a distribution, a user's class) is taken apart by its attributes, so that tensors inside it are found.
+The kind of a container counts: a list that became a tuple is a difference, and so is a dict in another order. An object
+with attributes that is not a leaf itself (a cache, a distribution, a user's class) is taken apart by its attributes, so
+that tensors inside it are found.
 
     leaves_of([tensor], "outputs")      # {"outputs": Container("list"), "outputs[0]": tensor}
 
@@ -69,14 +70,17 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Container:
-    """Stands for a container at its path: two of the same kind are the same if those keys that both have are in order."""
+    """Stands for a container at its path: two of the same kind, with their common keys in one order, are the same."""
 
     kind: str
     keys: tuple[str, ...] = ()
     """The steps to the items of a mapping, in its order; other containers have none."""
 
     def is_same_as(self, other: object) -> bool:
-        """Tell whether the other is a container of the same kind and order; an array would answer `==` with an array."""
+        """Tell whether the other is a container of the same kind and order.
+
+        An array would answer `==` with an array.
+        """
         return isinstance(other, Container) and self.kind == other.kind and self.has_order_of(other)
 
     def has_order_of(self, other: Container) -> bool:
@@ -140,8 +144,8 @@ def align(
 ) -> tuple[list[Pair], list[UnmatchedLeaf]]:
     """Return the pairs of leaves of the same path, with truth and noisy runs, and the leaves without a partner.
 
-    Containers of the same kind and order are not among the pairs, because they are structure and not evidence. A pair's truth is
-    None if the truth does not have the path, and noisy runs without the path are left out of it.
+    Containers of the same kind and order are not among the pairs, because they are structure and not evidence. A pair's
+    truth is None if the truth does not have the path, and noisy runs without the path are left out of it.
     """
     truth = truth or {}
     pairs = [

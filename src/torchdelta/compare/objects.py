@@ -52,9 +52,9 @@ def compare_objects(pair: Pair, terms: Terms) -> Comparison:
     """Return the comparison of two leaves that are of different classes, or do not both hold numbers.
 
     DIVERGED if their classes or kinds of containers differ, which is a difference of structure, or if they are unequal
-    or in another order and the terms do not excuse that. EQUIVALENT if they are the same object, equal, both NaN, or excused. INCONCLUSIVE
-    if a side could not be taken apart, if `==` raises, or if they are two objects of a class that does not define
-    equality, except enum members, classes and the like.
+    or in another order and the terms do not excuse that. EQUIVALENT if they are the same object, equal, both NaN, or
+    excused. INCONCLUSIVE if a side could not be taken apart, if `==` raises, or if they are two objects of a class that
+    does not define equality, except enum members, classes and the like.
     """
     reference, candidate = pair.reference, pair.candidate
     if unreadable := next((side for side in (reference, candidate) if isinstance(side, Unreadable)), None):

@@ -82,7 +82,6 @@ class Side:
             attributes={},
         )
 
-
     @cached_property
     def unrun(self) -> Reached:
         """The unregistered state of a side that is never run: it is looked up once."""
@@ -117,9 +116,9 @@ def varied_in(side: Side) -> list[torch.Tensor]:
 def state_of(call: Callable[..., Any]) -> State:
     """Return the state that a callable reaches: of its modules, and of tensors in its closure and globals.
 
-    A tensor outside of a module counts as a parameter if it is a leaf that requires grad, and else as a buffer; one that
-    is a module's attribute without being registered counts as an attribute. A tensor with several names has the first one only. The
-    tensors are the callable's own, not copies.
+    A tensor outside of a module counts as a parameter if it is a leaf that requires grad, and else as a buffer; one
+    that is a module's attribute without being registered counts as an attribute. A tensor with several names has the
+    first one only. The tensors are the callable's own, not copies.
     """
     state = State(parameters={}, buffers={}, attributes={})
     known: set[int] = set()

@@ -163,8 +163,8 @@ class _Observer:
         """Run all iterations of forward and gradients, then the optimizer steps, and return the observation.
 
         The first iteration has the given inputs; later ones have random inputs, and paths that begin with
-        `iterations[N].`. Gradients and steps are left out if no value that the call left behind requires grad, or if the
-        plan does not have them. State that all sides share is put back at the end.
+        `iterations[N].`. Gradients and steps are left out if no value that the call left behind requires grad, or if
+        the plan does not have them. State that all sides share is put back at the end.
         """
         try:
             return self._run()
@@ -351,7 +351,7 @@ class _Observer:
         return {**returned, **fresh}
 
     def _record_gradients(self, prefix: str) -> None:
-        """Record the gradient of every tensor that requires grad, and the unregistered state that a backward changed."""
+        """Record the gradient of every tensor that requires grad, and the unregistered state that it changed."""
         leaves = self._leaves("gradients")
         for path, tensor in self._trained().items():
             leaves.update(_snapshots(tensor.grad, f"{prefix}{path}.grad"))

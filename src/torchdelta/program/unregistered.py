@@ -67,7 +67,7 @@ class SharedState:
     """Containers and dicts of attributes below these values, by id, each with a shallow copy."""
 
     def put_back(self) -> None:
-        """Give the classes, globals and containers the values back that they had; what did not change is not touched."""
+        """Give the classes, globals and containers back the values that they had, where these have changed."""
         for holder, values in self.namespaces:
             now = vars(holder) if isinstance(holder, type) else holder
             added = set(_data_of(holder)) - values.keys() if isinstance(holder, type) else ()
@@ -272,7 +272,7 @@ class _Walk:
         yield from (_Place(f"{name}.{key}", "", value, is_shared=True) for key, value in used.items())
 
     def _visit_class(self, kind: type) -> Iterator[_Place]:
-        """Yield the values that the user's classes among the bases of a class keep, and the globals of their methods."""
+        """Yield the values that a class and its bases keep, and the globals of their methods; only the user's count."""
         for base in kind.__mro__:
             if self._is_installed(base) or not self._is_new(base):
                 continue
@@ -324,7 +324,9 @@ class _Walk:
 
     def _remember(self, value: Any) -> None:
         """Keep a shallow copy of a container's items, or of an object's attributes, because all sides share it."""
-        container = value if isinstance(value, (list, dict, set, collections.deque)) else getattr(value, "__dict__", None)
+        container = (
+            value if isinstance(value, (list, dict, set, collections.deque)) else getattr(value, "__dict__", None)
+        )
         if container is not None and id(container) not in self.shared.contents:
             self.shared.contents[id(container)] = (container, container.copy())
 
@@ -408,5 +410,3 @@ def _has_same_items(container: Any, before: Any) -> bool:
     if isinstance(container, set):
         return bool(container == before)
     return all(item is old for item, old in zip(container, before, strict=True))
-
-

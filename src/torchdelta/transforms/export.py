@@ -83,7 +83,7 @@ class _Called(torch.nn.Module):
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:
-        """Register what the function refers to, as `held_0` and so on; `names` has the program's names of all tensors."""
+        """Register what the function refers to, as `held_0` and so on; `names` has the program's names of tensors."""
         super().__init__()
         self.call = call
         self.names: dict[str, str] = {}
@@ -101,9 +101,7 @@ class _Called(torch.nn.Module):
                 self.register_buffer(own, holder)
             self.names[own], tensors[id(holder)] = name, own
         self.slots = [
-            (holder, key, tensors[id(tensor)])
-            for holder, key, tensor in tensor_slots(call)
-            if id(tensor) in tensors
+            (holder, key, tensors[id(tensor)]) for holder, key, tensor in tensor_slots(call) if id(tensor) in tensors
         ]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
