@@ -20,6 +20,7 @@ from torchdelta import Verdict
 DIVERGED, EQUIVALENT = Verdict.DIVERGED, Verdict.EQUIVALENT
 total = 0
 log = []
+shared_random, shared_generator, shared_numpy = random.Random(0), torch.Generator(), np.random.default_rng(0)
 X = torch.linspace(-1.0, 1.0, 6).reshape(2, 3)
 
 
@@ -296,6 +297,77 @@ def test_globals_that_a_method_writes_and_a_list_of_its_class_are_compared_and_p
     assert td.check(WritesGlobals(1), (X,), candidate=WritesGlobals(1)).verdict is EQUIVALENT
     assert td.check(WritesGlobals(1), (X,), transform="eager", iterations=2).verdict is EQUIVALENT
     assert (total, WritesGlobals.seen) == (0, [])
+
+
+class DrawsFromGlobals(nn.Module):
+    def __init__(self, times):
+        super().__init__()
+        self.times = times
+
+    def forward(self, x):
+        for _ in range(self.times):
+            shared_random.random()
+            torch.rand(1, generator=shared_generator)
+            shared_numpy.random()
+        return x * 2
+
+
+def test_generators_at_module_level_are_compared_and_rewound():
+    before = shared_random.getstate(), shared_generator.get_state(), repr(shared_numpy.bit_generator.state)
+    report = td.check(DrawsFromGlobals(1), (X,), candidate=DrawsFromGlobals(2))
+    twin = td.check(DrawsFromGlobals(2), (X,), candidate=DrawsFromGlobals(2))
+
+    names = {"attributes['shared_random']", "attributes['shared_generator']", "attributes['shared_numpy']"}
+    assert names <= set(diverged(report))
+    assert twin.verdict is EQUIVALENT
+    assert before[0] == shared_random.getstate()
+    assert torch.equal(before[1], shared_generator.get_state())
+    assert before[2] == repr(shared_numpy.bit_generator.state)
+
+
+def counts_its_calls(x):
+    counts_its_calls.calls += 1
+    return x * 2
+
+
+def counts_its_calls_twice(x):
+    counts_its_calls.calls += 2
+    return x * 2
+
+
+counts_its_calls.calls = 0
+
+
+def test_an_attribute_of_a_function_is_compared_and_put_back():
+    report = td.check(counts_its_calls, (X,), candidate=counts_its_calls_twice)
+
+    assert diverged(report) == ["attributes['calls']"]
+    assert td.check(counts_its_calls, (X,), candidate=counts_its_calls).verdict is EQUIVALENT
+    assert counts_its_calls.calls == 0
+
+
+def drawing(times):
+    def program(x, generator, numbers, record):
+        torch.rand(times, generator=generator)
+        numbers.pop()
+        record.count += times
+        return x * 2
+
+    return program
+
+
+def keeping_the_numbers(x, generator, numbers, record):
+    torch.rand(1, generator=generator)
+    record.count += 1
+    return x * 2
+
+
+def test_generators_numbers_and_objects_among_the_arguments_are_compared():
+    arguments = (X, torch.Generator().manual_seed(0), [1, 2, 3], Record())
+
+    assert diverged(td.check(drawing(1), arguments, candidate=drawing(20))) == ["args[1]", "args[3].count"]
+    assert diverged(td.check(drawing(1), arguments, candidate=keeping_the_numbers)) == ["args[2][2]"]
+    assert td.check(drawing(2), arguments, candidate=drawing(2)).verdict is EQUIVALENT
 
 
 def test_a_list_that_a_hook_fills_is_compared():

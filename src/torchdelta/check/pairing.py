@@ -38,8 +38,8 @@ def pair_stage(
 
 
 def complete(stage: str, observations: Sequence[Observation]) -> None:
-    """Add to the stage of each observation, in place, the state that another one changed and it left as it was."""
-    paths = dict.fromkeys(path for each in observations for path in each.stages.get(stage, {}) if is_state(path))
+    """Add to the stage of each observation, in place, the values that another one changed and it left as they were."""
+    paths = dict.fromkeys(path for each in observations for path in each.stages.get(stage, {}))
     for each in observations:
         each.complete(stage, paths)
 

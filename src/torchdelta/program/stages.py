@@ -32,7 +32,7 @@ from torchdelta.compare.leaves import Container, Leaves, leaves_of
 from torchdelta.program.copies import Convert, copy_together
 from torchdelta.program.examples import randomise
 from torchdelta.program.sides import Side, registered_in
-from torchdelta.program.unregistered import name_of
+from torchdelta.program.unregistered import PLAIN, generator_state, name_of
 from torchdelta.registry import Registry
 
 _ABSENT = Container("nothing")
@@ -72,7 +72,7 @@ class Observation:
     other_starts: set[str] = field(default_factory=set)
     """Those of `state_names` that have other values before the run than in the program: another implementation's."""
     untouched: dict[str, Leaves] = field(default_factory=dict)
-    """Unregistered state that a stage left as it was, by stage and path."""
+    """Unregistered state and plain inputs that a stage left as they were, by stage and path."""
     draws_random: bool = False
     is_differentiable: bool = False
 
@@ -149,13 +149,13 @@ class _Observer:
         self.loss = copy_together(plan.loss, name="the loss", convert=convert) if plan.loss else None
         self.start = side.start or original
         self.original_tensors = _tensors_in({**_inputs(original), **_registered(self.start)})
-        self.original_plain = _plain_leaves(_inputs(original))
         # a side whose state has names of its own has no unregistered state
-        self.original_unregistered = self.start.unrun.leaves if side.names is None else {}
+        unregistered = self.start.unrun.leaves if side.names is None else {}
+        self.original_unregistered = {**_plain_leaves(_inputs(original)), **unregistered}
         self.observation = Observation()
         self.iteration = 0
         self.unregistered: Leaves = {}
-        """The side's unregistered state after the last call."""
+        """The side's unregistered state, and the plain values in its inputs, after the last call."""
         self.old_graphs: dict[int, Any] = {}
         """The autograd nodes of values that the side kept from earlier calls, by id."""
 
@@ -222,8 +222,12 @@ class _Observer:
         with self._stage(stage):
             outputs = self.side.call(*self.side.args, **self.side.kwargs)
         self.observation.draws_random |= runtime.random_state() != before
-        self.unregistered = self.side.reach().leaves
+        self.unregistered = self._read_unregistered()
         return outputs
+
+    def _read_unregistered(self) -> Leaves:
+        """Return the side's unregistered state as it is now, and the plain values in its inputs, by path."""
+        return {**_plain_leaves(_inputs(self.side)), **self.side.reach().leaves}
 
     def _draw_inputs(self, iteration: int) -> None:
         """Overwrite the side's input tensors in place with random values, drawn in the original's dtypes.
@@ -256,9 +260,6 @@ class _Observer:
         leaves = self._leaves("forward")
         for path, value in leaves_of(outputs, "outputs").items():
             leaves[prefix + path] = _snapshot(value)
-        for path, value in _plain_leaves(_inputs(self.side)).items():
-            if path not in self.original_plain or not _is_equal(value, self.original_plain[path]):
-                leaves[prefix + path] = _snapshot(value)
         around = _tensors_in(_inputs_and_state(self.side))
         for path, tensor in around.items():
             original = self.original_tensors.get(path)
@@ -272,7 +273,7 @@ class _Observer:
         self.observation.aliases.update({prefix + path: others for path, others in _aliases(outputs, around).items()})
 
     def _record_unregistered(self, stage: str, prefix: str, before: Leaves) -> None:
-        """Record the unregistered state that is not as in `before`; list the rest in `untouched`.
+        """Record the unregistered state and plain inputs that are not as in `before`; list the rest in `untouched`.
 
         Paths begin with `prefix`. `Container("nothing")` stands for state that was removed. Adds to `state_names`.
         """
@@ -286,7 +287,8 @@ class _Observer:
                 leaves[prefix + path] = _snapshot(leaf)
         removed = [path for path in before if path not in self.unregistered]
         leaves.update({prefix + path: _ABSENT for path in removed})
-        self.observation.state_names.update(map(name_of, (*self.unregistered, *removed)))
+        names = (path for path in (*self.unregistered, *removed) if path.startswith("attributes"))
+        self.observation.state_names.update(map(name_of, names))
 
     def _is_same(self, leaf: Any, original: Any) -> bool:
         """Tell whether a leaf of unregistered state is as it was before the run."""
@@ -357,7 +359,7 @@ class _Observer:
             leaves.update(_snapshots(tensor.grad, f"{prefix}{path}.grad"))
         forward = {**self.observation.untouched["forward"], **self.observation.stages["forward"]}
         before = {path: forward[prefix + path] for path in self.unregistered if prefix + path in forward}
-        self.unregistered = self.side.reach().leaves
+        self.unregistered = self._read_unregistered()
         self._record_unregistered("gradients", prefix, before)
 
     def _trained(self) -> dict[str, torch.Tensor]:
@@ -491,17 +493,18 @@ def _tensors_in(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _plain_leaves(values: Mapping[str, Any]) -> Leaves:
-    """Return the containers, plain values and NumPy arrays within named values, by path, without the tensors.
+    """Return the containers, plain values, NumPy arrays and generators within named values, by path; no tensors.
 
-    Of inputs, these may change too: a call may append to a list, for example.
+    Of inputs, these may change too: a call may append to a list, for example. A generator is represented by its state.
     """
-    plain = (Container, bool, int, float, complex, str, type(None), np.ndarray)
-    return {
-        path: leaf
-        for name, value in values.items()
-        for path, leaf in leaves_of(value, name).items()
-        if isinstance(leaf, plain)
-    }
+    leaves: Leaves = {}
+    for name, value in values.items():
+        for path, leaf in leaves_of(value, name).items():
+            if isinstance(leaf, (Container, np.ndarray, *PLAIN)):
+                leaves[path] = leaf
+            elif (state := generator_state(leaf)) is not None:
+                leaves.update({f"{path}{step}": part for step, part in state})
+    return leaves
 
 
 def _is_equal(value: Any, original: Any) -> bool:

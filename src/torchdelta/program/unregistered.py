@@ -18,6 +18,7 @@ Start reading at `reached_by`; `_Walk._visit` decides what an object is.
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import datetime
 import decimal
@@ -65,6 +66,8 @@ class SharedState:
     """Classes and dicts of globals, each with the values that it had by name; `_MISSING` stands for none."""
     contents: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     """Containers and dicts of attributes below these values, by id, each with a shallow copy."""
+    generators: list[tuple[Any, Any]] = field(default_factory=list)
+    """Random generators among these values, each with a copy."""
 
     def put_back(self) -> None:
         """Give the classes, globals and containers back the values that they had, where these have changed."""
@@ -77,6 +80,8 @@ class SharedState:
         for container, before in self.contents.values():
             if not _has_same_items(container, before):
                 refill(container, before)
+        for generator, before in self.generators:
+            _rewind(generator, before)
 
 
 @dataclass(frozen=True)
@@ -174,7 +179,10 @@ class _Walk:
                 self._record(place, value)
         elif isinstance(value, (bytearray, np.ndarray)) and not getattr(value, "dtype", np.dtype(int)).hasobject:
             self._record(place, bytes(value) if isinstance(value, bytearray) else value)
-        elif (state := _generator_state(value)) is not None:
+        elif (state := generator_state(value)) is not None:
+            if place.is_shared:
+                is_torch = isinstance(value, torch.Generator)
+                self.shared.generators.append((value, value.clone_state() if is_torch else copy.deepcopy(value)))
             for step, part in state:
                 self._record(place.child(step, part), part)
         elif isinstance(value, type):
@@ -245,6 +253,8 @@ class _Walk:
             yield from (place.at(name, item) for name, item in function.keywords.items())
             return
         is_installed = copies.is_installed(function)
+        if vars(function) and not is_installed:  # a function may count its calls in an attribute of its own
+            self._remember(function)
         for name, value in copies.captured_by(function, with_globals=False):
             if not modules.is_of_compiler(name):
                 yield place.at(name, value, is_installed=is_installed)
@@ -351,7 +361,7 @@ def _large_leaf(value: Any) -> Any:
     return frozenset(value) if isinstance(value, (set, frozenset)) else tuple(value)
 
 
-def _generator_state(value: Any) -> list[tuple[str, Any]] | None:
+def generator_state(value: Any) -> list[tuple[str, Any]] | None:
     """Return the state of a random generator as leaves by step, or None for any other object."""
     if isinstance(value, torch.Generator):
         return [("", value.get_state())]
@@ -364,6 +374,18 @@ def _generator_state(value: Any) -> list[tuple[str, Any]] | None:
     if isinstance(value, np.random.Generator):
         return [("", repr(value.bit_generator.state))]
     return None
+
+
+def _rewind(generator: Any, before: Any) -> None:
+    """Give a random generator the state of a copy that was made before."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(before.get_state())
+    elif isinstance(generator, random.Random):
+        generator.setstate(before.getstate())
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(before.get_state())
+    else:
+        generator.bit_generator.state = before.bit_generator.state
 
 
 def _functions_in(member: Any) -> list[FunctionType]:
