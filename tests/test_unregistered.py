@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import random
 import time
+import types
 from typing import ClassVar
 
 import numpy as np
@@ -344,6 +345,65 @@ def test_an_attribute_of_a_function_is_compared_and_put_back():
     assert diverged(report) == ["attributes['calls']"]
     assert td.check(counts_its_calls, (X,), candidate=counts_its_calls).verdict is EQUIVALENT
     assert counts_its_calls.calls == 0
+
+
+def make_counter(step):
+    count = 0
+
+    def counter():
+        nonlocal count
+        count += step
+        return count
+
+    return counter
+
+
+count_one, count_two = make_counter(1), make_counter(2)
+
+
+def calls_count_one(x):
+    return x * 2 + 0 * count_one()
+
+
+def calls_count_two(x):
+    return x * 2 + 0 * count_two()
+
+
+def test_the_closure_of_a_function_that_is_called_is_compared_and_put_back():
+    report = td.check(calls_count_one, (X,), candidate=calls_count_two)
+
+    assert diverged(report) == ["attributes['count']"]
+    assert td.check(calls_count_one, (X,), candidate=calls_count_one).verdict is EQUIVALENT
+    assert (count_one(), count_two()) == (1, 2)
+
+
+def closing_over_immutable_holders(step):
+    tally, pair, space = Tally(), (Tally(), []), types.SimpleNamespace(count=0)
+
+    def add():
+        tally.count += step
+
+    bound = types.MethodType(lambda self: setattr(self, "count", self.count + step), Tally())
+
+    def program(x):
+        add()
+        bound()
+        pair[0].count += step
+        pair[1].append(step)
+        space.count += step
+        return x * 2
+
+    return program
+
+
+def test_state_in_tuples_methods_and_namespaces_is_copied_and_compared():
+    report = td.check(closing_over_immutable_holders(1), (X,), candidate=closing_over_immutable_holders(2))
+
+    names = ("tally'].count", "bound'].count", "pair'][0].count", "pair'][1][0]", "space'].count")
+    assert {f"attributes['{name}" for name in names} <= set(diverged(report))
+    right = closing_over_immutable_holders(1)
+    assert td.check(right, (X,), candidate=right).verdict is EQUIVALENT
+    assert td.check(right, (X,), candidate=closing_over_immutable_holders(1)).verdict is EQUIVALENT
 
 
 def drawing(times):

@@ -12,7 +12,6 @@ Start with `leaves_of` and `align`.
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -314,7 +313,8 @@ def _state(value: Any) -> dict[str, Any] | None:
 
 def is_cache(kind: type, name: str) -> bool:
     """Tell whether instances of a class keep the value of a cached property under this name."""
-    return isinstance(inspect.getattr_static(kind, name, None), _CACHES)
+    entries = (vars(base)[name] for base in kind.__mro__ if name in vars(base))
+    return isinstance(next(entries, None), _CACHES)
 
 
 def _slots(value: Any) -> Iterator[Child]:

@@ -22,9 +22,9 @@ import functools
 import random
 import sys
 import sysconfig
-from collections.abc import Callable, Container, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from enum import Enum
-from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,8 @@ _STATE = (torch.Tensor, torch.nn.Module, torch.Generator, np.ndarray)
 _CONTAINERS = (list, dict, set, collections.deque)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 # not LOAD_ATTR: an attribute may have the name of an unrelated global
-_USES = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
+_WRITES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
+_USES = frozenset({"LOAD_GLOBAL", "LOAD_NAME"}) | _WRITES
 
 
 Convert = Callable[[torch.dtype], torch.dtype]
@@ -324,11 +325,14 @@ def has_tensors(value: Any) -> bool:
 def has_state(value: Any) -> bool:
     """Return whether two runs that share the value could affect each other.
 
-    That is so if it is a container, a random generator or an object of the user's, or if it reaches tensors.
+    That is so if it is a container, a random generator or an object of the user's, or if it reaches tensors. A tuple, a
+    bound method or a partial has state if one of its parts has.
     """
-    if isinstance(value, (*_CONTAINERS, *_GENERATORS)):
+    if isinstance(value, (*_CONTAINERS, *_GENERATORS, SimpleNamespace)):
         return True
-    is_object = not isinstance(value, (*_ATOMS, type, ModuleType, FunctionType, MethodType, Enum))
+    if isinstance(value, (tuple, frozenset, MethodType, functools.partial)):
+        return any(has_state(part) for _, part in children(value) if not isinstance(part, (*_ATOMS, FunctionType)))
+    is_object = not isinstance(value, (*_ATOMS, type, ModuleType, FunctionType, Enum))
     return (is_object and not is_installed_class(type(value))) or has_tensors(value)
 
 
@@ -367,7 +371,7 @@ def used_globals(function: FunctionType) -> dict[str, Any]:
 
 def written_globals(function: FunctionType) -> set[str]:
     """Return the names of the globals that a function or one within it assigns to, whether or not they exist yet."""
-    return set(_names(function.__code__, ("STORE_GLOBAL", "DELETE_GLOBAL")))
+    return set(_names(function.__code__, _WRITES))
 
 
 def is_installed(function: FunctionType) -> bool:
@@ -433,11 +437,11 @@ def is_installed_module(module: ModuleType) -> bool:
     return (getattr(module, "__file__", None) or _INSTALLED[0]).startswith(_INSTALLED) and module.__name__ != "__main__"
 
 
-def _names(code: CodeType, operations: Container[str] = _USES) -> Iterator[str]:
-    """Yield the global names that a function's code uses, including its inner functions, one for each use."""
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in operations:
-            yield str(instruction.argval)
+@functools.lru_cache(maxsize=4096)
+def _names(code: CodeType, operations: frozenset[str] = _USES) -> tuple[str, ...]:
+    """Return the global names that a function's code uses, including its inner functions, each once."""
+    names = [str(each.argval) for each in dis.get_instructions(code) if each.opname in operations]
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant, operations)
+            names += _names(constant, operations)
+    return tuple(dict.fromkeys(names))

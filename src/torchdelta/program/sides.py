@@ -18,7 +18,7 @@ import torch
 from torchdelta.program import copies
 from torchdelta.program.copies import Convert, copy_together
 from torchdelta.program.programs import Program
-from torchdelta.program.unregistered import Reached, reached_by
+from torchdelta.program.unregistered import UnregisteredState, reached_by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +83,13 @@ class Side:
         )
 
     @cached_property
-    def unrun(self) -> Reached:
+    def unrun(self) -> UnregisteredState:
         """The unregistered state of a side that is never run: it is looked up once."""
         return self.reach()
 
-    def reach(self) -> Reached:
+    def reach(self) -> UnregisteredState:
         """Return the owner's unregistered state as it is now; with `names` there is none, because it has no names."""
-        return Reached() if self.names is not None else reached_by(self.owner, registered_in(self.state))
+        return UnregisteredState() if self.names is not None else reached_by(self.owner, registered_in(self.state))
 
 
 def registered_in(state: State) -> dict[str, torch.Tensor]:

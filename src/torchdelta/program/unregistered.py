@@ -31,7 +31,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -68,6 +68,8 @@ class SharedState:
     """Containers and dicts of attributes below these values, by id, each with a shallow copy."""
     generators: list[tuple[Any, Any]] = field(default_factory=list)
     """Random generators among these values, each with a copy."""
+    cells: list[tuple[CellType, Any]] = field(default_factory=list)
+    """Cells of the closures of functions that all sides share, each with its value."""
 
     def put_back(self) -> None:
         """Give the classes, globals and containers back the values that they had, where these have changed."""
@@ -82,17 +84,19 @@ class SharedState:
                 refill(container, before)
         for generator, before in self.generators:
             _rewind(generator, before)
+        for cell, value in self.cells:
+            cell.cell_contents = value
 
 
 @dataclass(frozen=True)
-class Reached:
+class UnregisteredState:
     """What a callable reaches: the leaves of its unregistered state by path, and the state that all sides share."""
 
     leaves: Leaves = field(default_factory=dict)
     shared: SharedState = field(default_factory=SharedState)
 
 
-def reached_by(call: Callable[..., Any], registered: Mapping[str, torch.Tensor]) -> Reached:
+def reached_by(call: Callable[..., Any], registered: Mapping[str, torch.Tensor]) -> UnregisteredState:
     """Return the unregistered state that a callable reaches, by path, and what it shares with other sides.
 
     `registered` has the parameters and buffers by path: where one of them is met again, a `Container` that names it
@@ -101,7 +105,7 @@ def reached_by(call: Callable[..., Any], registered: Mapping[str, torch.Tensor])
     """
     walk = _Walk({id(tensor): path for path, tensor in registered.items()})
     walk.run(call)
-    return Reached(walk.leaves, walk.shared)
+    return UnregisteredState(walk.leaves, walk.shared)
 
 
 def name_of(path: str) -> str:
@@ -255,6 +259,8 @@ class _Walk:
         is_installed = copies.is_installed(function)
         if vars(function) and not is_installed:  # a function may count its calls in an attribute of its own
             self._remember(function)
+        if place.is_shared:
+            self._remember_cells(function)
         for name, value in copies.captured_by(function, with_globals=False):
             if not modules.is_of_compiler(name):
                 yield place.at(name, value, is_installed=is_installed)
@@ -292,6 +298,7 @@ class _Walk:
             for name, member in vars(base).items():
                 for function in _functions_in(member) if name != "__init__" else ():
                     if self._is_new(function):
+                        self._remember_cells(function)
                         captured = copies.captured_by(function, with_globals=False)
                         yield from (_Place(inner, "", value, is_shared=True) for inner, value in captured)
                         yield from self._visit_globals(function)
@@ -331,6 +338,12 @@ class _Walk:
         if not place.is_installed:
             self._record(place, container_of(value, children))
         yield from (place.child(step, child) for step, child in children)
+
+    def _remember_cells(self, function: FunctionType) -> None:
+        """Keep what the closure of a function holds, because all sides share it; only the user's functions count."""
+        if not copies.is_installed(function):
+            cells = [cell for cell in function.__closure__ or () if copies.is_filled(cell)]
+            self.shared.cells.extend((cell, cell.cell_contents) for cell in cells)
 
     def _remember(self, value: Any) -> None:
         """Keep a shallow copy of a container's items, or of an object's attributes, because all sides share it."""

@@ -47,7 +47,7 @@ def export_side(
     and returns the one to use.
     """
     owner, names = _as_module(side)
-    with owner.bound() if isinstance(owner, _Called) else nullcontext():
+    with owner.bound() if isinstance(owner, _FunctionModule) else nullcontext():
         program = then(torch.export.export(owner, side.args, side.kwargs, strict=strict))
     module = program.module()
     assert isinstance(module, GraphModule)
@@ -75,7 +75,7 @@ class Exports:
         return module, replace(side, call=module, owner=module, names=exported.names)
 
 
-class _Called(torch.nn.Module):
+class _FunctionModule(torch.nn.Module):
     """A function as a module, in which the modules and tensors that it refers to are registered.
 
     Export sees only registered state: a tensor in a closure would become a constant, without a gradient, and a write to
@@ -142,5 +142,5 @@ def _as_module(side: Side) -> tuple[torch.nn.Module, dict[str, str]]:
     state = side.state
     if isinstance(side.call, torch.nn.Module):
         return side.call, {name: name for name in (*state.parameters, *state.buffers)}
-    module = _Called(side.call)
+    module = _FunctionModule(side.call)
     return module, module.names
