@@ -587,6 +587,27 @@ def test_graphs_that_state_keeps_from_earlier_calls_are_not_run_again(stages):
     assert report.verdict is EQUIVALENT
 
 
+def test_state_whose_gradient_fails_eagerly_is_left_out_of_the_backward():
+    class Overwrites(nn.Module):
+        def __init__(self, scale=1.0):
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear, self.scale = nn.Linear(3, 3), scale
+
+        def forward(self, x):
+            y = self.linear(x)
+            self.square = y * y
+            y.add_(1)  # the gradient of the square needs the value that is overwritten here
+            return y * self.scale
+
+    report = td.check(Overwrites(), (X,), transform="eager")
+
+    assert report.verdict is EQUIVALENT
+    assert report.stage("gradients").comparisons
+    assert any(note.startswith("no gradients flow from state") for note in report.notes)
+    assert td.check(Overwrites(), (X,), candidate=Overwrites(1.1)).verdict is DIVERGED
+
+
 # unsteady state
 
 

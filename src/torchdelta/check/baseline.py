@@ -231,7 +231,8 @@ class Baseline:
     def _run_reference(self) -> Observation:
         """Run the reference and return its observation; raise EagerFails if it raises in its first iteration.
 
-        If it raises in a later one, it is taken to reject random inputs: `plan` is cut to the iterations before that,
+        If a backward raises, the reference runs again, and from then on only outputs have cotangents, with a note: the
+        state that a program keeps may be overwritten where its gradient needs it. If it raises in a later one, it is taken to reject random inputs: `plan` is cut to the iterations before that,
         `shortfall` says so, and the reference runs again. Raise ProgramError if the run changes a tensor that all
         copies share.
         """
@@ -239,6 +240,11 @@ class Baseline:
             with shared_state_unchanged(self.program.call, name=self.program.name):
                 return self.observe()
         except SideFailed as failed:
+            if failed.stage != "forward" and self.plan.differentiates_state:
+                self.plan = replace(self.plan, differentiates_state=False)
+                run = self._run_reference()
+                self.notes.append(f"no gradients flow from state that the program keeps: eagerly that fails ({failed})")
+                return run
             if failed.iteration:
                 self.shortfall = (
                     f"iteration {failed.iteration} did not run: the program rejects random inputs ({failed})"

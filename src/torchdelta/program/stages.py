@@ -59,6 +59,8 @@ class Plan:
     steps: int
     optimizer: OptimizerFactory
     loss: Loss | None = None
+    differentiates_state: bool = True
+    """Whether state and inputs that a call computed have cotangents, and not only its outputs."""
 
 
 @dataclass
@@ -341,12 +343,14 @@ class _Observer:
                 torch.autograd.backward(list(roots.values()), cotangents)
 
     def _roots(self, outputs: Any) -> dict[str, torch.Tensor]:
-        """Return every differentiable value that the last call left behind, by path.
+        """Return every differentiable value that the last call left behind, by path, or the outputs by the plan.
 
         These are the outputs, and the tensors among inputs and state that the call computed. Those that depend on the
         graph of an earlier call are left out, because its backward has run already.
         """
         returned = {path: leaf for path, leaf in leaves_of(outputs, "outputs").items() if _is_differentiable(leaf)}
+        if not self.plan.differentiates_state:
+            return returned
         kept = self._kept_tensors().items()
         computed = {path: tensor for path, tensor in kept if _is_differentiable(tensor) and not tensor.is_leaf}
         fresh = {path: tensor for path, tensor in computed.items() if not _reaches(tensor.grad_fn, self.old_graphs)}

@@ -111,5 +111,13 @@ class OtherModule(Transform):
                     f"{self.factory_name} does not take the reference's state dict: {error}. "
                     "Give a mapping with -O state=file.py:fn, or -O state=none"
                 ) from error
-        call = _copy_lifted(module) if lifted else copy_together(module, name=self.factory_name)
-        yield TransformedSide.counting_calls(_side_of(call, side, start=module))
+        if lifted:
+            own = _side_of(_copy_lifted(module), side, start=module)
+        else:
+            try:
+                own = _side_of(copy_together(module, name=self.factory_name), side, start=module)
+            except (
+                ProgramError
+            ):  # it was built for this side alone, so it can run itself, with the program as its start
+                own = Side.of(module, side.args, side.kwargs)
+        yield TransformedSide.counting_calls(own)
