@@ -233,8 +233,8 @@ class Baseline:
 
         If a backward raises, the reference runs again, and from then on only outputs have cotangents, with a note: the
         state that a program keeps may be overwritten where its gradient needs it. If the reference raises in a later
-        iteration, it is taken to reject random inputs: `plan` is cut to the iterations before that, `shortfall` says so,
-        and the reference runs again. Raise ProgramError if the run changes a tensor that all copies share.
+        iteration, it is taken to reject random inputs: `plan` is cut to the iterations before that, `shortfall` says
+        so, and the reference runs again. Raise ProgramError if the run changes a tensor that all copies share.
         """
         try:
             with shared_state_unchanged(self.program.call, name=self.program.name):
