@@ -292,3 +292,107 @@ def test_a_parameter_that_is_wrong_after_a_step_with_low_precision_is_found():
 
     guilty = {each.path for each in report.comparisons if each.verdict is Verdict.DIVERGED}
     assert "steps[0].parameters['outer.weight']" in guilty
+
+
+class TwoLayers(nn.Module):
+    def __init__(self, names=("first", "second"), scale=1.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.names, self.scale = names, scale
+        for name in names:
+            self.add_module(name, nn.Linear(4, 4))
+
+    def forward(self, x):
+        for name in self.names:
+            x = torch.tanh(self.get_submodule(name)(x)) * self.scale
+        return x
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda parameters: torch.optim.Adam(reversed(parameters)),
+        lambda parameters: torch.optim.Adam([each for each in parameters if each.dim() == 1]),
+        lambda parameters: torch.optim.Adam([{"params": parameters[2:]}, {"params": parameters[:2], "lr": 0.1}]),
+    ],
+    ids=["in another order", "only some", "in groups"],
+)
+def test_optimizer_state_goes_by_the_name_of_its_parameter(optimizer):
+    model, x = TwoLayers(), torch.randn(3, 4)
+    report = td.check(model, (x,), transform="eager", stages="steps", optimizer=optimizer, steps=1)
+
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    states = {each.path: each.shape for each in report.comparisons if each.path.endswith("['exp_avg']")}
+    assert report.verdict is Verdict.EQUIVALENT
+    assert states
+    for path, shape in states.items():
+        assert shapes[path.split("'")[1]] == shape
+
+
+def test_optimizer_state_of_tensors_that_are_not_parameters_goes_by_their_place():
+    def flat(parameters):
+        joined = torch.cat([each.detach().flatten() for each in parameters]).requires_grad_()
+        joined.grad = torch.ones_like(joined)
+        return torch.optim.Adam([joined])
+
+    report = td.check(TwoLayers(), (torch.randn(3, 4),), transform="eager", stages="steps", optimizer=flat, steps=1)
+
+    assert "steps[0].optimizer['params[0]']['exp_avg']" in paths(report, "steps")
+
+
+def test_layers_with_other_names_are_listed_and_do_not_diverge_in_the_steps():
+    x = torch.randn(3, 4)
+    renamed = td.check(TwoLayers(), (x,), candidate=TwoLayers(("first", "other")), stages=["steps"])
+    wrong = td.check(TwoLayers(), (x,), candidate=TwoLayers(("first", "other"), scale=1.01), stages=["steps"])
+
+    assert renamed.verdict is Verdict.EQUIVALENT
+    assert "steps[1].gradients['second.weight']" in {leaf.path for leaf in renamed.unmatched}
+    assert wrong.verdict is Verdict.DIVERGED
+
+
+def test_gradients_that_were_asked_for_and_cannot_be_paired_are_inconclusive():
+    x, other = torch.randn(3, 4), TwoLayers(("one", "two"))
+    named = td.check(TwoLayers(), (x,), candidate=other, stages="forward,gradients")
+    by_default = td.check(TwoLayers(), (x,), candidate=other)
+    of_an_input = td.check(TwoLayers(), (x.requires_grad_(),), candidate=other, stages="forward,gradients")
+
+    assert named.stage("forward").verdict is Verdict.EQUIVALENT
+    assert named.stage("gradients").verdict is Verdict.INCONCLUSIVE
+    assert by_default.verdict is Verdict.EQUIVALENT
+    assert any(note.startswith("gradients were not compared") for note in by_default.notes)
+    assert of_an_input.verdict is Verdict.EQUIVALENT
+
+
+def folded(model, error=0.0):
+    """Return two linear layers as one, whose weight has the name of another one."""
+    first, second = model
+    one = nn.Linear(4, 4)
+    with torch.no_grad():
+        one.weight.copy_(second.weight @ first.weight + error)
+        one.bias.copy_(second.weight @ first.bias + second.bias)
+    return nn.Sequential(one)
+
+
+def test_initial_values_of_another_implementation_are_no_difference():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(3, 4)
+    report = td.check(model, (x,), candidate=folded(model))
+
+    assert report.verdict is Verdict.EQUIVALENT
+    assert "parameters['0.weight']" in {leaf.path for leaf in report.unmatched}
+    assert any("other initial values" in note for note in report.notes)
+    assert td.check(model, (x,), candidate=folded(model, error=0.01)).verdict is Verdict.DIVERGED
+
+
+def test_fused_layers_are_another_implementation():
+    from torch.fx.experimental.optimization import fuse
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).eval()
+    model[1].running_var.uniform_(1, 2)
+    fused, x = fuse(model), torch.randn(2, 3, 8, 8)
+
+    assert td.check(model, (x,), candidate=fused).verdict is Verdict.EQUIVALENT
+    with torch.no_grad():
+        next(fused.parameters()).mul_(1.01)
+    assert td.check(model, (x,), candidate=fused).verdict is Verdict.DIVERGED

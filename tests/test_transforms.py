@@ -361,3 +361,110 @@ def test_a_wrapper_hands_on_every_trait_but_those_that_it_changes(wrap, differin
         assert getattr(Unusual.traits, trait.name) != trait.default, f"add {trait.name} to Unusual"
 
     assert wrap(Unusual()).traits == dataclasses.replace(Unusual.traits, **differing)
+
+
+OFFSET = torch.tensor([1.0, 2.0, 3.0])
+
+
+def closing_over_a_tensor():
+    weight = torch.linspace(-1, 1, 3)
+    return lambda x: x * weight
+
+
+def using_a_global_tensor():
+    return lambda x: x + OFFSET
+
+
+def closing_over_a_module_and_a_tensor():
+    torch.manual_seed(0)
+    model, weight = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), torch.linspace(-1, 1, 3)
+    return lambda x: model(x) * weight
+
+
+def closing_over_a_trained_tensor():
+    weight = torch.linspace(-1, 1, 3).requires_grad_()
+    return lambda x: x * weight + OFFSET
+
+
+def closing_over_a_dict():
+    weights = {"scale": torch.linspace(-1, 1, 3).requires_grad_(), "others": [torch.ones(3)]}
+    return lambda x: x * weights["scale"] + weights["others"][0]
+
+
+def writing_to_a_closure():
+    state = torch.zeros(3)
+
+    def program(x):
+        state.add_(x.sum(0))
+        return x * 2
+
+    return program
+
+
+def drop_writes(graph_module, example_inputs):
+    for node in [node for node in graph_module.graph.nodes if str(node.target) == "aten.add_.Tensor"]:
+        node.replace_all_uses_with(node.args[0])
+        graph_module.graph.erase_node(node)
+    graph_module.recompile()
+    return graph_module
+
+
+def detach_weights(graph_module, example_inputs):
+    for node in [node for node in graph_module.graph.nodes if node.op == "get_attr"]:
+        with graph_module.graph.inserting_after(node):
+            detached = graph_module.graph.call_method("detach", (node,))
+        node.replace_all_uses_with(detached, delete_user_cb=lambda user, new=detached: user is not new)
+    graph_module.recompile()
+    return graph_module
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("transform", ["export", "decompose"])
+@pytest.mark.parametrize(
+    ("make", "stages"),
+    [
+        (closing_over_a_tensor, "forward"),
+        (using_a_global_tensor, "forward"),
+        (writing_to_a_closure, "forward"),
+        (closing_over_a_module_and_a_tensor, "forward,gradients"),
+        (closing_over_a_trained_tensor, "forward,gradients"),
+        (closing_over_a_dict, "forward,gradients"),
+    ],
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_of_a_function_sees_the_tensors_that_it_closes_over(make, stages, transform, strict):
+    report = td.check(make(), (torch.ones(2, 3),), transform=transform, stages=stages, options={"strict": strict})
+
+    assert report.verdict is Verdict.EQUIVALENT
+    assert not report.unmatched
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_exported_program_that_loses_a_write_or_a_gradient_of_a_closure_has_diverged():
+    x = torch.ones(2, 3)
+    lost_write = td.check(writing_to_a_closure(), (x,), transform=drop_writes, options={"graph": "export"})
+    lost_gradient = td.check(
+        closing_over_a_trained_tensor(),
+        (x.clone().requires_grad_(),),
+        transform=detach_weights,
+        options={"graph": "export"},
+    )
+
+    assert [each.path for each in lost_write.comparisons if each.verdict is Verdict.DIVERGED] == ["buffers['state']"]
+    wrong = [each.path for each in lost_gradient.comparisons if each.verdict is Verdict.DIVERGED]
+    assert wrong == ["parameters['weight'].grad"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_export_of_a_function_that_binds_its_closure_anew_loses_the_value():
+    state = torch.zeros(3)
+
+    def program(x):
+        nonlocal state
+        state = state + x.sum(0)
+        return x * 2
+
+    report = td.check(program, (torch.ones(2, 3),), transform="export")
+
+    assert report.verdict is Verdict.DIVERGED
+    assert torch.equal(state, torch.zeros(3))

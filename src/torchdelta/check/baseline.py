@@ -114,9 +114,13 @@ class Baseline:
         self._require_untouched()
         modes = (*modes, DtypeReplay(self._dtype_answers)) if lifted else modes
         side, _, scope = self._prepare(modes, lifted=lifted, noise=noise)
+        shared = self.original.unrun.shared
         runtime.seed_everything(self.plan.seed)
-        with scope():
-            returned = side.call(*side.args, **side.kwargs)
+        try:
+            with scope():
+                returned = side.call(*side.args, **side.kwargs)
+        finally:
+            shared.put_back()
         return leaves_of(returned, "outputs")
 
     def run(
@@ -141,16 +145,20 @@ class Baseline:
         convert = lift.widened if lifted else _unchanged
         # without a reference from before there is nothing to notice a change by
         self.has_run_candidate |= "reference" in vars(self)
-        return run_candidate(
-            transform,
-            Side.copied_from(self.program, convert=convert, with_callable=transform.traits.reads_program),
-            plan or self.plan,
-            original=self.original,
-            scope=self.eager_scope if is_eager else self.scope,
-            draws_random=draws_random,
-            lifted=self.lifted_scope(self.lifted_draws) if lifted else None,
-            answers=answers,
-        )
+        shared = self.original.unrun.shared  # a transform may run the program when it is applied
+        try:
+            return run_candidate(
+                transform,
+                Side.copied_from(self.program, convert=convert, with_callable=transform.traits.reads_program),
+                plan or self.plan,
+                original=self.original,
+                scope=self.eager_scope if is_eager else self.scope,
+                draws_random=draws_random,
+                lifted=self.lifted_scope(self.lifted_draws) if lifted else None,
+                answers=answers,
+            )
+        finally:
+            shared.put_back()
 
     def _prepare(
         self,
@@ -304,9 +312,10 @@ class Baseline:
     def _run_reference(self) -> Observation:
         """Run the reference and return its observation; raise EagerFails if it raises in its first iteration.
 
-        If it raises in a later one, it is taken to reject random inputs: `plan` is cut to the iterations before that,
-        `shortfall` says so, and the reference runs again. Raise ProgramError if the run changes a tensor that all
-        copies share.
+        If a backward raises, the reference runs again, and from then on only outputs have cotangents, with a note: the
+        state that a program keeps may be overwritten where its gradient needs it. If the reference raises in a later
+        iteration, it is taken to reject random inputs: `plan` is cut to the iterations before that, `shortfall` says
+        so, and the reference runs again. Raise ProgramError if the run changes a tensor that all copies share.
         """
         try:
             with shared_state_unchanged(self.program.call, name=self.program.name):
@@ -315,6 +324,11 @@ class Baseline:
                 self.recorded_answers = record.answers
                 return run
         except SideFailed as failed:
+            if failed.stage != "forward" and self.plan.differentiates_state:
+                self.plan = replace(self.plan, differentiates_state=False)
+                run = self._run_reference()
+                self.notes.append(f"no gradients flow from state that the program keeps: eagerly that fails ({failed})")
+                return run
             if failed.iteration:
                 self.shortfall = (
                     f"iteration {failed.iteration} did not run: the program rejects random inputs ({failed})"

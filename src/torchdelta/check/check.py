@@ -15,7 +15,7 @@ from torchdelta.check import casts, decisions, graphwise, overflows, semantic, s
 from torchdelta.check.baseline import Baseline
 from torchdelta.check.candidate import CandidateRun
 from torchdelta.check.decisions import settle_steps, with_count
-from torchdelta.check.pairing import has_differences, pair_stage
+from torchdelta.check.pairing import complete, has_differences, is_state, pair_stage, state_name
 from torchdelta.check.quantized_layers import LayerwiseCheck
 from torchdelta.compare.contract import Terms
 from torchdelta.compare.judge import Judge
@@ -28,6 +28,8 @@ from torchdelta.records.comparison import Comparison, UnmatchedLeaf
 from torchdelta.records.report import ASKED, Cost, Questions, Report, Stage
 from torchdelta.records.verdict import Verdict, worst_of
 from torchdelta.transforms.base import Transform
+
+_OWN_STATE = "no parameter has the same name and initial values on both sides"
 
 
 @dataclass(kw_only=True)
@@ -172,6 +174,7 @@ class Check(JudgingSteps[Observation]):
         """
         candidate, baseline, keeps_names = self.candidate, self.baseline, self.transform.traits.keeps_names
         stages: list[Stage] = []
+        uncompared: list[UnmatchedLeaf] = []
         if self._judging_policy.needs_truth and baseline.no_truth:
             self.notes.append(
                 f"no truth: {baseline.no_truth}. Pass policy 'rtol=…,atol=…' or 'close' to judge by fixed tolerances"
@@ -183,21 +186,35 @@ class Check(JudgingSteps[Observation]):
             if name not in baseline.reference.stages or (name != "forward" and not self.transform.traits.has_backward):
                 stages += self._without_gradients(name)
                 continue
-            comparisons, unmatched, renamed = self._compare_and_match(name, yardstick, candidate.observation)
-            self.unmatched += renamed
-            doubt = _vacuous(comparisons)
+            comparisons, unmatched, of_one_side = self._compare_and_match(name, yardstick, candidate.observation)
+            uncompared += of_one_side
+            self.unmatched += of_one_side
+            doubt = _vacuous(name, comparisons)
+            if doubt and of_one_side:
+                doubt = f"nothing was compared: {_OWN_STATE}"
             if doubt and stages and self.stages_by_default and not keeps_names:
-                self.notes.append(f"{name} were not compared: no name is the same on both sides")
+                self.notes.append(f"{name} were not compared: {_OWN_STATE}")
                 continue
             doubt = doubt or candidate.untransformed() or baseline.shortfall
             stages.append(Stage.of(name, tuple(comparisons), doubt))
             self.unmatched += unmatched
-        if self.unmatched and not keeps_names:
-            self.notes.append(
-                f"{len(self.unmatched)} parameters, buffers or gradients have a name on one side only, as another "
-                "implementation has its own names: the other leaves were compared without them"
-            )
+        self._note_uncompared(uncompared)
         return stages
+
+    def _note_uncompared(self, leaves: Sequence[UnmatchedLeaf]) -> None:
+        """Add a note on the state of another implementation with another name, and one on that with other values."""
+        other_starts = self.candidate.observation.other_starts
+        restarted = [leaf for leaf in leaves if state_name(leaf.path) in other_starts]
+        if count := len(leaves) - len(restarted):
+            self.notes.append(
+                f"{count} parameters, buffers or gradients have a name on one side only, as another implementation has "
+                "its own names: the other leaves were compared without them"
+            )
+        if restarted:
+            self.notes.append(
+                f"{len(restarted)} parameters, buffers or gradients have other initial values in the candidate, as "
+                "another implementation has its own state: the other leaves were compared without them"
+            )
 
     def _without_gradients(self, name: str) -> list[Stage]:
         """Return a list of one inconclusive stage that says why it is not compared, or add a note and return no stage.
@@ -219,14 +236,15 @@ class Check(JudgingSteps[Observation]):
     def _compare_and_match(
         self, stage: str, yardstick: Yardstick[Observation], candidate: Observation
     ) -> tuple[list[Comparison], list[UnmatchedLeaf], list[UnmatchedLeaf]]:
-        """Return the comparisons of a stage, the leaves without a partner, and the state whose name one side lacks.
+        """Return the comparisons of a stage, the leaves without a partner, and the state that only one side has.
 
-        A leaf without a partner has a comparison, which diverged; state with another name has none. In the stage
+        A leaf without a partner has a comparison, which diverged; state of one side has none. In the stage
         `steps`, elements of parameters whose gradient is within noise of zero are not judged, if there are a truth and
         noisy runs; the comparison says how many.
         """
         judge = Judge(policy=self._judging_policy, terms=self._terms, is_stepped=stage == "steps")
         reference, truth = yardstick.reference, yardstick.truth
+        complete(stage, [run for run in (reference, candidate, truth, *yardstick.noisy) if run])
         leaves, others, renamed = pair_stage(stage, reference, candidate, keeps_names=self.transform.traits.keeps_names)
         runs = [run.stages.get(stage, {}) for run in yardstick.noisy]
         undecided: dict[str, int] = {}
@@ -352,17 +370,35 @@ class Check(JudgingSteps[Observation]):
 
         The reference runs a second time only if a verdict rests on its steadiness; else the stages are returned
         unchanged. A note names up to four of the leaves. `steadiness.excuse` says which of them keep their verdict.
+        Unregistered state is left out instead, and another note names it.
         """
         rests = any(steadiness.rests_on_steadiness(comparison) for stage in stages for comparison in stage.comparisons)
         if not rests or self.baseline.is_touched:
             return stages
         unsteady = steadiness.differing_runs(self.baseline.reference, self.baseline.second_reference)
-        if unsteady:
-            names = ", ".join(path for _, path in list(unsteady)[:4])
+        steady: list[Stage] = []
+        for stage in stages:
+            stage, dropped = steadiness.drop_unsteady(stage, unsteady)
+            steady.append(stage)
+            if dropped:
+                self.notes.append(
+                    f"unsteady state was not compared: {_first_four(dropped)} differ between two eager runs of the "
+                    "reference"
+                )
+        if paths := [path for _, path in unsteady if not is_state(path)]:
+            names = _first_four(paths)
             self.notes.append(
                 f"the reference is not deterministic: {names} differ between two eager runs of the same seed"
             )
-        return [steadiness.excuse(stage, unsteady) for stage in stages]
+        return [steadiness.excuse(stage, unsteady) for stage in steady]
+
+
+def _first_four(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
+
+
+def _is_gradient(comparison: Comparison) -> bool:
+    return comparison.path.endswith(".grad")
 
 
 def _sharper(comparison: Comparison, replayed: Comparison) -> Comparison:
@@ -373,8 +409,12 @@ def _sharper(comparison: Comparison, replayed: Comparison) -> Comparison:
     return replace(replayed, details={**replayed.details, "replayed": True})
 
 
-def _vacuous(comparisons: Sequence[Comparison]) -> str:
-    """Return why a stage whose comparisons have no elements says nothing; empty if one has elements."""
-    if any(comparison.measurement and comparison.measurement.numel for comparison in comparisons):
+def _vacuous(stage: str, comparisons: Sequence[Comparison]) -> str:
+    """Return why a stage whose comparisons have no elements says nothing; empty if one has elements.
+
+    After the forward, unregistered state does not count, because it is neither a gradient nor a parameter.
+    """
+    decisive = [each for each in comparisons if stage == "forward" or not is_state(each.path) or _is_gradient(each)]
+    if any(comparison.measurement and comparison.measurement.numel for comparison in decisive):
         return ""
     return "nothing was compared: no output has values and nothing was changed"

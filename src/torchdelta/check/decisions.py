@@ -33,6 +33,7 @@ from torchdelta._torch.modes.noisy import Noisy
 from torchdelta.compare.judge import is_inexact
 from torchdelta.compare.leaves import Leaves
 from torchdelta.compare.noise import unit_roundoff
+from torchdelta.compare.objects import as_tensor
 from torchdelta.compare.protocol import Yardstick
 from torchdelta.compare.spread import block_length, spread
 from torchdelta.program.stages import BeforeStep, Observation, SideFailed
@@ -407,7 +408,7 @@ def _excuse_stage(stage: Stage, baseline: Baseline, candidate: Observation, nois
     def excused(comparison: Comparison) -> Comparison:
         if comparison not in suspects:
             return comparison
-        leaves = [side.stages.get(stage.name, {}).get(comparison.path) for side in sides]
+        leaves = [as_tensor(side.stages.get(stage.name, {}).get(comparison.path)) for side in sides]
         return _excuse_leaf(comparison, leaves, margins.get(comparison.path))
 
     return Stage.of(stage.name, tuple(map(excused, stage.comparisons)), stage.reason)

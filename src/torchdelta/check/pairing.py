@@ -1,12 +1,15 @@
-"""Which leaves of two observations are compared: parameters and buffers of another implementation may have other names.
+"""Which leaves of two observations are compared: another implementation has parameters and buffers of its own.
 
-A name that one side does not know at all is a matter of naming. A name that both sides know, and for which only one
-side has a leaf, is a difference. Start with `pair_stage`.
+A name that one side does not know at all is a matter of naming, and state that starts from other values is a matter of
+the implementation: neither is compared. A name that both sides know, and for which only one side has a leaf, is a
+difference. Start with `pair_stage`.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -16,7 +19,7 @@ from torchdelta.program.stages import Observation
 from torchdelta.records.comparison import UnmatchedLeaf
 
 _STATE = re.compile(
-    r"(?:iterations\[\d+\]\.|steps\[\d+\]\.)?(?P<kind>parameters|buffers|attributes|optimizer)"
+    r"(?:iterations\[\d+\]\.|steps\[\d+\]\.)?(?P<kind>parameters|buffers|attributes|optimizer|gradients)"
     r"(?P<key>\['(?:[^'\\]|\\.)*'\]|\[\"(?:[^\"\\]|\\.)*\"\])"
 )
 
@@ -24,28 +27,49 @@ _STATE = re.compile(
 def pair_stage(
     stage: str, reference: Observation, candidate: Observation, *, keeps_names: bool
 ) -> tuple[Leaves, Leaves, list[UnmatchedLeaf]]:
-    """Return the leaves of a stage to compare, of reference and candidate, and the state whose name one side lacks.
+    """Return the leaves of a stage to compare, of reference and candidate, and the state that is not compared.
 
-    With `keeps_names` these are all leaves, and the list of such state is empty. Without it, such state is left out of
-    the leaves, as `common_state` does.
+    With `keeps_names` these are all leaves, and the list is empty. Without it, state that `common_state` does not find
+    on both sides is left out of the leaves.
     """
     if keeps_names:
         return reference.stages.get(stage, {}), candidate.stages.get(stage, {}), []
     return common_state(stage, reference, candidate)
 
 
+def complete(stage: str, observations: Sequence[Observation]) -> None:
+    """Add to the stage of each observation, in place, the values that another one changed and it left as they were."""
+    paths = dict.fromkeys(path for each in observations for path in each.stages.get(stage, {}))
+    for each in observations:
+        each.complete(stage, paths)
+
+
+def is_state(path: str) -> bool:
+    """Tell whether a path is one of unregistered state."""
+    return (state_name(path) or "").startswith("attributes")
+
+
 def has_differences(reference: Observation, candidate: Observation) -> bool:
     """Tell whether two tensors of the same stage and path differ, or may: without a difference no noise is needed.
 
-    Leaves that are not tensors or have no partner do not count. Tensors that `_is_equal` does not compare count as
-    different.
+    Leaves that are not numbers or have no partner do not count. Tensors that `_is_equal` does not compare count as
+    different. State that only one observation changed is added to the other, in place.
     """
+    for stage in reference.stages:
+        complete(stage, (reference, candidate))
     return any(
-        isinstance(leaf, torch.Tensor) and isinstance(other, torch.Tensor) and not _is_equal(leaf, other)
+        _differs(leaf, other)
         for stage, leaves in reference.stages.items()
         for path, leaf in leaves.items()
         if (other := candidate.stages.get(stage, {}).get(path)) is not leaf
     )
+
+
+def _differs(leaf: Any, other: Any) -> bool:
+    """Tell whether two leaves are tensors that differ, or numbers that do."""
+    if isinstance(leaf, torch.Tensor) and isinstance(other, torch.Tensor):
+        return not _is_equal(leaf, other)
+    return isinstance(leaf, (float, complex)) and isinstance(other, (float, complex)) and leaf != other
 
 
 def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -66,25 +90,29 @@ def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
 def common_state(
     stage: str, reference: Observation, candidate: Observation
 ) -> tuple[Leaves, Leaves, list[UnmatchedLeaf]]:
-    """Return the leaves of reference and candidate without the state whose name only one side knows, and that state.
+    """Return the leaves of reference and candidate without the state that only one side has, and that state.
 
     State means parameters, buffers, attributes and optimizer state, and what is below their paths, such as `.grad`. A
-    name is known to a side if it is in its `state_names`. Other leaves, such as outputs, are returned even without a
-    partner.
+    side has it if its name is in `state_names`; if the candidate's started from other values, it is not the same state.
+    Other leaves, such as outputs, are returned even without a partner.
     """
     common: list[Leaves] = []
     renamed: list[UnmatchedLeaf] = []
     for side, own, other in (("reference", reference, candidate), ("candidate", candidate, reference)):
         leaves = own.stages.get(stage, {})
-        unknown = {path for path in leaves if _name_of(path) not in (None, *other.state_names)}
+        known = other.state_names - candidate.other_starts
+        unknown = {path for path in leaves if (name := state_name(path)) is not None and name not in known}
         common.append({path: leaf for path, leaf in leaves.items() if path not in unknown})
+        listed = {leaf.path for leaf in renamed}
         renamed += [
-            UnmatchedLeaf(path=path, side=side, what=describe(leaves[path])) for path in leaves if path in unknown
+            UnmatchedLeaf(path=path, side=side, what=describe(leaf))
+            for path, leaf in leaves.items()
+            if path in unknown and path not in listed
         ]
     return common[0], common[1], renamed
 
 
-def _name_of(path: str) -> str | None:
+def state_name(path: str) -> str | None:
     """Return the name of the parameter, buffer or attribute at a path, or None for a leaf of another kind.
 
     It is the start of the path without the iteration or step, such as `buffers['mean']`. Optimizer state has the name
@@ -93,6 +121,6 @@ def _name_of(path: str) -> str | None:
     match = _STATE.match(path)
     if match is None:
         return None
-    # the optimizer's state goes by the name of its parameter
-    kind = "parameters" if match["kind"] == "optimizer" else match["kind"]
+    # gradients and the optimizer's state go by the name of their parameter
+    kind = "parameters" if match["kind"] in ("optimizer", "gradients") else match["kind"]
     return f"{kind}{match['key']}"

@@ -17,7 +17,7 @@ import torch
 from torchdelta.check.baseline import Baseline
 from torchdelta.check.candidate import CandidateRun
 from torchdelta.check.decisions import settle_steps
-from torchdelta.check.pairing import has_differences, pair_stage
+from torchdelta.check.pairing import complete, has_differences, pair_stage
 from torchdelta.compare.contract import Terms
 from torchdelta.compare.judge import Judge, is_inexact
 from torchdelta.compare.noise import unit_roundoff
@@ -145,6 +145,7 @@ def _compare_stage(
     candidate left unchanged and the reference did not is not compared. `select_answers` says which leaves have answers.
     In the stage `steps`, parameters whose gradient is within noise of zero are settled by `settle_steps`.
     """
+    complete(stage, [run for run in (lifted, yardstick.reference, yardstick.truth, *yardstick.noisy) if run])
     reference, candidate, _ = pair_stage(stage, yardstick.reference, lifted, keeps_names=keeps_names)
     # torch 2.13 drops some writes of single numbers in float64 alone; writes that are dropped natively show there
     dropped = {path for path, leaf in candidate.items() if id(leaf) in unchanged and leaf is not reference.get(path)}
@@ -237,7 +238,7 @@ def _is_further_than_noise(baseline: Baseline, stage: str, path: str) -> bool:
     The noisy run counts as at least the rounding of the values away. Return False without a truth or a noisy run, for
     integers and non-tensors, and if the truth has another shape.
     """
-    reference = baseline.reference.stages[stage][path]
+    reference = baseline.reference.stages[stage].get(path)
     truth = baseline.truth.stages[stage].get(path) if baseline.truth else None
     if not isinstance(truth, torch.Tensor) or not isinstance(reference, torch.Tensor):
         return False

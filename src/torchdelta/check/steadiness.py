@@ -1,7 +1,8 @@
 """May a verdict rest on its noise? Not if the reference differs from run to run, or if noise is as large as values.
 
 A leaf in which two runs of the reference differ is inconclusive, and so is one that passed only because its noise
-would let much pass. Start with `rests_on_steadiness` and `doubt_coarse`.
+would let much pass. Unregistered state in which they differ, such as a timestamp, is not compared at all. Start with
+`rests_on_steadiness` and `doubt_coarse`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from torchdelta.check.pairing import complete, is_state, state_name
 from torchdelta.compare.judge import Judge
 from torchdelta.compare.magnitudes import ZERO
 from torchdelta.compare.policy import Bitwise
@@ -96,15 +98,37 @@ def differing_runs(first: Observation, second: Observation) -> dict[tuple[str, s
     """Return the comparisons of the leaves in which two runs of the same side differ, by (stage, path).
 
     Leaves differ if a bitwise judge says that they diverged, or if only one run has the leaf. Stages that only `second`
-    has are not looked at.
+    has are not looked at. State that only one run changed is added to the other, in place.
     """
     judge = Judge(policy=Bitwise())
+    for stage in first.stages:
+        complete(stage, (first, second))
     return {
         (stage, comparison.path): comparison
         for stage, leaves in first.stages.items()
         for comparison in judge.compare(leaves, second.stages.get(stage, {}))[0]
         if comparison.verdict is Verdict.DIVERGED
     }
+
+
+def drop_unsteady(stage: Stage, unsteady: dict[tuple[str, str], Comparison]) -> tuple[Stage, list[str]]:
+    """Return the stage without the unregistered state in which two runs of the reference differ, and its paths.
+
+    `unsteady` has the comparisons of these runs that differ, by stage and path. If one of the runs lacks a leaf, such
+    as an entry by a timestamp, all leaves of its name are left out.
+    """
+    paths = {path for name, path in unsteady if name == stage.name and is_state(path)}
+    names = {state_name(path) for path in paths if unsteady[stage.name, path].kind == "structure"}
+    dropped = [
+        comparison.path
+        for comparison in stage.comparisons
+        if comparison.path in paths or (is_state(comparison.path) and state_name(comparison.path) in names)
+    ]
+    if not dropped:
+        return stage, []
+    comparisons = tuple(comparison for comparison in stage.comparisons if comparison.path not in dropped)
+    doubt = "" if comparisons else "nothing was compared: everything that was changed is unsteady"
+    return Stage.of(stage.name, comparisons, stage.reason or doubt), dropped
 
 
 def excuse(stage: Stage, unsteady: dict[tuple[str, str], Comparison]) -> Stage:

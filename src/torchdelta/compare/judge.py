@@ -122,7 +122,7 @@ class Judge:
             atol=atol,
             lowered_to=self.terms.lowered_to,
             noisy=tuple(
-                tensors.resolve(run) for run in noisy if isinstance(run, torch.Tensor) and _is_like(run, reference)
+                tensors.resolve(run) for run in map(as_tensor, noisy) if run is not None and _is_like(run, reference)
             ),
             is_stepped=self.is_stepped,
         )

@@ -1,7 +1,8 @@
 """Take two values apart into leaves and pair them by path; no leaf is dropped.
 
-The kind of a container counts: a list that became a tuple is a difference. An object with attributes that is not a leaf
-itself (a cache, a distribution, a user's class) is taken apart by its attributes, so that tensors inside it are found.
+The kind of a container counts: a list that became a tuple is a difference, and so is a dict in another order. An object
+with attributes that is not a leaf itself (a cache, a distribution, a user's class) is taken apart by its attributes, so
+that tensors inside it are found.
 
     leaves_of([tensor], "outputs")      # {"outputs": Container("list"), "outputs[0]": tensor}
 
@@ -11,7 +12,6 @@ Start with `leaves_of` and `align`.
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -69,13 +69,25 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Container:
-    """Stands for a container at its path: two of the same kind are equal."""
+    """Stands for a container at its path: two of the same kind, with their common keys in one order, are the same."""
 
     kind: str
+    keys: tuple[str, ...] = ()
+    """The steps to the items of a mapping, in its order; other containers have none."""
 
     def is_same_as(self, other: object) -> bool:
-        """Tell whether the other is a container of the same kind; an array would answer `==` with an array."""
-        return isinstance(other, Container) and self.kind == other.kind
+        """Tell whether the other is a container of the same kind and order.
+
+        An array would answer `==` with an array.
+        """
+        return isinstance(other, Container) and self.kind == other.kind and self.has_order_of(other)
+
+    def has_order_of(self, other: Container) -> bool:
+        """Tell whether the keys that both containers have are in the same order."""
+        if self.keys == other.keys:
+            return True
+        own, others = set(self.keys), set(other.keys)
+        return [key for key in self.keys if key in others] == [key for key in other.keys if key in own]
 
     def __str__(self) -> str:
         return self.kind
@@ -106,7 +118,7 @@ def leaves_of(value: Any, path: str = "value") -> Leaves:
         while path in leaves:  # an attribute may be called `a.b`
             path += "′"
         try:
-            children = _children(value)
+            children = children_of(value)
         except Exception as error:
             leaves[path] = Unreadable(type(value).__qualname__, brief(f"{type(error).__name__}: {error}"))
             continue
@@ -118,7 +130,7 @@ def leaves_of(value: Any, path: str = "value") -> Leaves:
             leaves[path] = Container(f"the {_kind(value)} that is {above[id(value)][0]}")
             children = []
         else:
-            leaves[path] = Container(_kind(value))
+            leaves[path] = container_of(value, children)
         if children:
             # the value itself is kept too, because another value may get the id of one that is gone
             within = {**above, id(value): (path, value)}
@@ -131,8 +143,8 @@ def align(
 ) -> tuple[list[Pair], list[UnmatchedLeaf]]:
     """Return the pairs of leaves of the same path, with truth and noisy runs, and the leaves without a partner.
 
-    Containers of the same kind are not among the pairs, because they are structure and not evidence. A pair's truth is
-    None if the truth does not have the path, and noisy runs without the path are left out of it.
+    Containers of the same kind and order are not among the pairs, because they are structure and not evidence. A pair's
+    truth is None if the truth does not have the path, and noisy runs without the path are left out of it.
     """
     truth = truth or {}
     pairs = [
@@ -177,6 +189,13 @@ def _unmatched(side: str, leaves: Leaves, others: Leaves) -> list[UnmatchedLeaf]
     ]
 
 
+def container_of(value: Any, children: Sequence[Child]) -> Container:
+    """Return what stands for a container with these children: its kind and, of a mapping, the order of its keys."""
+    is_ordered = isinstance(value, (torch.nn.ParameterDict, Mapping))
+    keys = tuple(step for step, _ in children if step.startswith("[")) if is_ordered else ()
+    return Container(_kind(value), keys)
+
+
 def _kind(value: Any) -> str:
     """Return the kind of a container in words: its class, and for a tensor or array also such facts as its shape."""
     if isinstance(value, torch.Tensor):
@@ -186,7 +205,7 @@ def _kind(value: Any) -> str:
     return type(value).__qualname__
 
 
-def _children(value: Any) -> list[Child] | None:
+def children_of(value: Any) -> list[Child] | None:
     """Return the children of a container, each as its step in the path and its value, or None for a leaf.
 
     A tensor that is sparse, nested, quantized or a wrapper has its components, a collection or array of objects its
@@ -285,11 +304,17 @@ def _state(value: Any) -> dict[str, Any] | None:
     if not slots and not hasattr(value, "__dict__"):
         return None
     state = {**getattr(value, "__dict__", {}), **slots}
-    cached = {name for name in state if isinstance(inspect.getattr_static(kind, name, None), _CACHES)}
+    cached = {name for name in state if is_cache(kind, name)}
     uncached = {id(item) for name, item in state.items() if name not in cached}
     # a cached attribute is computed from the others and may exist on one side only; but a distribution keeps a
     # parameter under such a name too
     return {name: item for name, item in state.items() if name not in cached or id(item) in uncached}
+
+
+def is_cache(kind: type, name: str) -> bool:
+    """Tell whether instances of a class keep the value of a cached property under this name."""
+    entries = (vars(base)[name] for base in kind.__mro__ if name in vars(base))
+    return isinstance(next(entries, None), _CACHES)
 
 
 def _slots(value: Any) -> Iterator[Child]:

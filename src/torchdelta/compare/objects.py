@@ -52,13 +52,15 @@ def compare_objects(pair: Pair, terms: Terms) -> Comparison:
     """Return the comparison of two leaves that are of different classes, or do not both hold numbers.
 
     DIVERGED if their classes or kinds of containers differ, which is a difference of structure, or if they are unequal
-    and the terms do not excuse that. EQUIVALENT if they are the same object, equal, both NaN, or excused. INCONCLUSIVE
-    if a side could not be taken apart, if `==` raises, or if they are two objects of a class that does not define
-    equality, except enum members, classes and the like.
+    or in another order and the terms do not excuse that. EQUIVALENT if they are the same object, equal, both NaN, or
+    excused. INCONCLUSIVE if a side could not be taken apart, if `==` raises, or if they are two objects of a class that
+    does not define equality, except enum members, classes and the like.
     """
     reference, candidate = pair.reference, pair.candidate
     if unreadable := next((side for side in (reference, candidate) if isinstance(side, Unreadable)), None):
         return _object(pair, Verdict.INCONCLUSIVE, str(unreadable))
+    if isinstance(reference, Container) and isinstance(candidate, Container) and reference.kind == candidate.kind:
+        return _differing_order(pair.path, reference, candidate, terms)
     if isinstance(reference, Container) or not is_same_class(reference, candidate):
         return differing_structure(pair.path, describe(reference), describe(candidate))
     try:
@@ -85,6 +87,14 @@ def differing_structure(path: str, reference: str, candidate: str) -> Comparison
     """Return the comparison of two leaves of different kinds."""
     breach = Breach(clause="structure", reference=reference, candidate=candidate)
     return Comparison(path=path, verdict=Verdict.DIVERGED, reason=str(breach), kind="structure", contract=(breach,))
+
+
+def _differing_order(path: str, reference: Container, candidate: Container, terms: Terms) -> Comparison:
+    """Return the comparison of two mappings whose keys are in different orders: DIVERGED unless the terms excuse it."""
+    breach = terms.breach("order", brief(" ".join(reference.keys), 60), brief(" ".join(candidate.keys), 60))
+    verdict = Verdict.EQUIVALENT if breach.excused else Verdict.DIVERGED
+    reason = f"ignored: {breach}" if breach.excused else str(breach)
+    return Comparison(path=path, verdict=verdict, reason=reason, kind="structure", contract=(breach,))
 
 
 def _object(pair: Pair, verdict: Verdict, reason: str, *contract: Breach) -> Comparison:

@@ -19,10 +19,12 @@ import contextlib
 import copy
 import dis
 import functools
+import random
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Set
-from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from enum import Enum
+from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,10 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 _ATOMS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
 _STATE = (torch.Tensor, torch.nn.Module, torch.Generator, np.ndarray)
 _CONTAINERS = (list, dict, set, collections.deque)
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+# not LOAD_ATTR: an attribute may have the name of an unrelated global
+_WRITES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
+_USES = frozenset({"LOAD_GLOBAL", "LOAD_NAME"}) | _WRITES
 
 
 Convert = Callable[[torch.dtype], torch.dtype]
@@ -161,15 +167,23 @@ def _function_shells(objects: list[Any], memo: dict[int, Any]) -> list[tuple[Fun
     """Return each function that reaches state, with a shell: a copy of it whose closure and defaults are still empty.
 
     The shells are added to the memo by the function's id. If a function uses globals with state, its shell has a copy
-    of its module's globals, which such shells of that module share; else it has the original globals.
+    of its module's globals, which the shells of all functions of that module share, because one may read what another
+    writes; else it has the original globals.
     """
+    functions = [function for function in objects if isinstance(function, FunctionType)]
+    copied = {
+        id(function.__globals__)
+        for function in functions
+        if any(has_state(value) for value in used_globals(function).values())
+    }
     namespaces: dict[int, dict[str, Any]] = {}
     shells = []
-    for function in objects:
-        if not isinstance(function, FunctionType) or not _reaches_state(function):
+    for function in functions:
+        uses_copied = id(function.__globals__) in copied and bool(used_globals(function))
+        if not uses_copied and not _reaches_state(function):
             continue
         namespace = function.__globals__
-        if any(has_state(value) for value in used_globals(function).values()):
+        if id(namespace) in copied:
             namespace = namespaces.setdefault(id(namespace), dict(namespace))
         cells = tuple(CellType() for _ in function.__closure__ or ())
         shell = FunctionType(function.__code__, namespace, function.__name__, None, cells)
@@ -281,21 +295,53 @@ def children(value: Any) -> Iterator[tuple[str, Any]]:
                 yield name, getattr(value, name)
 
 
+def tensor_slots(value: Any) -> Iterator[tuple[Any, Any, torch.Tensor]]:
+    """Yield (holder, key, tensor) for the tensors that a value reaches outside of modules, where they can be replaced.
+
+    The holder is a cell of a closure (its key is None), a list, or a dict of items, attributes or globals.
+    """
+    for holder in everything_in(value):
+        if isinstance(holder, FunctionType):
+            for cell in holder.__closure__ or ():
+                if is_filled(cell) and isinstance(cell.cell_contents, torch.Tensor):
+                    yield cell, None, cell.cell_contents
+            entries: Any = [(holder.__globals__, name, item) for name, item in used_globals(holder).items()]
+        elif isinstance(holder, list):
+            entries = [(holder, index, item) for index, item in enumerate(holder)]
+        elif isinstance(holder, (torch.nn.Module, torch.Tensor, type, ModuleType)):
+            entries = []
+        else:
+            holders = [holder] if isinstance(holder, dict) else []
+            holders += [vars(holder)] if hasattr(holder, "__dict__") else []
+            entries = [(each, key, item) for each in holders for key, item in each.items()]
+        yield from (entry for entry in entries if isinstance(entry[2], torch.Tensor))
+
+
 def has_tensors(value: Any) -> bool:
     """Tell whether the value reaches a tensor, module, generator or numpy array."""
     return any(isinstance(inner, _STATE) for inner in everything_in(value))
 
 
 def has_state(value: Any) -> bool:
-    """Tell whether two runs that share the value could affect each other: it is a container or reaches tensors."""
-    return isinstance(value, _CONTAINERS) or has_tensors(value)
+    """Tell whether two runs that share the value could affect each other.
+
+    That is so if it is a container, a random generator or an object of the user's, or if it reaches tensors. A tuple, a
+    bound method or a partial has state if one of its parts has.
+    """
+    if isinstance(value, (*_CONTAINERS, *_GENERATORS, SimpleNamespace)):
+        return True
+    if isinstance(value, (tuple, frozenset, MethodType, functools.partial)):
+        return any(has_state(part) for _, part in children(value) if not isinstance(part, (*_ATOMS, FunctionType)))
+    is_object = not isinstance(value, (*_ATOMS, type, ModuleType, FunctionType, Enum))
+    return (is_object and not is_installed_class(type(value))) or has_tensors(value)
 
 
-def captured_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
+def captured_by(function: FunctionType, *, with_globals: bool = True) -> Iterator[tuple[str, Any]]:
     """Yield the values that a function uses besides its arguments: closure, defaults, attributes, used globals.
 
     Each comes as (name, value); a positional default is called `default[0]`. Cells without a value are left out, and
-    so are all globals of a function that belongs to an installed package or to Python itself.
+    so are all globals of a function that belongs to an installed package or to Python itself, and without
+    `with_globals` those of any function.
     """
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         if is_filled(cell):
@@ -303,7 +349,8 @@ def captured_by(function: FunctionType) -> Iterator[tuple[str, Any]]:
     yield from ((f"default[{index}]", item) for index, item in enumerate(function.__defaults__ or ()))
     yield from (function.__kwdefaults__ or {}).items()
     yield from vars(function).items()
-    yield from used_globals(function).items()
+    if with_globals:
+        yield from used_globals(function).items()
 
 
 def is_filled(cell: CellType) -> bool:
@@ -322,6 +369,11 @@ def used_globals(function: FunctionType) -> dict[str, Any]:
     return {name: function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__}
 
 
+def written_globals(function: FunctionType) -> set[str]:
+    """Return the names of the globals that a function or one within it assigns to, whether or not they exist yet."""
+    return set(_names(function.__code__, _WRITES))
+
+
 def is_installed(function: FunctionType) -> bool:
     """Tell whether the function belongs to an installed package or to Python itself."""
     return function.__code__.co_filename.startswith(_INSTALLED)
@@ -335,7 +387,7 @@ def shared_state(values: list[Any]) -> dict[str, torch.Tensor]:
     is an `nn.Module`, its parameters count. Installed packages do not count.
     """
     shared: dict[str, torch.Tensor] = {}
-    for kind in {kind for value in values for kind in type(value).__mro__ if not _is_installed_class(kind)}:
+    for kind in {kind for value in values for kind in type(value).__mro__ if not is_installed_class(kind)}:
         for name, member in vars(kind).items():
             function = getattr(member, "__func__", member)
             if isinstance(function, FunctionType):
@@ -373,7 +425,8 @@ def _tensors_in(value: Any, name: str) -> dict[str, torch.Tensor]:
     return {name if index == 0 else f"{name} ({index})": tensor for index, tensor in enumerate(tensors)}
 
 
-def _is_installed_class(kind: type) -> bool:
+def is_installed_class(kind: type) -> bool:
+    """Return whether a class belongs to an installed package or to Python itself."""
     module = sys.modules.get(kind.__module__)
     return module is not None and is_installed_module(module)
 
@@ -384,12 +437,11 @@ def is_installed_module(module: ModuleType) -> bool:
     return (getattr(module, "__file__", None) or _INSTALLED[0]).startswith(_INSTALLED) and module.__name__ != "__main__"
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    """Yield the global names that a function's code reads, including its inner functions, one for each use."""
-    for instruction in dis.get_instructions(code):
-        # not LOAD_ATTR: an attribute may have the name of an unrelated global
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            yield str(instruction.argval)
+@functools.lru_cache(maxsize=4096)
+def _names(code: CodeType, operations: frozenset[str] = _USES) -> tuple[str, ...]:
+    """Return the global names that a function's code uses, including its inner functions, each once."""
+    names = [str(each.argval) for each in dis.get_instructions(code) if each.opname in operations]
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            names += _names(constant, operations)
+    return tuple(dict.fromkeys(names))

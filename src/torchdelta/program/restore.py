@@ -69,7 +69,7 @@ def restored(holders: Iterable[torch.nn.Module | torch.Tensor]) -> Iterator[None
         yield
     finally:
         for container, contents in contents_before.values():
-            _refill(container, contents)
+            refill(container, contents)
         with torch.no_grad():
             # always, because batch norm updates its statistics without a new version number
             for memory, duplicate in copies.values():
@@ -105,7 +105,8 @@ def _copy(tensor: torch.Tensor, copies: dict[int, Any]) -> None:
         copies[key] = (memory, memory.clone())
 
 
-def _refill(container: Any, contents: Any) -> None:
+def refill(container: Any, contents: Any) -> None:
+    """Give a list, deque, dict or set these contents in place of its own."""
     container.clear()
     if isinstance(container, (list, deque)):
         container.extend(contents)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torchdelta.program import copies
 from torchdelta.program.copies import Convert, copy_together
 from torchdelta.program.programs import Program
+from torchdelta.program.unregistered import UnregisteredState, reached_by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,8 @@ class Side:
     """The callable that holds the state; `call` may be a wrapper of it."""
     names: Mapping[str, str] | None = None
     """The name of each state tensor in this side by its name in the owner, or None if the names are the same."""
+    start: Side | None = None
+    """Another implementation as it was before any run, or None if this side is a copy of the program."""
 
     @classmethod
     def copied_from(
@@ -78,10 +82,29 @@ class Side:
             attributes={},
         )
 
+    @cached_property
+    def unrun(self) -> UnregisteredState:
+        """The unregistered state of a side that is never run: it is looked up once."""
+        return self.reach()
+
+    def reach(self) -> UnregisteredState:
+        """Return the owner's unregistered state as it is now; with `names` there is none, because it has no names."""
+        return UnregisteredState() if self.names is not None else reached_by(self.owner, registered_in(self.state))
+
+
+def registered_in(state: State) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers by path, such as `buffers['mean']`."""
+    kinds = {"parameters": state.parameters, "buffers": state.buffers}
+    return {f"{kind}[{name!r}]": tensor for kind, held in kinds.items() for name, tensor in held.items()}
+
 
 def started_from(side: Side) -> list[torch.Tensor]:
-    """Return the tensors that a run of the side starts from: buffers, parameters and those among the inputs."""
-    return [*side.state.buffers.values(), *varied_in(side)]
+    """Return the tensors that a run of the side starts from: buffers, parameters, inputs, and unregistered ones.
+
+    The side must not have run, because its unregistered tensors are looked up once.
+    """
+    unregistered = [leaf for leaf in side.unrun.leaves.values() if isinstance(leaf, torch.Tensor)]
+    return [*side.state.buffers.values(), *varied_in(side), *unregistered]
 
 
 def varied_in(side: Side) -> list[torch.Tensor]:
@@ -93,9 +116,9 @@ def varied_in(side: Side) -> list[torch.Tensor]:
 def state_of(call: Callable[..., Any]) -> State:
     """Return the state that a callable reaches: of its modules, and of tensors in its closure and globals.
 
-    A tensor outside of a module counts as a parameter if it requires grad, and else as a buffer; one that is a module's
-    attribute without being registered counts as an attribute. A tensor with several names has the first one only. The
-    tensors are the callable's own, not copies.
+    A tensor outside of a module counts as a parameter if it is a leaf that requires grad, and else as a buffer; one
+    that is a module's attribute without being registered counts as an attribute. A tensor with several names has the
+    first one only. The tensors are the callable's own, not copies.
     """
     state = State(parameters={}, buffers={}, attributes={})
     known: set[int] = set()
@@ -107,7 +130,8 @@ def state_of(call: Callable[..., Any]) -> State:
 
     for name, holder in state_holders(call):
         if isinstance(holder, torch.Tensor):
-            add(state.parameters if holder.requires_grad else state.buffers, name, holder)
+            is_trained = holder.requires_grad and holder.is_leaf
+            add(state.parameters if is_trained else state.buffers, name, holder)
             continue
         prefix = f"{name}." if name else ""
         for inner, parameter in holder.named_parameters():

@@ -1,11 +1,13 @@
 """Run one side through its stages, and record what each stage leaves behind.
 
-- `forward`: the outputs, and the inputs, parameters and buffers after the call;
-- `gradients`: those of every parameter and input, under a seeded random cotangent for each output;
-- `steps`: parameters, buffers and optimizer state after each optimizer step, and the gradients of the later steps.
+- `forward`: the outputs; the inputs, parameters and buffers after the call; all other state that the call changed;
+- `gradients`: those of every tensor that requires grad, under a seeded random cotangent for each differentiable value
+  that the call left behind;
+- `steps`: state and optimizer state after each optimizer step, and the gradients of the later steps.
 
 An observation shares no memory with the side, with one exception: state that the run did not change is represented by
-the original's tensor, which it still equals. That costs neither memory nor time.
+the original's tensor, which it still equals. That costs neither memory nor time. Unregistered state that the run did
+not change is kept apart, in `untouched`, because there is much of it and few programs change any.
 
 Start reading at `observe`; `_Observer.run` is the order of events.
 """
@@ -13,7 +15,7 @@ Start reading at `observe`; `_Observer.run` is the order of events.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,8 +31,12 @@ from torchdelta.compare.kernels import measure
 from torchdelta.compare.leaves import Container, Leaves, leaves_of
 from torchdelta.program.copies import Convert, copy_together
 from torchdelta.program.examples import randomise
-from torchdelta.program.sides import Side
+from torchdelta.program.sides import Side, registered_in
+from torchdelta.program.unregistered import PLAIN, generator_state, name_of
 from torchdelta.registry import Registry
+
+_ABSENT = Container("nothing")
+"""Stands for state that a run has removed."""
 
 OptimizerFactory = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
@@ -53,6 +59,8 @@ class Plan:
     steps: int
     optimizer: OptimizerFactory
     loss: Loss | None = None
+    differentiates_state: bool = True
+    """Whether state and inputs that a call computed have cotangents, and not only its outputs."""
 
 
 @dataclass
@@ -63,8 +71,18 @@ class Observation:
     aliases: dict[str, frozenset[str]] = field(default_factory=dict)
     state_names: set[str] = field(default_factory=set)
     """The paths of all parameters, buffers and attributes of the side, also those that no stage records."""
+    other_starts: set[str] = field(default_factory=set)
+    """Those of `state_names` that have other values before the run than in the program: another implementation's."""
+    untouched: dict[str, Leaves] = field(default_factory=dict)
+    """Unregistered state and plain inputs that a stage left as they were, by stage and path."""
     draws_random: bool = False
     is_differentiable: bool = False
+
+    def complete(self, stage: str, paths: Iterable[str]) -> None:
+        """Add the leaves at these paths to a stage that ran, if the run left them as they were; others stay missing."""
+        if stage in self.stages:
+            leaves, untouched = self.stages[stage], self.untouched.get(stage, {})
+            leaves.update({path: untouched[path] for path in paths if path in untouched and path not in leaves})
 
 
 class SideFailed(Exception):
@@ -131,19 +149,35 @@ class _Observer:
         self.before_step = before_step
         self.uncompiled_scope = uncompiled_scope
         self.loss = copy_together(plan.loss, name="the loss", convert=convert) if plan.loss else None
-        self.original_tensors = _tensors_in(_inputs_and_state(original))
-        self.original_attributes = original.state.attributes
-        self.original_plain = _plain_leaves(_inputs(original))
+        self.start = side.start or original
+        self.original_tensors = _tensors_in({**_inputs(original), **_registered(self.start)})
+        # a side whose state has names of its own has no unregistered state
+        unregistered = self.start.unrun.leaves if side.names is None else {}
+        self.original_unregistered = {**_plain_leaves(_inputs(original)), **unregistered}
         self.observation = Observation()
         self.iteration = 0
+        self.unregistered: Leaves = {}
+        """The side's unregistered state, and the plain values in its inputs, after the last call."""
+        self.old_graphs: dict[int, Any] = {}
+        """The autograd nodes of values that the side kept from earlier calls, by id."""
 
     def run(self) -> Observation:
         """Run all iterations of forward and gradients, then the optimizer steps, and return the observation.
 
         The first iteration has the given inputs; later ones have random inputs, and paths that begin with
-        `iterations[N].`. Gradients and steps are left out if no output or loss requires grad, or if the plan does not
-        have them.
+        `iterations[N].`. Gradients and steps are left out if no value that the call left behind requires grad, or if
+        the plan does not have them. State that all sides share is put back at the end.
         """
+        try:
+            return self._run()
+        finally:
+            self.original.unrun.shared.put_back()
+            self.start.unrun.shared.put_back()
+
+    def _run(self) -> Observation:
+        """Run the stages of the plan in their order and return the observation."""
+        if self.side.start is not None:
+            self.observation.other_starts = self._find_other_starts(self.side.start)
         for iteration in range(self.plan.iterations):
             # the first iteration has the user's own inputs, and its paths have no prefix
             prefix = f"iterations[{iteration}]." if iteration else ""
@@ -181,14 +215,21 @@ class _Observer:
         """Call the side with all generators seeded and return its outputs.
 
         `draws_random` of the observation is set if the call drew random numbers. If it raises, SideFailed names the
-        `stage`.
+        `stage`. Updates `unregistered` and `old_graphs`.
         """
+        nodes = (tensor.grad_fn for tensor in self._kept_tensors().values())
+        self.old_graphs = {id(node): node for node in nodes if node is not None}
         runtime.seed_everything(seed)
         before = runtime.random_state()
         with self._stage(stage):
             outputs = self.side.call(*self.side.args, **self.side.kwargs)
         self.observation.draws_random |= runtime.random_state() != before
+        self.unregistered = self._read_unregistered()
         return outputs
+
+    def _read_unregistered(self) -> Leaves:
+        """Return the side's unregistered state as it is now, and the plain values in its inputs, by path."""
+        return {**_plain_leaves(_inputs(self.side)), **self.side.reach().leaves}
 
     def _draw_inputs(self, iteration: int) -> None:
         """Overwrite the side's input tensors in place with random values, drawn in the original's dtypes.
@@ -204,19 +245,23 @@ class _Observer:
                 if path in fresh and tensor.shape == fresh[path].shape:
                     tensor.copy_(fresh[path])
 
+    def _find_other_starts(self, start: Side) -> set[str]:
+        """Return the paths of state whose values in this side's start are not those of the program."""
+        return _names_of_differences(
+            {**registered_in(self.original.state), **self.original.unrun.leaves},
+            {**registered_in(start.state), **start.unrun.leaves},
+        )
+
     def _record_forward(self, outputs: Any, prefix: str) -> None:
         """Record the outputs, the inputs and state after the call, and which outputs share memory with them.
 
         Inputs, parameters and buffers for which `keeps` returns False are left out; those that did not change are
-        represented by the original's tensor. Plain inputs and unregistered attributes are recorded only if they
-        changed. Paths begin with `prefix`. Also fills `aliases` and `state_names`.
+        represented by the original's tensor. Plain inputs and unregistered state are recorded only if they changed.
+        Paths begin with `prefix`. Also fills `aliases`, `state_names` and `untouched`.
         """
         leaves = self._leaves("forward")
         for path, value in leaves_of(outputs, "outputs").items():
             leaves[prefix + path] = _snapshot(value)
-        for path, value in _plain_leaves(_inputs(self.side)).items():
-            if path not in self.original_plain or not _is_equal(value, self.original_plain[path]):
-                leaves[prefix + path] = _snapshot(value)
         around = _tensors_in(_inputs_and_state(self.side))
         for path, tensor in around.items():
             original = self.original_tensors.get(path)
@@ -225,13 +270,38 @@ class _Observer:
             # a call may run a backward of its own
             if not prefix and tensor.is_leaf and tensor.grad is not None:
                 leaves.update(_snapshots(tensor.grad, f"{path}.grad"))
-        attributes = self.side.state.attributes
-        self.observation.state_names.update(path for path in around if path.startswith(("parameters", "buffers")))
-        self.observation.state_names.update(f"attributes[{name!r}]" for name in attributes)
-        for name, tensor in attributes.items():
-            if not self._is_unchanged(tensor, self.original_attributes.get(name)):
-                leaves.update(_snapshots(tensor, f"{prefix}attributes[{name!r}]"))
+        self.observation.state_names.update(registered_in(self.side.state))
+        self._record_unregistered("forward", prefix, self.original_unregistered)
         self.observation.aliases.update({prefix + path: others for path, others in _aliases(outputs, around).items()})
+
+    def _record_unregistered(self, stage: str, prefix: str, before: Leaves) -> None:
+        """Record the unregistered state and plain inputs that are not as in `before`; list the rest in `untouched`.
+
+        Paths begin with `prefix`. `Container("nothing")` stands for state that was removed. Adds to `state_names`.
+        """
+        leaves, untouched = self._leaves(stage), self.observation.untouched.setdefault(stage, {})
+        for path, leaf in self.unregistered.items():
+            if path in before and self._is_same(leaf, before[path]):
+                untouched[prefix + path] = before[path]
+            elif isinstance(leaf, torch.Tensor):
+                leaves.update(_snapshots(leaf, prefix + path))
+            else:
+                leaves[prefix + path] = _snapshot(leaf)
+        removed = [path for path in before if path not in self.unregistered]
+        leaves.update({prefix + path: _ABSENT for path in removed})
+        names = (path for path in (*self.unregistered, *removed) if path.startswith("attributes"))
+        self.observation.state_names.update(map(name_of, names))
+
+    def _is_same(self, leaf: Any, original: Any) -> bool:
+        """Tell whether a leaf of unregistered state is as it was before the run."""
+        if isinstance(leaf, torch.Tensor):
+            return isinstance(original, torch.Tensor) and self._is_unchanged(leaf, original)
+        return _is_equal(leaf, original)
+
+    def _kept_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors among the side's inputs and state, by path; the unregistered ones after the last call."""
+        unregistered = {path: leaf for path, leaf in self.unregistered.items() if isinstance(leaf, torch.Tensor)}
+        return {**_tensors_in(_inputs_and_state(self.side)), **unregistered}
 
     def _is_unchanged(self, tensor: torch.Tensor, original: torch.Tensor | None) -> bool:
         """Tell whether a tensor equals the original's in values, dtype, shape, strides, device and requires_grad.
@@ -252,11 +322,11 @@ class _Observer:
         )
 
     def _backward(self, stage: str, outputs: Any, prefix: str = "") -> None:
-        """Run a backward from the loss, or from every differentiable output with a random cotangent; return nothing.
+        """Run a backward from the loss, or from the `_roots` with a random cotangent each; return nothing.
 
         Gradients of leaf tensors are cleared first. `is_differentiable` of the observation becomes whether the loss or
-        an output requires grad; if not, no backward runs. Seed, `prefix` and the output's path choose the cotangent. If
-        user code raises, SideFailed names the `stage`.
+        a root requires grad; if not, no backward runs. Seed, `prefix` and the root's path choose the cotangent. If user
+        code raises, SideFailed names the `stage`.
         """
         for tensor in self._trained().values():
             tensor.grad = None
@@ -265,36 +335,53 @@ class _Observer:
                 roots = {"loss": self.loss(outputs)}
             cotangents = [torch.ones_like(roots["loss"])]
         else:
-            leaves = leaves_of(outputs, "outputs").items()
-            roots = {path: value for path, value in leaves if _is_differentiable(value)}
+            roots = self._roots(outputs)
             cotangents = [cotangent_for(value, prefix + path, self.plan.seed) for path, value in roots.items()]
         self.observation.is_differentiable = any(root.requires_grad for root in roots.values())
         if self.observation.is_differentiable:
             with self._stage(stage):
                 torch.autograd.backward(list(roots.values()), cotangents)
 
+    def _roots(self, outputs: Any) -> dict[str, torch.Tensor]:
+        """Return every differentiable value that the last call left behind, by path, or the outputs by the plan.
+
+        These are the outputs, and the tensors among inputs and state that the call computed. Those that depend on the
+        graph of an earlier call are left out, because its backward has run already.
+        """
+        returned = {path: leaf for path, leaf in leaves_of(outputs, "outputs").items() if _is_differentiable(leaf)}
+        if not self.plan.differentiates_state:
+            return returned
+        kept = self._kept_tensors().items()
+        computed = {path: tensor for path, tensor in kept if _is_differentiable(tensor) and not tensor.is_leaf}
+        fresh = {path: tensor for path, tensor in computed.items() if not _reaches(tensor.grad_fn, self.old_graphs)}
+        return {**returned, **fresh}
+
     def _record_gradients(self, prefix: str) -> None:
-        """Record the gradient of every trained parameter and input."""
+        """Record the gradient of every tensor that requires grad, and the unregistered state that it changed."""
         leaves = self._leaves("gradients")
         for path, tensor in self._trained().items():
             leaves.update(_snapshots(tensor.grad, f"{prefix}{path}.grad"))
+        forward = {**self.observation.untouched["forward"], **self.observation.stages["forward"]}
+        before = {path: forward[prefix + path] for path in self.unregistered if prefix + path in forward}
+        self.unregistered = self._read_unregistered()
+        self._record_unregistered("gradients", prefix, before)
 
     def _trained(self) -> dict[str, torch.Tensor]:
-        """Return the leaf tensors that require grad among inputs, parameters and buffers, by path."""
-        tensors_now = _tensors_in(_inputs_and_state(self.side))
-        return {path: tensor for path, tensor in tensors_now.items() if tensor.requires_grad and tensor.is_leaf}
+        """Return the leaf tensors that require grad among inputs and state, by path."""
+        kept = self._kept_tensors().items()
+        return {path: tensor for path, tensor in kept if tensor.requires_grad and tensor.is_leaf}
 
     def _take_steps(self) -> None:
-        """Take the optimizer's steps; record gradients before each, and parameters, buffers and optimizer state after.
+        """Take the optimizer's steps; record gradients before each, and state and optimizer state after.
 
         The first step uses the gradients of the last iteration, which are recorded here only if the stage `gradients`
         is not planned. `before_step` may change the gradients after they are recorded. Nothing happens if no parameter
         requires grad.
         """
-        trained = {name: tensor for name, tensor in self.side.state.parameters.items() if tensor.requires_grad}
+        parameters = self.side.state.parameters
+        trained = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad and tensor.is_leaf}
         if not trained:
             return
-        names = list(trained)
         with self._stage("steps"), self.uncompiled_scope():
             optimizer = self.plan.optimizer(list(trained.values()))
         leaves = self._leaves("steps")
@@ -303,15 +390,32 @@ class _Observer:
                 self._backward("steps", self._call("steps", self.plan.seed + self.plan.iterations + step))
             gradients = {name: tensor.grad for name, tensor in trained.items() if tensor.grad is not None}
             if step or "gradients" not in self.plan.stages:
-                leaves.update(_snapshots(gradients, f"steps[{step}].gradients"))
+                leaves.update(_named_snapshots(gradients, f"steps[{step}].gradients"))
             self.before_step(step, gradients)
             with self._stage("steps"), self.uncompiled_scope():
                 optimizer.step()
-            state = {names[index]: entry for index, entry in optimizer.state_dict()["state"].items()}
-            now = self.side.state
+            state, now = _optimizer_state(optimizer, trained), self.side.state
             after = {"parameters": now.parameters, "buffers": now.buffers, "optimizer": state}
             for name, values in after.items():
-                leaves.update(_snapshots(values, f"steps[{step}].{name}"))
+                leaves.update(_named_snapshots(values, f"steps[{step}].{name}"))
+            self._record_unregistered("steps", f"steps[{step}].", self.original_unregistered)
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer, trained: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return an optimizer's state by the names of the trained parameters, in their order.
+
+    An optimizer may have only some of them, in an order of its own. State of any other tensor goes by its place among
+    the optimizer's parameters, and other entries go by their keys.
+    """
+    names = {id(tensor): name for name, tensor in trained.items()}
+    own = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    for index, tensor in enumerate(own):
+        names.setdefault(id(tensor), f"params[{index}]")
+    state = {
+        names.get(id(key), "another tensor") if isinstance(key, torch.Tensor) else str(key): entry
+        for key, entry in optimizer.state.items()
+    }
+    return {name: state[name] for name in (*trained, *state) if name in state}
 
 
 def cotangent_for(output: torch.Tensor, path: str, seed: int) -> torch.Tensor:
@@ -336,9 +440,50 @@ def _inputs(side: Side) -> dict[str, Any]:
     return {"args": side.args, "kwargs": side.kwargs}
 
 
-def _inputs_and_state(side: Side) -> dict[str, Any]:
+def _registered(side: Side) -> dict[str, Any]:
     state = side.state
-    return {**_inputs(side), "parameters": state.parameters, "buffers": state.buffers}
+    return {"parameters": state.parameters, "buffers": state.buffers}
+
+
+def _inputs_and_state(side: Side) -> dict[str, Any]:
+    return {**_inputs(side), **_registered(side)}
+
+
+def _names_of_differences(first: Leaves, second: Leaves) -> set[str]:
+    """Return the names of state that two sides both have, with other leaves below or with other values in them."""
+    names = {name_of(path) for path in first} & {name_of(path) for path in second}
+    return {
+        name
+        for path in dict.fromkeys((*first, *second))
+        if (name := name_of(path)) in names
+        and not (path in first and path in second and _has_equal_values(first[path], second[path]))
+    }
+
+
+def _has_equal_values(first: Any, second: Any) -> bool:
+    """Tell whether two leaves are equal; of two tensors, whether their values are, in any dtype."""
+    if not (isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)):
+        return _is_equal(first, second)
+    if first.shape != second.shape or first.device != second.device:
+        return False
+    if tensors.has_own_buffer(first) and tensors.has_own_buffer(second):
+        return measure(first, second).mismatches == 0
+    parts, others = leaves_of(first), leaves_of(second)
+    return parts.keys() == others.keys() and len(parts) > 1 and all(map(_is_equal, parts.values(), others.values()))
+
+
+def _reaches(node: Any, targets: Mapping[int, Any]) -> bool:
+    """Tell whether an autograd node is among the targets, which are by id, or was computed from one of them."""
+    waiting, visited = [node], {}
+    while targets and waiting:
+        current = waiting.pop()
+        if current is None or id(current) in visited:
+            continue
+        if id(current) in targets:
+            return True
+        visited[id(current)] = current
+        waiting.extend(inner for inner, _ in current.next_functions)
+    return False
 
 
 def _tensors_in(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -352,23 +497,30 @@ def _tensors_in(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _plain_leaves(values: Mapping[str, Any]) -> Leaves:
-    """Return the containers, plain values and NumPy arrays within named values, by path, without the tensors.
+    """Return the containers, plain values, NumPy arrays and generators within named values, by path; no tensors.
 
-    Of inputs, these may change too: a call may append to a list, for example.
+    Of inputs, these may change too: a call may append to a list, for example. A generator is represented by its state.
     """
-    plain = (Container, bool, int, float, complex, str, type(None), np.ndarray)
-    return {
-        path: leaf
-        for name, value in values.items()
-        for path, leaf in leaves_of(value, name).items()
-        if isinstance(leaf, plain)
-    }
+    leaves: Leaves = {}
+    for name, value in values.items():
+        for path, leaf in leaves_of(value, name).items():
+            if isinstance(leaf, (Container, np.ndarray, *PLAIN)):
+                leaves[path] = leaf
+            elif (state := generator_state(leaf)) is not None:
+                leaves.update({f"{path}{step}": part for step, part in state})
+    return leaves
 
 
 def _is_equal(value: Any, original: Any) -> bool:
+    """Tell whether two leaves are of one class and equal; a NaN equals a NaN, and tensors have to be of one dtype."""
+    if type(value) is not type(original):
+        return False
+    if isinstance(value, torch.Tensor):
+        return value.dtype == original.dtype and _has_equal_values(value, original)
     if isinstance(value, np.ndarray):
-        return bool(np.array_equal(value, original))
-    return bool(value == original and type(value) is type(original))
+        is_alike = value.dtype == original.dtype and value.shape == original.shape
+        return is_alike and bool(np.all((value == original) | ((value != value) & (original != original))))
+    return value is original or bool(value == original or (value != value and original != original))
 
 
 def _aliases(outputs: Any, around: Mapping[str, torch.Tensor]) -> dict[str, frozenset[str]]:
@@ -383,6 +535,14 @@ def _aliases(outputs: Any, around: Mapping[str, torch.Tensor]) -> dict[str, froz
             by_storage.setdefault(key, []).append(path)
     partners = {path: paths for paths in by_storage.values() for path in paths}
     return {path: frozenset(partners.get(path, ())) - {path} for path in returned}
+
+
+def _named_snapshots(values: Mapping[str, Any], path: str) -> Leaves:
+    """Return copies of the leaves of each value by path; the order of the names does not count."""
+    leaves: Leaves = {}
+    for name, value in values.items():
+        leaves.update(_snapshots(value, f"{path}[{name!r}]"))
+    return leaves
 
 
 def _snapshots(value: Any, path: str) -> Leaves:

@@ -26,7 +26,7 @@ DYNAMO, AOT = LEVELS = ("dynamo", "aot")
 DEFAULT_STAGES = ("forward", "gradients")
 VALUES = "values"
 """The only stage of a comparison of two values, for which nothing is run."""
-IGNORABLE = ("aliasing", "device", "dtype", "integers", "requires_grad", "stride")
+IGNORABLE = ("aliasing", "device", "dtype", "integers", "order", "requires_grad", "stride")
 STRICT = ("casts", "stride")
 """Clauses that are reported and do not decide, unless a case holds them strictly."""
 

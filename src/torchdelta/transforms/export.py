@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import CellType
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
 from torchdelta._torch.compile.seams import Seam, hand_on
+from torchdelta.program.copies import tensor_slots
 from torchdelta.program.sides import Side, state_holders
 from torchdelta.transforms.base import Options, Transform, TransformedSide, flag, require_known
 
@@ -45,7 +47,8 @@ def export_side(
     and returns the one to use.
     """
     owner, names = _as_module(side)
-    program = then(torch.export.export(owner, side.args, side.kwargs, strict=strict))
+    with owner.bound() if isinstance(owner, _FunctionModule) else nullcontext():
+        program = then(torch.export.export(owner, side.args, side.kwargs, strict=strict))
     module = program.module()
     assert isinstance(module, GraphModule)
     return module, replace(side, call=module, owner=module, names=names)
@@ -72,25 +75,72 @@ class Exports:
         return module, replace(side, call=module, owner=module, names=exported.names)
 
 
+class _FunctionModule(torch.nn.Module):
+    """A function as a module, in which the modules and tensors that it refers to are registered.
+
+    Export sees only registered state: a tensor in a closure would become a constant, without a gradient, and a write to
+    it would happen once, while export runs. So the function refers to the registered tensors while it is exported.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        """Register what the function refers to, as `held_0` and so on; `names` has the program's names of tensors."""
+        super().__init__()
+        self.call = call
+        self.names: dict[str, str] = {}
+        tensors: dict[int, str] = {}
+        for index, (name, holder) in enumerate(state_holders(call)):
+            own = f"held_{index}"
+            if isinstance(holder, torch.nn.Module):
+                self.add_module(own, holder)
+                for inner in (*dict(holder.named_parameters()), *dict(holder.named_buffers())):
+                    self.names[f"{own}.{inner}"] = f"{name}.{inner}" if name else inner
+                continue
+            if holder.requires_grad and holder.is_leaf:
+                self.register_parameter(own, torch.nn.Parameter(holder))
+            else:
+                self.register_buffer(own, holder)
+            self.names[own], tensors[id(holder)] = name, own
+        self.slots = [
+            (holder, key, tensors[id(tensor)]) for holder, key, tensor in tensor_slots(call) if id(tensor) in tensors
+        ]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # it finds the registered tensors by itself
+            return self.call(*args, **kwargs)
+        with self.bound():
+            return self.call(*args, **kwargs)
+
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        """Let the function refer to the module's own tensors while the block runs; in an export these are traced."""
+        before = [(holder, key, _read(holder, key)) for holder, key, _ in self.slots]
+        for holder, key, name in self.slots:
+            _write(holder, key, getattr(self, name))
+        try:
+            yield
+        finally:
+            for holder, key, value in before:
+                _write(holder, key, value)
+
+
+def _read(holder: Any, key: Any) -> Any:
+    return holder.cell_contents if isinstance(holder, CellType) else holder[key]
+
+
+def _write(holder: Any, key: Any, value: Any) -> None:
+    if isinstance(holder, CellType):
+        holder.cell_contents = value
+    else:
+        holder[key] = value
+
+
 def _as_module(side: Side) -> tuple[torch.nn.Module, dict[str, str]]:
     """Return the side's callable as a module, and a dict: the program's name of each tensor by that in the module.
 
-    A module is returned itself. A function is wrapped in a new module, in which the modules that it refers to are
-    registered, because export sees only such state. Tensors that it holds outside of modules have no name then.
+    A module is returned itself, and any other callable within a new module.
     """
     state = side.state
     if isinstance(side.call, torch.nn.Module):
         return side.call, {name: name for name in (*state.parameters, *state.buffers)}
-
-    class Called(torch.nn.Module):
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return side.call(*args, **kwargs)
-
-    module = Called()
-    names: dict[str, str] = {}
-    for index, (name, holder) in enumerate(state_holders(side.call)):
-        if isinstance(holder, torch.nn.Module):
-            module.add_module(f"held_{index}", holder)
-            for inner in (*dict(holder.named_parameters()), *dict(holder.named_buffers())):
-                names[f"held_{index}.{inner}"] = f"{name}.{inner}" if name else inner
-    return module, names
+    module = _FunctionModule(side.call)
+    return module, module.names

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -46,7 +47,13 @@ class Replacement(Transform):
         and `seam` are not used.
         """
         call = _copy_lifted(self.call) if lifted else copy_together(self.call, name="the candidate")
-        yield TransformedSide.counting_calls(Side.of(call, side.args, side.kwargs))
+        yield TransformedSide.counting_calls(_side_of(call, side, start=self.call))
+
+
+def _side_of(call: Callable[..., Any], side: Side, *, start: Callable[..., Any]) -> Side:
+    """Return a side that runs a callable on the inputs of another side; `start` is the callable before any run."""
+    own = Side.of(call, side.args, side.kwargs)
+    return replace(own, start=Side.of(start, side.args, side.kwargs))
 
 
 def _copy_lifted(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,5 +120,12 @@ class OtherModule(Transform):
                     "Give a mapping with -O state=file.py:fn, or -O state=none"
                 ) from error
         if lifted:
-            module = _copy_lifted(module)
-        yield TransformedSide.counting_calls(Side.of(module, side.args, side.kwargs))
+            own = _side_of(_copy_lifted(module), side, start=module)
+        else:
+            try:
+                own = _side_of(copy_together(module, name=self.factory_name), side, start=module)
+            except (
+                ProgramError
+            ):  # it was built for this side alone, so it can run itself, with the program as its start
+                own = Side.of(module, side.args, side.kwargs)
+        yield TransformedSide.counting_calls(own)

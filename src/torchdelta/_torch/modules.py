@@ -1,0 +1,40 @@
+"""Attributes of an `nn.Module` that are torch's own: its registries and hooks, and what a compiler adds to it.
+
+`own_attributes` returns the others, which are the user's; `hooks_of` returns the functions that a user has registered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_REGISTRIES = frozenset(vars(torch.nn.Module())) - {"training"}
+_HOOKS = tuple(sorted(name for name in _REGISTRIES if name.endswith("_hooks")))
+_COMPILERS = ("_torchdynamo", "_dynamo", "_is_torch_compile", "_compiled_call_impl")
+"""How the names begin of the attributes that torch.compile adds to a module or a function."""
+
+
+def own_attributes(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module by name, without its registries, and without those that a compiler added.
+
+    Of a traced graph only its tensors are returned: the rest is the graph itself, which no run changes.
+    """
+    is_graph = isinstance(module, torch.fx.GraphModule)
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in _REGISTRIES and not is_of_compiler(name) and (not is_graph or isinstance(value, torch.Tensor))
+    }
+
+
+def is_of_compiler(name: str) -> bool:
+    """Tell whether an attribute of this name is one that torch.compile adds to a module or a function."""
+    return name.startswith(_COMPILERS)
+
+
+def hooks_of(module: torch.nn.Module) -> list[Callable[..., Any]]:
+    """Return the hooks that are registered on the module itself."""
+    registries = (vars(module).get(name) or {} for name in _HOOKS)
+    return [hook for hooks in registries for hook in hooks.values() if callable(hook)]

@@ -1,0 +1,447 @@
+"""State that a callable keeps outside of parameters and buffers, by path: attributes, containers, closures, classes.
+
+One walk over everything that the callable reaches names each tensor, number, text and generator in it:
+
+    attributes['steps']                     # an attribute of the module, a value in a closure, or a global
+    attributes['layers.0.cache']['keys']    # a tensor in a dict of a submodule
+    attributes['Decoder.calls']             # an attribute of the user's class
+
+Two walks, before and after a run, show what the run has changed. Objects of installed packages are searched for tensors
+alone, because their other contents (caches, loggers, counters) change for reasons of their own.
+
+Classes, and the globals that methods use, are not copied with a program: all sides share them. The walk remembers them
+in a `SharedState`, which puts them back so that each run starts from the same values.
+
+Start reading at `reached_by`; `_Walk._visit` decides what an object is.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import datetime
+import decimal
+import fractions
+import functools
+import pathlib
+import random
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from enum import Enum
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchdelta._torch import modules
+from torchdelta.compare.leaves import Container, Leaves, children_of, container_of, is_cache
+from torchdelta.program import copies
+from torchdelta.program.restore import refill
+
+PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None), Enum, range, slice, np.generic),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, pathlib.PurePath, uuid.UUID),
+    *(datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, decimal.Decimal, fractions.Fraction),
+)
+"""Types of values that are leaves by themselves: equal ones are the same, and none can be changed in place."""
+_PLAIN_KINDS = frozenset((bool, int, float, complex, str, bytes, type(None)))
+_CONTAINERS = (list, tuple, dict, set, frozenset, collections.deque)
+_CODE = (type, ModuleType, FunctionType, MethodType, BuiltinFunctionType, property, classmethod, staticmethod)
+_FUNCTIONS = (FunctionType, MethodType, functools.partial)
+_DATA = (*_CONTAINERS, Mapping, Set, SimpleNamespace)
+_LARGE = 1000
+"""A container of so many plain values is one leaf: a path for each of them would take longer than a run."""
+_MISSING: Any = object()
+
+
+@dataclass(frozen=True)
+class SharedState:
+    """Values that all sides of a program share, as they were when they were remembered."""
+
+    namespaces: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
+    """Classes and dicts of globals, each with the values that it had by name; `_MISSING` stands for none."""
+    contents: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    """Containers and dicts of attributes below these values, by id, each with a shallow copy."""
+    generators: list[tuple[Any, Any]] = field(default_factory=list)
+    """Random generators among these values, each with a copy."""
+    cells: list[tuple[CellType, Any]] = field(default_factory=list)
+    """Cells of the closures of functions that all sides share, each with its value."""
+
+    def put_back(self) -> None:
+        """Give the classes, globals and containers back the values that they had, where these have changed."""
+        for holder, values in self.namespaces:
+            now = vars(holder) if isinstance(holder, type) else holder
+            added = set(_data_of(holder)) - values.keys() if isinstance(holder, type) else ()
+            for name, value in [*values.items(), *((name, _MISSING) for name in added)]:
+                if now.get(name, _MISSING) is not value:
+                    _assign(holder, name, value)
+        for container, before in self.contents.values():
+            if not _has_same_items(container, before):
+                refill(container, before)
+        for generator, before in self.generators:
+            _rewind(generator, before)
+        for cell, value in self.cells:
+            cell.cell_contents = value
+
+
+@dataclass(frozen=True)
+class UnregisteredState:
+    """What a callable reaches: the leaves of its unregistered state by path, and the state that all sides share."""
+
+    leaves: Leaves = field(default_factory=dict)
+    shared: SharedState = field(default_factory=SharedState)
+
+
+def reached_by(call: Callable[..., Any], registered: Mapping[str, torch.Tensor]) -> UnregisteredState:
+    """Return the unregistered state that a callable reaches, by path, and what it shares with other sides.
+
+    `registered` has the parameters and buffers by path: where one of them is met again, a `Container` that names it
+    stands for it. Tensors and arrays are the callable's own, not copies. Objects that may keep their state where Python
+    cannot read it are left out, except for random generators.
+    """
+    walk = _Walk({id(tensor): path for path, tensor in registered.items()})
+    walk.run(call)
+    return UnregisteredState(walk.leaves, walk.shared)
+
+
+def name_of(path: str) -> str:
+    """Return the start of a path up to the name of the attribute, as in `attributes['cache']`."""
+    return path[: _end_of_key(path) + 1]
+
+
+def _end_of_key(path: str) -> int:
+    """Return the index of the bracket that ends the first key of a path; the key is the `repr` of a text."""
+    quote = path[path.index("[") + 1]
+    index = path.index("[") + 2
+    while path[index] != quote:
+        index += 2 if path[index] == "\\" else 1
+    return index + 1
+
+
+@dataclass(frozen=True)
+class _Place:
+    """An object on the way of the walk: its name in the program, and the steps from there."""
+
+    name: str
+    steps: str
+    value: Any
+    is_installed: bool = False
+    """Whether it belongs to an object of an installed package."""
+    is_shared: bool = False
+    """Whether all sides share it."""
+    above: tuple[int, ...] = ()
+    """The ids of the containers that it is in."""
+
+    @property
+    def path(self) -> str:
+        """The path of the leaf."""
+        return f"attributes[{self.name!r}]{self.steps}"
+
+    def child(self, step: str, value: Any) -> _Place:
+        """Return the place of an item or attribute of this object."""
+        return dataclasses.replace(self, steps=self.steps + step, value=value, above=(*self.above, id(self.value)))
+
+    def member(self, name: str, value: Any) -> _Place:
+        """Return the place of an attribute of a module or another named holder: its name goes on with a dot."""
+        own = f"{self.name}{self.steps}"
+        return dataclasses.replace(self, name=f"{own}.{name}" if own else name, steps="", value=value, above=())
+
+    def at(self, name: str, value: Any, **changes: Any) -> _Place:
+        """Return the place of a value that has a name of its own, such as one in a closure."""
+        return dataclasses.replace(self, name=name, steps="", value=value, above=(), **changes)
+
+
+class _Walk:
+    """One walk over a callable; `leaves` and `shared` are its results."""
+
+    def __init__(self, registered: Mapping[int, str]) -> None:
+        """Take the paths of the registered tensors by id; nothing is visited yet."""
+        self.registered = registered
+        self.leaves: Leaves = {}
+        self.shared = SharedState()
+        # objects are kept too, because another object may get the id of one that is gone
+        self.visited: dict[int, tuple[Any, str]] = {}
+        self.installed: dict[type, bool] = {}
+
+    def run(self, call: Callable[..., Any]) -> None:
+        """Visit the callable and everything that it reaches."""
+        waiting = [_Place("", "", call)]
+        while waiting:
+            waiting.extend(reversed(list(self._visit(waiting.pop()))))
+
+    def _visit(self, place: _Place) -> Iterator[_Place]:
+        """Record the leaf at a place, if it is one, and yield the places that it reaches."""
+        value = place.value
+        if isinstance(value, torch.Tensor):
+            self._record(place, self._tensor_leaf(value))
+        elif isinstance(value, PLAIN):
+            if not place.is_installed:
+                self._record(place, value)
+        elif isinstance(value, (bytearray, np.ndarray)) and not getattr(value, "dtype", np.dtype(int)).hasobject:
+            self._record(place, bytes(value) if isinstance(value, bytearray) else value)
+        elif (state := generator_state(value)) is not None:
+            if place.is_shared:
+                is_torch = isinstance(value, torch.Generator)
+                self.shared.generators.append((value, value.clone_state() if is_torch else copy.deepcopy(value)))
+            for step, part in state:
+                self._record(place.child(step, part), part)
+        elif isinstance(value, type):
+            yield from self._visit_class(value)
+        elif isinstance(value, torch.nn.Module):
+            yield from self._visit_module(place, value)
+        elif isinstance(value, _FUNCTIONS):
+            yield from self._visit_function(place, value)
+        elif not isinstance(value, ModuleType):
+            yield from self._visit_object(place, value)
+
+    def _record(self, place: _Place, leaf: Any) -> None:
+        """Add a leaf; if its path is taken, as when a global is called as an attribute is, it gets another one."""
+        path = place.path
+        while path in self.leaves:
+            path += "′"
+        self.leaves[path] = leaf
+
+    def _tensor_leaf(self, tensor: torch.Tensor) -> Any:
+        path = self.registered.get(id(tensor))
+        return tensor if path is None else Container(f"the tensor that is {path}")
+
+    def _is_new(self, value: Any, place: _Place | None = None) -> bool:
+        """Tell whether an object is met for the first time; from then on it is not.
+
+        At any later `place` a `Container` that names the first one is recorded.
+        """
+        if id(value) not in self.visited:
+            self.visited[id(value)] = value, place.path if place else ""
+            return True
+        if place and place.name and not place.is_installed:
+            self._record(place, Container(f"the {type(value).__qualname__} that is {self.visited[id(value)][1]}"))
+        return False
+
+    def _is_installed(self, kind: type) -> bool:
+        if kind not in self.installed:
+            self.installed[kind] = copies.is_installed_class(kind)
+        return self.installed[kind]
+
+    def _visit_module(self, place: _Place, module: torch.nn.Module) -> Iterator[_Place]:
+        """Yield the attributes, submodules and hooks of a module, and its tensors that are not registered state."""
+        if not self._is_new(module, place):
+            return
+        yield from self._visit_class(type(module))
+        place = dataclasses.replace(place, is_installed=False)
+        for name, value in modules.own_attributes(module).items():
+            if not is_cache(type(module), name):
+                yield place.member(name, value)
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if id(tensor) not in self.registered:
+                yield place.member(name, tensor)
+        for name, child in module.named_children():
+            yield place.member(name, child)
+        for index, hook in enumerate(modules.hooks_of(module)):
+            yield place.member(f"hooks[{index}]", hook)
+
+    def _visit_function(self, place: _Place, function: Any) -> Iterator[_Place]:
+        """Yield what a function captures, each by its own name, and what a method or a partial is made of."""
+        if isinstance(function, MethodType):
+            yield dataclasses.replace(place, value=function.__self__)
+            yield dataclasses.replace(place, value=function.__func__)
+            return
+        if not self._is_new(function):
+            return
+        if isinstance(function, functools.partial):
+            yield dataclasses.replace(place, value=function.func)
+            yield from (place.child(f".args[{index}]", item) for index, item in enumerate(function.args))
+            yield from (place.at(name, item) for name, item in function.keywords.items())
+            return
+        is_installed = copies.is_installed(function)
+        if vars(function) and not is_installed:  # a function may count its calls in an attribute of its own
+            self._remember(function)
+        if place.is_shared:
+            self._remember_cells(function)
+        for name, value in copies.captured_by(function, with_globals=False):
+            if not modules.is_of_compiler(name):
+                yield place.at(name, value, is_installed=is_installed)
+        yield from self._visit_globals(function)
+
+    def _visit_globals(self, function: FunctionType) -> Iterator[_Place]:
+        """Yield the globals that a function uses, and remember them; those of an installed function are left out."""
+        if copies.is_installed(function):
+            return
+        used = copies.used_globals(function)
+        written = dict.fromkeys(copies.written_globals(function), _MISSING)
+        data = {name: value for name, value in used.items() if not isinstance(value, _CODE)}
+        self.shared.namespaces.append((function.__globals__, {**written, **data}))
+        for name, value in used.items():
+            if isinstance(value, ModuleType) and not copies.is_installed_module(value):
+                yield from self._visit_own_module(function, name, value)
+            elif not isinstance(value, ModuleType):
+                yield _Place(name, "", value, is_shared=True)
+
+    def _visit_own_module(self, function: FunctionType, name: str, module: ModuleType) -> Iterator[_Place]:
+        """Yield the values that a function reads as `module.value` from another module of the user's."""
+        names = sorted(set(function.__code__.co_names) & vars(module).keys())
+        used = {key: vars(module)[key] for key in names if not isinstance(vars(module)[key], _CODE)}
+        self.shared.namespaces.append((vars(module), used))
+        yield from (_Place(f"{name}.{key}", "", value, is_shared=True) for key, value in used.items())
+
+    def _visit_class(self, kind: type) -> Iterator[_Place]:
+        """Yield the values that a class and its bases keep, and the globals of their methods; only the user's count."""
+        for base in kind.__mro__:
+            if self._is_installed(base) or not self._is_new(base):
+                continue
+            data = _data_of(base)
+            self.shared.namespaces.append((base, data))
+            yield from (_Place(f"{base.__name__}.{name}", "", value, is_shared=True) for name, value in data.items())
+            for name, member in vars(base).items():
+                for function in _functions_in(member) if name != "__init__" else ():
+                    if self._is_new(function):
+                        self._remember_cells(function)
+                        captured = copies.captured_by(function, with_globals=False)
+                        yield from (_Place(inner, "", value, is_shared=True) for inner, value in captured)
+                        yield from self._visit_globals(function)
+
+    def _visit_object(self, place: _Place, value: Any) -> Iterator[_Place]:
+        """Record the container at a place and yield its items; or yield the attributes of another object.
+
+        An object of an installed package that is not a container is not recorded, and neither are the plain values
+        below it. Objects of the standard library are left out.
+        """
+        kind = type(value)
+        is_container = isinstance(value, _DATA)
+        is_own = not self._is_installed(kind)
+        if is_own:
+            yield from self._visit_class(kind)
+            place = dataclasses.replace(place, is_installed=False)
+        elif not is_container:
+            if _is_of_standard_library(kind):
+                return
+            is_data = dataclasses.is_dataclass(value)
+            place = dataclasses.replace(place, is_installed=place.is_installed or not is_data)
+        if is_container and not is_own:
+            if id(value) in place.above:
+                return
+        elif not self._is_new(value, place):
+            return
+        if place.is_shared:
+            self._remember(value)
+        if not place.name and not is_container:  # the callable itself: its attributes have their own names
+            yield from (place.member(step.lstrip("."), child) for step, child in _children(value))
+            return
+        if (leaf := _large_leaf(value)) is not None:
+            if not place.is_installed:
+                self._record(place, leaf)
+            return
+        children = _children(value)
+        if not place.is_installed:
+            self._record(place, container_of(value, children))
+        yield from (place.child(step, child) for step, child in children)
+
+    def _remember_cells(self, function: FunctionType) -> None:
+        """Keep what the closure of a function holds, because all sides share it; only the user's functions count."""
+        if not copies.is_installed(function):
+            cells = [cell for cell in function.__closure__ or () if copies.is_filled(cell)]
+            self.shared.cells.extend((cell, cell.cell_contents) for cell in cells)
+
+    def _remember(self, value: Any) -> None:
+        """Keep a shallow copy of a container's items, or of an object's attributes, because all sides share it."""
+        container = (
+            value if isinstance(value, (list, dict, set, collections.deque)) else getattr(value, "__dict__", None)
+        )
+        if container is not None and id(container) not in self.shared.contents:
+            self.shared.contents[id(container)] = (container, container.copy())
+
+
+def _children(value: Any) -> list[tuple[str, Any]]:
+    """Return the items or attributes of an object by their steps; none if they cannot be read."""
+    try:
+        return children_of(value) or []
+    except Exception:  # a property or an iterator of the user's raised
+        return []
+
+
+def _large_leaf(value: Any) -> Any:
+    """Return a copy of a large container of plain values, which is a leaf then, or None for any other container."""
+    if type(value) not in _CONTAINERS or len(value) < _LARGE:
+        return None
+    items = [*value, *value.values()] if isinstance(value, dict) else value
+    if not set(map(type, items)) <= _PLAIN_KINDS:
+        return None
+    if isinstance(value, dict):
+        return dict(value)
+    return frozenset(value) if isinstance(value, (set, frozenset)) else tuple(value)
+
+
+def generator_state(value: Any) -> list[tuple[str, Any]] | None:
+    """Return the state of a random generator as leaves by step, or None for any other object."""
+    if isinstance(value, torch.Generator):
+        return [("", value.get_state())]
+    if isinstance(value, random.Random):
+        version, numbers, gauss = value.getstate()
+        return [("", np.array(numbers, dtype=np.uint32)), (".gauss_next", gauss), (".version", version)]
+    if isinstance(value, np.random.RandomState):
+        name, keys, *rest = value.get_state(legacy=True)
+        return [("", np.array(keys)), (".name", name), *((f".rest[{index}]", item) for index, item in enumerate(rest))]
+    if isinstance(value, np.random.Generator):
+        return [("", repr(value.bit_generator.state))]
+    return None
+
+
+def _rewind(generator: Any, before: Any) -> None:
+    """Give a random generator the state of a copy that was made before."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(before.get_state())
+    elif isinstance(generator, random.Random):
+        generator.setstate(before.getstate())
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(before.get_state())
+    else:
+        generator.bit_generator.state = before.bit_generator.state
+
+
+def _functions_in(member: Any) -> list[FunctionType]:
+    """Return the functions that an entry of a class is made of: a method, or the parts of a property."""
+    parts = (member.fget, member.fset, member.fdel) if isinstance(member, property) else (member,)
+    functions = (getattr(part, "__func__", getattr(part, "func", getattr(part, "__wrapped__", part))) for part in parts)
+    return [function for function in functions if isinstance(function, FunctionType)]
+
+
+def _data_of(kind: type) -> dict[str, Any]:
+    """Return the entries of a class that are neither code nor descriptors, by name, without special ones."""
+    return {
+        name: value
+        for name, value in vars(kind).items()
+        if not (name.startswith("__") or name == "_abc_impl" or isinstance(value, _CODE))
+        and (isinstance(value, PLAIN) or not hasattr(type(value), "__get__"))
+    }
+
+
+def _is_of_standard_library(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in sys.stdlib_module_names
+
+
+def _assign(holder: Any, name: str, value: Any) -> None:
+    """Set, or delete if the value is missing, an attribute of a class or an entry of a dict."""
+    if isinstance(holder, type):
+        if value is _MISSING:
+            delattr(holder, name)
+        else:
+            setattr(holder, name, value)
+    elif value is _MISSING:
+        del holder[name]
+    else:
+        holder[name] = value
+
+
+def _has_same_items(container: Any, before: Any) -> bool:
+    """Tell whether a container has the very objects in the order that it had; a set, in any order."""
+    if len(container) != len(before):
+        return False
+    if isinstance(container, dict):
+        pairs = zip(container.items(), before.items(), strict=True)
+        return all(key is old_key and item is old for (key, item), (old_key, old) in pairs)
+    if isinstance(container, set):
+        return bool(container == before)
+    return all(item is old for item, old in zip(container, before, strict=True))

@@ -1,0 +1,679 @@
+"""State outside of parameters and buffers: what a run changed in it is compared, wherever the program keeps it.
+
+For each place there is a candidate that forgets to write to it, or writes something else, and a correct twin.
+"""
+
+import collections
+import dataclasses
+import random
+import time
+import types
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import torchdelta as td
+from torchdelta import Verdict
+
+DIVERGED, EQUIVALENT = Verdict.DIVERGED, Verdict.EQUIVALENT
+total = 0
+log = []
+shared_random, shared_generator, shared_numpy = random.Random(0), torch.Generator(), np.random.default_rng(0)
+X = torch.linspace(-1.0, 1.0, 6).reshape(2, 3)
+
+
+def diverged(report):
+    """Return the paths of the leaves that have diverged."""
+    return [each.path for each in report.comparisons if each.verdict is DIVERGED]
+
+
+@dataclasses.dataclass
+class Record:
+    count: int = 0
+    last: torch.Tensor | None = None
+
+
+class Keeper(nn.Module):
+    """A module that keeps state in every place but a buffer; `write` is what its forward does to it."""
+
+    calls = 0
+
+    def __init__(self, write):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 3)
+        self.write = write
+        self.steps = 0
+        self.mode = "fresh"
+        self.cache = {"keys": torch.zeros(2, 3)}
+        self.history = []
+        self.recent = collections.deque(maxlen=2)
+        self.record = Record()
+        self.table = {"a": 1, "b": 2}
+        self.generator = torch.Generator().manual_seed(0)
+        self.random = random.Random(0)
+        self.numpy = np.random.default_rng(0)
+        self.array = np.zeros(3)
+        self.scratch = 1.0
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.write(self, y)
+        return torch.tanh(y)
+
+
+def write_nothing(module, y):
+    pass
+
+
+def count(module, y):
+    module.steps += 1
+
+
+def count_twice(module, y):
+    module.steps += 2
+
+
+def set_mode(module, y):
+    module.mode = "used"
+
+
+def set_other_mode(module, y):
+    module.mode = "spent"
+
+
+def fill_cache(module, y):
+    module.cache["keys"].copy_(y.detach())
+
+
+def fill_cache_negated(module, y):
+    module.cache["keys"].copy_(-y.detach())
+
+
+def append(module, y):
+    module.history.append(y * 2)
+
+
+def append_another(module, y):
+    module.history.append(y * 3)
+
+
+def append_to_deque(module, y):
+    module.recent.append(y.detach())
+
+
+def append_twice_to_deque(module, y):
+    module.recent.extend((y.detach(), y.detach()))
+
+
+def fill_record(module, y):
+    module.record.count += 1
+    module.record.last = y.detach()
+
+
+def fill_half_of_the_record(module, y):
+    module.record.count += 1
+
+
+def reorder(module, y):
+    module.table["a"] = module.table.pop("a")
+
+
+def count_in_the_class(module, y):
+    type(module).calls += 1
+
+
+def count_twice_in_the_class(module, y):
+    type(module).calls += 2
+
+
+def draw(module, y):
+    torch.rand(2, generator=module.generator)
+
+
+def draw_more(module, y):
+    torch.rand(20, generator=module.generator)
+
+
+def draw_in_python(module, y):
+    module.random.random()
+
+
+def draw_in_numpy(module, y):
+    module.numpy.random()
+
+
+def write_to_an_array(module, y):
+    module.array[0] += 1
+
+
+def add_an_attribute(module, y):
+    module.extra = 3
+
+
+def remove_an_attribute(module, y):
+    if hasattr(module, "scratch"):
+        del module.scratch
+
+
+def keep_a_number(module, y):
+    module.scratch = float(y.detach().sum())
+
+
+def keep_another_number(module, y):
+    module.scratch = float(y.detach().sum()) + 1e-3
+
+
+def leave_training(module, y):
+    module.linear.eval()
+
+
+FAULTS = [
+    (count, write_nothing, "attributes['steps']"),
+    (count, count_twice, "attributes['steps']"),
+    (write_nothing, count, "attributes['steps']"),
+    (set_mode, write_nothing, "attributes['mode']"),
+    (set_mode, set_other_mode, "attributes['mode']"),
+    (fill_cache, write_nothing, "attributes['cache']['keys']"),
+    (fill_cache, fill_cache_negated, "attributes['cache']['keys']"),
+    (append, write_nothing, "attributes['history'][0]"),
+    (append, append_another, "attributes['history'][0]"),
+    (append_to_deque, write_nothing, "attributes['recent'][0]"),
+    (append_to_deque, append_twice_to_deque, "attributes['recent'][1]"),
+    (fill_record, write_nothing, "attributes['record'].count"),
+    (fill_record, fill_half_of_the_record, "attributes['record'].last"),
+    (reorder, write_nothing, "attributes['table']"),
+    (count_in_the_class, write_nothing, "attributes['Keeper.calls']"),
+    (count_in_the_class, count_twice_in_the_class, "attributes['Keeper.calls']"),
+    (draw, write_nothing, "attributes['generator']"),
+    (draw, draw_more, "attributes['generator']"),
+    (draw_in_python, write_nothing, "attributes['random']"),
+    (draw_in_numpy, write_nothing, "attributes['numpy']"),
+    (write_to_an_array, write_nothing, "attributes['array']"),
+    (remove_an_attribute, write_nothing, "attributes['scratch']"),
+    (keep_a_number, keep_another_number, "attributes['scratch']"),
+    (leave_training, write_nothing, "attributes['linear.training']"),
+]
+WRITES = sorted({write for pair in FAULTS for write in pair[:2]} | {add_an_attribute}, key=lambda each: each.__name__)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "path"), FAULTS, ids=[f"{right.__name__}-{wrong.__name__}" for right, wrong, _ in FAULTS]
+)
+def test_state_that_the_candidate_leaves_otherwise_is_seen(right, wrong, path):
+    report = td.check(Keeper(right), (X,), candidate=Keeper(wrong))
+
+    assert report.verdict is DIVERGED
+    assert path in diverged(report)
+    assert Keeper.calls == 0
+
+
+@pytest.mark.parametrize("write", WRITES, ids=lambda each: each.__name__)
+def test_state_that_both_sides_leave_alike_is_no_difference(write):
+    assert td.check(Keeper(write), (X,), candidate=Keeper(write)).verdict is EQUIVALENT
+    assert Keeper.calls == 0
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo warns where it breaks a graph
+@pytest.mark.parametrize("write", WRITES, ids=lambda each: each.__name__)
+def test_a_compiler_that_keeps_the_writes_is_equivalent(write):
+    report = td.check(Keeper(write), (X,), transform="eager", stages="forward,gradients")
+
+    assert report.verdict is EQUIVALENT, report.comparisons
+    assert Keeper.calls == 0
+
+
+class Tally:
+    """An object of the user's that is not a module."""
+
+    def __init__(self):
+        self.count = 0
+
+
+def closing_over(step):
+    """Return a function that counts in its closure, in an object there, and in a list there."""
+    count, tally, seen, generator = 0, Tally(), [], random.Random(0)
+
+    def program(x):
+        nonlocal count
+        count += step
+        tally.count += step
+        seen.append(step)
+        for _ in range(step):
+            generator.random()
+        return x * 2
+
+    return program
+
+
+def test_counters_in_a_closure_are_compared_and_each_run_has_its_own():
+    report = td.check(closing_over(1), (X,), candidate=closing_over(2))
+
+    paths = {"attributes['count']", "attributes['tally'].count", "attributes['seen'][0]", "attributes['generator']"}
+    assert paths <= set(diverged(report))
+    assert td.check(closing_over(1), (X,), candidate=closing_over(1)).verdict is EQUIVALENT
+    assert td.check(closing_over(1), (X,), transform="eager", iterations=2).verdict is EQUIVALENT
+
+
+def adding_to_globals(step):
+    def program(x):
+        global total
+        total += step
+        log.append(step)
+        return x * 2
+
+    return program
+
+
+def test_globals_are_compared_and_put_back():
+    report = td.check(adding_to_globals(1), (X,), candidate=adding_to_globals(2))
+
+    assert {"attributes['total']", "attributes['log'][0]"} <= set(diverged(report))
+    assert td.check(adding_to_globals(1), (X,), candidate=adding_to_globals(1)).verdict is EQUIVALENT
+    assert td.check(adding_to_globals(1), (X,), transform="eager").verdict is EQUIVALENT
+    assert (total, log) == (0, [])
+
+
+class WritesGlobals(nn.Module):
+    seen: ClassVar = []
+
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
+
+    def forward(self, x):
+        global total
+        total += self.step
+        self.seen.append(self.step)
+        return x * 2
+
+
+def test_globals_that_a_method_writes_and_a_list_of_its_class_are_compared_and_put_back():
+    report = td.check(WritesGlobals(1), (X,), candidate=WritesGlobals(2))
+
+    assert {"attributes['total']", "attributes['WritesGlobals.seen'][0]"} <= set(diverged(report))
+    assert td.check(WritesGlobals(1), (X,), candidate=WritesGlobals(1)).verdict is EQUIVALENT
+    assert td.check(WritesGlobals(1), (X,), transform="eager", iterations=2).verdict is EQUIVALENT
+    assert (total, WritesGlobals.seen) == (0, [])
+
+
+class DrawsFromGlobals(nn.Module):
+    def __init__(self, times):
+        super().__init__()
+        self.times = times
+
+    def forward(self, x):
+        for _ in range(self.times):
+            shared_random.random()
+            torch.rand(1, generator=shared_generator)
+            shared_numpy.random()
+        return x * 2
+
+
+def test_generators_at_module_level_are_compared_and_rewound():
+    before = shared_random.getstate(), shared_generator.get_state(), repr(shared_numpy.bit_generator.state)
+    report = td.check(DrawsFromGlobals(1), (X,), candidate=DrawsFromGlobals(2))
+    twin = td.check(DrawsFromGlobals(2), (X,), candidate=DrawsFromGlobals(2))
+
+    names = {"attributes['shared_random']", "attributes['shared_generator']", "attributes['shared_numpy']"}
+    assert names <= set(diverged(report))
+    assert twin.verdict is EQUIVALENT
+    assert before[0] == shared_random.getstate()
+    assert torch.equal(before[1], shared_generator.get_state())
+    assert before[2] == repr(shared_numpy.bit_generator.state)
+
+
+def counts_its_calls(x):
+    counts_its_calls.calls += 1
+    return x * 2
+
+
+def counts_its_calls_twice(x):
+    counts_its_calls.calls += 2
+    return x * 2
+
+
+counts_its_calls.calls = 0
+
+
+def test_an_attribute_of_a_function_is_compared_and_put_back():
+    report = td.check(counts_its_calls, (X,), candidate=counts_its_calls_twice)
+
+    assert diverged(report) == ["attributes['calls']"]
+    assert td.check(counts_its_calls, (X,), candidate=counts_its_calls).verdict is EQUIVALENT
+    assert counts_its_calls.calls == 0
+
+
+def make_counter(step):
+    count = 0
+
+    def counter():
+        nonlocal count
+        count += step
+        return count
+
+    return counter
+
+
+count_one, count_two = make_counter(1), make_counter(2)
+
+
+def calls_count_one(x):
+    return x * 2 + 0 * count_one()
+
+
+def calls_count_two(x):
+    return x * 2 + 0 * count_two()
+
+
+def test_the_closure_of_a_function_that_is_called_is_compared_and_put_back():
+    report = td.check(calls_count_one, (X,), candidate=calls_count_two)
+
+    assert diverged(report) == ["attributes['count']"]
+    assert td.check(calls_count_one, (X,), candidate=calls_count_one).verdict is EQUIVALENT
+    assert (count_one(), count_two()) == (1, 2)
+
+
+def closing_over_immutable_holders(step):
+    tally, pair, space = Tally(), (Tally(), []), types.SimpleNamespace(count=0)
+
+    def add():
+        tally.count += step
+
+    bound = types.MethodType(lambda self: setattr(self, "count", self.count + step), Tally())
+
+    def program(x):
+        add()
+        bound()
+        pair[0].count += step
+        pair[1].append(step)
+        space.count += step
+        return x * 2
+
+    return program
+
+
+def test_state_in_tuples_methods_and_namespaces_is_copied_and_compared():
+    report = td.check(closing_over_immutable_holders(1), (X,), candidate=closing_over_immutable_holders(2))
+
+    names = ("tally'].count", "bound'].count", "pair'][0].count", "pair'][1][0]", "space'].count")
+    assert {f"attributes['{name}" for name in names} <= set(diverged(report))
+    right = closing_over_immutable_holders(1)
+    assert td.check(right, (X,), candidate=right).verdict is EQUIVALENT
+    assert td.check(right, (X,), candidate=closing_over_immutable_holders(1)).verdict is EQUIVALENT
+
+
+def drawing(times):
+    def program(x, generator, numbers, record):
+        torch.rand(times, generator=generator)
+        numbers.pop()
+        record.count += times
+        return x * 2
+
+    return program
+
+
+def keeping_the_numbers(x, generator, numbers, record):
+    torch.rand(1, generator=generator)
+    record.count += 1
+    return x * 2
+
+
+def test_generators_numbers_and_objects_among_the_arguments_are_compared():
+    arguments = (X, torch.Generator().manual_seed(0), [1, 2, 3], Record())
+
+    assert diverged(td.check(drawing(1), arguments, candidate=drawing(20))) == ["args[1]", "args[3].count"]
+    assert diverged(td.check(drawing(1), arguments, candidate=keeping_the_numbers)) == ["args[2][2]"]
+    assert td.check(drawing(2), arguments, candidate=drawing(2)).verdict is EQUIVALENT
+
+
+def test_a_list_that_a_hook_fills_is_compared():
+    def hooked(factor):
+        torch.manual_seed(0)
+        model, kept = nn.Linear(3, 3), []
+        model.register_forward_hook(lambda module, args, output: kept.append(output.detach() * factor))
+        return model
+
+    assert diverged(td.check(hooked(1), (X,), candidate=hooked(2))) == ["attributes['kept'][0]"]
+    assert td.check(hooked(1), (X,), candidate=hooked(1)).verdict is EQUIVALENT
+
+
+def test_state_that_the_backward_changes_is_compared():
+    def counting(step):
+        class Count(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x, counts):
+                ctx.counts = counts
+                return x * 2
+
+            @staticmethod
+            def backward(ctx, gradient):
+                ctx.counts["backward"] += step
+                return gradient * 2, None
+
+        class Counting(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.counts = {"backward": 0}
+
+            def forward(self, x):
+                return Count.apply(x, self.counts)
+
+        return Counting()
+
+    x = X.clone().requires_grad_()
+    report = td.check(counting(1), (x,), candidate=counting(2))
+
+    assert diverged(report) == ["attributes['counts']['backward']"]
+    assert td.check(counting(1), (x,), candidate=counting(1)).verdict is EQUIVALENT
+
+
+class Marks(nn.Module):
+    def __init__(self, when):
+        super().__init__()
+        self.when = when
+
+    def forward(self, x):
+        if self.when():
+            self.mark = 1
+        return x * 2
+
+
+def test_an_attribute_that_only_the_compiled_program_adds_is_seen():
+    report = td.check(Marks(torch.compiler.is_compiling), (X,), transform="eager")
+
+    assert diverged(report) == ["attributes['mark']"]
+    assert td.check(Marks(lambda: True), (X,), transform="eager").verdict is EQUIVALENT
+    assert td.check(Marks(lambda: False), (X,), transform="aot_eager").verdict is EQUIVALENT
+
+
+# gradients
+
+
+class Listed(nn.Module):
+    """Keeps its weights in a list, where they are not registered."""
+
+    def __init__(self, detach=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = [torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)]
+        self.detach = detach
+
+    def forward(self, x):
+        first, second = self.weights
+        return x * (first.detach() if self.detach else first) + second
+
+
+def test_a_lost_gradient_of_a_tensor_in_a_list_is_seen():
+    report = td.check(Listed(), (X,), candidate=Listed(detach=True))
+
+    assert diverged(report) == ["attributes['weights'][0].grad"]
+    assert td.check(Listed(), (X,), candidate=Listed()).verdict is EQUIVALENT
+    assert td.check(Listed(), (X,), transform="aot_eager").verdict is EQUIVALENT
+
+
+def writing(factor):
+    """Return a function whose weight reaches no output, only a mutated argument."""
+
+    def program(x, weight):
+        # the value is the same for every factor; the gradient is not
+        x.add_(weight * factor - weight.detach() * (factor - 1))
+        return x.detach() + 1
+
+    return program
+
+
+def appending(factor):
+    def program(x, weight, seen):
+        seen.append(x * (weight * factor - weight.detach() * (factor - 1)))
+        return x + 1
+
+    return program
+
+
+def keeping(factor):
+    class Keeping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.weight = nn.Parameter(torch.randn(3))
+            self.last = None
+
+        def forward(self, x):
+            self.last = x * (self.weight * factor - self.weight.detach() * (factor - 1))
+            return x + 1
+
+    return Keeping()
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "path"),
+    [
+        (writing, lambda: (X.clone(), torch.ones(3, requires_grad=True)), "args[1].grad"),
+        (appending, lambda: (X.clone(), torch.ones(3, requires_grad=True), []), "args[1].grad"),
+        (keeping, lambda: (X.clone(),), "parameters['weight'].grad"),
+    ],
+    ids=["a mutated argument", "an appended tensor", "an attribute"],
+)
+def test_a_gradient_flows_from_everything_that_the_call_leaves_behind(make, inputs, path):
+    report = td.check(make(1), inputs(), candidate=make(2))
+
+    assert diverged(report) == [path]
+    assert td.check(make(1), inputs(), candidate=make(1)).verdict is EQUIVALENT
+    assert td.check(make(1), inputs(), transform="aot_eager").verdict is EQUIVALENT
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo reads the gradients of tensors that are not leaves
+@pytest.mark.parametrize("stages", ["forward,gradients", "steps"])
+def test_graphs_that_state_keeps_from_earlier_calls_are_not_run_again(stages):
+    class Remembers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = nn.Linear(3, 3)
+            self.history, self.mean = [], torch.zeros(2, 3)
+
+        def forward(self, x):
+            y = self.linear(x)
+            self.history.append(y)
+            self.mean = self.mean * 0.5 + y
+            return y * 2
+
+    report = td.check(Remembers(), (X,), transform="eager", stages=stages, iterations=3)
+
+    assert report.verdict is EQUIVALENT
+
+
+def test_state_whose_gradient_fails_eagerly_is_left_out_of_the_backward():
+    class Overwrites(nn.Module):
+        def __init__(self, scale=1.0):
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear, self.scale = nn.Linear(3, 3), scale
+
+        def forward(self, x):
+            y = self.linear(x)
+            self.square = y * y
+            y.add_(1)  # the gradient of the square needs the value that is overwritten here
+            return y * self.scale
+
+    report = td.check(Overwrites(), (X,), transform="eager")
+
+    assert report.verdict is EQUIVALENT
+    assert report.stage("gradients").comparisons
+    assert any(note.startswith("no gradients flow from state") for note in report.notes)
+    assert td.check(Overwrites(), (X,), candidate=Overwrites(1.1)).verdict is DIVERGED
+
+
+# unsteady state
+
+
+class Stamped(nn.Module):
+    def __init__(self, write, factor=2):
+        super().__init__()
+        self.write, self.factor = write, factor
+        self.log = {}
+        self.when = 0.0
+
+    def forward(self, x):
+        self.write(self)
+        return x * self.factor
+
+
+def stamp(module):
+    module.when = time.perf_counter()
+
+
+def stamp_with_a_text(module):
+    module.when = f"run {time.perf_counter_ns()}"
+
+
+def stamp_a_key(module):
+    module.log[time.perf_counter_ns()] = 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("write", [stamp, stamp_with_a_text, stamp_a_key], ids=lambda each: each.__name__)
+def test_state_that_differs_between_two_runs_of_the_reference_is_noted_and_not_compared(write):
+    name = "log" if write is stamp_a_key else "when"
+    for candidate in ({"candidate": Stamped(write)}, {"transform": "eager"}):
+        report = td.check(Stamped(write), (X,), **candidate)
+
+        assert report.verdict is EQUIVALENT
+        assert any("unsteady" in note and f"attributes['{name}']" in note for note in report.notes)
+    assert diverged(td.check(Stamped(write), (X,), candidate=Stamped(write, factor=3))) == ["outputs"]
+
+
+# the order of a dict
+
+
+def ordered(*keys):
+    return lambda x: dict.fromkeys(keys, x * 2)
+
+
+def test_the_order_of_a_dict_is_a_clause_that_can_be_ignored():
+    report = td.check(ordered("a", "b"), (X,), candidate=ordered("b", "a"))
+
+    assert report.comparisons[0].contract[0].clause == "order"
+    assert report.verdict is DIVERGED
+    assert td.check(ordered("a", "b"), (X,), candidate=ordered("b", "a"), ignore="order").verdict is EQUIVALENT
+    assert td.check(ordered("b", "a"), (X,), candidate=ordered("b", "a")).verdict is EQUIVALENT
+    for transform in ("export", "aot_eager"):
+        assert td.check(ordered("b", "a"), (X,), transform=transform).verdict is EQUIVALENT
+
+
+def test_a_large_list_that_is_changed_is_one_leaf():
+    class Large(nn.Module):
+        def __init__(self, value):
+            super().__init__()
+            self.numbers, self.value = list(range(5000)), value
+
+        def forward(self, x):
+            self.numbers[2500] = self.value
+            return x * 2
+
+    assert diverged(td.check(Large(1), (X,), candidate=Large(2))) == ["attributes['numbers']"]
+    assert td.check(Large(1), (X,), candidate=Large(1)).verdict is EQUIVALENT
