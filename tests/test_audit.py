@@ -220,3 +220,22 @@ class TestTheCommand:
 
     def test_is_there_without_loading_torch(self):
         assert "audit" in {command.name for command in torchdelta.cli.app.registered_commands}
+
+
+# what float64 shows not to matter, or to be less than a rounding: a factor that a softmax divides by, a lost last digit
+IMMATERIAL = {
+    "tabular": {"round_toward_zero"},
+    "float_mask": {"round_toward_zero", "cast_through_float16", "scale_by_1_001"},
+    "mask_constant": {"round_toward_zero", "matmul_low_precision"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IMMATERIAL)
+def test_faults_beside_exact_values_are_caught(name):
+    result = audit(f"tests/programs/exact_values.py:{name}", options=CheckOptions(transform="eager"), per_kind=2)
+
+    not_caught = {trial.fault for trial in result.trials if trial.outcome is TrialOutcome.MISSED}
+    assert result.control is Verdict.EQUIVALENT
+    assert not_caught <= IMMATERIAL[name]
+    assert result.catch_rate > 0.8

@@ -128,8 +128,8 @@ def scaled(factor):
     return scale_outputs
 
 
-@pytest.mark.parametrize("program", [Clamps(), scaled_by_epsilon, masked_by_dtype, wide_inside], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("program", [Clamps(), scaled_by_epsilon, masked_by_dtype, wide_inside])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_programs_that_ask_are_equivalent_to_themselves_and_small_faults_show(program, dtype):
     torch.manual_seed(0)
     x = torch.randn(8, 64).to(dtype)
