@@ -7,7 +7,7 @@ The way of a check goes on in `check/isolated.py`, in a worker in `check/worker.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -51,7 +51,7 @@ def command(
     json_file: JsonFile = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Every leaf, every note, what it cost.")] = False,
     debug: Debug = False,  # noqa: ARG001 — read in main
-) -> None:
+) -> NoReturn:
     """Does the transformed program still compute the same thing?"""
     options = complete(program, replace(options, transform=transform, thorough=thorough))
     if not isolated and (timeout is not None or memory is not None):

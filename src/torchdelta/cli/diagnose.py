@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -44,7 +44,7 @@ def command(
     every: Annotated[bool, typer.Option("--all", help="Minify each group of failures, not only the first.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Every leaf, every note, what it cost.")] = False,
     debug: Debug = False,  # noqa: ARG001 — read in main
-) -> None:
+) -> NoReturn:
     """Does it still compute the same thing, where does it go wrong first, and what is the smallest script?"""
     options = complete(program, replace(options, transform=transform))
     require_directory(out)

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -92,7 +92,7 @@ def command(
     *,
     guard_options: dict[str, Any],
     debug: Debug = False,  # noqa: ARG001 — read in main
-) -> None:
+) -> NoReturn:
     """Run a script as python would, and compare its compiled graphs with eager runs of them."""
     if module and code:
         raise UsageError("-m and -c exclude each other: name a module or write code")

@@ -89,7 +89,8 @@ class CheckedCall:
     def _compare_with_eager(self, args: Sequence[Any], stages: tuple[str, ...] | None) -> Report:
         """Return the report of a check on copies of `args`; the `stages` to compare are the default ones if it is None.
 
-        If the graph could not be compiled, the report is a crash without comparisons. Raise ProgramError if the
+        If the graph could not be compiled, the report is a crash without comparisons. If the compiled graph changed how
+        this process runs the original one, an equivalent report becomes inconclusive. Raise ProgramError if the
         original graph is run and raises. Raise UncheckedCall if `check="errors"` and the compiled graph does not raise,
         or if the memory does not suffice.
         """

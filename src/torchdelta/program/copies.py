@@ -296,9 +296,11 @@ def children(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def tensor_slots(value: Any) -> Iterator[tuple[Any, Any, torch.Tensor]]:
-    """Yield (holder, key, tensor) for the tensors that a value reaches outside of modules, where they can be replaced.
+    """Yield (holder, key, tensor) for places from which a value reaches a tensor, and where it can be replaced.
 
-    The holder is a cell of a closure (its key is None), a list, or a dict of items, attributes or globals.
+    The holder is a cell of a closure (its key is None), a list, or a dict of items, attributes or used globals. Direct
+    attributes of modules are left out, but not the dicts and lists in them, such as `_parameters`. So are attributes
+    and defaults of functions.
     """
     for holder in everything_in(value):
         if isinstance(holder, FunctionType):

@@ -55,10 +55,10 @@ def write_tensors(
 ) -> TensorSource:
     """Return the source text of named tensors: statements, an expression for each, and tensors for a file beside it.
 
-    `recipes` has expressions that give the values of some of them, by name. Large tensors go to the file, as copies.
-    Without `data`, nothing goes there, and random numbers replace tensors without a recipe, except those of zeros or of
-    ones alone. Raise ReproUnwritable if a tensor has no source, and UsageError if a recipe that is used gives other
-    values.
+    `recipes` has expressions that give the values of some of them, by name; that of a tensor which shares its storage
+    with another is not used. Large, sparse and subclassed tensors go to the file, as copies. Without `data`, nothing
+    goes there, and random numbers replace all values but those of a used recipe and memory of zeros or of ones alone.
+    Raise ReproUnwritable if a tensor has no source, and UsageError if a recipe that is used gives other values.
     """
     source = TensorSource()
     if not data and any(not is_trivial(tensor) for tensor in tensors.values()):
