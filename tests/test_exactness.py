@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import torchdelta as td
-from torchdelta._torch.modes.exactness import long_elements, rounded_elements
+from torchdelta._torch.modes import exactness, noisy
+from torchdelta._torch.modes.exactness import long_elements, rounded_elements, run_beside_float64
 from torchdelta._torch.modes.noisy import Noisy
 from torchdelta.records.verdict import Verdict
 
@@ -67,7 +68,8 @@ def test_rounded_elements_move_and_exact_ones_beside_them_stay():
 def test_an_operation_that_writes_runs_once_on_its_operand():
     counts = torch.zeros(4)
 
-    result, (rounded,) = rounded_elements(aten.add_.Tensor, (counts, torch.full((4,), 0.1)), {})
+    result, (wide,) = run_beside_float64(aten.add_.Tensor, (counts, torch.full((4,), 0.1)), {})
+    rounded = rounded_elements(result, wide)
 
     assert result is counts
     assert torch.equal(counts, torch.full((4,), 0.1))
@@ -81,7 +83,7 @@ def test_random_numbers_are_drawn_once():
     torch.manual_seed(0)
     drawn = torch.empty(4)
 
-    rounded_elements(aten.exponential_.default, (drawn,), {})
+    run_beside_float64(aten.exponential_.default, (drawn,), {})
 
     assert torch.equal(drawn, expected)
 
@@ -98,10 +100,45 @@ def test_products_of_many_digits_are_not_run_twice(monkeypatch):
             return real(*args, **kwargs)
 
     torch.manual_seed(0)
-    rounded_elements(Counting(), (torch.randn(4, 8), torch.randn(8, 4)), {})
+    run_beside_float64(Counting(), (torch.randn(4, 8), torch.randn(8, 4)), {})
     assert calls == [torch.float32]
-    rounded_elements(Counting(), (torch.randn(4, 8).round(), torch.randn(8, 4)), {})
+    run_beside_float64(Counting(), (torch.randn(4, 8).round(), torch.randn(8, 4)), {})
     assert calls == [torch.float32, torch.float64, torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("mm", [(64, 1100), (1100, 64)]),
+        ("bmm", [(2, 64, 600), (2, 600, 64)]),
+        ("mv", [(70, 1000), (1000,)]),
+        ("convolution", [(8, 4, 48, 48), (8, 4, 3, 3)]),
+    ],
+)
+def test_the_compiled_loops_find_the_same_short_rows_as_torch(name, shapes, monkeypatch):
+    torch.manual_seed(0)
+    long = [torch.randn(shape) for shape in shapes]
+    selecting = [long[0].clone(), long[1]]
+    selecting[0][-1] = 0
+    selecting[0][-1].view(-1)[5] = 1.0
+    zeros = [long[0].clone(), long[1]]
+    zeros[0][0] = 0
+
+    compiled = [exactness._may_be_exact(name, tuple(each)) for each in (long, selecting, zeros)]
+    monkeypatch.setattr(exactness, "compiled_loops", lambda tensor: None)
+    by_torch = [exactness._may_be_exact(name, tuple(each)) for each in (long, selecting, zeros)]
+
+    assert compiled == by_torch == [False, True, False]
+
+
+def test_large_tensors_are_stepped_as_small_ones_are(monkeypatch):
+    torch.manual_seed(0)
+    x = torch.randn(300, 300)
+    x[::2] = x[::2].round()
+    compiled = run_noisily(lambda x: (x * 3 + 1.0).t() * 1.1, x)
+    monkeypatch.setattr(noisy, "compiled_loops", lambda tensor: None)
+
+    assert torch.equal(compiled, run_noisily(lambda x: (x * 3 + 1.0).t() * 1.1, x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -4,15 +4,19 @@ An operation of inexact arithmetic may still have exact results: the sum of a ma
 step, a product with one, `exp` of zero. No list of operators can tell, but the value can: the operation runs once more
 in float64 on the same operands, and an element that is the same there was not rounded.
 
-    sums, (is_rounded,) = rounded_elements(torch.ops.aten.sum.default, (torch.ones(3),), {})    # is_rounded: False
+    total, (wide,) = run_beside_float64(torch.ops.aten.sum.default, (torch.ones(3),), {})
+    rounded_elements(total, wide)       # False: 3 is the sum
 
 A result in float64 has no wider dtype. There an element counts as exact if float32 can hold it, which a rounded one can
-with a probability of 2⁻²⁹. Start with `rounded_elements`.
+with a probability of 2⁻²⁹. Start with `run_beside_float64`.
 """
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,6 +32,8 @@ _SHORT = {
 }
 """For each dtype the integer of its size, and the lower half of its digits: a short element has none of those."""
 
+_LOOPS = "torchdelta._torch.modes.numba_rounding"
+_LARGE = 2**16
 _BEYOND_FLOAT32 = 0x1FFFFFFF
 """The digits of a float64 that float32 does not have."""
 _ALL_BUT_FIRST: tuple[int, ...] = ()
@@ -47,17 +53,55 @@ Products are what a program spends its time on, and in float64 they take twice a
 """
 
 
-def rounded_elements(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[torch.Tensor | None]]:
-    """Run an operation; return its result, and for each output a mask of the elements that were rounded.
+def run_beside_float64(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """Run an operation; return its result, and for each output its value in float64, or None if that is not known.
 
-    The mask is None if all elements count as rounded. That is so if the operation draws random numbers or has no
-    float64, and for a product of float32 that `_may_be_exact` rules out. It is None for outputs that are not of floats.
+    It is not known if the operation draws random numbers or has no float64, for a product of float32 that
+    `_may_be_exact` rules out, and for results that are in float64 already.
     """
     wide = _run_in_float64(func, args, kwargs)
     result = func(*args, **kwargs)
     outputs = result if isinstance(result, (tuple, list)) else (result,)
-    wide_outputs = wide if isinstance(wide, (tuple, list)) else (wide,) * len(outputs)
-    return result, [_differing(*pair) for pair in zip(outputs, wide_outputs, strict=True)]
+    wide_outputs = list(wide) if isinstance(wide, (tuple, list)) else [wide] * len(outputs)
+    return result, wide_outputs
+
+
+def rounded_elements(output: torch.Tensor, wide: Any) -> torch.Tensor | None:
+    """Return a mask of the elements of a float output that were rounded; None if all were, or nothing is known.
+
+    `wide` is the output in float64. An element of an output that is in float64 itself was rounded if float32 cannot
+    hold it.
+    """
+    if output.dtype is torch.float64 and output.layout is torch.strided:
+        # not a cast to float32, which a mode that lifts would not make
+        differs = (output.detach().resolve_neg().view(torch.int64) & _BEYOND_FLOAT32) != 0
+    elif is_beside(output, wide):
+        differs = output.detach() != wide
+    else:
+        return None
+    return None if bool(differs.all()) else differs
+
+
+def is_beside(output: torch.Tensor, wide: Any) -> bool:
+    """Tell whether `wide` is a tensor in float64 of the output's shape and layout."""
+    is_wide = isinstance(wide, torch.Tensor) and wide.dtype is torch.float64
+    return is_wide and wide.shape == output.shape and wide.layout == output.layout
+
+
+def compiled_loops(tensor: torch.Tensor) -> ModuleType | None:
+    """Return the compiled loops of `numba_rounding` if they serve a tensor, or None if torch does.
+
+    They serve float32 on the CPU. Loading numba takes as long as thousands of small operations, so a small tensor does
+    not load it. None too if numba is missing.
+    """
+    if tensor.dtype is not torch.float32 or not tensor.is_cpu or tensor.layout is not torch.strided:
+        return None
+    if tensor.numel() < _LARGE and _LOOPS not in sys.modules:
+        return None
+    try:
+        return importlib.import_module(_LOOPS)
+    except ImportError:
+        return None
 
 
 def long_elements(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -67,23 +111,6 @@ def long_elements(tensor: torch.Tensor) -> torch.Tensor | None:
     """
     is_long = _needs_many_digits(tensor)
     return None if bool(is_long.all()) else is_long
-
-
-def _differing(output: Any, wide: Any) -> torch.Tensor | None:
-    """Return a mask of the elements at which a float output differs from its float64 value; None if all do.
-
-    An element in float64 differs if float32 cannot hold it. Return None too if there is nothing to compare with.
-    """
-    if not isinstance(output, torch.Tensor) or not output.is_floating_point():
-        return None
-    if output.dtype is torch.float64 and output.layout is torch.strided:
-        # not a cast to float32, which a mode that lifts would not make
-        differs = (output.detach().resolve_neg().view(torch.int64) & _BEYOND_FLOAT32) != 0
-    elif isinstance(wide, torch.Tensor) and wide.shape == output.shape and wide.layout == output.layout:
-        differs = output.detach() != wide
-    else:
-        return None
-    return None if bool(differs.all()) else differs
 
 
 def _run_in_float64(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -137,11 +164,23 @@ def _may_be_exact(name: str, args: tuple[Any, ...]) -> bool:
         operand = args[position]
         if operand.dtype is not torch.float32 or operand.layout is not torch.strided:
             return True
-        dims = dims or tuple(range(1, operand.dim()))
-        is_long = _needs_many_digits(operand).any(dims)
-        if not bool(is_long.all()) and bool(((operand != 0).any(dims) & ~is_long).any()):
+        if _has_short_row(operand.detach().resolve_neg(), dims or tuple(range(1, operand.dim()))):
             return True
     return False
+
+
+def _has_short_row(operand: torch.Tensor, dims: tuple[int, ...]) -> bool:
+    """Tell whether float32 elements along `dims` are all short, and not all zero, anywhere in an operand."""
+    loops = compiled_loops(operand)
+    if loops is not None:
+        integer, digits = _SHORT[torch.float32]
+        bits = operand.view(integer)
+        rows = bits.flatten(dims[0]) if len(dims) > 1 else bits.movedim(dims[0], -1)
+        while rows.dim() < 3:
+            rows = rows[None]
+        return bool(loops.has_short_row(rows.flatten(0, -3).numpy(), digits))
+    is_long = _needs_many_digits(operand).any(dims)
+    return not bool(is_long.all()) and bool(((operand != 0).any(dims) & ~is_long).any())
 
 
 def _needs_many_digits(tensor: torch.Tensor) -> torch.Tensor:

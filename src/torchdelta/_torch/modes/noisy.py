@@ -3,8 +3,8 @@
 Each element that an operation rounded moves by one unit in the last place: up, down, or half of the time not at all.
 Inputs, buffers and constants are given and not computed, so they stay. So does an element that was computed without
 rounding: the sum of a mask, a quotient of two whole numbers, a product with one. Otherwise a comparison or a `floor`
-behind it would jump, and everything behind that would be noise. Whether an element was rounded is told by its value:
-`exactness.rounded_elements` computes it once more in float64.
+behind it would jump, and everything behind that would be noise. Whether an element was rounded is told by its value,
+which `exactness.run_beside_float64` computes once more in float64.
 
 Values that depend on constants alone stay too (a table of position buckets is not rounded). Fused norms and softmax
 round inside, so they run decomposed. A long sum rounds at each of its terms, so it gets the error of a plain running
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,7 +34,13 @@ from torchdelta._torch import tensors
 from torchdelta._torch.modes.base import OperationMode
 from torchdelta._torch.modes.decisions import is_choice
 from torchdelta._torch.modes.elided_casts import coarser, is_narrowing
-from torchdelta._torch.modes.exactness import long_elements, rounded_elements
+from torchdelta._torch.modes.exactness import (
+    compiled_loops,
+    is_beside,
+    long_elements,
+    rounded_elements,
+    run_beside_float64,
+)
 
 aten = torch.ops.aten
 
@@ -166,28 +173,30 @@ class Noisy(OperationMode):
             result = func(*args, **kwargs)
             self._mark_all(result)
             return result
-        result, rounded = rounded_elements(func, args, kwargs)
+        result, wide = run_beside_float64(func, args, kwargs)
         self._mark_all(result)
         outputs = result if isinstance(result, (tuple, list)) else (result,)
         for index, (output, slot) in enumerate(zip(outputs, func._schema.returns, strict=False)):
             is_new = slot.alias_info is None or slot.alias_info.is_write
             if isinstance(output, torch.Tensor) and is_new and _is_rounded(output):
-                self._move(name, index, args, output, rounded[index])
+                self._move(name, index, args, output, wide[index])
         return result
 
-    def _move(
-        self, name: str, index: int, args: tuple[Any, ...], output: torch.Tensor, rounded: torch.Tensor | None
-    ) -> None:
+    def _move(self, name: str, index: int, args: tuple[Any, ...], output: torch.Tensor, wide: Any) -> None:
         """Add noise to one output of an operation, in place: a step of rounding, and the error of a sum that it takes.
 
-        `index` is the place of the output among those of the operation. `rounded` is a mask of the elements that move;
-        None moves all. Half dtypes get the step alone, because their sums are taken in float32.
+        `index` is the place of the output among those of the operation, and `wide` is the output in float64, or None if
+        that is not known. Elements that were not rounded stay. Half dtypes get the step alone, because their sums are
+        taken in float32.
         """
-        if output.dtype not in _NARROW:
-            if name in _REDUCTIONS:
-                self._add_error_of_sum(name, _REDUCTIONS[name][index], args, output, rounded)
-            elif name in _SUM_INSIDE:
-                self._add_error_of_inner_sum(args, output, rounded)
+        if output.dtype in _NARROW or name not in (*_REDUCTIONS, *_SUM_INSIDE):
+            self.steps.take_beside(output, wide)
+            return
+        rounded = rounded_elements(output, wide)
+        if name in _REDUCTIONS:
+            self._add_error_of_sum(name, _REDUCTIONS[name][index], args, output, rounded)
+        else:
+            self._add_error_of_inner_sum(args, output, rounded)
         self.steps.take(output, rounded)
 
     def _add_error_of_sum(
@@ -271,6 +280,9 @@ class Steps:
         masks = [None] * len(pieces) if rounded is None else _pieces(_laid_out_like(tensor, rounded))
         for piece, mask in zip(pieces, masks, strict=True):
             factors = self._factors(piece) if mask is None else torch.where(mask, self._factors(piece), 1.0)
+            if mask is None and (loops := _loops_for(piece)) is not None:
+                loops.step(piece.numpy(), factors.numpy())
+                continue
             # a mask constant near the largest float must not become infinite
             lowest, highest = torch.aminmax(piece)
             if max(-float(lowest), float(highest)) > torch.finfo(piece.dtype).max / 2:
@@ -278,6 +290,17 @@ class Steps:
                 piece.copy_(torch.where(torch.isfinite(moved), moved, piece))
             else:
                 piece.mul_(factors)
+
+    def take_beside(self, tensor: torch.Tensor, wide: Any) -> None:
+        """Multiply the elements that were rounded, as `take` does; `wide` is the tensor in float64, or None."""
+        pieces = _pieces(tensor)
+        if not is_beside(tensor, wide) or _loops_for(pieces[0]) is None:
+            self.take(tensor, rounded_elements(tensor, wide))
+            return
+        for piece, beside in zip(pieces, _pieces(_laid_out_like(tensor, wide)), strict=True):
+            loops = _loops_for(piece)
+            assert loops is not None
+            loops.step_beside(piece.numpy(), beside.numpy(), self._factors(piece).numpy())
 
     def unit_of(self, tensor: torch.Tensor) -> float:
         """Return the relative size of one step: `unit`, or else the epsilon of the tensor's dtype."""
@@ -302,11 +325,16 @@ class Steps:
         return self.pools[key][start : start + piece.numel()].view(piece.shape)
 
 
-def _laid_out_like(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return the mask with the strides of a tensor of its shape, so that both are cut into the same pieces."""
-    if mask.stride() == tensor.stride():
-        return mask
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=torch.bool, device=tensor.device).copy_(mask)
+def _loops_for(piece: torch.Tensor) -> ModuleType | None:
+    """Return the compiled loops for a piece, or None if torch steps it."""
+    return compiled_loops(piece) if piece.dim() == 1 else None
+
+
+def _laid_out_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return the other tensor, of the same shape, with the strides of the first: both are cut into the same pieces."""
+    if other.stride() == tensor.stride():
+        return other
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=other.dtype, device=other.device).copy_(other)
 
 
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
