@@ -85,7 +85,11 @@ def command(
         str | None, typer.Option(help="The backend to guard, or all; all unless only passes are watched.")
     ] = None,
     watch_passes: Annotated[
-        bool, typer.Option("--watch-passes", help="Name the pass of inductor that changes what is computed.")
+        bool,
+        typer.Option(
+            "--watch-passes",
+            help="Name the pass of inductor that changes what is computed; graphs are compared only with --guard then.",
+        ),
     ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 if anything diverged or failed.")] = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Where findings are written.")] = None,
@@ -93,7 +97,7 @@ def command(
     guard_options: dict[str, Any],
     debug: Debug = False,  # noqa: ARG001 — read in main
 ) -> NoReturn:
-    """Run a script as python would, and compare its compiled graphs with eager runs of them."""
+    """Run a script as python would; compare its compiled graphs with eager runs of them, or watch inductor's passes."""
     if module and code:
         raise UsageError("-m and -c exclude each other: name a module or write code")
     program = Script(kind=MODULE if module else CODE if code else FILE, text=script, arguments=tuple(arguments or ()))

@@ -62,7 +62,10 @@ def form_of(graph_module: GraphModule) -> tuple[str, ...]:
 
 
 def _plain_arguments(node: Node) -> list[str]:
-    """Return the numbers, booleans and texts among the arguments of a node, in words; no nodes and dtypes."""
+    """Return the `repr` of each number, boolean and text among a node's arguments, nested ones and keywords included.
+
+    Nodes, dtypes and all other values are left out.
+    """
     plain: list[str] = []
 
     def add(value: Any) -> None:
