@@ -1,6 +1,7 @@
 """The ten rules that make an answer trustworthy, each against a program that breaks it."""
 
 import asyncio
+import functools
 import itertools
 import os
 import random
@@ -860,3 +861,146 @@ def test_branches_and_loops_have_truth_and_noise(program):
     x = torch.linspace(-1, 3, 16)
     assert td.check(program, (x,), transform="aot_eager").verdict is EQUIVALENT
     assert td.check(program, (x,), transform=shifted).verdict is DIVERGED
+
+
+# what an attack took for equivalent, or for diverged
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)))
+
+
+def test_another_implementation_that_cuts_every_gradient_diverges():
+    class Cut(Net):
+        def forward(self, x):
+            return super().forward(x).detach().requires_grad_()
+
+    x = torch.randn(5, 8)
+
+    assert td.check(Net(), (x,), candidate=Cut()).verdict is DIVERGED
+    assert td.check(Net(), (x,), candidate=Net()).verdict is EQUIVALENT
+
+
+def without(*targets):
+    def dropping(graph_module, example_inputs):
+        for node in list(graph_module.graph.nodes):
+            if node.target in targets:
+                node.replace_all_uses_with(node.args[0])
+                graph_module.graph.erase_node(node)
+        graph_module.recompile()
+        return graph_module
+
+    return dropping
+
+
+def test_a_dropped_update_of_a_buffer_that_bfloat16_hardly_shows_diverges():
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.ones(32).bfloat16())
+
+        def forward(self, x):
+            self.mean.copy_(self.mean * 0.99 + x.mean(0) * 0.01)
+            return x * 2
+
+    torch.manual_seed(0)
+    x = (torch.randn(64, 32) + 0.7).bfloat16()
+
+    assert td.check(Mean(), (x,), transform=without("copy_")).verdict is DIVERGED
+    assert td.check(Mean(), (x,), transform=without()).verdict is EQUIVALENT
+
+
+def test_state_that_a_parameter_carries_is_compared():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.weight = nn.Parameter(torch.randn(4, 4))
+            self.weight.total = torch.zeros(4, 4)
+
+        def forward(self, x):
+            self.weight.total.add_(x.detach())
+            return x @ self.weight
+
+    x = torch.randn(4, 4)
+
+    assert td.check(Counting(), (x,), transform=without("add_")).verdict is DIVERGED
+    assert td.check(Counting(), (x,), transform=without()).verdict is EQUIVALENT
+
+
+def test_float64_does_not_vouch_for_a_pass_that_does_something_else_there():
+    def chaotic(x):
+        for _ in range(12):
+            x = 3.9 * x * (1 - x)
+        return x
+
+    def wrong_in_bfloat16(graph_module, example_inputs):
+        is_narrow = any(each.dtype is torch.bfloat16 for each in example_inputs)
+        output = graph_module.graph.output_node()
+        with graph_module.graph.inserting_before(output):
+            target, rest = (torch.full_like, (0.5,)) if is_narrow else (torch.clone, ())
+            other = graph_module.graph.call_function(target, (output.args[0][0], *rest))
+        output.args = ((other,),)
+        graph_module.recompile()
+        return graph_module
+
+    torch.manual_seed(0)
+    report = td.check(chaotic, (torch.rand(64).bfloat16(),), transform=wrong_in_bfloat16)
+
+    assert report.verdict is INCONCLUSIVE
+    assert "other operations" in report.questions.semantic
+
+
+def test_a_truth_that_branches_on_a_dtype_unseen_is_doubted_in_bfloat16():
+    def clamped(x):
+        y = x * 3
+        return (y.clamp(-4, 4) if torch.result_type(y, 1.0) == torch.bfloat16 else y).sum(-1)
+
+    torch.manual_seed(0)
+    x = torch.randn(8, 64).bfloat16()
+
+    assert td.check(clamped, (x,), candidate=lambda x: (x * 3).sum(-1)).verdict is not EQUIVALENT
+
+
+def test_a_cached_table_is_not_taken_for_another_function():
+    @functools.cache
+    def table(size):
+        return torch.arange(size, dtype=torch.float32).mul(0.1).cos()
+
+    report = td.check(lambda x: x * table(x.shape[-1]), (torch.randn(8, 32),), transform="aot_eager")
+
+    assert report.verdict is not DIVERGED
+
+
+def test_another_implementation_may_round_weights_of_its_own():
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).eval().bfloat16()
+
+    folded = nn.Sequential(torch.nn.utils.fusion.fuse_conv_bn_eval(*build()))
+    wrong = nn.Sequential(torch.nn.utils.fusion.fuse_conv_bn_eval(*build()))
+    wrong[0].bias.data += 0.1
+    x = torch.randn(2, 3, 8, 8).bfloat16()
+
+    assert td.check(build(), (x,), candidate=folded, stages="forward").verdict is EQUIVALENT
+    assert td.check(build(), (x,), candidate=wrong, stages="forward").verdict is DIVERGED
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_floats_of_one_byte_are_compared(dtype):
+    x = torch.randn(8, 32)
+
+    assert td.check(lambda x: (x * 2).to(dtype), (x,), candidate=lambda x: (x * 3).to(dtype)).verdict is not EQUIVALENT
+    assert td.check(lambda x: (x * 2).to(dtype), (x,), candidate=lambda x: (x + x).to(dtype)).verdict is EQUIVALENT
+
+
+def test_subnormal_numbers_of_float64_are_compared():
+    x = torch.rand(64, dtype=torch.float64) + 1
+
+    assert td.check(lambda x: x * 1e-310, (x,), candidate=lambda x: x * 2e-310).verdict is DIVERGED

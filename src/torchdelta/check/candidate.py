@@ -43,6 +43,8 @@ class CandidateRun:
     """Whether parts of the program ran untransformed, between the graphs that a compiler captured."""
     forms: list[tuple[str, ...]] = field(default_factory=list)
     """The form of each graph that a compiler captured; empty for any other transform."""
+    result_forms: list[tuple[str, ...]] = field(default_factory=list)
+    """The form of the graph that a pass made of each; empty if the result is not a graph."""
     dtype_answers: list[Answer] = field(default_factory=list)
     """What the candidate was told when it asked for dtypes; a compiler's is not recorded."""
     failed_in: int = 0
@@ -159,7 +161,7 @@ def _count_calls(transformed: TransformedSide, run: CandidateRun, watch: Callabl
             captured=witness.captured, transformed_calls=witness.calls, untransformed_calls=untransformed
         )
         run.has_reached_recompile_limit = witness.has_reached_recompile_limit()
-        run.forms = witness.forms
+        run.forms, run.result_forms = witness.forms, witness.result_forms
 
 
 def failure_of(error: BaseException, stage: str) -> Failure:

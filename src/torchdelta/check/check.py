@@ -20,7 +20,7 @@ from torchdelta.check.quantized_layers import LayerwiseCheck
 from torchdelta.compare.contract import Terms
 from torchdelta.compare.judge import Judge
 from torchdelta.compare.policy import Policy
-from torchdelta.compare.protocol import Answers, JudgingSteps, Yardstick
+from torchdelta.compare.protocol import Answers, JudgingSteps, Yardstick, has_diverged
 from torchdelta.program.memory import living_set_aside, peak_bytes
 from torchdelta.program.stages import Observation
 from torchdelta.records.case import Case
@@ -277,7 +277,32 @@ class Check(JudgingSteps[Observation]):
         self.semantic_question, self.answers = semantic.judge_lifted(
             self.lifted, self.baseline, keeps_names=self.transform.traits.keeps_names
         )
+        if has_diverged(self.answers) and not any(stage.verdict is Verdict.DIVERGED for stage in stages):
+            self._doubt_capture()
         return [semantic.add_answers(stage, self.answers.get(stage.name, {}), self.baseline) for stage in stages]
+
+    def _doubt_capture(self) -> None:
+        """Make diverged `answers` inconclusive if each graph of the compiler is the same function by itself.
+
+        Then the compiler has captured other values than the program computes: a table that the program has cached, or
+        that numpy computed in float32, is computed in float64 by the graph.
+        """
+        traits = self.transform.traits
+        if (
+            not (traits.is_compiler and traits.has_seam)
+            or not graphwise.ask_graphs(self.baseline, self.transform).are_same
+        ):
+            return
+        why = "but each graph by itself is the same function, so the compiler captures other values in float64"
+
+        def doubt(answer: Comparison) -> Comparison:
+            if answer.verdict is not Verdict.DIVERGED:
+                return answer
+            return replace(answer, verdict=Verdict.INCONCLUSIVE, reason=f"{answer.reason}; {why}")
+
+        self.answers = {
+            stage: {path: doubt(answer) for path, answer in leaves.items()} for stage, leaves in self.answers.items()
+        }
 
     def _ask_graphs(self, stages: list[Stage]) -> list[Stage]:
         """Return the stages with the answers to the semantic question, asked of each captured graph by itself."""
@@ -410,11 +435,11 @@ def _sharper(comparison: Comparison, replayed: Comparison) -> Comparison:
 
 
 def _vacuous(stage: str, comparisons: Sequence[Comparison]) -> str:
-    """Return why a stage whose comparisons have no elements says nothing; empty if one has elements.
+    """Return why a stage whose comparisons have no elements says nothing; empty if one has elements, or has diverged.
 
     After the forward, unregistered state does not count, because it is neither a gradient nor a parameter.
     """
     decisive = [each for each in comparisons if stage == "forward" or not is_state(each.path) or _is_gradient(each)]
-    if any(comparison.measurement and comparison.measurement.numel for comparison in decisive):
+    if any(each.verdict is Verdict.DIVERGED or (each.measurement and each.measurement.numel) for each in decisive):
         return ""
     return "nothing was compared: no output has values and nothing was changed"

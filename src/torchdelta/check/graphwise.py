@@ -46,6 +46,12 @@ class GraphwiseAnswer:
             return ASKED if self.count else "not asked: there is no graph"
         return f"not asked of {len(self.unasked)} of {self.count + len(self.unasked)} graphs: {self.unasked[0]}"
 
+    @property
+    def are_same(self) -> bool:
+        """Whether every graph was asked, and is the same function."""
+        answers = [each.verdict for stage in self.answers.values() for each in stage]
+        return self.question == ASKED and all(verdict is Verdict.EQUIVALENT for verdict in answers)
+
     def add_to(self, stage: Stage) -> Stage:
         """Return the stage with a comparison for each value of a graph that is another function.
 
@@ -61,7 +67,7 @@ class GraphwiseAnswer:
     def _details(self) -> dict[str, Scalar]:
         """Return the largest numbers of all graphs; nothing if a graph was not asked or is another function."""
         comparisons = [comparison for stage in self.answers.values() for comparison in stage]
-        if self.question != ASKED or any(each.verdict is not Verdict.EQUIVALENT for each in comparisons):
+        if not self.are_same:
             return {}
         return {
             "semantic_error": max((each.error or 0.0 for each in comparisons), default=0.0),

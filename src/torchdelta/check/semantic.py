@@ -34,13 +34,15 @@ from torchdelta.errors import ProgramError, UsageError
 from torchdelta.program.sides import started_from
 from torchdelta.program.stages import Observation
 from torchdelta.records.case import IGNORABLE
-from torchdelta.records.comparison import Comparison
+from torchdelta.records.comparison import Comparison, Scalar
 from torchdelta.records.report import ASKED, Stage
 from torchdelta.records.verdict import Verdict
 from torchdelta.transforms.base import Transform
 
 FOREIGN = 100.0
 """A reference that is so many times its noise away from the truth is another function in float64."""
+FOREIGN_NARROW = 16.0
+"""The same for bfloat16 and float16, whose sums are taken in float32 and do not drift away."""
 _FOREIGN_TRUTH = "in float64 the reference is another function too, further off than rounding takes it"
 
 
@@ -51,6 +53,8 @@ class LiftedRun:
     asked: str = ASKED
     reference: Observation = field(default_factory=Observation)
     candidate: Observation = field(default_factory=Observation)
+    native: Observation | None = None
+    """The candidate run natively, if that is known."""
     is_by_graph: bool = False
     """Whether the program cannot be asked as a whole, but its graphs can: see `graphwise`."""
 
@@ -101,24 +105,29 @@ def _run_whole(baseline: Baseline, transform: Transform, native: CandidateRun | 
     if native is not None and native.forms != candidate.forms:
         is_by_graph = transform.traits.has_seam
         return LiftedRun(asked="not asked: in float64 the program has other operations", is_by_graph=is_by_graph)
-    return LiftedRun(reference=reference, candidate=candidate.observation)
+    if native is not None and native.result_forms != candidate.result_forms:
+        return LiftedRun(asked="not asked: the pass makes other operations of the program in float64")
+    observation = native.observation if native is not None else None
+    return LiftedRun(reference=reference, candidate=candidate.observation, native=observation)
 
 
 def judge_lifted(lifted: LiftedRun, baseline: Baseline, *, keeps_names: bool) -> tuple[str, Answers]:
     """Return the text `asked`, or why the semantic question was not asked, and its answers by stage and path.
 
     Without runs in `lifted` there are no answers. Noisy runs in float64 are made only if something diverges by the
-    noise of a native run. Without `keeps_names`, differences as small as those of a constant in float32 pass.
+    noise of a native run. Without `keeps_names`, differences as small as the rounding of constants pass.
     """
     # a leaf that a run did not change is kept as the program's own tensor
     unchanged = frozenset(map(id, started_from(baseline.original)))
     # natively compared are the contract and integers; another implementation may have constants in float32
-    policy = Semantic(0.0 if keeps_names else KEPT_IN_FLOAT32)
+    policy = Semantic(0.0 if keeps_names else _rounding_of_constants(lifted, baseline))
     judge = Judge(policy=policy, terms=Terms(ignore=frozenset(IGNORABLE)))
 
     def compare(yardstick: Yardstick[Observation]) -> Answers:
         return {
-            stage: _compare_stage(judge, stage, lifted.candidate, yardstick, unchanged, keeps_names)
+            stage: _compare_stage(
+                judge, stage, lifted.candidate, yardstick, unchanged, _unwritten(stage, lifted, unchanged), keeps_names
+            )
             for stage in lifted.candidate.stages
         }
 
@@ -131,24 +140,46 @@ def judge_lifted(lifted: LiftedRun, baseline: Baseline, *, keeps_names: bool) ->
     return lifted.asked, answer_in_float64(compare, native, in_float64)
 
 
+def _rounding_of_constants(lifted: LiftedRun, baseline: Baseline) -> float:
+    """Return the relative error that the constants of another implementation may have in float64.
+
+    They are kept in float32, or, if it has parameters of its own, in the dtype of the program.
+    """
+    candidate = lifted.candidate
+    has_own = bool(candidate.other_starts or candidate.state_names - lifted.reference.state_names)
+    return max(KEPT_IN_FLOAT32, float(torch.finfo(baseline.drawn_in).eps)) if has_own else KEPT_IN_FLOAT32
+
+
+def _unwritten(stage: str, lifted: LiftedRun, unchanged: frozenset[int]) -> frozenset[str]:
+    """Return the paths of leaves that the candidate's native run left unchanged in a stage; none if that is unknown."""
+    leaves = lifted.native.stages.get(stage, {}) if lifted.native is not None else {}
+    return frozenset(path for path, leaf in leaves.items() if id(leaf) in unchanged)
+
+
 def _compare_stage(
     judge: Judge,
     stage: str,
     lifted: Observation,
     yardstick: Yardstick[Observation],
     unchanged: frozenset[int],
+    unwritten: frozenset[str],
     keeps_names: bool,
 ) -> dict[str, Comparison]:
     """Return the answers of float64 for one stage, by path: each compares the candidate with the yardstick's reference.
 
-    `lifted` is the candidate in float64, and `unchanged` has the ids of the program's own tensors. A leaf that the
-    candidate left unchanged and the reference did not is not compared. `select_answers` says which leaves have answers.
+    `lifted` is the candidate in float64, and `unchanged` has the ids of the program's own tensors. A single number that
+    the candidate left unchanged and the reference did not is not compared, unless it is in `unwritten`: the paths that
+    the candidate leaves unchanged natively, too. `select_answers` says which leaves have answers.
     In the stage `steps`, parameters whose gradient is within noise of zero are settled by `settle_steps`.
     """
     complete(stage, [run for run in (lifted, yardstick.reference, yardstick.truth, *yardstick.noisy) if run])
     reference, candidate, _ = pair_stage(stage, yardstick.reference, lifted, keeps_names=keeps_names)
-    # torch 2.13 drops some writes of single numbers in float64 alone; writes that are dropped natively show there
-    dropped = {path for path, leaf in candidate.items() if id(leaf) in unchanged and leaf is not reference.get(path)}
+    # torch 2.13 drops some writes of single numbers in float64 alone
+    dropped = {
+        path
+        for path, leaf in candidate.items()
+        if id(leaf) in unchanged and leaf.numel() == 1 and leaf is not reference.get(path) and path not in unwritten
+    }
     reference, candidate = (
         {path: leaf for path, leaf in leaves.items() if path not in dropped} for leaves in (reference, candidate)
     )
@@ -167,9 +198,9 @@ def _compare_stage(
 def add_answers(stage: Stage, answers: Mapping[str, Comparison], baseline: Baseline) -> Stage:
     """Return the stage with the float64 answers, which are by path, added to its leaves, as `_add_answer` does.
 
-    A stage without comparisons is returned unchanged, and so is any stage without answers.
+    A stage without comparisons is returned unchanged.
     """
-    if not answers or not stage.comparisons:
+    if not stage.comparisons:
         return stage
 
     @functools.cache
@@ -183,15 +214,18 @@ def add_answers(stage: Stage, answers: Mapping[str, Comparison], baseline: Basel
 
 
 def _add_answer(native: Comparison, answer: Comparison | None, is_foreign: Callable[[str], bool]) -> Comparison:
-    """Return a native comparison with its float64 answer; unchanged if there is none, or it has itself diverged.
+    """Return a native comparison with its float64 answer; unchanged if it has diverged or was not measured itself.
 
-    It is unchanged too if it was not measured itself. An answer that was not measured makes it inconclusive, even if
-    the answer diverged. A measured answer that diverged replaces verdict, reason and numbers; any other only adds its
-    error, noise and resolution to the details. If `is_foreign` says of the path that the program is another function in
-    float64, a measured answer that diverged, and an equivalent leaf far from its truth, become inconclusive instead.
+    Without an answer it only becomes inconclusive if its truth is that of another program. An answer that was not
+    measured makes it inconclusive, even if the answer diverged. A measured answer that diverged replaces verdict,
+    reason and numbers; any other only adds its error, noise and resolution to the details. If `is_foreign` says of the
+    path that the program is another function in float64, a measured answer that diverged, and an equivalent leaf far
+    from its truth, become inconclusive instead.
     """
-    if answer is None or native.verdict is Verdict.DIVERGED or native.measurement is None:
+    if native.verdict is Verdict.DIVERGED or native.measurement is None:
         return native
+    if answer is None:
+        return _doubt_foreign(native, native.details, is_foreign)
     if answer.measurement is None:
         reason = f"{native.reason}; but in float64 it cannot be compared: {answer.reason}"
         return replace(native, verdict=Verdict.INCONCLUSIVE, reason=reason)
@@ -200,20 +234,25 @@ def _add_answer(native: Comparison, answer: Comparison | None, is_foreign: Calla
     errors = {"semantic_error": answer.error, "semantic_noise": answer.noise or 0.0}
     if answer.resolution is not None:
         errors["semantic_resolution"] = answer.resolution
-    if answer.verdict is Verdict.DIVERGED:
+    if answer.verdict is not Verdict.EQUIVALENT:
         native_errors = {"native_error": native.error or 0.0, "native_allowed": native.allowed or 0.0}
         answered = as_answered(native, answer, **errors, **native_errors)
         if is_foreign(native.path):
             reason = f"{answer.reason}; but {_FOREIGN_TRUTH}"
             return replace(answered, verdict=Verdict.INCONCLUSIVE, reason=reason)
         return answered
-    details = {**native.details, **errors}
+    return _doubt_foreign(native, {**native.details, **errors}, is_foreign)
+
+
+def _doubt_foreign(native: Comparison, details: Mapping[str, Scalar], is_foreign: Callable[[str], bool]) -> Comparison:
+    """Return a comparison with these details; inconclusive if it passed, and its truth is that of another program."""
     reference_error, floor = (float(native.details.get(name, 0.0)) for name in ("reference_error", "floor"))
-    is_far = reference_error > 2.0 * FOREIGN * floor
+    # the floor is half a unit of rounding
+    is_far = reference_error > 2.0 * FOREIGN_NARROW * floor
     if is_far and native.verdict is Verdict.EQUIVALENT and is_foreign(native.path):
         reason = f"{native.reason}, but {_FOREIGN_TRUTH}"
-        return replace(native, verdict=Verdict.INCONCLUSIVE, reason=reason, details=details)
-    return replace(native, details=details)
+        return replace(native, verdict=Verdict.INCONCLUSIVE, reason=reason, details=dict(details))
+    return replace(native, details=dict(details))
 
 
 def _is_of_another_program(baseline: Baseline, stage: str, path: str) -> bool:
@@ -233,7 +272,7 @@ def _is_of_another_program(baseline: Baseline, stage: str, path: str) -> bool:
 
 
 def _is_further_than_noise(baseline: Baseline, stage: str, path: str) -> bool:
-    """Tell whether a leaf of the truth is over `FOREIGN` times further from the reference than a noisy run is.
+    """Tell whether a leaf of the truth is many times further from the reference than a noisy run is, as `FOREIGN` says.
 
     The noisy run counts as at least the rounding of the values away. Return False without a truth or a noisy run, for
     integers and non-tensors, and if the truth has another shape.
@@ -251,4 +290,5 @@ def _is_further_than_noise(baseline: Baseline, stage: str, path: str) -> bool:
     noise = max(distances, default=0.0)
     unit = max(unit_roundoff(dtype) for dtype in (reference.dtype, baseline.narrowed_to) if dtype is not None)
     floor = unit * sizes(truth).rms
-    return bool(distances) and spread(truth, reference).rms > FOREIGN * max(noise, floor)
+    limit = FOREIGN_NARROW if reference.dtype.itemsize < 4 else FOREIGN
+    return bool(distances) and spread(truth, reference).rms > limit * max(noise, floor)

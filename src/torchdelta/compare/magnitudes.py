@@ -124,7 +124,7 @@ def _part(sample: Sample, sizes: torch.Tensor, mask: torch.Tensor, *, is_excepti
     return Part(
         sample=changed,
         elements=int(mask.sum()),
-        ordinary=float(own.median()) * 2.0**-exponent if own.numel() else 0.0,
+        ordinary=math.ldexp(float(own.median()), -exponent) if own.numel() else 0.0,
         exponent=exponent,
         is_mask=is_exceptional and bool(own.numel()) and float(own.min()) > MASK,
     )
@@ -153,7 +153,10 @@ def _masks(sizes: torch.Tensor) -> list[torch.Tensor]:
 def _components(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor as real numbers: the components of a complex one along a new last dimension."""
     detached = tensor.detach()
-    return torch.view_as_real(detached.resolve_conj()) if detached.is_complex() else detached
+    if detached.is_complex():
+        return torch.view_as_real(detached.resolve_conj())
+    # a float of one byte has no arithmetic of its own
+    return detached.float() if detached.itemsize == 1 else detached
 
 
 def _largest(sizes: torch.Tensor) -> float:

@@ -316,7 +316,7 @@ def _judge_non_finite(judgement: Judgement, sample: Sample) -> Judgement:
     """
     pair = sample.measurement
     assert sample.truth is not None
-    has_non_finite = pair.finite < pair.numel or not bool(sample.truth.isfinite().all())
+    has_non_finite = pair.finite < pair.numel or bool(_non_finite_kinds(sample.truth).any())
     if not has_non_finite and not pair.misplaced:
         return judgement
     of_reference, of_candidate = measure(sample.truth, sample.reference), measure(sample.truth, sample.candidate)
@@ -348,5 +348,6 @@ def _has_strayed(reference: torch.Tensor, candidate: torch.Tensor, truth: torch.
 def _non_finite_kinds(tensor: torch.Tensor) -> torch.Tensor:
     """Return 1 for +Inf, -1 for -Inf, 2 for NaN and 0 for a finite number, by element; of complex ones by component."""
     whole = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    whole = whole.float() if whole.itemsize == 1 else whole  # a float of one byte has no arithmetic of its own
     kinds = whole.isposinf().to(torch.int8) - whole.isneginf().to(torch.int8)
     return kinds.masked_fill_(whole.isnan(), 2)

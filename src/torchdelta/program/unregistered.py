@@ -178,6 +178,7 @@ class _Walk:
         value = place.value
         if isinstance(value, torch.Tensor):
             self._record(place, self._tensor_leaf(value))
+            yield from self._attributes_of(place, value)
         elif isinstance(value, PLAIN):
             if not place.is_installed:
                 self._record(place, value)
@@ -204,6 +205,12 @@ class _Walk:
         while path in self.leaves:
             path += "′"
         self.leaves[path] = leaf
+
+    def _attributes_of(self, place: _Place, tensor: torch.Tensor) -> Iterator[_Place]:
+        """Yield the attributes that the user's code gave to a plain tensor or parameter, such as `main_grad`."""
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and vars(tensor) and self._is_new(vars(tensor)):
+            own = ((name, value) for name, value in vars(tensor).items() if not modules.is_of_compiler(name))
+            yield from (place.child(f".{name}", value) for name, value in own)
 
     def _tensor_leaf(self, tensor: torch.Tensor) -> Any:
         path = self.registered.get(id(tensor))
@@ -238,6 +245,8 @@ class _Walk:
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             if id(tensor) not in self.registered:
                 yield place.member(name, tensor)
+            else:
+                yield from self._attributes_of(place.member(name, tensor), tensor)
         for name, child in module.named_children():
             yield place.member(name, child)
         for index, hook in enumerate(modules.hooks_of(module)):
@@ -283,6 +292,8 @@ class _Walk:
     def _visit_own_module(self, function: FunctionType, name: str, module: ModuleType) -> Iterator[_Place]:
         """Yield the values that a function reads as `module.value` from another module of the user's."""
         names = sorted(set(function.__code__.co_names) & vars(module).keys())
+        functions = [vars(module)[key] for key in names if isinstance(vars(module)[key], FunctionType)]
+        yield from (_Place(name, "", each, is_shared=True) for each in functions if not copies.is_installed(each))
         used = {key: vars(module)[key] for key in names if not isinstance(vars(module)[key], _CODE)}
         self.shared.namespaces.append((vars(module), used))
         yield from (_Place(f"{name}.{key}", "", value, is_shared=True) for key, value in used.items())
@@ -363,7 +374,7 @@ def _children(value: Any) -> list[tuple[str, Any]]:
 
 
 def _large_leaf(value: Any) -> Any:
-    """Return a copy of a large container of plain values, which is a leaf then, or None for any other container."""
+    """Return a large container of plain values as one leaf: an array of floats, else a copy; None for any other."""
     if type(value) not in _CONTAINERS or len(value) < _LARGE:
         return None
     items = [*value, *value.values()] if isinstance(value, dict) else value
@@ -371,6 +382,8 @@ def _large_leaf(value: Any) -> Any:
         return None
     if isinstance(value, dict):
         return dict(value)
+    if isinstance(value, (list, tuple, collections.deque)) and set(map(type, value)) == {float}:
+        return np.array(value)
     return frozenset(value) if isinstance(value, (set, frozenset)) else tuple(value)
 
 

@@ -21,7 +21,7 @@ from torch._dynamo.exc import RestartAnalysis, SkipFrame, exceptions_allowed_to_
 from torch._dynamo.utils import counters
 from torch._inductor.exc import InvalidCxxCompiler
 
-from torchdelta._torch.compile.seams import HandedGraph, Seam, hand_on
+from torchdelta._torch.compile.seams import HandedGraph, Seam, graph_behind, hand_on
 from torchdelta._torch.graphs.lift_graph import form_of, lift_graph
 from torchdelta.errors import UsageError
 from torchdelta.registry import nearest
@@ -38,6 +38,8 @@ class Witness:
     is_compiler: bool = False
     forms: list[tuple[str, ...]] = field(default_factory=list)
     """The form of each graph that a compiler captured: see `form_of`."""
+    result_forms: list[tuple[str, ...]] = field(default_factory=list)
+    """The form of the graph that a pass made of each; empty if the result is not a graph."""
 
     def eager_reasons(self) -> list[str]:
         """Return why parts of the program ran eagerly, in the compiler's own words; empty if it is not a compiler.
@@ -230,7 +232,10 @@ def witnessed(backend: Backend, witness: Witness) -> Backend:
     def counting_backend(graph_module: torch.fx.GraphModule, example_inputs: list[Any], **options: Any) -> Any:
         witness.captured += 1
         witness.forms.append(form_of(graph_module))
-        return counted(backend(graph_module, example_inputs, **options), witness)
+        compiled = backend(graph_module, example_inputs, **options)
+        result = graph_behind(compiled)
+        witness.result_forms.append(() if result is None else form_of(result))
+        return counted(compiled, witness)
 
     # dynamo prints this name when the backend fails
     counting_backend.__name__ = getattr(backend, "__name__", "backend")

@@ -83,9 +83,9 @@ def rounded_elements(output: torch.Tensor, wide: Any) -> torch.Tensor | None:
 
 
 def is_beside(output: torch.Tensor, wide: Any) -> bool:
-    """Tell whether `wide` is a tensor in float64 of the output's shape and layout."""
+    """Tell whether `wide` is a tensor in float64 of the output's shape, and both are strided."""
     is_wide = isinstance(wide, torch.Tensor) and wide.dtype is torch.float64
-    return is_wide and wide.shape == output.shape and wide.layout == output.layout
+    return is_wide and wide.shape == output.shape and wide.layout == output.layout == torch.strided
 
 
 def compiled_loops(tensor: torch.Tensor) -> ModuleType | None:
