@@ -100,7 +100,22 @@ def _judge_part(part: Part, whole: Sample) -> Judgement:
         "noisy_runs": len(sample.noisy),
         "question": "native",
     }
-    return part.unscaled(judgement._replace(resolution=distances.resolution, details=details))
+    resolution = distances.resolution
+    if resolution is not None and resolution > COARSEST and _is_rounded_truth(sample):
+        resolution = 2.0 * distances.unit
+    return part.unscaled(judgement._replace(resolution=resolution, details=details))
+
+
+def _is_rounded_truth(sample: Sample) -> bool:
+    """Tell whether each element of the candidate is the truth but for one rounding of its own size.
+
+    No correct program is closer, however much larger other elements of the tensor are.
+    """
+    assert sample.truth is not None
+    if sample.truth.is_complex():
+        return False
+    truth, candidate = sample.truth.detach().double(), sample.candidate.detach().double()
+    return bool(((candidate - truth).abs() <= 2.0 * _coarsest_roundoff(sample) * truth.abs()).all())
 
 
 def _judge_masks(sample: Sample, whole: Sample) -> Judgement:
