@@ -305,7 +305,10 @@ class Check(JudgingSteps[Observation]):
         }
 
     def _ask_graphs(self, stages: list[Stage]) -> list[Stage]:
-        """Return the stages with the answers to the semantic question, asked of each captured graph by itself."""
+        """Ask the semantic question of each captured graph by itself; return the stages with the answers.
+
+        `GraphwiseAnswer.add_to` adds them. Sets `semantic_question`, and adds a note if a graph was asked.
+        """
         answer = graphwise.ask_graphs(self.baseline, self.transform)
         self.semantic_question = answer.question
         if answer.count:

@@ -72,8 +72,8 @@ def prepare(
 def _load(program: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Program:
     """Return the program that a name stands for, or one of the callable with these arguments.
 
-    UsageError if a named program is given arguments. ProgramError or UsageError if it cannot be loaded, or if the
-    arguments do not fit the callable.
+    UsageError if a named program is given arguments, or if the name has no known form. ProgramError if it cannot be
+    loaded, or if the arguments do not fit the callable. ReportUnreadable if its recording is missing or damaged.
     """
     if isinstance(program, str):
         if args or kwargs:

@@ -72,9 +72,11 @@ class CheckedCall:
     def report(self, args: Sequence[Any]) -> Report:
         """Compare the compiled graph with the original one, which runs eagerly, on copies of `args`; return the report.
 
-        For a graph of dynamo, gradients are compared too while they are enabled. If that raises ProgramError, such as
-        for a backward that fails eagerly, the forward is compared alone, and a note says so. Raise UncheckedCall or
-        ProgramError if nothing can be compared.
+        If the graph could not be compiled, and the original runs, it is a CRASHED report without comparisons. For a
+        graph of dynamo, gradients are compared too while they are enabled; if that raises ProgramError, such as for a
+        backward that fails eagerly, the forward is compared alone, and a note says so. Raise ProgramError if the
+        original graph fails or cannot be copied, and UncheckedCall if the memory does not suffice, or if
+        `check="errors"` and the compiled graph does not raise.
         """
         is_trained = self.record.level == "dynamo" and torch.is_grad_enabled()
         try:

@@ -154,7 +154,8 @@ def _holders(value: Any, name: str, visited: set[int]) -> Iterator[tuple[str, to
     """Yield (name, holder) for the outermost modules and tensors within a value called `name`, except for `visited`.
 
     `visited` has ids, and every object that is looked at is added to it. Classes are skipped. A value that a function
-    captures has its own name; one within another object is called `name.inner`.
+    captures has its own name. The object and function of a bound method, and the function of a partial, are called
+    `name` too. A value within any other object is called `name.inner`, or `inner` if `name` is empty.
     """
     if id(value) in visited or isinstance(value, type):
         return
