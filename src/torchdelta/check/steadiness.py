@@ -22,6 +22,8 @@ from torchdelta.records.verdict import Verdict
 
 COARSE = 0.3
 """Noise beyond this share of the values themselves would let anything pass."""
+NEAR_ZERO = 64.0
+"""Noise within so many units of rounding of the stage's largest values is that of a tensor that should be zero."""
 OWN_SHARE = 0.125
 """A difference of two reference runs beyond this share of the candidate's error may explain the error."""
 SUSPECT = 100.0
@@ -44,7 +46,7 @@ def doubt_coarse(stage: Stage) -> Stage:
 
     Only equivalent leaves whose values differ are looked at. A leaf that passed in float64 too stays equivalent, unless
     that answer is coarse as well. So does a leaf that is zero in exact arithmetic, such as the gradient of an attention
-    key's bias: in the truth it is smaller than the largest values of the stage by as much as float64 can tell.
+    key's bias, and one whose noise is tiny beside the largest values of the stage.
     """
     scales = [float(each.details["rms_of_truth"]) for each in stage.comparisons if "rms_of_truth" in each.details]
     largest = max((scale for scale in scales if math.isfinite(scale)), default=0.0)
@@ -54,7 +56,13 @@ def doubt_coarse(stage: Stage) -> Stage:
             return comparison
         if _is_fine_in_float64(comparison):
             return comparison
-        if float(comparison.details.get("rms_of_truth", math.inf)) <= ZERO * largest:
+        roundoff = float(comparison.details.get("roundoff", 0.0))
+        # a truth that is as small as the noise of float64 is zero in exact arithmetic; a float64 program cannot show it
+        share = 2.0**-53 / roundoff if roundoff else 1.0
+        of_float64 = NEAR_ZERO * comparison.noise * share if share < 2.0**-20 else 0.0
+        is_zero = float(comparison.details.get("rms_of_truth", math.inf)) <= max(of_float64, ZERO * largest)
+        is_near_zero = comparison.noise <= NEAR_ZERO * roundoff * largest
+        if is_zero or is_near_zero:
             return comparison
         reason = f"{comparison.reason}, but the noise is nearly as large as the values are, and would let much pass"
         return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason)

@@ -42,7 +42,7 @@ class Part(NamedTuple):
     sample: Sample
     elements: int
     ordinary: float
-    """The median size of its values other than zero, by which its resolution is told; scaled as its tensors are."""
+    """The median size of its values other than zero, scaled as its tensors are."""
     exponent: int = 0
     """The tensors are scaled by 2 to the power of minus this."""
     is_mask: bool = False
@@ -70,6 +70,8 @@ def parts_of(sample: Sample, by: torch.Tensor) -> list[Part]:
     Without a finite value other than zero there is one part, the whole sample.
     """
     sizes = _components(by).abs()
+    if sample.reference.itemsize == 1:  # so coarse a dtype is judged as a whole
+        return [Part(sample, by.numel(), _quantile(_sampled(sizes), 0.5))]
     largest = _largest(sizes)
     small = _quantile(_sampled(sizes), _SMALL)
     is_whole = largest == 0.0 or (small > 0.0 and largest <= APART * small and _is_safe(largest))

@@ -86,7 +86,7 @@ def _judge_part(part: Part, whole: Sample) -> Judgement:
     sample = part.sample
     if part.is_mask:
         return _judge_masks(sample, whole)
-    distances = _Distances.of(sample, part.elements, part.ordinary)
+    distances = _Distances.of(sample, part.elements)
     judgement = max(distances.judgements(), key=lambda judgement: judgement.rank)
     if judgement.verdict is Verdict.EQUIVALENT and distances.limit * distances.floor > COARSEST * distances.scale:
         reason = f"{judgement.reason}, but rounding alone may be that large in so coarse a dtype"
@@ -145,17 +145,14 @@ class _Distances:
     slack: Slack
     unit: float
     scale: float
-    ordinary: float
-    """The size of an ordinary element of the truth; a few may be much larger."""
     numel: int
     largest_rounding: float
 
     @classmethod
-    def of(cls, sample: Sample, numel: int, ordinary: float) -> _Distances:
+    def of(cls, sample: Sample, numel: int) -> _Distances:
         """Return how far candidate, reference and noisy runs of a sample are from its truth, which must not be None.
 
-        `numel` is the number of elements that count: the others are zero on all sides. `ordinary` is the size of an
-        ordinary one.
+        `numel` is the number of elements that count: the others are zero on all sides.
         """
         truth = sample.truth
         assert truth is not None
@@ -170,7 +167,6 @@ class _Distances:
             slack=_slack(sample),
             unit=unit,
             scale=of_truth.rms,
-            ordinary=min(ordinary, of_truth.rms),
             numel=numel,
             # an element rounds in proportion to its own size, and one may be much larger than the others
             largest_rounding=0.5 * unit * _size_at(truth, candidate.at),
@@ -191,7 +187,7 @@ class _Distances:
 
     @property
     def resolution(self) -> float | None:
-        return relative(self.limit * self.rms_noise, self.ordinary)
+        return relative(self.limit * self.rms_noise, self.scale)
 
     def judgements(self) -> list[Judgement]:
         """Return the judgements of the rms error, of the largest error, and, with noisy runs, of the worst block.

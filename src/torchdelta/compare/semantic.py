@@ -79,7 +79,7 @@ class Semantic(Policy):
             _judge("row", math.sqrt(float(error.squares[worst])), math.sqrt(float(blocks[worst])), ROW * limit),
         ]
         judgement = max(judgements, key=lambda judgement: judgement.rank)
-        resolution = relative(limit * rms_noise, min(part.ordinary, of_values.rms))
+        resolution = relative(limit * rms_noise, of_values.rms)
         return part.unscaled(judgement._replace(resolution=resolution))
 
 
