@@ -5,7 +5,7 @@ them: the scores could be lost, and the norm of the error would not show it. So 
 beyond its small ones is cut into parts, from the smallest values upwards. Almost every tensor is one part.
 
     scores = torch.tensor([0.5, -1.5, 1.0, -1e9])
-    [part.elements for part in parts_of(sample)]       # [3, 1] if `scores` is the sample's truth
+    [part.elements for part in parts_of(sample, scores)]       # [3, 1]
 
 Elements of the other parts are zero in the tensors of a part, on all sides, so that they have no error there. Parts of
 very large or very small values are scaled by a power of two, so that their squares stay within float64. Start with
