@@ -48,7 +48,7 @@ class LocalBench:
     """One subject with its baseline and exports, which its trials share."""
 
     def __init__(self, subject: Subject) -> None:
-        self.baseline = baseline_of(subject, FAULT_STAGES)
+        self.baseline = baseline_of(subject.program(), FAULT_STAGES)
         self.exports = Exports()
 
     def ask(self, record: Record) -> Record:

@@ -62,6 +62,8 @@ class Record:
     error: str = ""
     place: str = ""
     """Where a fault was planted."""
+    graphs: int = 0
+    """How many graphs the transform was given."""
     stages: dict[str, StageRecord] = field(default_factory=dict)
     local: Local = NOT_ASKED_YET
 

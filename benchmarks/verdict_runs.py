@@ -9,13 +9,15 @@ import contextlib
 import functools
 import time
 import traceback
+from dataclasses import replace
 
 from torchdelta import transforms
 from torchdelta._torch.modes import lift
-from torchdelta.audit.faults import NotPlantable, PlaceLost, Planted, plant
+from torchdelta.audit.faults import NotPlantable, Place, PlaceLost, plant
 from torchdelta.check.baseline import Baseline
 from torchdelta.check.check import Check
 from torchdelta.compare.policy_parser import parse
+from torchdelta.program.programs import Program
 from torchdelta.program.sides import Side
 from torchdelta.program.stages import OPTIMIZERS, Observation, Plan, SideFailed, observe
 from torchdelta.records.case import Case
@@ -41,35 +43,40 @@ class Bench:
 
     def __init__(self, subject: Subject, stages: tuple[str, ...]) -> None:
         self.stages = stages
-        self.baseline = baseline_of(subject, stages)
+        self.baseline = self._make_baseline(subject)
         self.exports = Exports()
+
+    def _make_baseline(self, subject: Subject) -> Baseline:
+        return baseline_of(subject.program(), self.stages)
+
+    def transform_of(self, trial: Trial) -> Transform:
+        """Return the transform of a trial; NotPlantable if its fault is known to have no place."""
+        return transform_of(trial, self.exports)
 
     def run(self, trial: Trial) -> Record:
         """Run a trial and return its record, also if it crashed or failed."""
         started = time.perf_counter()
-        transform = transform_of(trial, self.exports)
+        record = self._try(trial)
+        return replace(record, seconds=round(time.perf_counter() - started, 3))
 
-        def record(status: str, error: str = "", stages: dict[str, StageRecord] | None = None) -> Record:
-            return Record(
-                trial=trial,
-                status=status,
-                seconds=round(time.perf_counter() - started, 3),
-                error=error,
-                place=_place(transform),
-                stages=stages or {},
-            )
-
+    def _try(self, trial: Trial) -> Record:
+        """Run a trial and return its record without its time."""
+        record = Record(trial=trial, status=DONE, seconds=0.0)
         try:
+            transform = self.transform_of(trial)
             report, candidate = checked(self.baseline, trial, transform)
+            record = replace(record, place=_place(transform), graphs=report.graphs.captured if report.graphs else 0)
             if report.failure:
-                return record(CRASHED, f"{report.failure.type}: {report.failure.message}"[:_LONGEST_ERROR])
+                error = f"{report.failure.type}: {report.failure.message}"[:_LONGEST_ERROR]
+                return replace(record, status=CRASHED, error=error)
             mattering = self._mattering(transform, candidate) if trial.kind == FAULT else set()
-            stages = {stage.name: self._judged(stage, candidate, mattering) for stage in report.stages}
-            return record(DONE, stages=stages)
+            return replace(
+                record, stages={stage.name: self._judged(stage, candidate, mattering) for stage in report.stages}
+            )
         except NotPlantable as error:
-            return record(NOT_PLANTABLE, str(error))
+            return replace(record, status=NOT_PLANTABLE, error=str(error))
         except Exception:
-            return record(FAILED, traceback.format_exc(limit=-6))
+            return replace(record, status=FAILED, error=traceback.format_exc(limit=-6))
 
     def _judged(self, stage: Stage, candidate: Observation, mattering: set[str]) -> StageRecord:
         name = stage.name
@@ -95,35 +102,41 @@ class Bench:
 
     def _mattering(self, transform: Transform, candidate: Observation) -> set[str]:
         """Return the stages that a fault changes, natively or in float64."""
-        differing = self._differing(self._exported, candidate)
+        differing = self._differing(self._unfaulted, candidate)
         if differing != set(self.stages):
             with contextlib.suppress(PlaceLost, RunFailed):  # not every faulty program has a float64 of its own
-                differing |= self._differing(self._lifted_export, self._run_alone(transform, lifted=True))
+                is_eager = not transform.traits.is_compiler
+                faulty = self.run_alone(transform, lifted=True, is_eager=is_eager)
+                differing |= self._differing(self._lifted_unfaulted, faulty)
         return differing
 
     def _differing(self, first: Observation, second: Observation) -> set[str]:
         return {name for name in self.stages if not is_identical(first.stages[name], second.stages[name])}
 
     @functools.cached_property
-    def _exported(self) -> Observation:
-        return self._run_alone(transforms.build("export", {}), lifted=False)
+    def _unfaulted(self) -> Observation:
+        return self.run_unfaulted(lifted=False)
 
     @functools.cached_property
-    def _lifted_export(self) -> Observation:
-        return self._run_alone(transforms.build("export", {}), lifted=True)
+    def _lifted_unfaulted(self) -> Observation:
+        return self.run_unfaulted(lifted=True)
 
-    def _run_alone(self, transform: Transform, *, lifted: bool) -> Observation:
-        """Run a transform that does not compile, and return the observation without judging it."""
-        run = self.baseline.run(transform, lifted=lifted, is_eager=True)
+    def run_unfaulted(self, *, lifted: bool) -> Observation:
+        """Run the exported program without a fault."""
+        return self.run_alone(transforms.build("export", {}), lifted=lifted, is_eager=True)
+
+    def run_alone(self, transform: Transform, *, lifted: bool, is_eager: bool) -> Observation:
+        """Run a transform, and return the observation without judging it; `is_eager` says that it does not compile."""
+        run = self.baseline.run(transform, lifted=lifted, is_eager=is_eager)
         if run.failure is not None:
             raise RunFailed(f"{run.failure.type}: {run.failure.message}")
         return run.observation
 
 
-def baseline_of(subject: Subject, stages: tuple[str, ...]) -> Baseline:
-    """Return the baseline that every candidate of a subject is compared with; nothing has run yet."""
+def baseline_of(program: Program, stages: tuple[str, ...]) -> Baseline:
+    """Return the baseline that every candidate of a program is compared with; nothing has run yet."""
     plan = Plan(stages=stages, seed=0, iterations=1, steps=_STEPS, optimizer=OPTIMIZERS.get("adamw"))
-    return Baseline(program=subject.program(), plan=plan)
+    return Baseline(program=program, plan=plan)
 
 
 def checked(baseline: Baseline, trial: Trial, transform: Transform) -> tuple[Report, Observation]:
@@ -146,9 +159,8 @@ def transform_of(trial: Trial, exports: Exports) -> Transform:
 
 
 def _place(transform: Transform) -> str:
-    if not isinstance(transform, Planted) or transform.place is None:
-        return ""
-    return f"{transform.place.node} of {transform.place.module_path or 'the model'}"
+    place = getattr(transform, "place", None)
+    return f"{place.node} of {place.module_path or 'the model'}" if isinstance(place, Place) else ""
 
 
 def _flagged_by_us(stage: Stage) -> list[str]:

@@ -236,3 +236,19 @@ def test_diagnose_keeps_the_report_and_minifies_nothing(tmp_path):
     assert json.loads((tmp_path / "report.json").read_text())["verdict"] == "diverged"
     with pytest.raises(td.TorchDeltaError, match="a program that fails when run eagerly is not made smaller"):
         td.minify(program, inputs, transform="inductor")
+
+
+def test_an_exception_that_cannot_say_its_message_is_compared_by_its_kind():
+    class Mute(RuntimeError):
+        def __str__(self):
+            raise TypeError("no text")
+
+    def raises(x):
+        raise Mute
+
+    report = td.check(raises, (torch.ones(2),), candidate=lambda x: x)
+
+    assert report.verdict is Verdict.DIVERGED
+    assert "Mute" in report.comparisons[0].reason
+    with pytest.raises(td.errors.ProgramError):
+        td.check(raises, (torch.ones(2),), candidate=raises)

@@ -96,6 +96,30 @@ def test_a_gradient_that_is_zero_in_every_run_settles_nothing(optimizer):
     assert report.stage("steps").verdict is Verdict.DIVERGED
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_parameter_that_is_overwritten_between_steps_is_seen_although_its_gradient_is_all_rounding(optimizer):
+    class Overwriting(Attention):
+        def __init__(self, write):
+            super().__init__()
+            self.write = write
+            self.calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            if self.calls == 3:
+                with torch.no_grad():
+                    self.key.bias += self.write
+            return super().forward(x)
+
+    stages = "forward,gradients,steps"
+    report = td.check(Overwriting(0.0), (X,), candidate=Overwriting(1.0), stages=stages, optimizer=optimizer)
+    right = td.check(Overwriting(0.0), (X,), candidate=Overwriting(0.0), stages=stages, optimizer=optimizer)
+
+    diverged = [seen.path for seen in report.comparisons if seen.verdict is Verdict.DIVERGED]
+    assert any("key.bias" in path for path in diverged)
+    assert right.verdict is Verdict.EQUIVALENT
+
+
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 def test_an_empty_parameter_takes_its_steps():
     model = nn.Sequential(nn.Linear(8, 0), nn.Linear(0, 4))

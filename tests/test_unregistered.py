@@ -647,6 +647,25 @@ def test_state_that_differs_between_two_runs_of_the_reference_is_noted_and_not_c
     assert diverged(td.check(Stamped(write), (X,), candidate=Stamped(write, factor=3))) == ["outputs"]
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kept", ["total", "missing"])
+def test_steady_state_beside_an_unsteady_entry_is_compared(kept):
+    def stamp_and_count(by):
+        def write(module):
+            module.log[time.perf_counter_ns()] = 1
+            if by:
+                module.log["total"] = torch.full((3,), float(by))
+
+        return write
+
+    candidate = Stamped(stamp_and_count(2 if kept == "total" else 0))
+    wrong = td.check(Stamped(stamp_and_count(1)), (X,), candidate=candidate)
+    right = td.check(Stamped(stamp_and_count(1)), (X,), candidate=Stamped(stamp_and_count(1)))
+
+    assert diverged(wrong) == ["attributes['log']['total']"]
+    assert right.verdict is EQUIVALENT
+
+
 # the order of a dict
 
 

@@ -91,6 +91,14 @@ class SearchFailed(TorchDeltaError):
 _caught: tuple[type[BaseException], ...] = (Exception, SystemExit)
 
 
+def message_of(error: BaseException) -> str:
+    """Return the message of an exception of foreign code, whose own `__str__` may raise; then a text that says so."""
+    try:
+        return str(error)
+    except Exception as failed:
+        return f"(its message cannot be read: {type(failed).__name__})"
+
+
 def caught_from_user_code() -> tuple[type[BaseException], ...]:
     """Return the classes to catch around foreign code: `except errors.caught_from_user_code() as error`."""
     return _caught

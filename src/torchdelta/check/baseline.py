@@ -196,6 +196,11 @@ class Baseline:
         return Side.of(self.program.call, self.program.args, dict(self.program.kwargs))
 
     @cached_property
+    def own_tensors(self) -> frozenset[int]:
+        """The ids of the tensors that the program starts from; a leaf that a run did not change is one of them."""
+        return frozenset(map(id, started_from(self.original)))
+
+    @cached_property
     def reference(self) -> Observation:
         """The program run eagerly."""
         with self.timed("reference"):
@@ -359,14 +364,13 @@ class Baseline:
         unit = None if lowered_to is None else float(torch.finfo(lowered_to).eps)
         noise = Noisy(seed=self.plan.seed + index, unit=unit)
         reference = self.reference
-        originals = {id(tensor) for tensor in started_from(self.original)}
         signs = SignFlips(reference, self.truth, seed=self.plan.seed + index)
         try:
             run = self.observe(
                 lifted=in_float64,
                 noise=noise,
                 draws=self.lifted_draws if lifted else self.drawn_in,
-                keeps=lambda stage, path: id(reference.stages[stage].get(path)) not in originals,
+                keeps=lambda stage, path: id(reference.stages[stage].get(path)) not in self.own_tensors,
                 before_step=signs.flip,
             )
         except YardstickTouched:  # noted already

@@ -18,7 +18,7 @@ from torchdelta._torch.compile import dynamo
 from torchdelta._torch.modes.dtype_answers import Answer, DtypeRecord, DtypeReplay
 from torchdelta._torch.modes.lift import widened
 from torchdelta._torch.process.exceptions import is_out_of_memory, kinds_of, place_of
-from torchdelta.errors import EnvironmentUnfit, TorchDeltaError
+from torchdelta.errors import EnvironmentUnfit, TorchDeltaError, message_of
 from torchdelta.program.memory import is_limited
 from torchdelta.program.sides import Side
 from torchdelta.program.stages import Observation, Plan, Scope, SideFailed, observe
@@ -175,5 +175,5 @@ def failure_of(error: BaseException, stage: str) -> Failure:
     text = "".join(traceback.format_exception(error))
     if is_limited() and is_out_of_memory(error):
         # whether a request is refused or the process is ended for its memory is a matter of chance
-        return Failure.of_refused_memory(str(error), stage=stage, traceback=text)
+        return Failure.of_refused_memory(message_of(error), stage=stage, traceback=text)
     return Failure.of(error, stage=stage, traceback=text, where=place_of(error))

@@ -14,7 +14,7 @@ from torchdelta._torch.process import runtime, versions
 from torchdelta.check import casts, decisions, graphwise, overflows, semantic, steadiness
 from torchdelta.check.baseline import Baseline
 from torchdelta.check.candidate import CandidateRun
-from torchdelta.check.decisions import settle_steps, with_count
+from torchdelta.check.decisions import reach_of_steps, settle_steps, with_count
 from torchdelta.check.pairing import complete, has_differences, is_state, pair_stage, state_name
 from torchdelta.check.quantized_layers import LayerwiseCheck
 from torchdelta.compare.contract import Terms
@@ -250,7 +250,9 @@ class Check(JudgingSteps[Observation]):
         undecided: dict[str, int] = {}
         if stage == "steps" and truth is not None and runs:
             sides = (leaves, others, *runs)
-            (leaves, others, *runs), undecided = settle_steps(sides, truth, (reference, *yardstick.noisy))
+            correct = (reference, *yardstick.noisy)
+            reach = reach_of_steps(self.baseline.original.state.parameters, (truth, *correct))
+            (leaves, others, *runs), undecided = settle_steps(sides, truth, correct, reach)
         comparisons, unmatched = judge.compare(
             leaves,
             others,
@@ -406,7 +408,7 @@ class Check(JudgingSteps[Observation]):
         unsteady = steadiness.differing_runs(self.baseline.reference, self.baseline.second_reference)
         steady: list[Stage] = []
         for stage in stages:
-            stage, dropped = steadiness.drop_unsteady(stage, unsteady)
+            stage, dropped = steadiness.drop_unsteady(stage, unsteady, self.baseline.reference)
             steady.append(stage)
             if dropped:
                 self.notes.append(

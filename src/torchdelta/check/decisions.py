@@ -19,6 +19,7 @@ a difference is not a fault of the candidate, and it must not hide one. There is
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -485,6 +486,7 @@ def _margins_of_outputs(baseline: Baseline) -> dict[str, _LeafMargins]:
 
 # Settle gradients within noise of zero: an optimizer that divides a gradient by its size steps by the sign alone
 
+_FEW = 4.0
 _STEPPED = re.compile(r"steps\[(?P<step>\d+)\]\.parameters(?P<name>\[.*\])")
 
 
@@ -595,13 +597,14 @@ def _noise(truth: torch.Tensor, runs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def settle_steps(
-    sides: Sequence[Leaves], truth: Observation, runs: Sequence[Observation]
+    sides: Sequence[Leaves], truth: Observation, runs: Sequence[Observation], reach: Callable[[str], float]
 ) -> tuple[list[Leaves], dict[str, int]]:
     """Return the sides with the truth's elements in parameters whose gradient is undecided, and their number by path.
 
     Each side has its leaves of the stage `steps`; the sides are copied, not changed. An element is undecided if the
     truth's gradient of a step is within noise of zero, by the differences between truth and the correct `runs`; it then
-    stays undecided in all later steps. Leaves that are not parameters stay as they are.
+    stays undecided in all later steps. An undecided element further from the truth than `reach` says of its path
+    stays as it is, and so do leaves that are not parameters.
     """
     counts: dict[str, int] = {}
     settled = [dict(leaves) for leaves in sides]
@@ -622,8 +625,29 @@ def settle_steps(
             counts[path] = int(undecided[name].sum())
             for leaves in settled:
                 if path in leaves:
-                    leaves[path] = _with_truth(leaves[path], value, undecided[name])
+                    leaves[path] = _with_truth(leaves[path], value, undecided[name], reach(path))
     return settled, counts
+
+
+def reach_of_steps(starts: Mapping[str, torch.Tensor], runs: Sequence[Observation]) -> Callable[[str], float]:
+    """Return a function from the path of a stepped parameter to how far a step in another direction may take it.
+
+    That is a few times the largest distance of one of its elements from `starts`, the initial parameters, in any of
+    these correct runs. It is infinite if the start is unknown.
+    """
+
+    def reach(path: str) -> float:
+        match = _STEPPED.fullmatch(path)
+        start = starts.get(ast.literal_eval(match["name"])[0]) if match else None
+        values = [run.stages.get("steps", {}).get(path) for run in runs]
+        distances = [
+            float((value.detach().double() - start.detach().double()).abs().max())
+            for value in values
+            if start is not None and isinstance(value, torch.Tensor) and value.shape == start.shape and value.numel()
+        ]
+        return _FEW * max(distances, default=math.inf)
+
+    return reach
 
 
 def with_count(comparison: Comparison, counts: Mapping[str, int]) -> Comparison:
@@ -638,8 +662,8 @@ def with_count(comparison: Comparison, counts: Mapping[str, int]) -> Comparison:
     return replace(comparison, reason=reason, details={**comparison.details, "undecided": count})
 
 
-def _with_truth(leaf: object, truth: torch.Tensor, where: torch.Tensor) -> object:
-    """Return a copy of a tensor with the truth's elements where the mask `where` is set.
+def _with_truth(leaf: object, truth: torch.Tensor, where: torch.Tensor, reach: float) -> object:
+    """Return a copy of a tensor with the truth's elements where the mask `where` is set and both are within reach.
 
     It has the tensor's dtype and `requires_grad`. A leaf that is not a tensor of the truth's shape is returned itself.
     """
@@ -647,7 +671,10 @@ def _with_truth(leaf: object, truth: torch.Tensor, where: torch.Tensor) -> objec
         return leaf
     settled = torch.empty_like(leaf, memory_format=torch.preserve_format)
     with torch.no_grad():
-        settled.copy_(torch.where(where, truth.to(leaf.dtype), leaf))
+        wide = truth.double()
+        rounding = _FEW * unit_roundoff(leaf.dtype) * wide.abs()
+        is_reached = (leaf.double() - wide).abs() <= reach + rounding
+        settled.copy_(torch.where(where & is_reached, truth.to(leaf.dtype), leaf))
     return settled.requires_grad_(leaf.requires_grad)
 
 

@@ -14,7 +14,7 @@ from torchdelta._torch.process.exceptions import is_lack_of_machine, is_of_compi
 from torchdelta.check.candidate import CandidateRun
 from torchdelta.check.check import Check
 from torchdelta.compare.leaves import Container, brief, describe
-from torchdelta.errors import EagerFails
+from torchdelta.errors import EagerFails, message_of
 from torchdelta.program.memory import living_set_aside, peak_bytes
 from torchdelta.program.stages import SideFailed
 from torchdelta.records.case import STAGES
@@ -118,7 +118,7 @@ def _judge(candidate: CandidateRun, failed: EagerFails) -> Comparison:
         if is_compiling or names_out_of_memory(failure.type, failure.message):
             raise EagerFails(f"{failed}. The candidate fails too, by itself: {outcome}") from expected
         outcome = f"raised {outcome}"
-    reference = f"raised {_text(type(expected).__name__, str(expected))}"
+    reference = f"raised {_text(type(expected).__name__, message_of(expected))}"
     breach = Breach(clause=EXCEPTION, reference=reference, candidate=outcome)
     is_doubtful = failure is None and candidate.untransformed()
     verdict = Verdict.INCONCLUSIVE if is_doubtful else Verdict.DIVERGED

@@ -4,8 +4,9 @@ If the whole program cannot be asked, each of its graphs can. Parts that run bet
 but round in float64 as they do natively. A program that branches on its dtype is captured natively here, and its graphs
 are lifted afterwards. If every graph is the same function and all else runs as the reference does, the program is too.
 
-    answer = ask_graphs(baseline, transform) answer.diverged                # the comparisons that show another
-    function, with paths such as `graphs[2].outputs[0]`
+    answer = ask_graphs(baseline, transform)
+    answer.are_same                         # whether every graph was asked, and is the same function
+    answer.add_to(stage)                    # the stage with a comparison for each value that is another function
 
 Start with `ask_graphs`.
 """

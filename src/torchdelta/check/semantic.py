@@ -16,7 +16,7 @@ import torch
 
 from torchdelta.check.baseline import Baseline
 from torchdelta.check.candidate import CandidateRun
-from torchdelta.check.decisions import settle_steps
+from torchdelta.check.decisions import reach_of_steps, settle_steps
 from torchdelta.check.pairing import complete, has_differences, pair_stage
 from torchdelta.compare.contract import Terms
 from torchdelta.compare.judge import Judge, is_inexact
@@ -31,7 +31,6 @@ from torchdelta.compare.protocol import (
 from torchdelta.compare.semantic import KEPT_IN_FLOAT32, Semantic
 from torchdelta.compare.spread import sizes, spread
 from torchdelta.errors import ProgramError, UsageError
-from torchdelta.program.sides import started_from
 from torchdelta.program.stages import Observation
 from torchdelta.records.case import IGNORABLE
 from torchdelta.records.comparison import Comparison, Scalar
@@ -117,8 +116,6 @@ def judge_lifted(lifted: LiftedRun, baseline: Baseline, *, keeps_names: bool) ->
     Without runs in `lifted` there are no answers. Noisy runs in float64 are made only if something diverges by the
     noise of a native run. Without `keeps_names`, differences as small as the rounding of constants pass.
     """
-    # a leaf that a run did not change is kept as the program's own tensor
-    unchanged = frozenset(map(id, started_from(baseline.original)))
     # natively compared are the contract and integers; another implementation may have constants in float32
     policy = Semantic(0.0 if keeps_names else _rounding_of_constants(lifted, baseline))
     judge = Judge(policy=policy, terms=Terms(ignore=frozenset(IGNORABLE)))
@@ -126,7 +123,7 @@ def judge_lifted(lifted: LiftedRun, baseline: Baseline, *, keeps_names: bool) ->
     def compare(yardstick: Yardstick[Observation]) -> Answers:
         return {
             stage: _compare_stage(
-                judge, stage, lifted.candidate, yardstick, unchanged, _unwritten(stage, lifted, unchanged), keeps_names
+                judge, stage, lifted.candidate, yardstick, baseline, _unwritten(stage, lifted, baseline), keeps_names
             )
             for stage in lifted.candidate.stages
         }
@@ -150,10 +147,10 @@ def _rounding_of_constants(lifted: LiftedRun, baseline: Baseline) -> float:
     return max(KEPT_IN_FLOAT32, float(torch.finfo(baseline.drawn_in).eps)) if has_own else KEPT_IN_FLOAT32
 
 
-def _unwritten(stage: str, lifted: LiftedRun, unchanged: frozenset[int]) -> frozenset[str]:
+def _unwritten(stage: str, lifted: LiftedRun, baseline: Baseline) -> frozenset[str]:
     """Return the paths of leaves that the candidate's native run left unchanged in a stage; none if that is unknown."""
     leaves = lifted.native.stages.get(stage, {}) if lifted.native is not None else {}
-    return frozenset(path for path, leaf in leaves.items() if id(leaf) in unchanged)
+    return frozenset(path for path, leaf in leaves.items() if id(leaf) in baseline.own_tensors)
 
 
 def _compare_stage(
@@ -161,16 +158,16 @@ def _compare_stage(
     stage: str,
     lifted: Observation,
     yardstick: Yardstick[Observation],
-    unchanged: frozenset[int],
+    baseline: Baseline,
     unwritten: frozenset[str],
     keeps_names: bool,
 ) -> dict[str, Comparison]:
     """Return the answers of float64 for one stage, by path: each compares the candidate with the yardstick's reference.
 
-    `lifted` is the candidate in float64, and `unchanged` has the ids of the program's own tensors. A single number that
-    the candidate left unchanged and the reference did not is not compared, unless it is in `unwritten`: the paths that
-    the candidate leaves unchanged natively, too. `select_answers` says which leaves have answers.
-    In the stage `steps`, parameters whose gradient is within noise of zero are settled by `settle_steps`.
+    `lifted` is the candidate in float64. A single number that the candidate left unchanged and the reference did not is
+    not compared, unless it is in `unwritten`: the paths that the candidate leaves unchanged natively, too.
+    `select_answers` says which leaves have answers. In the stage `steps`, parameters whose gradient is within noise of
+    zero are settled by `settle_steps`.
     """
     complete(stage, [run for run in (lifted, yardstick.reference, yardstick.truth, *yardstick.noisy) if run])
     reference, candidate, _ = pair_stage(stage, yardstick.reference, lifted, keeps_names=keeps_names)
@@ -178,14 +175,18 @@ def _compare_stage(
     dropped = {
         path
         for path, leaf in candidate.items()
-        if id(leaf) in unchanged and leaf.numel() == 1 and leaf is not reference.get(path) and path not in unwritten
+        if id(leaf) in baseline.own_tensors
+        and leaf.numel() == 1
+        and leaf is not reference.get(path)
+        and path not in unwritten
     }
     reference, candidate = (
         {path: leaf for path, leaf in leaves.items() if path not in dropped} for leaves in (reference, candidate)
     )
     if stage == "steps":
         # the difference of both sides is all the noise that a gradient has in float64; it is judged by itself
-        (reference, candidate), _ = settle_steps((reference, candidate), yardstick.reference, (lifted,))
+        reach = reach_of_steps(baseline.original.state.parameters, (yardstick.reference, baseline.reference))
+        (reference, candidate), _ = settle_steps((reference, candidate), yardstick.reference, (lifted,), reach)
     comparisons, _ = judge.compare(
         reference,
         candidate,

@@ -11,9 +11,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
+
 from torchdelta.check.pairing import complete, is_state, state_name
 from torchdelta.compare.judge import Judge
 from torchdelta.compare.magnitudes import ZERO
+from torchdelta.compare.noise import unit_roundoff
 from torchdelta.compare.policy import Bitwise
 from torchdelta.program.stages import Observation
 from torchdelta.records.comparison import Comparison
@@ -23,7 +26,7 @@ from torchdelta.records.verdict import Verdict
 COARSE = 0.3
 """Noise beyond this share of the values themselves would let anything pass."""
 NEAR_ZERO = 64.0
-"""Noise within so many units of rounding of the stage's largest values is that of a tensor that should be zero."""
+"""Values within so many times the rounding of float64 are zero in exact arithmetic."""
 OWN_SHARE = 0.125
 """A difference of two reference runs beyond this share of the candidate's error may explain the error."""
 SUSPECT = 100.0
@@ -45,8 +48,7 @@ def doubt_coarse(stage: Stage) -> Stage:
     """Return the stage with the leaves inconclusive that passed only because their noise is as large as their values.
 
     Only equivalent leaves whose values differ are looked at. A leaf that passed in float64 too stays equivalent, unless
-    that answer is coarse as well. So does a leaf that is zero in exact arithmetic, such as the gradient of an attention
-    key's bias, and one whose noise is tiny beside the largest values of the stage.
+    that answer is coarse as well. So does a leaf that is zero in exact arithmetic, as `_is_zero` tells.
     """
     scales = [float(each.details["rms_of_truth"]) for each in stage.comparisons if "rms_of_truth" in each.details]
     largest = max((scale for scale in scales if math.isfinite(scale)), default=0.0)
@@ -56,18 +58,26 @@ def doubt_coarse(stage: Stage) -> Stage:
             return comparison
         if _is_fine_in_float64(comparison):
             return comparison
-        roundoff = float(comparison.details.get("roundoff", 0.0))
-        # a truth that is as small as the noise of float64 is zero in exact arithmetic; a float64 program cannot show it
-        share = 2.0**-53 / roundoff if roundoff else 1.0
-        of_float64 = NEAR_ZERO * comparison.noise * share if share < 2.0**-20 else 0.0
-        is_zero = float(comparison.details.get("rms_of_truth", math.inf)) <= max(of_float64, ZERO * largest)
-        is_near_zero = comparison.noise <= NEAR_ZERO * roundoff * largest
-        if is_zero or is_near_zero:
+        if _is_zero(comparison, largest):
             return comparison
         reason = f"{comparison.reason}, but the noise is nearly as large as the values are, and would let much pass"
         return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason)
 
     return _map_comparisons(stage, doubt)
+
+
+def _is_zero(comparison: Comparison, largest: float) -> bool:
+    """Tell whether a leaf is zero in exact arithmetic, such as the gradient of an attention key's bias.
+
+    Then its truth is as small as the noise that float64 itself has. A program in float64 has no finer truth: there the
+    noise has to be that of zero beside the `largest` values of the stage.
+    """
+    roundoff = float(comparison.details.get("roundoff", 0.0))
+    rms_of_truth = float(comparison.details.get("rms_of_truth", math.inf))
+    noise, of_float64 = comparison.noise or 0.0, unit_roundoff(torch.float64)
+    if roundoff <= of_float64:
+        return noise <= NEAR_ZERO * roundoff * largest
+    return rms_of_truth <= max(NEAR_ZERO * noise * of_float64 / roundoff, ZERO * largest)
 
 
 def _is_fine_in_float64(comparison: Comparison) -> bool:
@@ -119,19 +129,22 @@ def differing_runs(first: Observation, second: Observation) -> dict[tuple[str, s
     }
 
 
-def drop_unsteady(stage: Stage, unsteady: dict[tuple[str, str], Comparison]) -> tuple[Stage, list[str]]:
+def drop_unsteady(
+    stage: Stage, unsteady: dict[tuple[str, str], Comparison], reference: Observation
+) -> tuple[Stage, list[str]]:
     """Return the stage without the unregistered state in which two runs of the reference differ, and its paths.
 
     `unsteady` has the comparisons of these runs that differ, by stage and path. If one of the runs lacks a leaf, such
-    as an entry by a timestamp, all leaves of its name are left out.
+    as an entry by a timestamp, leaves of the same name that the reference lacks are left out as well.
     """
+    known = reference.stages.get(stage.name, {})
     paths = {path for name, path in unsteady if name == stage.name and is_state(path)}
     names = {state_name(path) for path in paths if unsteady[stage.name, path].kind == "structure"}
-    dropped = [
-        comparison.path
-        for comparison in stage.comparisons
-        if comparison.path in paths or (is_state(comparison.path) and state_name(comparison.path) in names)
-    ]
+
+    def is_dropped(path: str) -> bool:
+        return path in paths or (is_state(path) and path not in known and state_name(path) in names)
+
+    dropped = [comparison.path for comparison in stage.comparisons if is_dropped(comparison.path)]
     if not dropped:
         return stage, []
     comparisons = tuple(comparison for comparison in stage.comparisons if comparison.path not in dropped)

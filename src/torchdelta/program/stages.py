@@ -89,7 +89,7 @@ class SideFailed(Exception):
     """A side raised an exception: the stage and iteration, the exception, and the observation up to then."""
 
     def __init__(self, stage: str, iteration: int, observation: Observation, error: BaseException) -> None:
-        super().__init__(f"{stage}: {type(error).__name__}: {error}")
+        super().__init__(f"{stage}: {type(error).__name__}: {errors.message_of(error)}")
         self.stage = stage
         self.iteration = iteration
         self.observation = observation

@@ -13,6 +13,8 @@ import itertools
 import re
 from dataclasses import dataclass, replace
 
+from torchdelta.errors import message_of
+
 CLEAR = 1
 """A divergence is clear if its error is at least this many orders of magnitude above the allowed error."""
 _DUMPED = re.compile(r"(target|args\[\d+\]|kwargs): ")
@@ -111,7 +113,7 @@ class Failure:
     def of(cls, error: BaseException, *, stage: str, traceback: str = "", where: str = "") -> Failure:
         """Return the failure of a candidate that raised an exception in a stage."""
         name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
-        return cls.of_exception(name, str(error), stage=stage, traceback=traceback, where=where)
+        return cls.of_exception(name, message_of(error), stage=stage, traceback=traceback, where=where)
 
     @classmethod
     def of_exception(cls, name: str, message: str, *, stage: str, traceback: str = "", where: str = "") -> Failure:

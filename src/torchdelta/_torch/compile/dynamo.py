@@ -23,7 +23,7 @@ from torch._inductor.exc import InvalidCxxCompiler
 
 from torchdelta._torch.compile.seams import HandedGraph, Seam, graph_behind, hand_on
 from torchdelta._torch.graphs.lift_graph import form_of, lift_graph
-from torchdelta.errors import UsageError
+from torchdelta.errors import UsageError, message_of
 from torchdelta.registry import nearest
 
 Backend = Callable[..., Callable[..., Any]]
@@ -220,7 +220,7 @@ def unfit_reason(error: BaseException) -> str | None:
     """
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, InvalidCxxCompiler) or "InvalidCxxCompiler" in str(cause):
+        if isinstance(cause, InvalidCxxCompiler) or "InvalidCxxCompiler" in message_of(cause):
             return "inductor needs a C++ compiler and finds none: install g++ or clang, or set CXX"
         cause = getattr(cause, "inner_exception", None) or cause.__cause__
     return None

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 import torchdelta
+from torchdelta.errors import message_of
 
 _PLUMBING = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(torchdelta.__file__) + os.sep)
 
@@ -54,7 +55,7 @@ def place_of(error: BaseException) -> str:
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether an exception means that an allocation failed."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+        isinstance(error, RuntimeError) and any(words in message_of(error) for words in _OUT_OF_MEMORY)
     )
 
 
@@ -67,7 +68,7 @@ def names_out_of_memory(name: str, message: str) -> bool:
 def is_lack_of_machine(error: BaseException) -> bool:
     """Tell whether an exception means that memory, a device or a kernel for it is missing here."""
     is_of_torch = isinstance(error, (RuntimeError, NotImplementedError, AssertionError))
-    is_missing = is_of_torch and any(words in str(error).lower() for words in _NO_KERNEL)
+    is_missing = is_of_torch and any(words in message_of(error).lower() for words in _NO_KERNEL)
     return is_out_of_memory(error) or is_missing or isinstance(error, torch.AcceleratorError)
 
 
