@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchdelta import errors
+from torchdelta._torch.process import runtime
 from torchdelta.check.baseline import Progress
 from torchdelta.check.prepare import prepare
 from torchdelta.check.thorough import run_check
@@ -120,7 +121,8 @@ def check(
         semantic=semantic,
         thorough=thorough,
     )
-    return run_check(prepare(program, args, kwargs, options=check_options, progress=progress))
+    with runtime.preserved():
+        return run_check(prepare(program, args, kwargs, options=check_options, progress=progress))
 
 
 def assert_equivalent(
@@ -220,28 +222,29 @@ def minify(
     `script`, a draft with or without `data` is run while the last queries are.
     """
     check_options = complete(program, CheckOptions.read(**options))
-    minifier = Minifier(
-        check=prepare(program, args, kwargs, options=check_options),
-        transform=check_options.transform,
-        limits=SearchLimits(
-            timeout_s=timeout_s,
-            memory_bytes=memory_bytes,
-            queries=queries,
-            seconds=seconds,
-            match=match,
-            level=level,
-        ),
-        out=Path(out) if out is not None else None,
-        is_resumed=resume,
-        is_isolated=isolated,
-        imports=module_of(program),
-        pool=workers,
-        clean=clean,
-        script=Path(script) if script is not None else None,
-        with_data=data,
-        tell=progress,
-    )
-    return minifier.run()
+    with runtime.preserved():
+        minifier = Minifier(
+            check=prepare(program, args, kwargs, options=check_options),
+            transform=check_options.transform,
+            limits=SearchLimits(
+                timeout_s=timeout_s,
+                memory_bytes=memory_bytes,
+                queries=queries,
+                seconds=seconds,
+                match=match,
+                level=level,
+            ),
+            out=Path(out) if out is not None else None,
+            is_resumed=resume,
+            is_isolated=isolated,
+            imports=module_of(program),
+            pool=workers,
+            clean=clean,
+            script=Path(script) if script is not None else None,
+            with_data=data,
+            tell=progress,
+        )
+        return minifier.run()
 
 
 def diagnose(

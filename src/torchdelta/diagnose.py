@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torchdelta._torch.compile import settings
+from torchdelta._torch.process import runtime
 from torchdelta.check import exceptions
 from torchdelta.check.check import Check
 from torchdelta.check.graphs import CapturedGraph, GraphRecorder, read_graphs
@@ -92,7 +93,7 @@ class Diagnosis:
             if self.workers is not None
             else pool_for(spec_of(self.options.transform), preload=(LOCATE_WORKER,))
         )
-        with pool as self.pool:
+        with pool as self.pool, runtime.preserved():
             self.check: Check = prepare(
                 self.program, self.args, self.kwargs, options=self.options, progress=self.progress
             )

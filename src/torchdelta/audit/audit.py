@@ -59,8 +59,8 @@ def audit(
     chosen_kinds = [FAULTS.get(kind).name for kind in dict.fromkeys(kinds)] or list(FAULTS)
     if per_kind < 1:
         raise UsageError(f"per_kind is the number of faults of each kind: at least 1, not {per_kind}")
-    control = prepare(program, options=options)
     with runtime.preserved():
+        control = prepare(program, options=options)
         return _Auditor(control=control).run(chosen_kinds, per_kind, progress)
 
 

@@ -27,6 +27,9 @@ from torchdelta.records.failure import Failure
 from torchdelta.records.report import Graphs
 from torchdelta.transforms.base import Transform, TransformedSide
 
+_NAMED = 8
+"""Graphs that a note counts out."""
+
 
 @dataclass
 class CandidateRun:
@@ -45,6 +48,8 @@ class CandidateRun:
     """The form of each graph that a compiler captured; empty for any other transform."""
     result_forms: list[tuple[str, ...]] = field(default_factory=list)
     """The form of the graph that a pass made of each; empty if the result is not a graph."""
+    changes: list[bool] = field(default_factory=list)
+    """Of each graph that a pass got, whether it changed the graph; empty if that does not matter."""
     dtype_answers: list[Answer] = field(default_factory=list)
     """What the candidate was told when it asked for dtypes; a compiler's is not recorded."""
     failed_in: int = 0
@@ -63,7 +68,18 @@ class CandidateRun:
             return f"the transform did not happen in {calls} calls, which ran as the reference does"
         if self.has_reached_recompile_limit:
             return "the compiler reached its recompile limit, and ran some calls as the reference does"
+        if self.changes and not any(self.changes):
+            graphs = "its graph is" if len(self.changes) == 1 else f"each of its {len(self.changes)} graphs is"
+            return f"the transform changed nothing: {graphs} as it was (-O unchanged=ok accepts that)"
         return ""
+
+    def note_unchanged(self) -> list[str]:
+        """Return a list of one note on the graphs that a pass left as they were; empty if it changed all or none."""
+        unchanged = [str(index) for index, is_changed in enumerate(self.changes) if not is_changed]
+        if not unchanged or len(unchanged) == len(self.changes):
+            return []
+        shown = ", ".join(unchanged[:_NAMED]) + (", …" if len(unchanged) > _NAMED else "")
+        return [f"the transform left {len(unchanged)} of its {len(self.changes)} graphs as they were: {shown}"]
 
 
 def run_candidate(
@@ -161,7 +177,8 @@ def _count_calls(transformed: TransformedSide, run: CandidateRun, watch: Callabl
             captured=witness.captured, transformed_calls=witness.calls, untransformed_calls=untransformed
         )
         run.has_reached_recompile_limit = witness.has_reached_recompile_limit()
-        run.forms, run.result_forms = witness.forms, witness.result_forms
+        run.forms, run.result_forms, run.changes = witness.forms, witness.result_forms, witness.changes
+        run.notes += run.note_unchanged()
 
 
 def failure_of(error: BaseException, stage: str) -> Failure:

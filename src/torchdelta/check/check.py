@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from torchdelta._torch.process import runtime, versions
-from torchdelta.check import casts, decisions, graphwise, overflows, semantic, steadiness
+from torchdelta.check import casts, decisions, graphwise, other_inputs, overflows, semantic, steadiness
 from torchdelta.check.baseline import Baseline
 from torchdelta.check.candidate import CandidateRun
 from torchdelta.check.decisions import reach_of_steps, settle_steps, with_count
@@ -72,6 +72,7 @@ class Check(JudgingSteps[Observation]):
                 "this is not the native run"
             )
         with runtime.preserved(), living_set_aside():
+            self.baseline = other_inputs.extend(self.baseline, self.transform, self.notes)
             return self._report()
 
     def _report(self) -> Report:

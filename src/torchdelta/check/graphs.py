@@ -117,7 +117,7 @@ def capture_graphs(baseline: Baseline, transform: Transform, level: str = DYNAMO
 
     At the level `aot` these are the forward and backward graphs that a compiler's own backend is given.
     """
-    return _record(baseline, transform, level) if transform.traits.is_compiler else [_export(baseline)]
+    return _record(baseline, transform, level) if transform.traits.is_compiler else [_trace(baseline, transform)]
 
 
 def _record(baseline: Baseline, transform: Transform, level: str) -> list[CapturedGraph]:
@@ -134,7 +134,7 @@ def _record(baseline: Baseline, transform: Transform, level: str) -> list[Captur
         ObservedTransform(_capturing_like(transform), recorder)
         if is_dynamo
         else ObservedAfterAot(transform, recorder, compile_graphs=False),
-        plan=replace(baseline.plan, stages=stages),
+        plan=replace(baseline.plan, stages=stages, further=()),
         draws_random=False,
     )
     if not recorder.captured:
@@ -155,11 +155,16 @@ def _capturing_like(transform: Transform) -> Compiler:
     raise ProgramError(f"the graphs that {type(transform).__name__} is given cannot be captured")
 
 
-def _export(baseline: Baseline) -> CapturedGraph:
-    """Return the exported program as one graph, with flat copied inputs; ProgramError if torch cannot export it."""
+def _trace(baseline: Baseline, transform: Transform) -> CapturedGraph:
+    """Return the program as the one graph that the transform gets, with flat copied inputs.
+
+    It is exported, unless a pass asks for another graph. ProgramError if torch cannot make it.
+    """
+    while isinstance(transform, ObservedTransform):
+        transform = transform.inner
     side = Side.copied_from(baseline.program)
     try:
-        module, lowered = export_side(side, strict=False)
+        module, lowered = transform.trace(side) if isinstance(transform, FxPass) else export_side(side, strict=False)
     except Exception as error:
         words = str(error).splitlines()[0] if str(error) else ""
         name = baseline.program.name

@@ -114,7 +114,7 @@ def _ask_graph(graph: CapturedGraph, number: int, baseline: Baseline, transform:
     stages = tuple(stage for stage in baseline.plan.stages if stage != "steps") or ("forward",)
     whole = Baseline(
         program=Program(name=f"graph {number} of {baseline.program.name}", call=graph.graph, args=graph.inputs),
-        plan=replace(baseline.plan, stages=stages, iterations=1, loss=None),
+        plan=replace(baseline.plan, stages=stages, iterations=1, further=(), loss=None),
         deterministic=baseline.deterministic,
         anomaly=baseline.anomaly,
     )

@@ -34,8 +34,9 @@ def prepare(
     """Return the check of a program under these options; UsageError or ProgramError if there can be none.
 
     Nothing of the check runs yet. If the program is a recorded directory, options that are left open come from its
-    record; ReportUnreadable if that cannot be read. A named program is imported and built with the seed of the case;
-    settings that its module makes on import stay. `progress` gets the name of each part of the check as it begins.
+    record; ReportUnreadable if that cannot be read. A named program is imported and built with the seed of the case.
+    Settings that its module or factory makes stay, for all that is done with the check: a caller whose process goes on
+    afterwards puts them back with `runtime.preserved`. `progress` gets the name of each part of the check as it begins.
     """
     options = complete(program, options)
     case = case_of(program, options)
@@ -46,8 +47,9 @@ def prepare(
         # settings that its module makes on import hold from then on, as in the user's own run
         with runtime.preserved_generators():
             import_program(program)
-    # a factory draws its weights from the seed of the case, and the caller's generators stay as they were
-    with runtime.preserved():
+    # a factory draws its weights from the seed of the case, and the caller's generators stay as they were; its other
+    # settings belong to the program
+    with runtime.preserved_generators():
         runtime.seed_everything(case.seed)
         source = _load(program, args, kwargs)
     plan = Plan(

@@ -213,5 +213,6 @@ def locate(
     """
     if memory_bytes is not None and (not isinstance(memory_bytes, int) or memory_bytes < 0):
         raise UsageError(f"memory_bytes is a number of bytes, not {memory_bytes!r}")
-    check = prepare(program, args, kwargs, options=options, progress=progress)
-    return Locator(check=check, mapping=mapping, limit_bytes=memory_bytes, with_cause=cause).run()
+    with runtime.preserved():
+        check = prepare(program, args, kwargs, options=options, progress=progress)
+        return Locator(check=check, mapping=mapping, limit_bytes=memory_bytes, with_cause=cause).run()

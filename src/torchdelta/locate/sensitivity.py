@@ -44,14 +44,14 @@ def measure_sensitivity(
     UsageError if the transform is not a quantizer; ProgramError if the program fails eagerly, or if the quantizer fails
     on the whole program; SideFailed if the quantized whole fails when run.
     """
-    check = prepare(program, args, kwargs, options=replace(options, stages=("forward",)), progress=progress)
-    if not isinstance(check.transform, Quantize):
-        raise UsageError(
-            f"{check.case.transform} quantizes nothing, so there is no layer to be sensitive to it: name a quantizer, "
-            "such as quantize:x86"
-        )
-    versions.require_supported()
     with runtime.preserved():
+        check = prepare(program, args, kwargs, options=replace(options, stages=("forward",)), progress=progress)
+        if not isinstance(check.transform, Quantize):
+            raise UsageError(
+                f"{check.case.transform} quantizes nothing, so there is no layer to be sensitive to it: name a "
+                "quantizer, such as quantize:x86"
+            )
+        versions.require_supported()
         return _OneByOne(check=check, transform=check.transform).run()
 
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from torchdelta._torch.process import runtime
 from torchdelta.check.check import Check
 from torchdelta.check.isolated import CANDIDATE_PARTS, report_of_death
 from torchdelta.check.prepare import prepare
@@ -190,7 +189,7 @@ class WorkerOracle:
             "case": encode(case),
             "settings": dict(self.settings),
             "imports": list(self.imports),
-            "threads": torch.get_num_threads(),
+            "flags": runtime.plain_flags(),
             "allow": subject.modules,
             "subject": place.name,
         }

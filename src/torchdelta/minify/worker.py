@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from torchdelta._torch.compile import settings
+from torchdelta._torch.process import runtime
 from torchdelta.isolate.directories import QueryDirectory
 from torchdelta.minify.queries import prepare_subject
 from torchdelta.minify.subject import Subject
@@ -21,11 +20,11 @@ from torchdelta.records.codec import decode, encode
 def check_subject(request: Mapping[str, Any], place: QueryDirectory) -> dict[str, Any]:
     """Check the subject whose directory a request names, and return `{"report": …}` with the encoded report.
 
-    `WorkerOracle.begin` wrote the request and the subject's files. The request's thread count is set for good, and its
-    compiler settings for the check; its modules are imported first. `place` is told the name of each part of the check.
+    `WorkerOracle.begin` wrote the request and the subject's files. Flags of torch are set for good, and settings of the
+    compiler for the check; modules are imported first. `place` is told the name of each part of the check.
     """
     case = decode(Case, request["case"], "case")
-    torch.set_num_threads(request["threads"])
+    runtime.apply_flags(request["flags"])
     with settings.applied(request["settings"]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for module in request["imports"]:

@@ -8,21 +8,18 @@ Start with `check_pipeline`; how a pass is judged is in `succession.py`.
 from __future__ import annotations
 
 import functools
-import hashlib
-import inspect
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 from torchdelta import errors
-from torchdelta._torch import tensors
-from torchdelta._torch.compile import graph_versions
 from torchdelta._torch.graphs import graphs
+from torchdelta._torch.graphs.keys import content_key
+from torchdelta._torch.graphs.user_passes import Pass, run_pass
 from torchdelta._torch.process import runtime, versions
 from torchdelta._torch.process.exceptions import place_of
 from torchdelta.errors import UsageError
@@ -34,10 +31,6 @@ from torchdelta.records.failure import Failure
 from torchdelta.records.passes import PassRow, Pipeline
 from torchdelta.records.verdict import Verdict, worst_of
 
-Pass = Callable[..., Any]
-
-_GRAPH_NAMES = ("graph", "g", "fx_graph")
-_INPUT_NAMES = ("example_inputs", "inputs", "args", "example_args")
 UNCHANGED = "the graph is as it was"
 NOTHING_CHANGED = "no pass changed the graph, so nothing was compared"
 
@@ -138,30 +131,18 @@ class _PipelineRun:
                 yield PassRow(name=name, has_run=False, note=f"not run: {stopped}")
                 continue
             try:
-                after = self._run_pass(each, graphs.copy_graph(before))
+                inputs = copy_together(self.succession.inputs, name="the inputs")
+                after = run_pass(each, graphs.copy_graph(before), inputs)
             except errors.caught_from_user_code() as error:
                 yield _crash_row(name, error)
                 stopped = f"{name} raised before it"
                 continue
-            if isinstance(after, GraphModule) and _key_of(after) == _key_of(before):
+            if isinstance(after, GraphModule) and content_key(after) == content_key(before):
                 yield PassRow(name=name, introduced=Verdict.EQUIVALENT, against_original=against, reason=UNCHANGED)
                 continue
             step = self.succession.judge_step(before, after)
             yield _row(name, step)
             before, against = after, step.against_original
-
-    def _run_pass(self, each: Pass, graph: GraphModule) -> Callable[..., Any]:
-        """Run a pass on a graph that it may change in place; return the graph or callable that it leaves, ready to run.
-
-        The given graph is returned if the pass returns None, a bool or an int; of torch's `PassResult` the module is
-        taken. Raise TypeError for anything else that is neither callable nor a `Graph`.
-        """
-        result = each(*_arguments(each, graph, self.succession.inputs))
-        result = getattr(result, "graph_module", result)  # torch's own passes return it with a flag
-        if isinstance(result, Graph):
-            result = graph if result is graph.graph else GraphModule(graph, result)
-        # a pass that returns a count or a bool has changed the graph in place
-        return graphs.as_callable(None if isinstance(result, (bool, int)) else result, graph)
 
 
 def _row(name: str, step: PassStep) -> PassRow:
@@ -191,61 +172,7 @@ def _crash_row(name: str, error: BaseException) -> PassRow:
     return PassRow(name=name, introduced=Verdict.CRASHED, reason=f"the pass itself raised {words}", failure=failure)
 
 
-def _arguments(each: Pass, graph: GraphModule, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments to call a pass with, by its signature: a graph module or a graph, and perhaps the inputs.
-
-    Copies of the inputs come second, as one list, if the second parameter has no default or is named in `_INPUT_NAMES`,
-    if there is a `*args`, or if the signature cannot be read or is empty.
-    """
-    try:
-        parameters = list(inspect.signature(each).parameters.values())
-    except (TypeError, ValueError):  # builtins and C++ functions have no signature
-        parameters = []
-    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    first = graph.graph if positional and _wants_graph(positional[0]) else graph
-    if not parameters or any(one.kind is one.VAR_POSITIONAL for one in parameters):
-        return first, list(copy_together(inputs, name="the inputs"))
-    if len(positional) > 1 and (positional[1].default is inspect.Parameter.empty or positional[1].name in _INPUT_NAMES):
-        return first, list(copy_together(inputs, name="the inputs"))
-    return (first,)
-
-
-def _wants_graph(parameter: inspect.Parameter) -> bool:
-    """Tell whether a parameter is a `Graph` and not a `GraphModule`, by its annotation, or without one by its name."""
-    annotation = parameter.annotation
-    if annotation is inspect.Parameter.empty:
-        return parameter.name in _GRAPH_NAMES
-    words = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
-    return "GraphModule" not in words and "Graph" in words
-
-
 def _name_of(each: Pass) -> str:
     while isinstance(each, functools.partial):
         each = each.func
     return name_of(each).rpartition("<locals>.")[2]
-
-
-def _key_of(graph: GraphModule) -> str:
-    return graph_versions.key_of(graph, _describe_attribute)
-
-
-def _describe_attribute(value: Any) -> str:
-    """Return a text that two attributes share if their content is the same, so that a changed weight is a change.
-
-    A tensor whose values cannot be read, such as a sparse or fake one, counts by its identity, so that even its copy is
-    another. Values other than tensors and modules count by their `repr`.
-    """
-    if isinstance(value, torch.Tensor):
-        if not tensors.has_own_buffer(value):
-            return f"{id(value)}"
-        flat = value.detach().contiguous().reshape(-1).cpu()
-        content = hashlib.sha256(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"").hexdigest()
-        return repr((tuple(value.shape), value.stride(), value.dtype, value.requires_grad, content))
-    if isinstance(value, torch.nn.Module):
-        state = {**dict(value.named_parameters()), **dict(value.named_buffers())}
-        plain = [
-            (type(module), sorted((name, repr(each)) for name, each in vars(module).items() if name not in state))
-            for module in value.modules()
-        ]
-        return f"{value!r} {plain} {[(name, _describe_attribute(tensor)) for name, tensor in state.items()]}"
-    return repr(value)

@@ -12,16 +12,17 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from torchdelta._torch import tensors
+from torchdelta._torch.graphs.export_sizes import Size
 from torchdelta._torch.pytree import tree_leaves, tree_map_only
 from torchdelta.compare.kernels import measure
-from torchdelta.compare.leaves import leaves_of
+from torchdelta.compare.leaves import Leaves, leaves_of
 from torchdelta.program.copies import copy_together
 from torchdelta.program.programs import Program
 
@@ -56,6 +57,34 @@ def resize(program: Program, *, seed: int) -> Iterator[Iterator[Program]]:
         yield _tries(program, _equal_changes(_sizes(inputs)), seed)
         may_differ = not any(isinstance(leaf, torch.Tensor) and _is_integer(leaf) for leaf in tree_leaves(inputs))
         yield _tries(program, [*([_grow_apart] if may_differ else []), lambda size, _: 3 * size + 2], seed)
+
+
+def resize_symbols(program: Program, symbols: Mapping[str, Sequence[Size | None]], *, seed: int) -> Iterator[Program]:
+    """Yield tries in which sizes with a symbol change, all sizes of one symbol together; all other sizes stay.
+
+    `symbols` has for each input tensor, by its path, the symbol of each axis, or None if its size is fixed. Sizes stay
+    within the bounds of their symbol.
+    """
+    inputs = _inputs(program)
+    known = {symbol.name: symbol for axes in symbols.values() for symbol in axes if symbol is not None}
+    paths = {id(leaf): path for path, leaf in input_leaves(program).items() if isinstance(leaf, torch.Tensor)}
+    places = [
+        symbols[paths[id(leaf)]][axis]
+        for leaf in {id(leaf): leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)}.values()
+        if tensors.has_own_buffer(leaf)
+        for axis, size in enumerate(leaf.shape)
+        if size > 1
+    ]
+
+    def change(names: Collection[str], by: Callable[[int], int], size: int, place: int) -> int:
+        symbol = places[place]
+        if symbol is None or symbol.name not in names:
+            return size
+        return min(max(by(size), symbol.least), symbol.most)
+
+    choices = [tuple(known), *((name,) for name in known if len(known) > 1)]
+    growths: list[Callable[[int], int]] = [lambda size: size + 1, lambda size: 2 * size, lambda size: size - 1]
+    yield from _tries(program, [functools.partial(change, names, by) for names in choices for by in growths], seed)
 
 
 def relayout(program: Program) -> Iterator[tuple[str, Program]]:
@@ -119,12 +148,13 @@ def _tries(program: Program, changes: Iterable[Change], seed: int) -> Iterator[P
     inputs = _inputs(program)
     for change in changes:
         grown: dict[int, torch.Tensor] = {}
-        places = itertools.count()
+        place = 0
         for leaf in tree_leaves(inputs):
             if isinstance(leaf, torch.Tensor) and id(leaf) not in grown:
-                if _grows_too_large(leaf, change):
+                if _grows_too_large(leaf, change, place):
                     break
-                grown[id(leaf)] = _grown(leaf, change, places)
+                grown[id(leaf)] = _grown(leaf, change, place)
+                place += sum(size > 1 for size in leaf.shape) if tensors.has_own_buffer(leaf) else 0
         else:
             larger = tree_map_only(torch.Tensor, _replace_by(grown), inputs)
             for nearness in (0, ATTEMPTS):
@@ -147,10 +177,10 @@ def are_shared(program: Program) -> bool:
     return len(set(keys)) < len(keys)
 
 
-def _grown(tensor: torch.Tensor, change: Change, places: Iterator[int]) -> torch.Tensor:
+def _grown(tensor: torch.Tensor, change: Change, place: int) -> torch.Tensor:
     """Return a larger tensor that repeats the values, so that indices stay in range; the order of strides stays.
 
-    Each size above 1 becomes `change(size, next(places))`; `places` counts the axes of all inputs. Sorted integers are
+    Each size above 1 is changed; the first of them has this place among those of all inputs. Sorted integers are
     sorted again. The result is a leaf with the same `requires_grad`. A tensor without a plain buffer is returned as it
     is.
     """
@@ -159,7 +189,8 @@ def _grown(tensor: torch.Tensor, change: Change, places: Iterator[int]) -> torch
     grown = tensor.detach()
     for axis, size in enumerate(tensor.shape):
         if size > 1:
-            repeated = torch.arange(change(size, next(places)), device=tensor.device) % size
+            repeated = torch.arange(change(size, place), device=tensor.device) % size
+            place += 1
             grown = grown.index_select(axis, repeated)
     if _is_sorted(tensor):
         grown = grown.sort(dim=-1).values
@@ -181,10 +212,12 @@ def _strides(inputs: Any) -> list[tuple[int, ...]]:
     return [tensor.stride() for tensor in plain if tensor.numel() > 1]
 
 
-def _grows_too_large(tensor: torch.Tensor, change: Change) -> bool:
+def _grows_too_large(tensor: torch.Tensor, change: Change, place: int) -> bool:
+    """Tell whether a change makes a tensor too large; `place` is that of its first axis with a size above 1."""
     if not tensors.has_own_buffer(tensor):
         return False
-    larger = math.prod(change(size, 0) if size > 1 else size for size in tensor.shape)
+    places = itertools.count(place)
+    larger = math.prod(change(size, next(places)) if size > 1 else size for size in tensor.shape)
     return larger > max(MOST_ELEMENTS, 4 * tensor.numel())
 
 
@@ -268,6 +301,11 @@ def _is_same(inputs: Any, drawn: Any) -> bool:
 
 def _has_same_values(old: torch.Tensor, new: torch.Tensor) -> bool:
     return measure(old.detach(), new.detach()).mismatches == 0
+
+
+def input_leaves(program: Program) -> Leaves:
+    """Return the leaves of a program's inputs by path, such as `args[0]` and `kwargs['mask']`."""
+    return {**leaves_of(program.args, "args"), **leaves_of(dict(program.kwargs), "kwargs")}
 
 
 def _inputs(program: Program) -> tuple[tuple[Any, ...], dict[str, Any]]:

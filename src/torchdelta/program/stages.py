@@ -17,7 +17,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,8 @@ class Plan:
     loss: Loss | None = None
     differentiates_state: bool = True
     """Whether state and inputs that a call computed have cotangents, and not only its outputs."""
+    further: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] = ()
+    """Other arguments and keywords of the program; each is one more iteration, behind those with random values."""
 
 
 @dataclass
@@ -154,6 +156,8 @@ class _Observer:
         # a side whose state has names of its own has no unregistered state
         unregistered = self.start.unrun.leaves if side.names is None else {}
         self.original_unregistered = {**_plain_leaves(_inputs(original)), **unregistered}
+        self.given = original.args, original.kwargs
+        """The inputs of the present iteration as they were before it."""
         self.observation = Observation()
         self.iteration = 0
         self.unregistered: Leaves = {}
@@ -178,11 +182,13 @@ class _Observer:
         """Run the stages of the plan in their order and return the observation."""
         if self.side.start is not None:
             self.observation.other_starts = self._find_other_starts(self.side.start)
-        for iteration in range(self.plan.iterations):
+        for iteration in range(self.plan.iterations + len(self.plan.further)):
             # the first iteration has the user's own inputs, and its paths have no prefix
             prefix = f"iterations[{iteration}]." if iteration else ""
             self.iteration = iteration
-            if iteration:
+            if iteration >= self.plan.iterations:
+                self._take_inputs(*self.plan.further[iteration - self.plan.iterations])
+            elif iteration:
                 self._draw_inputs(iteration)
             outputs = self._call("forward", self.plan.seed + iteration)
             self._record_forward(outputs, prefix)
@@ -232,18 +238,22 @@ class _Observer:
         return {**_plain_leaves(_inputs(self.side)), **self.side.reach().leaves}
 
     def _draw_inputs(self, iteration: int) -> None:
-        """Overwrite the side's input tensors in place with random values, drawn in the original's dtypes.
+        """Replace the side's inputs by copies of the original's with random values, drawn in the original's dtypes.
 
-        Seed and iteration choose the values, so every side gets the same ones. An input whose shape an earlier call has
-        changed stays as it is.
+        Seed and iteration choose the values, so every side gets the same ones.
         """
-        drawn = copy_together(_inputs(self.original), name="the inputs")
-        randomise(drawn, seed=self.plan.seed + iteration)
-        fresh = _tensors_in(drawn)
-        with torch.no_grad():
-            for path, tensor in _tensors_in(_inputs(self.side)).items():
-                if path in fresh and tensor.shape == fresh[path].shape:
-                    tensor.copy_(fresh[path])
+        args, kwargs = copy_together((self.original.args, self.original.kwargs), name="the inputs")
+        randomise((args, kwargs), seed=self.plan.seed + iteration)
+        self._take_inputs(args, kwargs)
+
+    def _take_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Replace the side's inputs by copies of other ones, which have the original's dtypes."""
+        self.given = args, kwargs
+        other = Side.of(self.original.call, args, kwargs)
+        self.original_tensors = _tensors_in({**_inputs(other), **_registered(self.start)})
+        self.original_unregistered = {**self.original_unregistered, **_plain_leaves(_inputs(other))}
+        args, kwargs = copy_together((args, kwargs), name="the inputs", convert=self.convert)
+        self.side = replace(self.side, args=args, kwargs=kwargs)
 
     def _find_other_starts(self, start: Side) -> set[str]:
         """Return the paths of state whose values in this side's start are not those of the program."""
@@ -387,6 +397,7 @@ class _Observer:
         leaves = self._leaves("steps")
         for step in range(self.plan.steps):
             if step:  # the first step uses the gradients of the last iteration
+                self._take_inputs(*self.given)  # a call may have changed its inputs, such as a cache
                 self._backward("steps", self._call("steps", self.plan.seed + self.plan.iterations + step))
             gradients = {name: tensor.grad for name, tensor in trained.items() if tensor.grad is not None}
             if step or "gradients" not in self.plan.stages:

@@ -12,9 +12,12 @@ from typing import Any
 
 from torchdelta._torch.compile.dynamo import mode_config
 from torchdelta._torch.compile.settings import AOT_AUTOGRAD_IMPORT, INDUCTOR
+from torchdelta._torch.graphs.user_passes import wanted_by
 from torchdelta.errors import ReproUnwritable
+from torchdelta.program.programs import load_callable
 from torchdelta.records.case import Case
 from torchdelta.repro.imports import import_named
+from torchdelta.transforms.compiler import split_settings
 
 _BACKENDS = ("inductor", "aot_eager", "aot_eager_decomp_partition", "eager")
 
@@ -75,15 +78,12 @@ def write_transform(case: Case, script: Path, device: str) -> TransformSource:
 def _compiled(backend: str, name: str, options: Mapping[str, Any]) -> TransformSource:
     """Return the source of `torch.compile` with a backend: `backend` is its expression in the script, `name` its name.
 
-    Of `options`, `dynamic`, `fullgraph` and `mode` become keywords, and `config.…` settings of inductor. If the
+    Of `options`, `dynamic`, `fullgraph` and `mode` become keywords, and the others settings of the compiler. If the
     backend's name is not `inductor`, the mode becomes settings too, because torch refuses it there.
     """
     keywords = [f"backend={backend}"]
-    settings = {
-        f"{INDUCTOR}.{key.removeprefix('config.')}": value
-        for key, value in options.items()
-        if key.startswith("config.")
-    }
+    config, others, options = split_settings(options)
+    settings = {**{f"{INDUCTOR}.{key}": value for key, value in config.items()}, **others}
     keywords += [f"{key}={options[key]!r}" for key in ("dynamic", "fullgraph") if options.get(key) is not None]
     if mode := options.get("mode"):
         if name == "inductor":
@@ -101,20 +101,24 @@ def _compiled(backend: str, name: str, options: Mapping[str, Any]) -> TransformS
 
 
 def _fx_pass(case: Case, script: Path) -> TransformSource:
-    """Return the source that imports a user's pass and applies it to the dynamo, aten or export graph.
+    """Return the source that imports a user's pass and applies it to the graph that the option `graph` names.
 
-    The case's transform names the pass, and its option `graph` the graph. The pass runs as a backend of
-    `torch.compile`, or on the module of `torch.export`. Raise ReproUnwritable if there is no such file or module.
+    The case's transform names the pass. It runs as a backend of `torch.compile`, or on the module that `torch.export`
+    or `torch.fx.symbolic_trace` makes. Raise ReproUnwritable if there is no such file or module.
     """
     imported = import_named(case.transform, script)
     options = dict(case.options)
     graph = options.pop("graph", "dynamo")
+    options.pop("unchanged", None)
+    wants_graph, with_inputs = wanted_by(load_callable(case.transform, what="pass"))
+    arguments = ("graph_module.graph" if wants_graph else "graph_module") + (", example_inputs" if with_inputs else "")
     what = f"The pass {case.transform.rpartition(':')[2]} on the {graph} graph"
     boxed = 'result if getattr(result, "_boxed_call", False) else make_boxed_func(result)'
     function = (
         "def transform(graph_module, example_inputs):",
-        f"    result = {imported.name}(graph_module, example_inputs)",
-        "    result = graph_module if result is None else result  # it may have changed its graph in place",
+        f"    result = {imported.name}({arguments})",
+        "    if not callable(result):  # it has changed its graph in place",
+        '        result = getattr(result, "graph_module", graph_module)',
         "    if isinstance(result, torch.fx.GraphModule):",
         "        result.recompile()",
         f"    return {boxed if graph == 'aten' else 'result'}",
@@ -123,6 +127,11 @@ def _fx_pass(case: Case, script: Path) -> TransformSource:
     if graph == "export":
         exported = _exported("exported", what, {}, then="transform({}, inputs())")
         return replace(exported, label="transformed", lines=(*function, "", "", *exported.lines), imports=imports)
+    if graph == "symbolic":
+        call = "transform(torch.fx.symbolic_trace({}), inputs())"
+        return TransformSource(
+            what=what, label="transformed", call=call, lines=function, imports=imports, is_rebuilt=True
+        )
     backend = "transform"
     if graph == "aten":
         imports = ("from functorch.compile import make_boxed_func", AOT_AUTOGRAD_IMPORT, *imports)

@@ -17,16 +17,25 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 import torch
 
 from torchdelta._torch.compile.dynamo import Witness, counted
 from torchdelta._torch.compile.seams import Seam, hand_on
+from torchdelta._torch.graphs.export_sizes import Size
 from torchdelta.errors import UsageError
 from torchdelta.program.sides import Side
 from torchdelta.records.comparison import Scalar
 
 Options = Mapping[str, Scalar]
+
+
+class OtherInputs(Enum):
+    """What a transform's result is meant for beside the inputs of the program."""
+
+    VALUES = "other values, which do not share memory with each other"
+    SIZES = "other sizes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +58,8 @@ class Traits:
     """Whether a dispatch mode around the candidate would switch the transform off."""
     has_seam: bool = False
     """Whether the transform hands graphs to the seam; without them only modules can be compared."""
+    other_inputs: OtherInputs | None = None
+    """The inputs for which the result is meant too, so that it is run with them; None if for the program's own only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +71,12 @@ class TransformedSide:
     notes: list[str] = field(default_factory=list)
 
     @classmethod
-    def counting_calls(cls, side: Side, *, captured: int = 0) -> TransformedSide:
-        """Return the side with a call that counts as transformed each time; `captured` is the number of graphs."""
-        witness = Witness(captured=captured)
+    def counting_calls(cls, side: Side, *, captured: int = 0, changes: list[bool] | None = None) -> TransformedSide:
+        """Return the side with a call that counts as transformed each time; `captured` is the number of graphs.
+
+        `changes` has for each graph whether a pass changed it; None if that does not matter.
+        """
+        witness = Witness(captured=captured, changes=changes or [])
         return cls(side=replace(side, call=counted(side.call, witness)), witness=witness)
 
 
@@ -83,6 +97,14 @@ class Transform(ABC):
         dispatch mode. Each graph that the transform changes passes the `seam`; a transform without graphs ignores it.
         """
 
+    def open_sizes(self, side: Side) -> dict[str, list[Size | None]] | None:
+        """Return the sizes of a side's inputs that the result leaves open, by the path of the input.
+
+        Each axis has its symbol, or None if the result is made for that size alone. The whole is None if the result can
+        be made anew for any size, as a compiler does.
+        """
+        return None
+
 
 def require_known(transform: str, options: Options, known: Iterable[str]) -> None:
     """Raise UsageError for the first option that is not among the `known` ones, which it lists; otherwise do nothing.
@@ -102,6 +124,14 @@ def flag(options: Options, name: str) -> bool | None:
     if value is None or isinstance(value, bool):
         return value
     raise UsageError(f"option {name} is True or False, not {value!r}")
+
+
+def accepts_unchanged(transform: str, options: Options) -> bool:
+    """Tell whether the option `unchanged=ok` is given; UsageError if it has another value."""
+    value = options.get("unchanged")
+    if value not in (None, "ok"):
+        raise UsageError(f"transform {transform}: option unchanged is ok, or left out, not {value!r}")
+    return value == "ok"
 
 
 def dtype_named(name: str) -> torch.dtype:

@@ -11,38 +11,62 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from torchdelta._torch.compile import dynamo
+from torchdelta._torch.compile import dynamo, settings
 from torchdelta._torch.compile.seams import Seam, hand_on
 from torchdelta.program.sides import Side
-from torchdelta.transforms.base import Options, Traits, Transform, TransformedSide, flag, require_known
+from torchdelta.transforms.base import Options, OtherInputs, Traits, Transform, TransformedSide, flag, require_known
 
 SAME_RANDOM = (
     "the program draws random numbers: the candidate was compiled with fallback_random, so that it draws the same ones"
 )
 
 
+def split_settings(options: Options) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return inductor's settings by name, those of other parts by their full name, and all other options.
+
+    UsageError if dynamo or functorch has no such setting, or if its value has another type.
+    """
+    inductor: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
+    for key, value in options.items():
+        part, dot, name = key.partition(".")
+        if dot and part == "config":
+            inductor[name] = value
+        elif dot and part in ("dynamo", "functorch"):
+            dynamo.require_known_config({name: value}, part)
+            others[f"{dynamo.PARTS[part].__name__}.{name}"] = value
+        else:
+            rest[key] = value
+    return inductor, others, rest
+
+
 class Compiler(Transform):
-    """`torch.compile(program, backend=…)`, with its options and inductor's settings as `config.KEY`."""
+    """`torch.compile(program, backend=…)`, with its options and the settings of the compiler's parts.
+
+    Inductor's are `config.KEY`, those of the others `dynamo.KEY` and `functorch.KEY`.
+    """
 
     traits = Traits(is_compiler=True, has_seam=True)
 
     def __init__(self, backend: str | dynamo.Backend, options: Options) -> None:
-        """Read the options `dynamic`, `fullgraph`, `mode`, and inductor's settings as `config.KEY`.
+        """Read the options `dynamic`, `fullgraph`, `mode`, and the settings.
 
         `backend` is a registered name or a function. Settings override those of the mode. UsageError if the backend, an
         option, the mode or a setting is unknown, or if a value has the wrong type.
         """
         name = backend if isinstance(backend, str) else getattr(backend, "__name__", "backend")
-        settings = {key.removeprefix("config."): value for key, value in options.items() if key.startswith("config.")}
-        rest = {key: value for key, value in options.items() if not key.startswith("config.")}
+        config, self.other_settings, rest = split_settings(options)
         require_known(name, rest, ("dynamic", "fullgraph", "mode"))
         self.is_inductor = backend == "inductor"
         self.backend = dynamo.backend_named(backend) if isinstance(backend, str) else backend
         self.dynamic = flag(rest, "dynamic")
+        if self.dynamic:
+            self.traits = replace(self.traits, other_inputs=OtherInputs.SIZES)
         self.fullgraph = bool(flag(rest, "fullgraph"))
         mode = rest.get("mode")
-        dynamo.require_known_config(settings)
-        self.config = {**(dynamo.mode_config(str(mode), dynamic=self.dynamic) if mode else {}), **settings}
+        dynamo.require_known_config(config)
+        self.config = {**(dynamo.mode_config(str(mode), dynamic=self.dynamic) if mode else {}), **config}
 
     def with_backend(self, name: str) -> Compiler:
         """Return a copy of this compiler with the registered backend of that name; UsageError if there is none.
@@ -53,10 +77,10 @@ class Compiler(Transform):
         changed.backend, changed.is_inductor = dynamo.backend_named(name), name == "inductor"
         return changed
 
-    def with_config(self, settings: Mapping[str, Any]) -> Compiler:
+    def with_config(self, config: Mapping[str, Any]) -> Compiler:
         """Return a copy of this compiler with these inductor settings on top of its own; names are not checked."""
         changed = copy.copy(self)
-        changed.config = {**self.config, **settings}
+        changed.config = {**self.config, **config}
         return changed
 
     @contextmanager
@@ -69,6 +93,7 @@ class Compiler(Transform):
         so. If `lifted`, each captured graph is rewritten to compute in float64. Then the `seam` gets it.
         """
         config = {**self.config, "fallback_random": True} if draws_random else self.config
+        held = settings.applied(self.other_settings)
         compiling = dynamo.compiling(
             side.call,
             self.backend,
@@ -78,6 +103,6 @@ class Compiler(Transform):
             lifted=lifted,
             seam=seam,
         )
-        with compiling as (call, witness):
+        with held, compiling as (call, witness):
             notes = [SAME_RANDOM] if draws_random else []
             yield TransformedSide(side=replace(side, call=call), witness=witness, notes=notes)

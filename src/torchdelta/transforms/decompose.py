@@ -14,21 +14,28 @@ from torch.fx import GraphModule
 
 from torchdelta._torch.compile.seams import HandedGraph, Seam, hand_on
 from torchdelta._torch.graphs import graphs
+from torchdelta._torch.graphs.keys import content_key
 from torchdelta.errors import UsageError
 from torchdelta.program.programs import load_object
 from torchdelta.program.sides import Side
-from torchdelta.transforms.base import Options, Traits, Transform, TransformedSide, flag, require_known
-from torchdelta.transforms.export import export_side
+from torchdelta.transforms.base import (
+    Options,
+    TransformedSide,
+    accepts_unchanged,
+    require_known,
+)
+from torchdelta.transforms.export import ExportedProgram, Exporting
 
 
-class Decompose(Transform):
+class Decompose(Exporting):
     """`export` and `run_decompositions`, by torch's own table or by `table=file.py:name`."""
 
-    traits = Traits(has_seam=True)
+    traits = replace(Exporting.traits, has_seam=True)
 
     def __init__(self, options: Options) -> None:
-        require_known("decompose", options, ("strict", "table"))
-        self.strict = bool(flag(options, "strict"))
+        require_known("decompose", options, ("dynamic", "strict", "table", "unchanged"))
+        super().__init__(options)
+        self.must_change = not accepts_unchanged("decompose", options)
         self.table = _load_table(str(options["table"])) if "table" in options else None
 
     @contextmanager
@@ -40,27 +47,33 @@ class Decompose(Transform):
         The `seam` gets the exported graph, and the graph that it hands on is exported once more and decomposed. The
         other keywords are not used.
         """
+        changes: list[bool] = []
         if seam is hand_on:
-            yield TransformedSide.counting_calls(self._decompose(side), captured=1)
+            yield TransformedSide.counting_calls(self._decompose(side, changes), captured=1, changes=changes)
             return
-        module, exported = export_side(side, strict=self.strict)
+        module, exported = self.export(side)
 
         def make(graph: GraphModule, _: Sequence[Any]) -> GraphModule:
             # the graph is exported once more, because that keeps the metadata that the seam wrote on its nodes
-            return self._decompose(replace(exported, call=graph, owner=graph)).call  # type: ignore[return-value]
+            return self._decompose(replace(exported, call=graph, owner=graph), changes).call  # type: ignore[return-value]
 
         call = seam(HandedGraph(graph=module, example_inputs=side.args, make=make, level="export"))
-        yield TransformedSide.counting_calls(replace(exported, call=call), captured=1)
+        yield TransformedSide.counting_calls(replace(exported, call=call), captured=1, changes=changes)
 
-    def _decompose(self, side: Side) -> Side:
+    def _decompose(self, side: Side, changes: list[bool]) -> Side:
         """Export a side and decompose the exported program by the table; return the side that runs it.
 
         In its graph, updated buffers and inputs are read through copies (`graphs.read_before_update`), so that a
-        backward can run.
+        backward can run. `changes` gets an entry, unless the user accepts that nothing changed.
         """
-        module, decomposed = export_side(
-            side, strict=self.strict, then=lambda program: program.run_decompositions(self.table)
-        )
+
+        def decompose(program: ExportedProgram) -> ExportedProgram:
+            decomposed: ExportedProgram = program.run_decompositions(self.table)
+            if self.must_change:
+                changes.append(content_key(decomposed.graph_module) != content_key(program.graph_module))
+            return decomposed
+
+        module, decomposed = self.export(side, decompose)
         graphs.read_before_update(module)
         return decomposed
 

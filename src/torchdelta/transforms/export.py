@@ -6,7 +6,7 @@ Other transforms start from an exported program too, through `export_side`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import CellType
@@ -16,39 +16,97 @@ import torch
 from torch.fx import GraphModule
 
 from torchdelta._torch.compile.seams import Seam, hand_on
+from torchdelta._torch.graphs.export_sizes import Size, dynamic_shapes, open_sizes
+from torchdelta.compare.leaves import leaves_of
+from torchdelta.errors import UsageError
 from torchdelta.program.copies import tensor_slots
 from torchdelta.program.sides import Side, state_holders
-from torchdelta.transforms.base import Options, Transform, TransformedSide, flag, require_known
+from torchdelta.records.comparison import Scalar
+from torchdelta.transforms.base import Options, OtherInputs, Traits, Transform, TransformedSide, flag, require_known
 
 ExportedProgram = torch.export.ExportedProgram
 
 
-class Export(Transform):
+class Exporting(Transform):
+    """A transform that starts from the exported program; its result is meant for other inputs than the given ones."""
+
+    traits = Traits(other_inputs=OtherInputs.VALUES)
+
+    def __init__(self, options: Options) -> None:
+        """Read the options `strict`, and `dynamic`: true, or the axes of all inputs whose sizes are left open."""
+        self.strict = bool(flag(options, "strict"))
+        self.axes = _dynamic_axes(options.get("dynamic"))
+        if self.axes is not None:
+            self.traits = replace(self.traits, other_inputs=OtherInputs.SIZES)
+
+    def export(
+        self, side: Side, then: Callable[[ExportedProgram], ExportedProgram] = lambda program: program
+    ) -> tuple[GraphModule, Side]:
+        """Export a side with the options, as `export_side` does."""
+        return export_side(side, strict=self.strict, axes=self.axes, then=then)
+
+    def open_sizes(self, side: Side) -> dict[str, list[Size | None]] | None:
+        """Return the sizes that the exported program leaves open; UsageError if the side cannot be exported."""
+        found: dict[int, list[Size | None]] = {}
+
+        def look(program: ExportedProgram) -> ExportedProgram:
+            values = torch.utils._pytree.tree_leaves((side.args, side.kwargs))
+            found.update(zip(map(id, values), open_sizes(program), strict=True))
+            return program
+
+        try:
+            self.export(side, look)
+        except Exception as error:
+            words = str(error).strip().partition("\n")[0]
+            raise UsageError(f"it cannot be exported ({type(error).__name__}: {words})") from error
+        inputs = {**leaves_of(side.args, "args"), **leaves_of(side.kwargs, "kwargs")}
+        return {path: found.get(id(leaf), []) for path, leaf in inputs.items() if isinstance(leaf, torch.Tensor)}
+
+
+def _dynamic_axes(value: Scalar | None) -> frozenset[int] | None:
+    """Return the axes whose sizes an export leaves open: none (None), all (an empty set), or those of the option."""
+    if value is None or value is False:
+        return None
+    if value is True:
+        return frozenset()
+    axes = str(value).split(",")
+    if not all(axis.strip().isdigit() for axis in axes):
+        raise UsageError(f"option dynamic is true, false, or axes such as 0,1, not {value!r}")
+    return frozenset(map(int, axes))
+
+
+class Export(Exporting):
     """`torch.export.export(program).module()`."""
 
     def __init__(self, options: Options) -> None:
-        require_known("export", options, ("strict",))
-        self.strict = bool(flag(options, "strict"))
+        require_known("export", options, ("dynamic", "strict"))
+        super().__init__(options)
 
     @contextmanager
     def apply(
         self, side: Side, *, draws_random: bool, lifted: bool = False, seam: Seam = hand_on
     ) -> Iterator[TransformedSide]:
         """Yield the side with its call exported; all calls count as transformed. The keywords are not used."""
-        yield TransformedSide.counting_calls(export_side(side, strict=self.strict)[1], captured=1)
+        yield TransformedSide.counting_calls(self.export(side)[1], captured=1)
 
 
 def export_side(
-    side: Side, *, strict: bool, then: Callable[[ExportedProgram], ExportedProgram] = lambda program: program
+    side: Side,
+    *,
+    strict: bool,
+    axes: Collection[int] | None = None,
+    then: Callable[[ExportedProgram], ExportedProgram] = lambda program: program,
 ) -> tuple[GraphModule, Side]:
     """Export a side's callable; return the exported module, and the side with it as call and as owner of the state.
 
-    The new side has the same inputs, and the program's names for the module's state. `then` takes the exported program
-    and returns the one to use.
+    The new side has the same inputs, and the program's names for the module's state. `axes` are those of the inputs
+    whose sizes are left open, where the program allows it: None for no axis, and all if it is empty. `then` takes the
+    exported program and returns the one to use.
     """
     owner, names = _as_module(side)
+    shapes = None if axes is None else dynamic_shapes(owner, side.args, side.kwargs, axes)
     with owner.bound() if isinstance(owner, _FunctionModule) else nullcontext():
-        program = then(torch.export.export(owner, side.args, side.kwargs, strict=strict))
+        program = then(torch.export.export(owner, side.args, side.kwargs, dynamic_shapes=shapes, strict=strict))
     module = program.module()
     assert isinstance(module, GraphModule)
     return module, replace(side, call=module, owner=module, names=names)

@@ -1,7 +1,8 @@
-"""A user's own pass `fn(graph_module, example_inputs) -> callable`.
+"""A user's own pass `fn(graph_module, example_inputs) -> callable`, or `fn(graph_module)`.
 
-The option `graph` says which graphs it gets: dynamo's, the ATen graphs after AOTAutograd, or the exported one. Start
-with `FxPass.apply`.
+The option `graph` says which graphs it gets: dynamo's, the ATen graphs after AOTAutograd, the exported one, or the one
+that `torch.fx.symbolic_trace` makes, which calls modules. A pass that changes none of them was not tested. Start with
+`FxPass.apply`.
 """
 
 from __future__ import annotations
@@ -12,29 +13,32 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
 from torchdelta._torch.compile.seams import HandedGraph, Seam, graph_behind, hand_on
 from torchdelta._torch.graphs import graphs
+from torchdelta._torch.graphs.keys import content_key
+from torchdelta._torch.graphs.user_passes import Pass, run_pass
 from torchdelta.errors import UsageError
 from torchdelta.program.programs import load_callable, require_module
 from torchdelta.program.sides import Side, state_of
-from torchdelta.transforms.base import Options, Traits, Transform, TransformedSide
+from torchdelta.transforms.base import Options, Traits, Transform, TransformedSide, accepts_unchanged
 from torchdelta.transforms.compiler import Compiler
 from torchdelta.transforms.export import export_side
 
-GRAPHS = ("dynamo", "aten", "export")
+GRAPHS = ("dynamo", "aten", "export", "symbolic")
 
 
 class FxPass(Transform):
-    """The pass as a torch.compile backend (`graph=dynamo`, `graph=aten`) or on the exported graph (`graph=export`)."""
+    """The pass as a torch.compile backend (`graph=dynamo`, `graph=aten`), or on one graph (`export`, `symbolic`)."""
 
-    def __init__(self, function: graphs.Pass | str, options: Options) -> None:
-        """Take the pass, or its name, and read the option `graph`: "dynamo" by default, "aten" or "export".
+    def __init__(self, function: Pass | str, options: Options) -> None:
+        """Take the pass, or its name, and read the options `graph`, "dynamo" by default, and `unchanged`.
 
         A named pass is loaded when it is first applied, because its module may change torch, and the yardstick must be
-        known by then. The other options are those of torch.compile; they are checked here, except with `graph=export`,
-        which ignores them. UsageError if the pass is not callable, or if an option is unknown or wrong.
+        known by then. The other options are those of torch.compile; they are checked here, except for one graph, where
+        they are ignored. UsageError if the pass is not callable, or if an option is unknown or wrong.
         """
         if isinstance(function, str):
             require_module(function, what="pass")
@@ -44,14 +48,17 @@ class FxPass(Transform):
         self.graph = str(rest.pop("graph", "dynamo"))
         if self.graph not in GRAPHS:
             raise UsageError(f"unknown graph {self.graph!r}: a pass works on {', '.join(GRAPHS)}")
+        self.must_change = not accepts_unchanged("pass", rest)
+        rest.pop("unchanged", None)
         self.named = function
         self.options = rest
-        self.traits = Traits(has_seam=True, is_compiler=self.graph != "export")
+        self.traits = Traits(has_seam=True, is_compiler=self.graph in ("dynamo", "aten"))
         if self.traits.is_compiler:
-            self._compiler(hand_on)  # checks the options
+            compiler = self._compiler(hand_on, [])  # checks the options
+            self.traits = replace(self.traits, other_inputs=compiler.traits.other_inputs)
 
     @cached_property
-    def function(self) -> graphs.Pass:
+    def function(self) -> Pass:
         """The pass itself; UsageError or ProgramError if its name cannot be loaded."""
         return load_callable(self.named, what="pass") if isinstance(self.named, str) else self.named
 
@@ -61,49 +68,85 @@ class FxPass(Transform):
     ) -> Iterator[TransformedSide]:
         """Yield the side that runs, in place of each captured graph, the callable that the pass makes of it.
 
-        The `seam` gets each graph before the pass. With `graph=export` the pass runs at once on the one exported graph;
-        otherwise it runs as a backend of torch.compile, when the side is first called.
+        The `seam` gets each graph before the pass. As a backend of torch.compile the pass runs when the side is first
+        called; on one graph it runs at once. UsageError if `symbolic_trace` cannot trace the side.
         """
         _ = self.function  # loaded here, because inside of a compiler its error would be the compiler's
+        changes: list[bool] = []
         if self.traits.is_compiler:
-            with self._compiler(seam).apply(side, draws_random=draws_random, lifted=lifted) as transformed:
+            with self._compiler(seam, changes).apply(side, draws_random=draws_random, lifted=lifted) as transformed:
+                transformed.witness.changes = changes
                 yield transformed
             return
-        module, exported = export_side(side, strict=False)
-        call = self._run_pass(seam, module, (*exported.args, *exported.kwargs.values()), "export")
-        yield TransformedSide.counting_calls(replace(exported, call=call, owner=_owner(call, exported)), captured=1)
+        module, traced = self.trace(side)
+        call = self._run_pass(seam, module, (*traced.args, *traced.kwargs.values()), self.graph, changes)
+        side = replace(traced, call=call, owner=_owner(call, traced))
+        yield TransformedSide.counting_calls(side, captured=1, changes=changes)
 
-    def _compiler(self, seam: Seam) -> Compiler:
+    def trace(self, side: Side) -> tuple[GraphModule, Side]:
+        """Return the one graph that the pass gets, exported or traced, and the side that runs it."""
+        return export_side(side, strict=False) if self.graph == "export" else _trace_side(side)
+
+    def _compiler(self, seam: Seam, changes: list[bool]) -> Compiler:
         """Return a compiler whose backend is the pass, with this seam before it; UsageError if an option is wrong.
 
+        `changes` is filled as `_run_pass` does.
         With `graph=aten` the pass gets the forward, backward and inference graphs of AOTAutograd, otherwise dynamo's.
         """
 
         def backend(graph_module: GraphModule, example_inputs: list[Any], **_: Any) -> Any:
-            return self._run_pass(seam, graph_module, example_inputs, "dynamo")
+            return self._run_pass(seam, graph_module, example_inputs, "dynamo", changes)
 
         def compiler(graph_module: GraphModule, example_inputs: Sequence[Any], level: str) -> Callable[..., Any]:
-            return self._run_pass(seam, graph_module, example_inputs, level)
+            return self._run_pass(seam, graph_module, example_inputs, level, changes)
 
         return Compiler(graphs.after_aot(compiler) if self.graph == "aten" else backend, self.options)
 
-    def _run_pass(self, seam: Seam, module: GraphModule, inputs: Sequence[Any], level: str) -> Callable[..., Any]:
+    def _run_pass(
+        self, seam: Seam, module: GraphModule, inputs: Sequence[Any], level: str, changes: list[bool]
+    ) -> Callable[..., Any]:
         """Hand a graph to the seam at this level, and return the seam's callable; `make` there runs the pass.
 
-        It returns what the pass returns, or if that is None the graph, changed in place; TypeError if it is not
-        callable.
+        `changes` gets an entry for each graph: whether the pass made another graph of it, or something else than a
+        graph. It stays empty if the user accepts that nothing changed.
         """
 
         def make(graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-            return graphs.as_callable(self.function(graph, example_inputs), graph)
+            if not self.must_change:
+                return run_pass(self.function, graph, example_inputs)
+            before = content_key(graph)
+            call = run_pass(self.function, graph, example_inputs)
+            after = graph_behind(call)
+            changes.append(after is None or content_key(after) != before)
+            return call
 
         return seam(HandedGraph(graph=module, example_inputs=inputs, make=make, level=level))
 
 
-def _owner(call: Callable[..., Any], exported: Side) -> Callable[..., Any]:
-    """Return the module whose state a call changes: the graph behind the call, or else the exported module.
+def _trace_side(side: Side) -> tuple[GraphModule, Side]:
+    """Return the graph that `torch.fx.symbolic_trace` makes of a side's module, and the side that runs it.
 
-    The graph counts only if it has all of the exported module's parameters and buffers by name.
+    UsageError if the side's callable is not a module, or if it cannot be traced.
+    """
+    other = "use graph=dynamo or graph=export"
+    if not isinstance(side.call, torch.nn.Module):
+        raise UsageError(f"graph=symbolic traces a module, and the program is {type(side.call).__name__}: {other}")
+    try:
+        module = torch.fx.symbolic_trace(side.call)
+    except Exception as error:
+        words = str(error).strip().partition("\n")[0]
+        raise UsageError(
+            f"torch.fx.symbolic_trace cannot trace the program ({type(error).__name__}: {words}): {other}"
+        ) from error
+    state = side.state
+    names = {name: name for name in (*state.parameters, *state.buffers)}
+    return module, replace(side, call=module, owner=module, names=names)
+
+
+def _owner(call: Callable[..., Any], exported: Side) -> Callable[..., Any]:
+    """Return the module whose state a call changes: the graph behind the call, or else the exported or traced module.
+
+    The graph counts only if it has all of that module's parameters and buffers by name.
     """
     graph = graph_behind(call)
     if graph is None:

@@ -40,6 +40,8 @@ class Witness:
     """The form of each graph that a compiler captured: see `form_of`."""
     result_forms: list[tuple[str, ...]] = field(default_factory=list)
     """The form of the graph that a pass made of each; empty if the result is not a graph."""
+    changes: list[bool] = field(default_factory=list)
+    """Of each graph that a pass got, whether it changed the graph; empty if that does not matter."""
 
     def eager_reasons(self) -> list[str]:
         """Return why parts of the program ran eagerly, in the compiler's own words; empty if it is not a compiler.
@@ -115,18 +117,26 @@ def hint_of(value: Any) -> Any:
     return getattr(value.node, "hint", value) if is_symbolic else value
 
 
-def require_known_config(settings: Mapping[str, Any]) -> None:
-    """Raise UsageError if inductor has no setting of a name, or if a value has another type than the present one.
+PARTS: Mapping[str, Any] = {
+    "inductor": torch._inductor.config,
+    "dynamo": torch._dynamo.config,
+    "functorch": torch._functorch.config,
+}
+"""The parts of the compiler that have settings, each with its config module."""
+
+
+def require_known_config(settings: Mapping[str, Any], part: str = "inductor") -> None:
+    """Raise UsageError if a part has no setting of a name, or if a value has another type than the present one.
 
     `settings` has values by name. The type counts only if the present value is a bool, int, float or str.
     """
-    known = torch._inductor.config.get_config_copy()
+    known = PARTS[part].get_config_copy()
     for name, value in settings.items():
         if name not in known:
-            raise UsageError(f"inductor has no setting {name!r}: {nearest(name, known)}")
+            raise UsageError(f"{part} has no setting {name!r}: {nearest(name, known)}")
         present = known[name]
         if isinstance(present, (bool, int, float, str)) and not isinstance(value, type(present)):
-            raise UsageError(f"inductor's setting {name} is {type(present).__name__} ({present!r}), not {value!r}")
+            raise UsageError(f"{part}'s setting {name} is {type(present).__name__} ({present!r}), not {value!r}")
 
 
 @contextmanager

@@ -9,7 +9,6 @@ A `Chain` follows one graph: call `chain.look(pass_name)` after each pass, and r
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,17 +16,13 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_arg
 
 from torchdelta._torch.graphs import graphs, handles
+from torchdelta._torch.graphs.keys import HOLDING, key_of, plain_arguments
 from torchdelta._torch.graphs.nodes import INDUCTOR_RANDOMS, arguments, op_name
 from torchdelta._torch.modes.outside import outside_modes
 
 Handle = Callable[[Node], int]
-Describe = Callable[[Any], str]
-"""Returns a text for an attribute of a graph, which changes if the attribute does."""
-
-_HOLDING = ("get_attr", "call_module")
 _PACKING = ("mkl", "mkldnn", "onednn")
 """Libraries with a weight layout of their own: such weights cannot be copied, and have no float64."""
 
@@ -72,7 +67,7 @@ class Version:
         Versions with other draws cannot be compared.
         """
         inside = (each.draws for each in self.attributes.values() if isinstance(each, Version))
-        own = (f"{node.name} {node.target} {_plain(node.args)}" for node in self.graph.nodes if _draws(node))
+        own = (f"{node.name} {node.target} {plain_arguments(node.args)}" for node in self.graph.nodes if _draws(node))
         return (*own, *(drawn for drawn_inside in inside for drawn in drawn_inside))
 
 
@@ -125,7 +120,7 @@ def take_version(module: GraphModule, name: str, handle: Handle) -> Version:
     shared.
     """
     attributes: dict[str, Any] = {}
-    for target in sorted({str(node.target) for node in module.graph.nodes if node.op in _HOLDING}):
+    for target in sorted({str(node.target) for node in module.graph.nodes if node.op in HOLDING}):
         value = graphs.attribute(module, target)
         attributes[target] = take_version(value, name, handle) if isinstance(value, GraphModule) else value
     graph = Graph()
@@ -137,30 +132,11 @@ def take_version(module: GraphModule, name: str, handle: Handle) -> Version:
     return Version(name=name, graph=graph, attributes=attributes)
 
 
-def key_of(module: GraphModule, describe: Describe | None = None) -> str:
-    """Return a hash that two graphs share if they run the same calls in the same order, whatever their nodes are named.
-
-    Calls are the same if target, arguments and, for modules and constants, the attribute are. `describe` gives the text
-    of an attribute that is not a graph; without it, attributes are the same if they are one object.
-    """
-    digest = hashlib.sha256()
-    places: dict[Node, int] = {node: place for place, node in enumerate(module.graph.nodes)}
-    for node in module.graph.nodes:
-        target = "" if node.op in ("placeholder", "output") else _target(node)
-        digest.update(f"{node.op} {target} {_plain((node.args, node.kwargs), places)}\n".encode())
-        if node.op in _HOLDING:
-            value = graphs.attribute(module, str(node.target))
-            inner = isinstance(value, GraphModule)
-            text = key_of(value, describe) if inner else describe(value) if describe else f"{id(value)}"
-            digest.update(f"  {text}\n".encode())
-    return digest.hexdigest()
-
-
 def _parts(module: GraphModule) -> Iterator[Any]:
     """Yield the nodes, targets, arguments and attributes of a graph and of its inner graphs."""
     for node in module.graph.nodes:
         yield from (node, node.target, node.args, node.kwargs)
-        if node.op in _HOLDING:
+        if node.op in HOLDING:
             value = graphs.attribute(module, str(node.target))
             yield value
             if isinstance(value, GraphModule):
@@ -187,25 +163,6 @@ def _sources_first(graph: Graph) -> Iterator[Node]:
             if last not in done:
                 done.add(last)
                 yield last
-
-
-def _target(node: Node) -> str:
-    # by id, because two functions may have the same name; both live as long as their graph
-    return str(node.target) if isinstance(node.target, (str, OpOverload)) else f"{node.target!r} {id(node.target)}"
-
-
-class _NodePlace(str):
-    """The place of a node in a printed argument: it prints without quotes, unlike a text argument."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def _plain(value: Any, places: dict[Node, int] | None = None) -> str:
-    """Return arguments as text, with the place of a node instead of its name, or a plain % without places."""
-    return repr(map_arg(value, lambda node: _NodePlace("%" if places is None else f"%{places[node]}")))
 
 
 def _draws(node: Node) -> bool:

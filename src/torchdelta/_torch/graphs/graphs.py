@@ -26,8 +26,6 @@ from torchdelta._torch.modes.outside import outside_modes
 
 aten = torch.ops.aten
 
-Pass = Callable[[GraphModule, Sequence[Any]], Any]
-
 
 def as_callable(result: Any, graph_module: GraphModule) -> Callable[..., Any]:
     """Return the result of a pass as a callable that takes its arguments one by one.
@@ -136,11 +134,16 @@ def flatten_signature(graph_module: GraphModule) -> GraphModule:
 
 
 def flat_inputs(graph_module: GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> list[Any]:
-    """Return the value of each placeholder for a call with these arguments; `kwargs` count only if it takes pytrees."""
-    codegen = graph_module.graph._codegen
-    if isinstance(codegen, _PyTreeCodeGen):
+    """Return the value of each placeholder for a call with these arguments.
+
+    A graph that takes no pytrees takes `kwargs` by the names of its placeholders; the others have their defaults.
+    """
+    if isinstance(graph_module.graph._codegen, _PyTreeCodeGen):
         return tree_leaves((tuple(args), dict(kwargs or {})))
-    return list(args)
+    if not kwargs:
+        return list(args)
+    named = [node for node in graph_module.graph.nodes if node.op == "placeholder"][len(args) :]
+    return [*args, *(kwargs[node.target] if node.target in kwargs else next(iter(node.args), None) for node in named)]
 
 
 def output_builder(graph_module: GraphModule) -> Callable[[Sequence[Any]], Any]:

@@ -41,6 +41,9 @@ _COMPILATION_TIMEOUT_S = 5.0
 _COMPILING = threading.Event()
 """Set while a compilation runs that did not end within the timeout."""
 
+_ATTENTION = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
+"""Kernels of attention that can be switched off, for every device."""
+
 # config modules of the compiler stack; a module that is not loaded has nothing to restore
 _CONFIGS = (
     "torch._dynamo.config",
@@ -154,6 +157,17 @@ def release_memory() -> None:
         torch.accelerator.memory.empty_cache()
 
 
+def plain_flags() -> dict[str, Any]:
+    """Return torch's global flags as JSON takes them to another process, where `apply_flags` sets them."""
+    flags = _read_flags()
+    return {**flags, "dtype": str(flags["dtype"]).removeprefix("torch."), "device": str(flags["device"])}
+
+
+def apply_flags(plain: dict[str, Any]) -> None:
+    """Set torch's global flags to those that `plain_flags` returned, perhaps in another process."""
+    _restore_flags({**plain, "dtype": getattr(torch, plain["dtype"]), "device": torch.device(plain["device"])})
+
+
 @contextmanager
 def preserved_flags() -> Iterator[None]:
     """Restore torch's flags after the body, even if it raises: those that `_read_flags` returns."""
@@ -218,7 +232,8 @@ def _read_flags() -> dict[str, Any]:
     """Return torch's global flags by name, as `_restore_flags` takes them.
 
     They are deterministic algorithms, filling of uninitialised memory, default dtype and device, grad mode, anomaly
-    mode, the precision of matrix products, flags of cuDNN and MKLDNN, and the number of threads.
+    mode, the precision of matrix products, flags of cuDNN and MKLDNN, the kernels of attention, and the number of
+    threads.
     """
     return {
         "deterministic": (
@@ -233,6 +248,8 @@ def _read_flags() -> dict[str, Any]:
         "precision": _matmul_precision(),
         "cudnn": {name: getattr(torch.backends.cudnn, name) for name in ("enabled", "benchmark", "deterministic")},
         "mkldnn": torch.backends.mkldnn.enabled,
+        "attention": {name: getattr(torch.backends.cuda, f"{name}_enabled")() for name in _ATTENTION},
+        "fast_path": torch.backends.mha.get_fastpath_enabled(),
         "threads": torch.get_num_threads(),
     }
 
@@ -264,5 +281,8 @@ def _restore_flags(flags: dict[str, Any]) -> None:
             if getattr(torch.backends.cudnn, name) != value:
                 setattr(torch.backends.cudnn, name, value)
         torch.backends.mkldnn.enabled = flags["mkldnn"]
+    for name, value in flags["attention"].items():
+        getattr(torch.backends.cuda, f"enable_{name}")(value)
+    torch.backends.mha.set_fastpath_enabled(flags["fast_path"])
     if torch.get_num_threads() != flags["threads"]:
         torch.set_num_threads(flags["threads"])

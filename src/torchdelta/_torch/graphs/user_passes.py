@@ -1,0 +1,66 @@
+"""Passes as users write them: a function of a graph module and perhaps its inputs, or of a graph.
+
+It changes the graph in place, or returns another one, or any callable. `run_pass` calls it, and returns what is to run.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.fx import Graph, GraphModule
+from torch.fx.passes.infra.pass_base import PassResult
+
+from torchdelta._torch.graphs import graphs
+
+Pass = Callable[..., Any]
+
+_GRAPH_NAMES = ("graph", "g", "fx_graph")
+_INPUT_NAMES = ("example_inputs", "inputs", "args", "example_args")
+
+
+def run_pass(each: Pass, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Run a pass on a graph that it may change in place; return the graph or callable that it leaves, ready to run.
+
+    The given graph is returned if the pass returns None, a bool or an int; of torch's `PassResult` the module is
+    taken. Raise TypeError for anything else that is neither callable nor a `Graph`.
+    """
+    wants_graph, with_inputs = wanted_by(each)
+    result = each(graph.graph if wants_graph else graph, *((list(inputs),) if with_inputs else ()))
+    if isinstance(result, PassResult):  # torch's own passes return a graph module with a flag
+        result = result.graph_module
+    if isinstance(result, Graph):
+        result = graph if result is graph.graph else GraphModule(graph, result)
+    # a pass that returns a count or a bool has changed the graph in place
+    return graphs.as_callable(None if isinstance(result, (bool, int)) else result, graph)
+
+
+def wanted_by(each: Pass) -> tuple[bool, bool]:
+    """Return whether a pass takes a graph in place of a graph module, and whether it takes the inputs too.
+
+    Its signature tells. The inputs come second if the second parameter has no default or is named in `_INPUT_NAMES`, if
+    there is a `*args`, or if the signature cannot be read or is empty.
+    """
+    try:
+        parameters = list(inspect.signature(each).parameters.values())
+    except (TypeError, ValueError):  # builtins and C++ functions have no signature
+        parameters = []
+    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    takes_any = not parameters or any(one.kind is one.VAR_POSITIONAL for one in parameters)
+    second = positional[1] if len(positional) > 1 else None
+    is_given = second is not None and (second.default is inspect.Parameter.empty or second.name in _INPUT_NAMES)
+    with_inputs = takes_any or is_given
+    return bool(positional) and _wants_graph(positional[0], is_alone=not with_inputs), with_inputs
+
+
+def _wants_graph(parameter: inspect.Parameter, *, is_alone: bool) -> bool:
+    """Tell whether a parameter is a `Graph` and not a `GraphModule`, by its annotation.
+
+    Without an annotation its name decides if it `is_alone`: what takes inputs too is written as a backend is.
+    """
+    annotation = parameter.annotation
+    if annotation is inspect.Parameter.empty:
+        return is_alone and parameter.name in _GRAPH_NAMES
+    words = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+    return "GraphModule" not in words and "Graph" in words

@@ -1,0 +1,138 @@
+"""Other inputs for a candidate that is meant for more than the user's own: other values, or other sizes.
+
+An exported program is called with inputs that it was not traced with, one that was compiled with `dynamic=true` with
+inputs of other sizes. A value, a size or an alias that was baked into it shows only there. So the plan of such a check
+has one more iteration, with inputs that the program itself accepts when it runs eagerly. Start with `extend`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from torchdelta._torch.pytree import tree_map_only
+from torchdelta.check.baseline import Baseline
+from torchdelta.errors import EagerFails, ProgramError, TorchDeltaError
+from torchdelta.program.examples import (
+    are_shared,
+    can_be_resized,
+    can_vary,
+    input_leaves,
+    redraw,
+    resize,
+    resize_symbols,
+)
+from torchdelta.program.programs import Program
+from torchdelta.program.sides import Side
+from torchdelta.transforms.base import OtherInputs, Transform
+
+ATTEMPTS = 20
+"""How often inputs are drawn before the question is given up."""
+
+
+def extend(baseline: Baseline, transform: Transform, notes: list[str]) -> Baseline:
+    """Return the baseline with one more iteration on other inputs, if the transform is meant for them, and add a note.
+
+    The note says what is other about them, or why the candidate was not asked about other inputs; the baseline itself
+    is returned then.
+    """
+    kind = transform.traits.other_inputs
+    if kind is None:
+        return baseline
+    what = "other sizes" if kind is OtherInputs.SIZES else "other values"
+    try:
+        tries = _tries(baseline, transform)
+    except (TorchDeltaError, NotApplicable) as error:
+        notes.append(f"the candidate was not asked about {what}: {error}")
+        return baseline
+    program = baseline.program
+    if (expected := _forward(baseline, program)) is None:
+        return baseline  # the check itself will say that the program fails
+    for other in itertools.islice(tries, ATTEMPTS):
+        outputs = _forward(baseline, other)
+        if outputs is not None and _is_finite(outputs) >= _is_finite(expected):
+            notes.append(f"iterations[{baseline.plan.iterations}] has {_told(program, other)}")
+            plan = replace(baseline.plan, further=(*baseline.plan.further, (other.args, dict(other.kwargs))))
+            return Baseline(
+                program=program,
+                plan=plan,
+                deterministic=baseline.deterministic,
+                anomaly=baseline.anomaly,
+                progress=baseline.progress,
+                notes=baseline.notes,
+                seconds=baseline.seconds,
+            )
+    notes.append(f"the candidate was not asked about {what}: the program accepts none that were drawn")
+    return baseline
+
+
+class NotApplicable(Exception):
+    """There is nothing in the inputs that could be other."""
+
+
+def _tries(baseline: Baseline, transform: Transform) -> Iterator[Program]:
+    """Return programs with other inputs, the best first, as many as there are; NotApplicable if there can be none."""
+    program, seed = baseline.program, baseline.plan.seed + 1
+    apart = _with_own_memory(program)
+    if transform.traits.other_inputs is OtherInputs.VALUES:
+        if not can_vary(program):
+            raise NotApplicable("it has no input with elements")
+        return itertools.chain.from_iterable(redraw(apart, seed=seed + ATTEMPTS * turn) for turn in itertools.count())
+    if not can_be_resized(program):
+        raise NotApplicable("no input has a size above 1")
+    symbols = transform.open_sizes(Side.copied_from(apart))
+    if symbols is None:
+        return itertools.chain.from_iterable(itertools.islice(resize(apart, seed=seed), 1))
+    if not any(any(axes) for axes in symbols.values()):
+        raise NotApplicable("no size of its inputs is dynamic")
+    return resize_symbols(apart, symbols, seed=seed)
+
+
+def _with_own_memory(program: Program) -> Program:
+    """Return the program with inputs that do not share memory, and of which none is passed twice."""
+    if not are_shared(program) and not _is_passed_twice(program):
+        return program
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+    args, kwargs = tree_map_only(torch.Tensor, own, (program.args, dict(program.kwargs)))
+    return replace(program, args=args, kwargs=kwargs)
+
+
+def _is_passed_twice(program: Program) -> bool:
+    tensors = [id(leaf) for leaf in input_leaves(program).values() if isinstance(leaf, torch.Tensor)]
+    return len(set(tensors)) < len(tensors)
+
+
+def _forward(baseline: Baseline, program: Program) -> list[torch.Tensor] | None:
+    """Return the tensors that the program returns eagerly, or None if it raises."""
+    plan = replace(baseline.plan, stages=("forward",), iterations=1, further=())
+    runs = Baseline(program=program, plan=plan, deterministic=baseline.deterministic)
+    try:
+        leaves = runs.reference.stages["forward"]
+    except (EagerFails, ProgramError):
+        return None
+    return [leaf for path, leaf in leaves.items() if path.startswith("outputs") and isinstance(leaf, torch.Tensor)]
+
+
+def _is_finite(outputs: list[torch.Tensor]) -> bool:
+    return all(bool(torch.isfinite(output).all()) for output in outputs if output.is_floating_point())
+
+
+def _told(program: Program, other: Program) -> str:
+    """Return in a few words what is other about the inputs."""
+    before, after = _shapes(program), _shapes(other)
+    changed = [f"{path} {list(before[path])} → {list(after[path])}" for path in before if before[path] != after[path]]
+    if changed:
+        return f"other sizes: {', '.join(changed[:3])}" + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+    is_apart = _with_own_memory(program) is not program
+    return "other values" + (", and none of its inputs shares memory with another" if is_apart else "")
+
+
+def _shapes(program: Program) -> dict[str, tuple[int, ...]]:
+    leaves = input_leaves(program).items()
+    return {path: tuple(leaf.shape) for path, leaf in leaves if isinstance(leaf, torch.Tensor)}

@@ -1,0 +1,115 @@
+"""A program is what its factory made it: settings of `build()` hold for every side, in every command, and not after."""
+
+import os
+
+import pytest
+import torch
+import torch._dynamo.config
+import torch._functorch.config
+import torch._inductor.config
+
+import torchdelta as td
+from torchdelta import Verdict
+from torchdelta.errors import UsageError
+
+FILE = """
+import os
+import torch
+import torch._inductor.config
+
+
+class Asks(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x), torch.full((2,), 0.1)
+
+
+def in_float64():
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    os.environ["TORCHDELTA_FACTORY"] = "ran"
+    return Asks(), (torch.randn(2, 4),)
+
+
+def without_gradients():
+    torch.set_grad_enabled(False)
+    return Asks(), (torch.randn(2, 4),)
+
+
+def with_a_bug():
+    torch._inductor.config.cpp.inject_relu_bug_TESTING_ONLY = "accuracy"
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()), (torch.randn(4, 8),)
+
+
+def dies(graph_module, example_inputs):
+    assert torch.get_default_dtype() is not torch.float64, "float64 is the default"
+    return graph_module.forward
+"""
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHDELTA_FACTORY", raising=False)
+    (tmp_path / "programs.py").write_text(FILE)
+    return str(tmp_path / "programs.py")
+
+
+def test_settings_of_the_factory_hold_while_it_is_checked_and_not_after(program):
+    threads = torch.get_num_threads()
+
+    report = td.check(f"{program}:in_float64", transform="eager")
+
+    outputs = {each.path: each for each in report.stage("forward").comparisons}
+    assert report.verdict is Verdict.EQUIVALENT
+    assert outputs["outputs[1]"].measurement.worst.reference == 0.1  # in float32 it is another number
+    assert torch.get_default_dtype() is torch.float32
+    assert torch.get_num_threads() == threads
+    assert "TORCHDELTA_FACTORY" not in os.environ
+
+
+def test_a_factory_that_switches_gradients_off_has_none(program):
+    report = td.check(f"{program}:without_gradients", transform="eager")
+
+    assert [stage.name for stage in report.stages] == ["forward"]
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["check", "locate", "diagnose"])
+def test_settings_of_the_compiler_hold_in_every_command(program, command, tmp_path):
+    keywords = {"out": tmp_path / "found"} if command == "diagnose" else {}
+
+    found = getattr(td, command)(f"{program}:with_a_bug", transform="inductor", **keywords)
+
+    assert found.verdict is Verdict.DIVERGED
+    assert torch._inductor.config.cpp.inject_relu_bug_TESTING_ONLY is None
+
+
+@pytest.mark.slow
+def test_flags_of_the_factory_hold_in_the_workers_of_a_reduction(program):
+    small = td.minify(f"{program}:in_float64", transform=f"{program}:dies", isolated=True)
+
+    assert small.report.failure is not None
+    assert "float64 is the default" in small.report.failure.message
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_settings_of_dynamo_and_functorch_are_options():
+    seen = []
+
+    def look(graph_module, example_inputs):
+        seen.append((torch._dynamo.config.capture_scalar_outputs, torch._functorch.config.debug_assert))
+        return graph_module.forward
+
+    options = {"dynamo.capture_scalar_outputs": True, "functorch.debug_assert": True, "unchanged": "ok"}
+    td.check(lambda x: x.sin(), (torch.ones(2),), transform=look, options=options)
+
+    assert set(seen) == {(True, True)}
+    assert not torch._dynamo.config.capture_scalar_outputs
+    with pytest.raises(UsageError, match="dynamo has no setting"):
+        td.check(lambda x: x, (torch.ones(2),), transform="eager", options={"dynamo.nothing": 1})
+    with pytest.raises(UsageError, match="functorch's setting"):
+        td.check(lambda x: x, (torch.ones(2),), transform="eager", options={"functorch.debug_assert": 3})

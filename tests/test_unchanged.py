@@ -1,0 +1,176 @@
+"""A pass that changed nothing was not tested; which graphs a pass is given, and how it is called."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx.passes.infra.pass_base import PassResult
+
+import torchdelta as td
+from torchdelta import Verdict
+from torchdelta.errors import UsageError
+
+X = (torch.randn(4, 8, generator=torch.Generator().manual_seed(0)),)
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.second = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+        self.register_buffer("scale", torch.full((8,), 2.0))
+
+    def forward(self, x):
+        return self.second(F.relu(self.norm(self.first(x)))) * self.scale
+
+
+def broken(x):
+    y = x.sin()
+    torch._dynamo.graph_break()
+    return y.exp() + 1
+
+
+def leave(graph_module, example_inputs):
+    return graph_module
+
+
+def recompile(graph_module, example_inputs):
+    graph_module.graph.lint()
+    graph_module.recompile()
+
+
+def bind(graph_module, example_inputs):
+    return graph_module.forward
+
+
+def call(graph_module, example_inputs):
+    return lambda *args: graph_module(*args)
+
+
+def swap_operands(graph_module, example_inputs):
+    for node in graph_module.graph.nodes:
+        if getattr(node.target, "__name__", "") in ("mul", "mul.Tensor", "add"):
+            node.args = tuple(reversed(node.args))
+    return graph_module
+
+
+@pytest.mark.parametrize("graph", ["dynamo", "aten", "export", "symbolic"])
+@pytest.mark.parametrize("identity", [leave, recompile, bind])
+def test_a_pass_that_leaves_every_graph_as_it_was_is_inconclusive(identity, graph):
+    report = td.check(Layers(), X, transform=identity, options={"graph": graph})
+
+    assert report.verdict is Verdict.INCONCLUSIVE
+    assert all("changed nothing" in stage.reason for stage in report.stages)
+    accepted = td.check(Layers(), X, transform=identity, options={"graph": graph, "unchanged": "ok"})
+    assert accepted.verdict is Verdict.EQUIVALENT
+
+
+@pytest.mark.parametrize("graph", ["dynamo", "aten", "export", "symbolic"])
+def test_a_pass_that_rewrites_without_changing_the_function_is_equivalent(graph):
+    assert td.check(Layers(), X, transform=swap_operands, options={"graph": graph}).verdict is Verdict.EQUIVALENT
+
+
+def test_a_pass_that_returns_a_function_is_taken_to_have_changed_the_graph():
+    assert td.check(Layers(), X, transform=call).verdict is Verdict.EQUIVALENT
+
+
+def test_a_pass_that_only_changes_some_graphs_says_which_it_left():
+    def change_sums(graph_module, example_inputs):
+        for node in graph_module.graph.nodes:
+            if getattr(node.target, "__name__", "") == "add":
+                node.args = (1, node.args[0])
+        return graph_module
+
+    report = td.check(broken, X, transform=change_sums)
+
+    assert report.verdict is Verdict.EQUIVALENT
+    assert any("left 1 of its 2 graphs as they were: 0" in note for note in report.notes)
+
+
+def scale_buffer(graph_module):
+    graph_module.scale.mul_(1.5)
+
+
+def replace_weight(graph_module):
+    graph_module.first.weight = nn.Parameter(graph_module.first.weight + 0.1)
+
+
+def write_weight(graph_module):
+    with torch.no_grad():
+        graph_module.first.weight.data += 0.1
+
+
+def change_epsilon(graph_module):
+    graph_module.norm.eps = 0.5
+
+
+@pytest.mark.parametrize("change", [scale_buffer, replace_weight, write_weight, change_epsilon])
+def test_a_change_of_tensors_or_of_a_submodule_is_a_change(change):
+    report = td.check(Layers(), X, transform=change, options={"graph": "symbolic"})
+
+    assert report.verdict is Verdict.DIVERGED
+
+
+def returns_result(graph_module):
+    for node in graph_module.graph.nodes:
+        if node.op == "call_module" and node.target == "norm":
+            node.target = "first"
+    graph_module.recompile()
+    return PassResult(graph_module, True)
+
+
+def takes_graph(graph):
+    for node in graph.nodes:
+        if node.op == "call_module" and node.target == "norm":
+            node.target = "first"
+
+
+def takes_both(graph_module, example_inputs):
+    assert example_inputs
+    return returns_result(graph_module)
+
+
+@pytest.mark.parametrize("one", [returns_result, takes_graph, takes_both])
+def test_a_pass_may_take_a_graph_module_alone_or_a_graph(one):
+    report = td.check(Layers(), X, transform=one, options={"graph": "symbolic"})
+
+    assert report.stage("forward").verdict is Verdict.DIVERGED
+
+
+def test_a_symbolic_graph_calls_modules():
+    kinds = set()
+
+    def look(graph_module):
+        kinds.update(node.op for node in graph_module.graph.nodes)
+
+    td.check(Layers(), X, transform=look, options={"graph": "symbolic"})
+
+    assert "call_module" in kinds
+
+
+def test_a_program_that_cannot_be_traced_symbolically_is_a_mistake_of_the_request():
+    class Branches(nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(UsageError, match="graph=dynamo or graph=export"):
+        td.check(Branches(), X, transform=leave, options={"graph": "symbolic"})
+    with pytest.raises(UsageError, match="traces a module"):
+        td.check(broken, X, transform=leave, options={"graph": "symbolic"})
+    with pytest.raises(UsageError, match="unchanged is ok"):
+        td.check(Layers(), X, transform=leave, options={"unchanged": "yes"})
+
+
+def test_a_decomposition_that_changes_nothing_is_inconclusive():
+    report = td.check(lambda x: x + 1, X, transform="decompose")
+
+    assert report.verdict is Verdict.INCONCLUSIVE
+    assert (
+        td.check(lambda x: x + 1, X, transform="decompose", options={"unchanged": "ok"}).verdict is Verdict.EQUIVALENT
+    )
+    assert td.check(Layers(), X, transform="decompose").verdict is Verdict.EQUIVALENT
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_backend_need_not_change_a_graph(backend):
+    assert td.check(Layers(), X, transform=backend).verdict is Verdict.EQUIVALENT
