@@ -369,13 +369,13 @@ class TestEvidence:
     def test_of_a_difference_in_kind_names_both(self):
         seen = seen_in(torch.ones(2, 3), None)
 
-        assert seen.kind == "structure"
+        assert seen.leaf == "structure"
         assert seen.reason == "structure: float32 tensor of shape (2, 3) in the reference, None in the candidate"
 
     def test_of_strings_names_both(self):
         seen = seen_in("mean", "sum")
 
-        assert (seen.kind, seen.reason) == ("object", "value: 'mean' in the reference, 'sum' in the candidate")
+        assert (seen.leaf, seen.reason) == ("object", "value: 'mean' in the reference, 'sum' in the candidate")
 
     def test_of_long_objects_is_short(self):
         seen = seen_in("a" * 1000, "b" * 1000)

@@ -15,10 +15,12 @@ from torchdelta.check import casts, decisions, graphwise, other_inputs, overflow
 from torchdelta.check.baseline import Baseline
 from torchdelta.check.candidate import CandidateRun
 from torchdelta.check.decisions import reach_of_steps, settle_steps, with_count
+from torchdelta.check.kinds import LiftedSides, tell_kinds
 from torchdelta.check.pairing import complete, has_differences, is_state, pair_stage, state_name
 from torchdelta.check.quantized_layers import LayerwiseCheck
 from torchdelta.compare.contract import Terms
 from torchdelta.compare.judge import Judge
+from torchdelta.compare.noise import Noise
 from torchdelta.compare.policy import Policy
 from torchdelta.compare.protocol import Answers, JudgingSteps, Yardstick, has_diverged
 from torchdelta.program.memory import living_set_aside, peak_bytes
@@ -51,6 +53,8 @@ class Check(JudgingSteps[Observation]):
     """The candidate in float64."""
     answers: Answers = field(default_factory=dict, init=False)
     """What float64 says about each leaf."""
+    graphs_agree: bool | None = field(default=None, init=False)
+    """Whether each graph by itself is the same function in float64; None if they were not asked one by one."""
     semantic_question: str = field(default="", init=False)
     """Whether the semantic question was asked, or why not."""
     needs_noise: bool = field(default=False, init=False)
@@ -99,6 +103,7 @@ class Check(JudgingSteps[Observation]):
         stages = self._doubt_unsteady(stages)
         stages = [steadiness.doubt_coarse(stage) for stage in stages]
         self.notes += steadiness.vouched_for(stages)
+        stages = [tell_kinds(stage, self._lifted_sides(stage.name), self._accepted) for stage in stages]
         return Report(
             verdict=worst_of(stage.verdict for stage in stages),
             environment=versions.environment(),
@@ -110,6 +115,19 @@ class Check(JudgingSteps[Observation]):
             notes=tuple(dict.fromkeys((*self.notes, *baseline.notes, *self.candidate.notes))),
             failure=self.candidate.failure,
             cost=Cost(seconds=dict(baseline.seconds), peak_bytes=peak_bytes()),
+        )
+
+    @property
+    def _accepted(self) -> float:
+        """How many times the noise a candidate may be off that is the same function."""
+        return self.policy.accepted if isinstance(self.policy, Noise) else 1.0
+
+    def _lifted_sides(self, stage: str) -> LiftedSides:
+        return LiftedSides(
+            answers=self.answers.get(stage, {}),
+            reference=self.lifted.reference,
+            candidate=self.lifted.candidate,
+            graphs_agree=self.graphs_agree,
         )
 
     def _ask(self, transform: Transform) -> Report:
@@ -314,6 +332,7 @@ class Check(JudgingSteps[Observation]):
         """
         answer = graphwise.ask_graphs(self.baseline, self.transform)
         self.semantic_question = answer.question
+        self.graphs_agree = answer.are_same if answer.question == ASKED else None
         if answer.count:
             why = self.lifted.asked.removeprefix("not asked: ")
             self.notes.append(f"float64 was asked about each of {answer.count} graphs by itself: {why}")

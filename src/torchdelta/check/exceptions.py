@@ -122,7 +122,7 @@ def _judge(candidate: CandidateRun, failed: EagerFails) -> Comparison:
     breach = Breach(clause=EXCEPTION, reference=reference, candidate=outcome)
     is_doubtful = failure is None and candidate.untransformed()
     verdict = Verdict.INCONCLUSIVE if is_doubtful else Verdict.DIVERGED
-    return Comparison(path=EXCEPTION, verdict=verdict, reason=str(breach), kind=EXCEPTION, contract=(breach,))
+    return Comparison(path=EXCEPTION, verdict=verdict, reason=str(breach), leaf=EXCEPTION, contract=(breach,))
 
 
 def _require_another_kind(candidate: CandidateRun, failed: EagerFails) -> None:

@@ -139,7 +139,7 @@ def drop_unsteady(
     """
     known = reference.stages.get(stage.name, {})
     paths = {path for name, path in unsteady if name == stage.name and is_state(path)}
-    names = {state_name(path) for path in paths if unsteady[stage.name, path].kind == "structure"}
+    names = {state_name(path) for path in paths if unsteady[stage.name, path].leaf == "structure"}
 
     def is_dropped(path: str) -> bool:
         return path in paths or (is_state(path) and path not in known and state_name(path) in names)

@@ -56,6 +56,8 @@ LARGEST = 2.0
 class Noise(Policy):
     """The default policy: the program's own rounding sets the tolerance."""
 
+    accepted: float = 1.0
+    """A candidate that is the same function may be less accurate, by so many times the noise."""
     needs_truth = True
 
     def judge(self, sample: Sample) -> Judgement:

@@ -86,7 +86,7 @@ def compare_alone(leaf: UnmatchedLeaf) -> Comparison:
 def differing_structure(path: str, reference: str, candidate: str) -> Comparison:
     """Return the comparison of two leaves of different kinds."""
     breach = Breach(clause="structure", reference=reference, candidate=candidate)
-    return Comparison(path=path, verdict=Verdict.DIVERGED, reason=str(breach), kind="structure", contract=(breach,))
+    return Comparison(path=path, verdict=Verdict.DIVERGED, reason=str(breach), leaf="structure", contract=(breach,))
 
 
 def _differing_order(path: str, reference: Container, candidate: Container, terms: Terms) -> Comparison:
@@ -94,11 +94,11 @@ def _differing_order(path: str, reference: Container, candidate: Container, term
     breach = terms.breach("order", brief(" ".join(reference.keys), 60), brief(" ".join(candidate.keys), 60))
     verdict = Verdict.EQUIVALENT if breach.excused else Verdict.DIVERGED
     reason = f"ignored: {breach}" if breach.excused else str(breach)
-    return Comparison(path=path, verdict=verdict, reason=reason, kind="structure", contract=(breach,))
+    return Comparison(path=path, verdict=verdict, reason=reason, leaf="structure", contract=(breach,))
 
 
 def _object(pair: Pair, verdict: Verdict, reason: str, *contract: Breach) -> Comparison:
-    return Comparison(path=pair.path, verdict=verdict, reason=reason, kind="object", contract=contract)
+    return Comparison(path=pair.path, verdict=verdict, reason=reason, leaf="object", contract=contract)
 
 
 def _defines_equality(kind: Any) -> bool:

@@ -14,12 +14,13 @@ from torchdelta.errors import UsageError
 
 _THRESHOLD = re.compile(r"(?P<metric>\w+)\s*(?P<sign>>=|<=)\s*(?P<bound>[^<>=]*)")
 FORMS = (
-    "noise, bitwise, close (torch.testing's tolerances), rtol=R,atol=A, or METRIC>=X such as sqnr>=35 or cosine>=0.999"
+    "noise, noise*K, bitwise, close (torch.testing's tolerances), rtol=R,atol=A, or METRIC>=X such as sqnr>=35 or "
+    "cosine>=0.999"
 )
 
 
 def parse(text: str) -> Policy:
-    """Return the policy that a text such as `noise`, `bitwise`, `close`, `rtol=1e-5,atol=1e-6` or `sqnr>=35` names.
+    """Return the policy that a text such as `noise`, `noise*10`, `bitwise`, `rtol=1e-5,atol=1e-6` or `sqnr>=35` names.
 
     A metric may have `>=` or `<=`. Of `rtol` and `atol` one may be left out, which is then zero. UsageError if the text
     is of none of these forms, or has an unknown metric or a bad number.
@@ -28,6 +29,11 @@ def parse(text: str) -> Policy:
     fixed: dict[str, Policy] = {"noise": Noise(), "bitwise": Bitwise(), "close": Tolerance()}
     if words in fixed:
         return fixed[words]
+    if words.startswith("noise*"):
+        accepted = _number(words.removeprefix("noise*"), text)
+        if accepted < 1.0:
+            raise UsageError(f"malformed policy {text!r}: noise*K accepts K times the noise, and K is at least 1")
+        return Noise(accepted)
     if match := _THRESHOLD.fullmatch(words):
         METRICS.get(match["metric"])
         return Threshold(match["metric"], match["sign"] == ">=", _number(match["bound"], text))

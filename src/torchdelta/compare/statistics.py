@@ -116,7 +116,7 @@ def compare_statistics(
         path=path,
         verdict=verdict,
         reason=reason,
-        kind="statistics",
+        leaf="statistics",
         dtype=reference.dtype,
         shape=reference.shape,
         contract=tuple(breaches),

@@ -305,7 +305,7 @@ def _table_row(
     local = judgement.local
     # a module that raises although the candidate as a whole does not is only called in another way than usual
     if failure is not None and judgement.reason == raised(failure):
-        local = (Comparison(path="outputs", verdict=Verdict.CRASHED, reason=judgement.reason, kind="object"),)
+        local = (Comparison(path="outputs", verdict=Verdict.CRASHED, reason=judgement.reason, leaf="object"),)
     return Row(
         reference=match.reference.record,
         candidate=match.candidate.record,
@@ -323,7 +323,7 @@ def _own_verdict(row: Row) -> Verdict:
     Outputs that only one side returns, such as attention weights, do not count, unless there are no other comparisons
     of values.
     """
-    values = [comparison for comparison in row.local if comparison.kind != "structure"]
+    values = [comparison for comparison in row.local if comparison.leaf != "structure"]
     return worst_of(comparison.verdict for comparison in (*(values or row.local), *row.local_gradients))
 
 

@@ -12,6 +12,15 @@ from typing import Any
 
 from torchdelta.records.verdict import Verdict
 
+ANOTHER_FUNCTION = "another_function"
+"""Both sides differ in float64 too, where almost nothing is rounded."""
+LESS_ACCURATE = "less_accurate"
+"""Both sides agree in float64, so the candidate is the same function, and further from the truth than noise is."""
+CONTRACT = "contract"
+"""A clause of the contract is broken, such as a dtype or a shape."""
+UNKNOWN = "unknown"
+"""Float64 was not asked, or could not tell."""
+
 Scalar = bool | int | float | str
 """A value as JSON can hold it; complex numbers are strings such as `(1+2j)`."""
 
@@ -123,7 +132,10 @@ class Comparison:
     path: str
     verdict: Verdict
     reason: str
-    kind: str = "tensor"
+    leaf: str = "tensor"
+    """What the leaf is: `tensor`, `object`, `structure`, `statistics` or `exception`."""
+    kind: str | None = None
+    """Of a divergence, what it is: `another_function`, `less_accurate`, `contract` or `unknown`."""
     dtype: str | None = None
     shape: tuple[int, ...] | None = None
     contract: tuple[Breach, ...] = ()

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from importlib import metadata
 
 from torchdelta.records.case import Case
-from torchdelta.records.comparison import Comparison, UnmatchedLeaf
+from torchdelta.records.comparison import LESS_ACCURATE, Comparison, UnmatchedLeaf
 from torchdelta.records.failure import Failure
 from torchdelta.records.verdict import Verdict, worst_of
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 ASKED = "asked"
 EXCEPTION = "exception"
@@ -191,12 +191,18 @@ def reason_of(report: Report) -> str:
 
 def compares_exceptions(report: Report) -> bool:
     """Tell whether the reference raised an exception, so that the report compares that in place of values."""
-    return any(comparison.kind == EXCEPTION for comparison in report.comparisons)
+    return any(comparison.leaf == EXCEPTION for comparison in report.comparisons)
 
 
 def diverged_comparisons(report: Report) -> list[Comparison]:
     """Return the comparisons whose verdict is `diverged`."""
     return [comparison for comparison in report.comparisons if comparison.verdict is Verdict.DIVERGED]
+
+
+def is_less_accurate(report: Report) -> bool:
+    """Tell whether all that diverged is the same function, less accurate."""
+    kinds = {comparison.kind for comparison in diverged_comparisons(report)}
+    return report.verdict is Verdict.DIVERGED and kinds == {LESS_ACCURATE}
 
 
 def explain_verdict(report: Report) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from torchdelta.records.comparison import Comparison
+from torchdelta.records.comparison import LESS_ACCURATE, Comparison
 from torchdelta.records.failure import Signature
 from torchdelta.records.report import Report
 from torchdelta.records.verdict import Verdict
@@ -69,16 +69,18 @@ def _describe(comparison: Comparison, stage: str) -> Signature:
     """Return the signature of a leaf that diverged; `stage` is the name of its stage.
 
     Its type are the broken clauses that are not excused, with commas between them. If there are none, the type is `not
-    finite` (a NaN or Inf is misplaced) or `values`, and the signature has a magnitude (`_magnitude`).
+    finite` (a NaN or Inf is misplaced), `accuracy` (the same function, less accurate) or `values`, and the signature
+    has a magnitude (`_magnitude`).
     """
     clauses = sorted({breach.clause for breach in comparison.contract if not breach.excused})
     if clauses:
         return Signature(kind="divergence", stage=stage, type=",".join(clauses), message="")
     is_misplaced = comparison.measurement is not None and comparison.measurement.misplaced > 0
+    of_values = "accuracy" if comparison.kind == LESS_ACCURATE else "values"
     return Signature(
         kind="divergence",
         stage=stage,
-        type="not finite" if is_misplaced else "values",
+        type="not finite" if is_misplaced else of_values,
         message="",
         magnitude=_magnitude(comparison),
     )

@@ -21,7 +21,7 @@ from rich.text import Text
 from torchdelta.records.case import VALUES, Case
 from torchdelta.records.comparison import Scalar
 from torchdelta.records.location import Location
-from torchdelta.records.report import Culprit, Report
+from torchdelta.records.report import Culprit, Report, is_less_accurate
 from torchdelta.records.verdict import Verdict
 
 STYLE = {
@@ -61,7 +61,8 @@ def headline(report: Report | Location) -> RenderableType:
     verdict = (report.verdict.value, f"bold {STYLE[report.verdict]}")
     subject = case.program if case.stages == (VALUES,) else f"{case.program} under {case.transform}"
     settings = ", ".join([*_settings(case), f"torch {report.environment.torch}"])
-    return Group(Text.assemble(verdict, f"  {subject}"), Text(f"  {settings}", style="dim"))
+    kind = ", the same function, less accurate" if isinstance(report, Report) and is_less_accurate(report) else ""
+    return Group(Text.assemble(verdict, kind, f"  {subject}"), Text(f"  {settings}", style="dim"))
 
 
 def _settings(case: Case) -> Iterator[str]:
