@@ -142,20 +142,20 @@ class TestRoundTrip:
 
 # Whoever changes this changes what a report is: raise SCHEMA_VERSION with it.
 SCHEMA = (
-    5,
+    6,
     {
         "Breach": "clause: str, reference: str, candidate: str, excused: bool",
         "Case": "program: str, transform: str, options: dict[str, Scalar], stages: tuple[str, ...], policy: str, "
         "seed: int, ignore: tuple[str, ...], strict: tuple[str, ...], iterations: int, steps: int, optimizer: str, "
         "loss: str | None, deterministic: bool, anomaly: bool, semantic: bool, thorough: bool",
-        "Comparison": "path: str, verdict: Verdict, reason: str, kind: str, dtype: str | None, "
+        "Comparison": "path: str, verdict: Verdict, reason: str, leaf: str, kind: str | None, dtype: str | None, "
         "shape: tuple[int, ...] | None, contract: tuple[Breach, ...], error: float | None, noise: float | None, "
         "allowed: float | None, resolution: float | None, worst: Worst | None, measurement: Measurement | None, "
         "details: dict[str, Scalar]",
         "Cost": "seconds: dict[str, float], peak_bytes: int",
         "Coverage": "matched: int, total: int, how: dict[str, int]",
         "Culprit": "op: str, node: str, module_path: str, source_line: str, local_error: float, noise: float, "
-        "stage: str | None, reason: str, rung: str | None, cause: str | None",
+        "stage: str | None, reason: str, rung: str | None, cause: str | None, region: tuple[str, ...]",
         "Environment": "torch: str, python: str, platform: str",
         "Failure": "kind: str, type: str, message: str, signature: Signature, traceback: str",
         "Graphs": "captured: int, transformed_calls: int, untransformed_calls: int",

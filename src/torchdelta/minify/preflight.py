@@ -22,6 +22,7 @@ from torchdelta.minify.subject import Subject
 from torchdelta.records.case import SearchLimits
 from torchdelta.records.failure import Signature
 from torchdelta.records.report import Culprit
+from torchdelta.records.signatures import MOST
 
 TRIALS = 8
 """How often a failure that did not come again is asked for, to estimate its rate."""
@@ -78,8 +79,9 @@ class Preflight:
 
         A failure is followed if `limits.match` allows it and it is one of `expected`; if none is expected, any is. If
         only others show, the first of them is followed, with a note; if none shows but some are expected, the graphs
-        are asked about again several times. The semantic question is asked in a second round only. Afterwards the case
-        of `ask` has only the stages that the failure needs.
+        are asked about again several times. The semantic question is asked in a second round only; a small error is
+        looked for there, because it may be a loss of accuracy, which no reduction may take for another function.
+        Afterwards the case of `ask` has only the stages that the failure needs.
         """
         case = self.ask.case
         others: list[tuple[int, FailingGraph]] = []
@@ -96,6 +98,8 @@ class Preflight:
                 rejected += [answer.rejected] if answer.rejected else []
                 meant = [signature for signature in answer.signatures if self.limits.is_meant(signature)]
                 unmeant += [signature for signature in answer.signatures if signature not in meant]
+                if not is_semantic and is_semantic != questions[-1]:
+                    meant = [signature for signature in meant if not _may_be_accuracy(signature)]
                 same = [each for each in meant if any(each.is_like(whole) for whole in self.expected)]
                 if same or (meant and not self.expected):
                     failing = FailingGraph(subject=subject, answer=answer, wanted=self._wanted(subject, same or meant))
@@ -178,3 +182,8 @@ class Preflight:
             return answer
 
         return ask_again
+
+
+def _may_be_accuracy(signature: Signature) -> bool:
+    """Tell whether a divergence is so small that the same function may show it, less accurately computed."""
+    return signature.type == "values" and signature.magnitude is not None and signature.magnitude < MOST

@@ -61,9 +61,11 @@ def findings_from_lockstep(comparisons: Sequence[GraphComparison], notes: Iterab
                 is_forward = is_wrong(judgement.local) and graphs.level != "backward"
                 stage = "forward" if is_forward else "gradients"
                 evidence = judgement.local if is_wrong(judgement.local) else judgement.local_gradients
-                suspects.append((judgement.culprit, evidence, stage))
-        for node, evidence, stage in sorted(suspects, key=lambda each: order.get(each[0].name, -1)):
-            culprits.setdefault(node, culprit_at(graphs.reference.get(node.name) or record_of(node), evidence, stage))
+                region = tuple(op_name(node) for node in judgement.replaced) if len(judgement.replaced) > 1 else ()
+                suspects.append((judgement.culprit, evidence, stage, region))
+        for node, evidence, stage, region in sorted(suspects, key=lambda each: order.get(each[0].name, -1)):
+            culprit = culprit_at(graphs.reference.get(node.name) or record_of(node), evidence, stage)
+            culprits.setdefault(node, replace(culprit, region=region))
         how.update(graphs.alignment.coverage.how)
     return NodeFindings(
         rows=tuple(rows),

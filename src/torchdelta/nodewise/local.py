@@ -53,6 +53,8 @@ class NodeJudgement:
     inherited: tuple[Comparison, ...] = ()
     culprit: Node | None = None
     """The reference's node whose work is not done, if the pair is wrong by itself."""
+    replaced: tuple[Node, ...] = ()
+    """The reference's nodes up to the culprit, if the candidate has others in the place of all of them."""
 
 
 def inherited_from(name: str, reference: Any, own: Any) -> tuple[Comparison, ...]:

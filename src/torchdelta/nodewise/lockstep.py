@@ -298,6 +298,7 @@ class Lockstep:
             local_gradients=gradients,
             inherited=inherited,
             culprit=culprit,
+            replaced=pair.reference.calls_until(culprit) if culprit in pair.reference.nodes else (),
         )
 
     def _judge_outputs(self, output: Node, ours: GraphRun, theirs: GraphRun) -> Iterator[NodeJudgement]:

@@ -85,6 +85,15 @@ class Region:
             module, tuple(each for each in ordered if each in inner), tuple(each for each in ordered if each in reads)
         )
 
+    def calls_until(self, node: Node) -> tuple[Node, ...]:
+        """Return the nodes of the region that a node of it depends on, and the node itself, without attributes."""
+        inner, waiting = {node}, [node]
+        while waiting:
+            sources = [source for source in waiting.pop().all_input_nodes if source in self.nodes]
+            waiting += [source for source in sources if source not in inner]
+            inner.update(sources)
+        return tuple(each for each in self.nodes if each in inner and each.op != "get_attr")
+
     @property
     def result(self) -> Node:
         """The node to judge; if the region has no nodes to run, the node that it reads."""

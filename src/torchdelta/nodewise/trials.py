@@ -195,12 +195,13 @@ def _candidate_replacements(
     """
     available = [
         node
-        for node in (*reference.nodes[:-1], *reference.reads)
+        for node in (*reversed(reference.nodes[:-1]), *reference.reads)
         if isinstance(values.get(node), (torch.Tensor, tuple, list))
     ]
     edges = [(source, node) for node in candidate.nodes for source in node.all_input_nodes]
-    # an unmatched node, or one that the reference does not read there, is more likely to be wrong
-    edges.sort(key=lambda edge: partners.get(edge[0]) in reference.reads)
+    # an unmatched node, or one that the reference does not read there, is more likely to be wrong; if a whole part was
+    # replaced, what the last node reads has the work of all of it
+    edges.sort(key=lambda edge: (partners.get(edge[0]) in reference.reads, edge[1] is not candidate.result))
     return [
         (edge, replacement) for edge in edges for replacement in available if partners.get(edge[0]) is not replacement
     ]

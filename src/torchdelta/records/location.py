@@ -13,7 +13,7 @@ from torchdelta.records.comparison import Comparison
 from torchdelta.records.report import Cost, Coverage, Culprit, Environment
 from torchdelta.records.verdict import Verdict
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """The version of a location's JSON, which differs from that of a report."""
 
 

@@ -89,6 +89,8 @@ class Culprit:
     reason: str = ""
     rung: str | None = None
     cause: str | None = None
+    region: tuple[str, ...] = ()
+    """The operations that the candidate replaced as a whole, in order, if the node is the last of several."""
     """The setting that makes the difference vanish; None if none does."""
 
 

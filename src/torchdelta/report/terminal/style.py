@@ -149,7 +149,8 @@ def _culprit_line(culprit: Culprit) -> Text:
         return Text.assemble(("no single node", "bold"), f", in {culprit.stage or 'forward'}{_rung_suffix(culprit)}")
     module = f" of {culprit.module_path}" if culprit.module_path not in ("", culprit.node) else ""
     stage = f", in {culprit.stage}" if culprit.stage else ""
-    return Text.assemble((f"{culprit.op}", "bold red"), f"  {culprit.node}{module}{stage}{_rung_suffix(culprit)}")
+    op = f"within {' → '.join(culprit.region)}" if culprit.region else culprit.op
+    return Text.assemble((op, "bold red"), f"  {culprit.node}{module}{stage}{_rung_suffix(culprit)}")
 
 
 def _rung_suffix(culprit: Culprit) -> str:
