@@ -31,6 +31,7 @@ from torchdelta.errors import (
 from torchdelta.records.codec import from_json, read_report, to_json, write_report
 from torchdelta.records.location import Location
 from torchdelta.records.report import SCHEMA_VERSION, Report
+from torchdelta.records.trust import trust
 from torchdelta.records.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ __all__ = [
     "read_report",
     "sensitivity",
     "to_json",
+    "trust",
     "watch_passes",
     "write_report",
 ]

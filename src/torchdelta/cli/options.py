@@ -33,6 +33,7 @@ from torchdelta.isolate.pool import Pool
 from torchdelta.isolate.worker import import_all
 from torchdelta.isolate.zygote_start import is_forkable
 from torchdelta.minify.warm_workers import pool_for
+from torchdelta.records import trust as records_trust
 from torchdelta.records.case import CheckOptions, SearchLimits
 from torchdelta.records.comparison import Scalar
 from torchdelta.records.verdict import Verdict
@@ -49,7 +50,7 @@ TransformIfAny = Annotated[
 ]
 Options = Annotated[list[str] | None, typer.Option("--option", "-O", help="An option of the transform, key=value.")]
 Stages = Annotated[str | None, typer.Option(help="Of forward,gradients,steps; default forward,gradients.")]
-_POLICIES = "noise, bitwise, close, rtol=R,atol=A, sqnr>=X, cosine>=X."
+_POLICIES = "noise, noise*K, bitwise, close, rtol=R,atol=A, sqnr>=X, cosine>=X."
 Policy = Annotated[str, typer.Option(help=_POLICIES)]
 PolicyIfAny = Annotated[str | None, typer.Option(help=f"{_POLICIES[:-1]}; default noise.")]
 Seed = Annotated[int, typer.Option(help="Of every random number.")]
@@ -91,12 +92,18 @@ def read_check_options(
         bool, typer.Option("--deterministic", help="With deterministic algorithms.")
     ] = CheckOptions.deterministic,
     anomaly: Annotated[bool, typer.Option("--anomaly", help="With autograd's anomaly mode.")] = CheckOptions.anomaly,
+    trust: Annotated[
+        list[Path] | None, typer.Option(help="A directory whose code a recording may name, and so run.")
+    ] = None,
 ) -> CheckOptions:
     """Return the options of a check that were typed, without a transform, which the command adds.
 
-    `stages`, `ignore` and `strict` are split at commas; `strict_casts` adds `casts` to `strict`. UsageError if an
-    option of the transform is not `key=value`. Other values are not checked here.
+    `stages`, `ignore` and `strict` are split at commas; `strict_casts` adds `casts` to `strict`. Directories in `trust`
+    are trusted from then on. UsageError if an option of the transform is not `key=value`, or a directory is missing.
+    Other values are not checked here.
     """
+    for directory in trust or ():
+        records_trust.trust(directory)
     return CheckOptions.read(
         options=read_options(option),
         stages=stages,

@@ -17,6 +17,7 @@ from torchdelta.errors import TorchDeltaError
 from torchdelta.records.codec import read_report
 from torchdelta.records.guard import GuardedGraphRecord
 from torchdelta.records.location import Location
+from torchdelta.records.recording import trust_flags
 
 LOCATION = "location.json"
 DIAGNOSIS = "diagnosis"
@@ -45,10 +46,11 @@ class FollowupCommand:
         """
         location = ["--json", str(self.directory / LOCATION)]
         answer = location if self.command == "locate" else ["--out", str(self.directory / DIAGNOSIS)]
+        trusted = trust_flags(self.directory)  # the code that it names is that of this run
         with self.log.open("wb") as log:
             # in a session of its own, because a Ctrl-C is meant for the user's run
             subprocess.run(
-                [sys.executable, "-m", "torchdelta", self.command, str(self.directory), *answer],
+                [sys.executable, "-m", "torchdelta", self.command, str(self.directory), *answer, *trusted],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -9,6 +9,7 @@ Start with `GuardedGraph.__call__`, then `GuardedGraph.check_call`.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -49,7 +50,7 @@ from torchdelta.records.case import CheckOptions
 from torchdelta.records.codec import write_report
 from torchdelta.records.failure import Failure
 from torchdelta.records.guard import GuardedGraphRecord
-from torchdelta.records.recording import AutocastSetting, Recording
+from torchdelta.records.recording import AutocastSetting, Recording, trust_flags
 from torchdelta.records.report import Report, Stage, evidence_of, reason_of
 from torchdelta.records.verdict import Verdict
 from torchdelta.transforms.wrappers import PrecompiledTransform
@@ -442,7 +443,8 @@ def _evidence(record: GuardedGraphRecord, report: Report) -> str:
     if record.culprit is not None:
         lines.append(f"  first wrong: {record.culprit.op} ({record.culprit.node}) at {record.culprit.source_line}")
     if record.directory is not None:
-        command = f"torchdelta diagnose {record.directory} -o {record.directory}/diagnosis"
+        words = ["torchdelta", "diagnose", record.directory, "-o", f"{record.directory}/diagnosis"]
+        command = shlex.join([*words, *trust_flags(record.directory)])
         lines.append(f"  recorded: `{command}` makes it small")
     return "\n".join(lines)
 

@@ -29,6 +29,7 @@ from torchdelta.errors import ProgramError, ReportUnreadable, UsageError
 from torchdelta.program.copies import is_installed_module
 from torchdelta.program.programs import Program, load_module
 from torchdelta.records.recording import RECORDING, AutocastSetting, Recording, read_recording, write_recording
+from torchdelta.records.trust import require_trusted, trusted_directories
 from torchdelta.storage.graphs import (
     modules_named,
     read_graph,
@@ -164,10 +165,17 @@ def read(directory: str | os.PathLike[str]) -> tuple[Program, Recording]:
 def make_ready(recording: Recording) -> tuple[str, ...]:
     """Import the modules that a recorded graph needs, apply its compiler settings, and return the modules' names.
 
-    The folders of its modules are put first in `sys.path`. All of it lasts for the rest of the process. Raise
-    ProgramError if a module does not import or a setting cannot be set.
+    The folders of its modules that the user trusts are put first in `sys.path`. All of it lasts for the rest of the
+    process. Raise UsageError if a module is neither installed nor trusted, and ProgramError if one does not import or a
+    setting cannot be set.
     """
-    sys.path[:0] = [folder for folder in recording.path if folder not in sys.path]
+    for place in recording.imports:
+        require_trusted(place, recording.path, who=f"the recording of {recording.name}")
+    trusted = trusted_directories()
+    folders = [
+        folder for folder in recording.path if any(Path(folder).resolve().is_relative_to(one) for one in trusted)
+    ]
+    sys.path[:0] = [folder for folder in folders if folder not in sys.path]
     names = tuple(load_module(place, what="recorded graph").__name__ for place in recording.imports)
     try:
         settings.apply(recording.settings)

@@ -16,10 +16,13 @@ from torchdelta.records.case import Case, CheckOptions
 from torchdelta.records.codec import decode, encode
 from torchdelta.records.comparison import Scalar
 from torchdelta.records.strict_json import FileFormat
+from torchdelta.records.trust import require_trusted, untrusted_folders
 
 RECORDING = "recording.json"
 RECORDING_VERSION = 1
 LEVELS = ("dynamo", "forward", "backward", "inference")
+_NAMED_TRANSFORMS = ("backend", "cast", "autocast", "quantize")
+"""Transforms whose name has an argument that is no code."""
 _FORMAT = FileFormat(kind="recording", version=RECORDING_VERSION, remedy="record the graph again")
 
 
@@ -100,6 +103,17 @@ def read_recording(directory: str | os.PathLike[str]) -> Recording:
         raise ReportUnreadable(f"{path}: {error}; record the graph again") from error
 
 
+def trust_flags(directory: str | os.PathLike[str]) -> list[str]:
+    """Return the flags that a command needs to run the code that a recording names; none if that cannot be read."""
+    try:
+        recording = read_recording(directory)
+    except ReportUnreadable:
+        return []
+    transform = (recording.transform or "").rpartition(":")[0]
+    places = (*recording.imports, *([transform] if transform.endswith(".py") else []))
+    return [text for folder in untrusted_folders(places, recording.path) for text in ("--trust", folder)]
+
+
 def complete(program: object, options: CheckOptions) -> CheckOptions:
     """Return a copy of the options; a policy, stages and a transform that they lack come from the program's recording.
 
@@ -124,6 +138,9 @@ def complete(program: object, options: CheckOptions) -> CheckOptions:
             f"{program} was recorded on its way to a transform that no other process can import: name one (-t "
             "inductor, transform=…) to compare it with"
         )
+    place, colon, _ = recording.transform.rpartition(":")
+    if colon and (place.endswith(".py") or place.partition(":")[0] not in _NAMED_TRANSFORMS):
+        require_trusted(place, recording.path, who=f"the recording {program}")
     # options belong to the transform for which they were recorded
     return replace(options, transform=recording.transform, options=options.options or dict(recording.options))
 

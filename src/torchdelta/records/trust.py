@@ -1,0 +1,103 @@
+"""Which code may a file name? A recording is data that people send each other, and must not run what it pleases.
+
+Code that a file names is imported only if it is part of an installed package, or if it lies below a directory that the
+user trusts: `torchdelta check DIR --trust PROJECT`, or `torchdelta.trust(PROJECT)`. Modules of Python's own library are
+never needed for a graph, and are refused. Trusted directories are kept in an environment variable, so that workers
+know them too. Start with `require_trusted`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Iterable
+from importlib import metadata
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from torchdelta.errors import UsageError
+
+VARIABLE = "TORCHDELTA_TRUST"
+"""The environment variable with the trusted directories, separated as in PATH."""
+
+
+def trust(directory: str | os.PathLike[str]) -> None:
+    """Let recordings name code below a directory, in this process and in those that it starts from now on.
+
+    UsageError if there is no such directory.
+    """
+    place = Path(directory).resolve()
+    if not place.is_dir():
+        raise UsageError(f"there is no directory {os.fspath(directory)} to trust")
+    known = trusted_directories()
+    if place not in known:
+        os.environ[VARIABLE] = os.pathsep.join(map(str, (*known, place)))
+
+
+def trusted_directories() -> tuple[Path, ...]:
+    """Return the directories that the user trusts."""
+    return tuple(Path(place) for place in os.environ.get(VARIABLE, "").split(os.pathsep) if place)
+
+
+def require_trusted(place: str, folders: Iterable[str], *, who: str) -> None:
+    """Raise UsageError if a file may not name this code: a module by its name, or a file of Python source.
+
+    `folders` are those in which the file says that modules are; `who` names the file in the message.
+    """
+    origin = _origin_of(place, folders)
+    if origin is not None and _is_installed(place, origin):
+        return
+    if origin is not None and any(origin.is_relative_to(directory) for directory in trusted_directories()):
+        return
+    if origin is None and not place.endswith(".py"):
+        top = place.partition(".")[0]
+        if top in sys.stdlib_module_names:
+            raise UsageError(f"{who} names {place} of Python's own library, which no graph calls: it is not imported")
+        raise UsageError(f"{who} names the module {place}, and no installed package has it: it is not imported")
+    file = origin if origin is not None else Path(place).resolve()
+    raise UsageError(
+        f"{who} names code that is not installed here: {file}. It would be run: read it, and if you trust it, add "
+        f"--trust {file.parent}"
+    )
+
+
+def untrusted_folders(places: Iterable[str], folders: Iterable[str]) -> list[str]:
+    """Return the folders of all places that are not installed: a command that runs them needs `--trust` for each."""
+    searched = list(folders)
+    found: dict[str, None] = {}
+    for place in places:
+        origin = _origin_of(place, searched)
+        if origin is not None and not _is_installed(place, origin):
+            found[str(origin.parent)] = None
+    return list(found)
+
+
+def _origin_of(place: str, folders: Iterable[str]) -> Path | None:
+    """Return the file of a place, or of the package that a module is in; None if there is none, or it is Python's own.
+
+    Nothing is imported. A module of the search path comes before one in `folders`.
+    """
+    if place.endswith(".py"):
+        return Path(place).resolve()
+    top = place.partition(".")[0]
+    if top in sys.stdlib_module_names:
+        return None
+    for path in (None, list(folders)):
+        spec = PathFinder.find_spec(top, path)
+        if spec is not None:
+            origins = [spec.origin] if spec.origin else list(spec.submodule_search_locations or ())
+            return Path(origins[0]).resolve() if origins else None
+    return None
+
+
+def _is_installed(place: str, origin: Path) -> bool:
+    """Tell whether code is part of an installed package: below site-packages, or of one that is installed editable."""
+    if place.endswith(".py"):
+        return False
+    libraries = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
+    if any(origin.is_relative_to(Path(library).resolve()) for library in libraries):
+        return True
+    top = place.partition(".")[0]
+    is_in_workplace = origin.is_relative_to(Path.cwd().resolve())
+    return top in metadata.packages_distributions() and not is_in_workplace
