@@ -28,6 +28,7 @@ from torchdelta._torch.modes.dtype_answers import Answer, DtypeRecord, DtypeRepl
 from torchdelta._torch.modes.elided_casts import coarser
 from torchdelta._torch.modes.noisy import Noisy
 from torchdelta._torch.process import runtime
+from torchdelta._torch.tensors import has_own_buffer
 from torchdelta.check import steadiness
 from torchdelta.check.candidate import CandidateRun, run_candidate
 from torchdelta.check.decisions import SignFlips
@@ -43,6 +44,9 @@ TOUCHED = (
     "the candidate changed how this process runs the program itself, as an overridden kernel or a patched function "
     "does: only runs before it count"
 )
+
+_LARGE = 2**24
+"""So many bytes of parameters and inputs make a program large."""
 
 
 class YardstickTouched(SideFailed):
@@ -303,6 +307,11 @@ class Baseline:
         floats = (tensor.dtype for tensor in started_from(self.original) if tensor.is_floating_point())
         return next(floats, torch.get_default_dtype())
 
+    @cached_property
+    def _is_large(self) -> bool:
+        """Whether the tensors that the program is given take more memory than `_LARGE`."""
+        return sum(tensor.nbytes for tensor in started_from(self.original) if has_own_buffer(tensor)) > _LARGE
+
     @property
     def is_narrow(self) -> bool:
         """Whether a tensor that the program is given is of floats with fewer than four bytes."""
@@ -420,7 +429,7 @@ class Baseline:
         """Report the part to `progress`, run the block, and add its seconds to `seconds` under the name of the part.
 
         The time of a part that is timed within the block counts for that inner part alone. Afterwards, even if the
-        block raises, garbage is collected and cached accelerator memory is released.
+        block raises, cached accelerator memory is released, and if the program is large, garbage is collected.
         """
         self.progress(part)
         started = time.perf_counter()
@@ -431,8 +440,10 @@ class Baseline:
             within = sum(self.seconds.values()) - inner
             elapsed = time.perf_counter() - started - within
             self.seconds[part] = self.seconds.get(part, 0.0) + elapsed
-            # memory that a side left in cycles and caches must not add to the peak of the next side
-            gc.collect()
+            # memory that a side left in cycles and caches must not add to the peak of the next side; for a small
+            # program, looking for it would take longer than the run
+            if self._is_large:
+                gc.collect()
             runtime.release_memory()
 
 

@@ -20,6 +20,7 @@ Start reading at `Noisy.operate`.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from types import ModuleType
@@ -317,12 +318,27 @@ class Steps:
         """
         key = piece.dtype, piece.device
         if key not in self.pools:
-            drawn = torch.randint(0, 4, (2 * _POOL,), generator=self.generator, dtype=torch.int8)
-            # in place, because a pool is large beside the values that lockstep holds
-            step = (drawn == 0).to(piece.dtype).sub_((drawn == 1).to(torch.int8))
-            self.pools[key] = step.mul_(self.unit_of(piece)).add_(1).to(piece.device)
+            state = bytes(self.generator.get_state().numpy())
+            self.pools[key], after = _draw_pool(state, self.unit_of(piece), *key)
+            self.generator.set_state(after)
         start = int(torch.randint(0, _POOL, (), generator=self.generator))
         return self.pools[key][start : start + piece.numel()].view(piece.shape)
+
+
+@functools.lru_cache(maxsize=2)
+def _draw_pool(
+    state: bytes, unit: float, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a pool of factors that a generator in this state draws, and the generator's state afterwards.
+
+    Noisy runs of one seed begin with the same pool, which takes longer to draw than a small program takes to run.
+    """
+    generator = torch.Generator()
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    drawn = torch.randint(0, 4, (2 * _POOL,), generator=generator, dtype=torch.int8)
+    # in place, because a pool is large beside the values that lockstep holds
+    step = (drawn == 0).to(dtype).sub_((drawn == 1).to(torch.int8))
+    return step.mul_(unit).add_(1).to(device), generator.get_state()
 
 
 def _loops_for(piece: torch.Tensor) -> ModuleType | None:
