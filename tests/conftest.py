@@ -47,6 +47,14 @@ def workers():
 
 
 @pytest.fixture
+def trusted(tmp_path, monkeypatch):
+    """For recordings that name code of a test: that below the tests, and in the test's own directory."""
+    from torchdelta.records.trust import VARIABLE
+
+    monkeypatch.setenv(VARIABLE, os.pathsep.join([str(pathlib.Path(__file__).parent), str(tmp_path)]))
+
+
+@pytest.fixture
 def two_threads():
     """For bugs that only kernels split over threads have."""
     import torch

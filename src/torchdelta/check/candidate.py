@@ -68,6 +68,10 @@ class CandidateRun:
             return f"the transform did not happen in {calls} calls, which ran as the reference does"
         if self.has_reached_recompile_limit:
             return "the compiler reached its recompile limit, and ran some calls as the reference does"
+        return ""
+
+    def unchanged(self) -> str:
+        """Return that a pass changed none of its graphs; empty if it changed one, or if that does not matter."""
         if self.changes and not any(self.changes):
             graphs = "its graph is" if len(self.changes) == 1 else f"each of its {len(self.changes)} graphs is"
             return f"the transform changed nothing: {graphs} as it was (-O unchanged=ok accepts that)"

@@ -214,7 +214,7 @@ class Check(JudgingSteps[Observation]):
             if doubt and stages and self.stages_by_default and not keeps_names:
                 self.notes.append(f"{name} were not compared: {_OWN_STATE}")
                 continue
-            doubt = doubt or candidate.untransformed() or baseline.shortfall
+            doubt = doubt or candidate.untransformed() or candidate.unchanged() or baseline.shortfall
             stages.append(Stage.of(name, tuple(comparisons), doubt))
             self.unmatched += unmatched
         self._note_uncompared(uncompared)

@@ -101,6 +101,8 @@ def _run_whole(baseline: Baseline, transform: Transform, native: CandidateRun | 
         return LiftedRun(asked=f"not asked: the transform fails on the program in float64 ({message})")
     if why := candidate.untransformed():
         return LiftedRun(asked=f"not asked: in float64 {why}")
+    if native is not None and not native.unchanged() and (why := candidate.unchanged()):
+        return LiftedRun(asked=f"not asked: in float64 {why}")
     if native is not None and native.forms != candidate.forms:
         is_by_graph = transform.traits.has_seam
         return LiftedRun(asked="not asked: in float64 the program has other operations", is_by_graph=is_by_graph)

@@ -34,6 +34,7 @@ from torchdelta.isolate.starters import ForkingStarter, Readiness, SpawningStart
 from torchdelta.isolate.supervisor import Limits, Outcome, supervise
 from torchdelta.isolate.worker import Order
 from torchdelta.records.failure import Failure
+from torchdelta.records.trust import trusted_directories
 
 CAN_FORK = hasattr(os, "fork") and sys.platform != "darwin"
 """Whether workers are forked by default. On macOS a process that has loaded Apple's frameworks must not fork."""
@@ -166,7 +167,8 @@ class Pool:
         module, _, function = task.partition(":")
         if not function or module == "__main__":
             raise UsageError(f"{task!r} cannot be imported in another process: name it package.module:function")
-        question = line_of({"task": task, "request": request})
+        trusted = [str(directory) for directory in trusted_directories()]
+        question = line_of({"task": task, "request": request, "trusted": trusted})
         limits = Limits(deadline_s=deadline_s, memory_bytes=memory_bytes or default_memory_bytes())
         place = QueryDirectory(directory=self._directory.path / f"query-{next(self._numbers)}")
         is_cancelled = threading.Event()

@@ -23,6 +23,7 @@ from torchdelta import errors
 from torchdelta.isolate import process_groups
 from torchdelta.isolate.directories import QueryDirectory
 from torchdelta.isolate.protocol import Lines, Message, line_of, message_in, write_message
+from torchdelta.records.trust import trust
 
 _PAGE_COUNTS = Path("/proc/self/statm")
 
@@ -106,6 +107,8 @@ def _answer(question: Message, place: QueryDirectory, order: Order) -> Message:
     exception of the task. SystemExit is passed on.
     """
     try:
+        for directory in question.get("trusted", ()):  # its zygote may have been started before
+            trust(directory)
         answer = {"answer": _load_function(question["task"])(question["request"], place)}
         if not isinstance(answer["answer"], dict):
             raise TypeError(f"{question['task']} answered with a {type(answer['answer']).__name__}, not a dict")

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.fx import Graph, GraphModule
-from torch.fx.passes.infra.pass_base import PassResult
 
 from torchdelta._torch.graphs import graphs
 
@@ -28,7 +27,7 @@ def run_pass(each: Pass, graph: GraphModule, inputs: Sequence[Any]) -> Callable[
     """
     wants_graph, with_inputs = wanted_by(each)
     result = each(graph.graph if wants_graph else graph, *((list(inputs),) if with_inputs else ()))
-    if isinstance(result, PassResult):  # torch's own passes return a graph module with a flag
+    if isinstance(result, tuple) and hasattr(result, "graph_module"):  # a `PassResult`, as torch's own passes return
         result = result.graph_module
     if isinstance(result, Graph):
         result = graph if result is graph.graph else GraphModule(graph, result)
