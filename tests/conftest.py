@@ -49,9 +49,9 @@ def workers():
 @pytest.fixture
 def trusted(tmp_path, monkeypatch):
     """For recordings that name code of a test: that below the tests, and in the test's own directory."""
-    from torchdelta.records.trust import VARIABLE
+    from torchdelta.records import trust
 
-    monkeypatch.setenv(VARIABLE, os.pathsep.join([str(pathlib.Path(__file__).parent), str(tmp_path)]))
+    monkeypatch.setattr(trust, "_TRUSTED", [pathlib.Path(__file__).parent.resolve(), tmp_path.resolve()])
 
 
 @pytest.fixture

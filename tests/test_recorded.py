@@ -119,7 +119,7 @@ def passes(tmp_path):
 @pytest.fixture
 def command_line(tmp_path):
     def run(*arguments):
-        command = [sys.executable, "-m", "torchdelta", *map(str, arguments)]
+        command = [sys.executable, "-m", "torchdelta", *map(str, arguments), "--trust", str(tmp_path)]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
 
     return run
@@ -553,7 +553,8 @@ class TestWhatAnotherProcessNeeds:
         assert "lacks=()" in wrote.stdout, wrote.stderr
 
         read = run_python(
-            "import torchdelta as td; print(td.check('../there', stages='forward').verdict.value)", elsewhere
+            "import torchdelta as td; td.trust('../code'); print(td.check('../there', stages='forward').verdict.value)",
+            elsewhere,
         )
 
         assert read.stdout == "equivalent\n", read.stderr

@@ -11,8 +11,9 @@ import torch
 
 import torchdelta as td
 from torchdelta.program import recordings
+from torchdelta.records import trust
 from torchdelta.records.recording import RECORDING, Recording, trust_flags
-from torchdelta.records.trust import VARIABLE, require_trusted
+from torchdelta.records.trust import require_trusted
 
 EVIL = """
 import pathlib
@@ -27,7 +28,7 @@ def evil(graph_module, example_inputs):
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     """A directory with a file that leaves a trace when it is imported, and a recording beside it."""
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(trust, "_TRUSTED", [])
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "evil.py").write_text(EVIL)
     graph = torch.fx.symbolic_trace(lambda x: torch.relu(x) + 1)
@@ -111,7 +112,7 @@ def test_what_the_user_trusts_is_run(place):
 
 
 def test_a_trusted_directory_holds_for_what_is_below_it_alone(place, monkeypatch):
-    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.setattr(trust, "_TRUSTED", [])
     td.trust(place / "theirs")
 
     require_trusted(str(place / "theirs" / "evil.py"), (), who="a test")
@@ -124,7 +125,7 @@ def test_a_trusted_directory_holds_for_what_is_below_it_alone(place, monkeypatch
 
 
 def test_installed_packages_need_no_trust(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(trust, "_TRUSTED", [])
 
     require_trusted("numpy.linalg", (), who="a test")
     require_trusted("torch.nn", (), who="a test")

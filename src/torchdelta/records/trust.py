@@ -2,8 +2,8 @@
 
 Code that a file names is imported only if it is part of an installed package, or if it lies below a directory that the
 user trusts: `torchdelta check DIR --trust PROJECT`, or `torchdelta.trust(PROJECT)`. Modules of Python's own library are
-never needed for a graph, and are refused. Trusted directories are kept in an environment variable, so that workers
-know them too. Start with `require_trusted`.
+never needed for a graph, and are refused. A pool tells its workers which directories are trusted. Start with
+`require_trusted`.
 """
 
 from __future__ import annotations
@@ -18,26 +18,25 @@ from pathlib import Path
 
 from torchdelta.errors import UsageError
 
-VARIABLE = "TORCHDELTA_TRUST"
-"""The environment variable with the trusted directories, separated as in PATH."""
+_TRUSTED: list[Path] = []
+"""The directories that the user trusts, in this process."""
 
 
 def trust(directory: str | os.PathLike[str]) -> None:
-    """Let recordings name code below a directory, in this process and in those that it starts from now on.
+    """Let recordings name code below a directory, in this process and in its workers.
 
     UsageError if there is no such directory.
     """
     place = Path(directory).resolve()
     if not place.is_dir():
         raise UsageError(f"there is no directory {os.fspath(directory)} to trust")
-    known = trusted_directories()
-    if place not in known:
-        os.environ[VARIABLE] = os.pathsep.join(map(str, (*known, place)))
+    if place not in _TRUSTED:
+        _TRUSTED.append(place)
 
 
 def trusted_directories() -> tuple[Path, ...]:
     """Return the directories that the user trusts."""
-    return tuple(Path(place) for place in os.environ.get(VARIABLE, "").split(os.pathsep) if place)
+    return tuple(_TRUSTED)
 
 
 def require_trusted(place: str, folders: Iterable[str], *, who: str) -> None:

@@ -24,13 +24,13 @@ from torchdelta.transforms.base import (
     accepts_unchanged,
     require_known,
 )
-from torchdelta.transforms.export import ExportedProgram, Exporting
+from torchdelta.transforms.export import ExportBase, ExportedProgram
 
 
-class Decompose(Exporting):
+class Decompose(ExportBase):
     """`export` and `run_decompositions`, by torch's own table or by `table=file.py:name`."""
 
-    traits = replace(Exporting.traits, has_seam=True)
+    traits = replace(ExportBase.traits, has_seam=True)
 
     def __init__(self, options: Options) -> None:
         require_known("decompose", options, ("dynamic", "strict", "table", "unchanged"))

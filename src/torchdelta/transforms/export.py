@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from torchdelta._torch.compile.seams import Seam, hand_on
 from torchdelta._torch.graphs.export_sizes import Size, dynamic_shapes, open_sizes
+from torchdelta._torch.pytree import tree_leaves
 from torchdelta.compare.leaves import leaves_of
 from torchdelta.errors import UsageError
 from torchdelta.program.copies import tensor_slots
@@ -27,7 +28,7 @@ from torchdelta.transforms.base import Options, OtherInputs, Traits, Transform, 
 ExportedProgram = torch.export.ExportedProgram
 
 
-class Exporting(Transform):
+class ExportBase(Transform):
     """A transform that starts from the exported program; its result is meant for other inputs than the given ones."""
 
     traits = Traits(other_inputs=OtherInputs.VALUES)
@@ -50,8 +51,7 @@ class Exporting(Transform):
         found: dict[int, list[Size | None]] = {}
 
         def look(program: ExportedProgram) -> ExportedProgram:
-            values = torch.utils._pytree.tree_leaves((side.args, side.kwargs))
-            found.update(zip(map(id, values), open_sizes(program), strict=True))
+            found.update(zip(map(id, tree_leaves((side.args, side.kwargs))), open_sizes(program), strict=True))
             return program
 
         try:
@@ -75,7 +75,7 @@ def _dynamic_axes(value: Scalar | None) -> frozenset[int] | None:
     return frozenset(map(int, axes))
 
 
-class Export(Exporting):
+class Export(ExportBase):
     """`torch.export.export(program).module()`."""
 
     def __init__(self, options: Options) -> None:
