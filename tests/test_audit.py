@@ -67,6 +67,9 @@ def outcomes(found):
     return {trial.place.kind: trial.outcome for trial in found.trials}
 
 
+OPTIONS = {"graph": "export", "unchanged": "ok"}
+
+
 class TestAudit:
     def test_counts_what_is_caught_and_what_does_not_apply(self, programs):
         found = run_audit(
@@ -107,9 +110,7 @@ class TestAudit:
         }
 
     def test_the_transform_is_applied_to_the_faulty_program(self, programs):
-        found = run_audit(
-            f"{programs}:net", transform=f"{programs}:unscaled", options={"graph": "export"}, kinds=["relu_leaky"]
-        )
+        found = run_audit(f"{programs}:net", transform=f"{programs}:unscaled", options=OPTIONS, kinds=["relu_leaky"])
 
         assert found.control is Verdict.EQUIVALENT
         assert outcomes(found) == {"relu_leaky": TrialOutcome.CRASHED}

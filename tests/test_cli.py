@@ -271,7 +271,7 @@ class TestBadInput:
             (["programs.py:build", "-t", "inductor", "-O", "config.max_fusion=1"], "did you mean max_fusion_size"),
             # how it is judged
             ([*BUILD, "--policy", "rtol=tiny"], "malformed policy 'rtol=tiny': put a number in place of 'tiny'"),
-            ([*BUILD, "--policy", "exact"], "unknown policy 'exact': it is noise, bitwise, close"),
+            ([*BUILD, "--policy", "exact"], "unknown policy 'exact': it is noise, noise.K, bitwise, close"),
             ([*BUILD, "--policy", "sqnr>=lots"], "malformed policy 'sqnr>=lots': put a number in place of 'lots'"),
             ([*BUILD, "--policy", "snr>=35"], "unknown metric 'snr': did you mean sqnr"),
             ([*BUILD, "--stages", "forward,backward"], "unknown stage 'backward': it is one of forward, gradients"),

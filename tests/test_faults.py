@@ -443,9 +443,10 @@ class TestThen:
 
         report = td.check(lambda x: model(x) * 2, (X,), transform=plant("parameter_stale", then=then))
 
-        diverged = [seen.path for seen in report.comparisons if seen.verdict is Verdict.DIVERGED]
+        paths = [seen.path for seen in report.comparisons if seen.verdict is Verdict.DIVERGED]
+        diverged = {path.removeprefix("iterations[1].") for path in paths}  # an export is run with other inputs too
         assert len(diverged) == 1
-        assert diverged[0].startswith("parameters['model.blocks.")
+        assert diverged.pop().startswith("parameters['model.blocks.")
 
     def test_a_cast_copies_the_faulty_program(self):
         planted = plant("residual_dropped", then="cast:bfloat16")

@@ -27,6 +27,7 @@ from torchdelta._torch.graphs import graphs
 from torchdelta.guard import graph as guarded_graph
 from torchdelta.guard.config import PRESETS
 from torchdelta.guard.graph import NO_ERROR
+from torchdelta.records import trust
 from torchdelta.records.verdict import Verdict
 from torchdelta.transforms.wrappers import SAME_RANDOM
 
@@ -744,7 +745,7 @@ class TestRecords:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("when", [pytest.param("compiles", marks=pytest.mark.long), "runs"])
-    def test_what_ends_the_process_leaves_behind_what_a_diagnosis_needs(self, tmp_path, when):
+    def test_what_ends_the_process_leaves_behind_what_a_diagnosis_needs(self, tmp_path, when, monkeypatch):
         backend = {"compiles": "relu_segfaults", "runs": "relu_segfaults_when_run"}[when]
         program = f"""
             import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
@@ -756,6 +757,8 @@ class TestRecords:
         died = run_script(tmp_path, program)
         assert died.returncode == -signal.SIGSEGV, died.stderr
 
+        monkeypatch.setattr(trust, "_TRUSTED", [])
+        td.trust(pathlib.Path(__file__).parent)
         report = td.diagnose(str(tmp_path / "recorded" / "0001-dynamo"), out=tmp_path / "diagnosis")
 
         assert report.verdict is Verdict.CRASHED

@@ -456,9 +456,9 @@ class TestFile:
             (to_json(reports.diverged()), Location, "^this is a torchdelta report, not a location"),
             (json.dumps({"kind": "graph", "schema_version": 1}), None, "of kind 'graph'.*: upgrade it$"),
             (json.dumps({"kind": ["location"], "schema_version": 1}), None, r"of kind \['location'\]"),
-            (json.dumps({"kind": "location", "schema_version": 1}), None, "^location: verdict, .* missing$"),
+            (json.dumps({"kind": "location", "schema_version": 2}), None, "^location: verdict, .* missing$"),
             (json.dumps({"kind": "location", "schema_version": 99}), None, "location has schema 99, .*: upgrade"),
-            (json.dumps({"kind": "location", "schema_version": 0}), None, "schema 0, .* reads 1: locate again$"),
+            (json.dumps({"kind": "location", "schema_version": 0}), None, "schema 0, .* reads 2: locate again$"),
         ],
     )
     def test_of_another_kind_or_schema_says_what_it_is(self, given, kind, said):
@@ -471,7 +471,7 @@ class TestFile:
 
         # Whoever changes this changes what a location is: raise SCHEMA_VERSION with it.
         assert (locations.SCHEMA_VERSION, fields) == (
-            1,
+            2,
             {
                 "NodeRecord": ["name", "op", "kinds", "handles", "module_path", "source_line", "inputs"],
                 "Row": ["reference", "candidate", "how", "local", "local_gradients", "inherited", "reason"],

@@ -51,8 +51,8 @@ class TestWords:
     @pytest.mark.parametrize(
         ("words", "remedy"),
         [
-            ("", "unknown policy '': it is noise, bitwise, close"),
-            ("exact", "unknown policy 'exact': it is noise, bitwise, close"),
+            ("", "unknown policy '': it is noise, noise.K, bitwise, close"),
+            ("exact", "unknown policy 'exact': it is noise, noise.K, bitwise, close"),
             ("sqnr", "unknown policy 'sqnr': it is noise, .* or METRIC>=X such as sqnr>=35"),
             ("sqnr>35", "unknown policy 'sqnr>35': it is .* METRIC>=X"),
             ("sqnr=>35", "unknown policy 'sqnr=>35': it is .* METRIC>=X"),

@@ -833,7 +833,7 @@ def test_what_a_programs_module_sets_when_it_is_imported_holds_while_it_is_check
         "    return torch.relu, (torch.randn(4),)\n"
         "def tells(graph_module, example_inputs):\n"
         "    assert torch._inductor.config.epilogue_fusion is False\n"
-        "    return graph_module\n"
+        "    return lambda *args: graph_module(*args)\n"
     )
     before = settings.epilogue_fusion
     try:
@@ -913,7 +913,7 @@ def test_a_dropped_update_of_a_buffer_that_bfloat16_hardly_shows_diverges():
     x = (torch.randn(64, 32) + 0.7).bfloat16()
 
     assert td.check(Mean(), (x,), transform=without("copy_")).verdict is DIVERGED
-    assert td.check(Mean(), (x,), transform=without()).verdict is EQUIVALENT
+    assert td.check(Mean(), (x,), transform=without(), options={"unchanged": "ok"}).verdict is EQUIVALENT
 
 
 def test_state_that_a_parameter_carries_is_compared():
@@ -931,7 +931,7 @@ def test_state_that_a_parameter_carries_is_compared():
     x = torch.randn(4, 4)
 
     assert td.check(Counting(), (x,), transform=without("add_")).verdict is DIVERGED
-    assert td.check(Counting(), (x,), transform=without()).verdict is EQUIVALENT
+    assert td.check(Counting(), (x,), transform=without(), options={"unchanged": "ok"}).verdict is EQUIVALENT
 
 
 def test_float64_does_not_vouch_for_a_pass_that_does_something_else_there():

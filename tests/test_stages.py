@@ -261,6 +261,7 @@ class TestAnOptimizerWithLowPrecision:
             TwoMatrices(dtype),
             rows(dtype),
             transform=unchanged,
+            options={"unchanged": "ok"},
             stages=["forward", "gradients", "steps"],
             optimizer=optimizer,
         )

@@ -18,6 +18,7 @@ from functools import cached_property
 
 from torchdelta._torch.process import runtime
 from torchdelta.audit.faults import FAULTS, NotPlantable, plant
+from torchdelta.check import other_inputs
 from torchdelta.check.candidate import CandidateRun
 from torchdelta.check.check import Check
 from torchdelta.check.prepare import prepare
@@ -61,6 +62,8 @@ def audit(
         raise UsageError(f"per_kind is the number of faults of each kind: at least 1, not {per_kind}")
     with runtime.preserved():
         control = prepare(program, options=options)
+        # once, because all trials share the baseline
+        control.baseline = other_inputs.extend(control.baseline, control.transform, control.notes)
         return _Auditor(control=control).run(chosen_kinds, per_kind, progress)
 
 

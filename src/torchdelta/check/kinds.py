@@ -6,6 +6,7 @@ Float64 tells: two programs that agree there, where almost nothing is rounded, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,8 @@ from torchdelta.records.comparison import ANOTHER_FUNCTION, CONTRACT, LESS_ACCUR
 from torchdelta.records.report import Stage
 from torchdelta.records.verdict import Verdict
 
+ROUNDED = 2.0**-6
+"""The relative error of a few roundings to bfloat16."""
 SHRUNK = 2.0**10
 """Rounding errors of two dtypes have the ratio of their units, within this factor."""
 
@@ -71,12 +74,12 @@ def _kind_of(comparison: Comparison, stage: str, lifted: LiftedSides) -> str:
     if comparison.details.get("question") == "semantic":
         return ANOTHER_FUNCTION
     if lifted.graphs_agree is not None:
-        return LESS_ACCURATE if lifted.graphs_agree else UNKNOWN
+        return LESS_ACCURATE if lifted.graphs_agree and _may_be_rounding(comparison) else UNKNOWN
     sides = [run.stages.get(stage, {}).get(comparison.path) for run in (lifted.reference, lifted.candidate)]
     first, second = (side if isinstance(side, torch.Tensor) else None for side in sides)
     if first is None or second is None or is_inexact(first.dtype) or is_inexact(second.dtype):
         return UNKNOWN
-    return LESS_ACCURATE if torch.equal(first, second) else ANOTHER_FUNCTION
+    return UNKNOWN if torch.equal(first, second) else ANOTHER_FUNCTION
 
 
 def _kind_by(answer: Comparison, native: Comparison) -> str:
@@ -86,14 +89,24 @@ def _kind_by(answer: Comparison, native: Comparison) -> str:
     difference that does not shrink with the unit is another function.
     """
     if answer.verdict is Verdict.EQUIVALENT:
-        return LESS_ACCURATE if (answer.resolution or 0.0) <= COARSE else UNKNOWN
+        return LESS_ACCURATE if (answer.resolution or 0.0) <= COARSE and _may_be_rounding(native) else UNKNOWN
     if answer.verdict is not Verdict.DIVERGED or answer.error is None:
         return UNKNOWN
     scale, unit = (float(native.details.get(name, 0.0)) for name in ("rms_of_truth", "roundoff"))
     native_error = float(native.details.get("native_error", native.error or 0.0))
     shrinking = unit_roundoff(torch.float64) / unit if unit else 1.0
     is_rounding = answer.error <= SHRUNK * shrinking * max(native_error, unit * scale)
-    return LESS_ACCURATE if is_rounding and shrinking < 1.0 else ANOTHER_FUNCTION
+    return LESS_ACCURATE if is_rounding and shrinking < 1.0 and _may_be_rounding(native) else ANOTHER_FUNCTION
+
+
+def _may_be_rounding(native: Comparison) -> bool:
+    """Tell whether rounding could be so far off; otherwise a kernel is wrong, in one dtype alone.
+
+    A formula may lose half of the digits of its dtype, or round to bfloat16.
+    """
+    scale, unit = (float(native.details.get(name, 0.0)) for name in ("rms_of_truth", "roundoff"))
+    error = float(native.details.get("native_error", native.error or 0.0))
+    return error <= max(math.sqrt(unit), ROUNDED) * scale
 
 
 def _agreement(comparison: Comparison, lifted: LiftedSides) -> str:

@@ -37,10 +37,10 @@ def extend(baseline: Baseline, transform: Transform, notes: list[str]) -> Baseli
     """Return the baseline with one more iteration on other inputs, if the transform is meant for them, and add a note.
 
     The note says what is other about them, or why the candidate was not asked about other inputs; the baseline itself
-    is returned then.
+    is returned then, and also if it has other inputs already.
     """
     kind = transform.traits.other_inputs
-    if kind is None:
+    if kind is None or baseline.plan.further:
         return baseline
     what = "other sizes" if kind is OtherInputs.SIZES else "other values"
     try:

@@ -157,7 +157,7 @@ class _Observer:
         unregistered = self.start.unrun.leaves if side.names is None else {}
         self.original_unregistered = {**_plain_leaves(_inputs(original)), **unregistered}
         self.given = original.args, original.kwargs
-        """The inputs of the present iteration as they were before it."""
+        """The user's inputs, or the last random ones, as they were before a call: steps take copies of them."""
         self.observation = Observation()
         self.iteration = 0
         self.unregistered: Leaves = {}
@@ -189,7 +189,8 @@ class _Observer:
             if iteration >= self.plan.iterations:
                 self._take_inputs(*self.plan.further[iteration - self.plan.iterations])
             elif iteration:
-                self._draw_inputs(iteration)
+                self.given = self._draw_inputs(iteration)
+                self._take_inputs(*self.given)
             outputs = self._call("forward", self.plan.seed + iteration)
             self._record_forward(outputs, prefix)
             if self.plan.stages != ("forward",):
@@ -237,18 +238,17 @@ class _Observer:
         """Return the side's unregistered state as it is now, and the plain values in its inputs, by path."""
         return {**_plain_leaves(_inputs(self.side)), **self.side.reach().leaves}
 
-    def _draw_inputs(self, iteration: int) -> None:
-        """Replace the side's inputs by copies of the original's with random values, drawn in the original's dtypes.
+    def _draw_inputs(self, iteration: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return copies of the original's inputs with random values, drawn in the original's dtypes.
 
         Seed and iteration choose the values, so every side gets the same ones.
         """
         args, kwargs = copy_together((self.original.args, self.original.kwargs), name="the inputs")
         randomise((args, kwargs), seed=self.plan.seed + iteration)
-        self._take_inputs(args, kwargs)
+        return args, kwargs
 
     def _take_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Replace the side's inputs by copies of other ones, which have the original's dtypes."""
-        self.given = args, kwargs
         other = Side.of(self.original.call, args, kwargs)
         self.original_tensors = _tensors_in({**_inputs(other), **_registered(self.start)})
         self.original_unregistered = {**self.original_unregistered, **_plain_leaves(_inputs(other))}
@@ -385,8 +385,8 @@ class _Observer:
         """Take the optimizer's steps; record gradients before each, and state and optimizer state after.
 
         The first step uses the gradients of the last iteration, which are recorded here only if the stage `gradients`
-        is not planned. `before_step` may change the gradients after they are recorded. Nothing happens if no parameter
-        requires grad.
+        is not planned; after further inputs they are computed anew. `before_step` may change the gradients after they
+        are recorded. Nothing happens if no parameter requires grad.
         """
         parameters = self.side.state.parameters
         trained = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad and tensor.is_leaf}
@@ -396,11 +396,15 @@ class _Observer:
             optimizer = self.plan.optimizer(list(trained.values()))
         leaves = self._leaves("steps")
         for step in range(self.plan.steps):
-            if step:  # the first step uses the gradients of the last iteration
+            # the first step uses the gradients of the last iteration, unless that had further inputs
+            is_computed = bool(step or self.plan.further)
+            if is_computed:
                 self._take_inputs(*self.given)  # a call may have changed its inputs, such as a cache
-                self._backward("steps", self._call("steps", self.plan.seed + self.plan.iterations + step))
+                # the first step draws as the last iteration before the further ones did
+                seed = self.plan.seed + self.plan.iterations + (step or -1)
+                self._backward("steps", self._call("steps", seed))
             gradients = {name: tensor.grad for name, tensor in trained.items() if tensor.grad is not None}
-            if step or "gradients" not in self.plan.stages:
+            if is_computed or "gradients" not in self.plan.stages:
                 leaves.update(_named_snapshots(gradients, f"steps[{step}].gradients"))
             self.before_step(step, gradients)
             with self._stage("steps"), self.uncompiled_scope():

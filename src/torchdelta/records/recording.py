@@ -21,8 +21,10 @@ from torchdelta.records.trust import require_trusted, untrusted_folders
 RECORDING = "recording.json"
 RECORDING_VERSION = 1
 LEVELS = ("dynamo", "forward", "backward", "inference")
-_NAMED_TRANSFORMS = ("backend", "cast", "autocast", "quantize")
+_NAMED_TRANSFORMS = ("backend", "cast", "autocast")
 """Transforms whose name has an argument that is no code."""
+_ARGUED = ("module", "quantize")
+"""Transforms whose argument may be code."""
 _FORMAT = FileFormat(kind="recording", version=RECORDING_VERSION, remedy="record the graph again")
 
 
@@ -109,9 +111,17 @@ def trust_flags(directory: str | os.PathLike[str]) -> list[str]:
         recording = read_recording(directory)
     except ReportUnreadable:
         return []
-    transform = (recording.transform or "").rpartition(":")[0]
-    places = (*recording.imports, *([transform] if transform.endswith(".py") else []))
+    transform = _code_of(recording.transform or "")
+    places = (*recording.imports, *([transform] if transform else []))
     return [text for folder in untrusted_folders(places, recording.path) for text in ("--trust", folder)]
+
+
+def _code_of(transform: str) -> str:
+    """Return the file or module that a transform is imported from; empty if it is one of torchdelta's own."""
+    kind, _, argument = transform.partition(":")
+    place = argument if kind in _ARGUED else transform
+    place = place.rpartition(":")[0]
+    return place if place.endswith(".py") or kind not in _NAMED_TRANSFORMS else ""
 
 
 def complete(program: object, options: CheckOptions) -> CheckOptions:
@@ -138,8 +148,7 @@ def complete(program: object, options: CheckOptions) -> CheckOptions:
             f"{program} was recorded on its way to a transform that no other process can import: name one (-t "
             "inductor, transform=…) to compare it with"
         )
-    place, colon, _ = recording.transform.rpartition(":")
-    if colon and (place.endswith(".py") or place.partition(":")[0] not in _NAMED_TRANSFORMS):
+    if place := _code_of(recording.transform):
         require_trusted(place, recording.path, who=f"the recording {program}")
     # options belong to the transform for which they were recorded
     return replace(options, transform=recording.transform, options=options.options or dict(recording.options))

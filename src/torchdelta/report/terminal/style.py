@@ -61,7 +61,7 @@ def headline(report: Report | Location) -> RenderableType:
     verdict = (report.verdict.value, f"bold {STYLE[report.verdict]}")
     subject = case.program if case.stages == (VALUES,) else f"{case.program} under {case.transform}"
     settings = ", ".join([*_settings(case), f"torch {report.environment.torch}"])
-    kind = ", the same function, less accurate" if isinstance(report, Report) and is_less_accurate(report) else ""
+    kind = " (the same function, less accurate)" if isinstance(report, Report) and is_less_accurate(report) else ""
     return Group(Text.assemble(verdict, kind, f"  {subject}"), Text(f"  {settings}", style="dim"))
 
 
