@@ -8,6 +8,7 @@ would let much pass. Unregistered state in which they differ, such as a timestam
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -29,6 +30,7 @@ NEAR_ZERO = 64.0
 """Values within so many times the rounding of float64 are zero in exact arithmetic."""
 OWN_SHARE = 0.125
 """A difference of two reference runs beyond this share of the candidate's error may explain the error."""
+_STEPPED = re.compile(r"(?P<step>steps\[\d+\])\.(?P<kind>gradients|optimizer)(?P<name>\['[^']*'\])")
 SUSPECT = 100.0
 """Noise of this many times the rounding of a single operation may come from other random numbers."""
 
@@ -48,17 +50,26 @@ def doubt_coarse(stage: Stage) -> Stage:
     """Return the stage with the leaves inconclusive that passed only because their noise is as large as their values.
 
     Only equivalent leaves whose values differ are looked at. A leaf that passed in float64 too stays equivalent, unless
-    that answer is coarse as well. So does a leaf that is zero in exact arithmetic, as `_is_zero` tells.
+    that answer is coarse as well. So does a leaf that is zero in exact arithmetic, as `_is_zero` tells, and an
+    optimizer's state whose gradient is not coarse.
     """
     scales = [float(each.details["rms_of_truth"]) for each in stage.comparisons if "rms_of_truth" in each.details]
     largest = max((scale for scale in scales if math.isfinite(scale)), default=0.0)
 
+    fine_gradients = {
+        match["step"] + match["name"]
+        for each in stage.comparisons
+        if (match := _STEPPED.match(each.path)) and match["kind"] == "gradients" and not is_coarse(each)
+    }
+
     def doubt(comparison: Comparison) -> Comparison:
         if comparison.verdict is not Verdict.EQUIVALENT or comparison.noise is None or not is_coarse(comparison):
             return comparison
-        if _is_fine_in_float64(comparison):
+        if _is_fine_in_float64(comparison) or _is_zero(comparison, largest):
             return comparison
-        if _is_zero(comparison, largest):
+        # an optimizer's state follows from gradients, by code that no compiler is given
+        match = _STEPPED.match(comparison.path)
+        if match and match["kind"] == "optimizer" and match["step"] + match["name"] in fine_gradients:
             return comparison
         reason = f"{comparison.reason}, but the noise is nearly as large as the values are, and would let much pass"
         return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason)

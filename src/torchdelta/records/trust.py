@@ -57,7 +57,7 @@ def require_trusted(place: str, folders: Iterable[str], *, who: str) -> None:
     file = origin if origin is not None else Path(place).resolve()
     raise UsageError(
         f"{who} names code that is not installed here: {file}. It would be run: read it, and if you trust it, add "
-        f"--trust {file.parent}"
+        f"--trust {_folder_of(file)}"
     )
 
 
@@ -68,8 +68,13 @@ def untrusted_folders(places: Iterable[str], folders: Iterable[str]) -> list[str
     for place in places:
         origin = _origin_of(place, searched)
         if origin is not None and not _is_installed(place, origin):
-            found[str(origin.parent)] = None
+            found[str(_folder_of(origin))] = None
     return list(found)
+
+
+def _folder_of(origin: Path) -> Path:
+    """Return the folder from which the code of a file is imported: of a package, the one around it."""
+    return origin.parent.parent if origin.name == "__init__.py" else origin.parent
 
 
 def _origin_of(place: str, folders: Iterable[str]) -> Path | None:
