@@ -101,8 +101,9 @@ class Check(JudgingSteps[Observation]):
         with baseline.timed("comparison"):
             stages = self._follow_decisions(self.judge())
         stages = self._doubt_unsteady(stages)
-        stages = [steadiness.doubt_coarse(stage) for stage in stages]
-        self.notes += steadiness.vouched_for(stages)
+        fine = steadiness.fine_gradients(stages)
+        stages = [steadiness.doubt_coarse(stage, fine) for stage in stages]
+        self.notes += [*steadiness.vouched_for(stages), *steadiness.judged_by_gradients(stages)]
         stages = [tell_kinds(stage, self._lifted_sides(stage.name), self._accepted) for stage in stages]
         return Report(
             verdict=worst_of(stage.verdict for stage in stages),

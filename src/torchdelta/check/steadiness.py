@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -30,7 +30,8 @@ NEAR_ZERO = 64.0
 """Values within so many times the rounding of float64 are zero in exact arithmetic."""
 OWN_SHARE = 0.125
 """A difference of two reference runs beyond this share of the candidate's error may explain the error."""
-_STEPPED = re.compile(r"(?P<step>steps\[\d+\])\.(?P<kind>gradients|optimizer)(?P<name>\['[^']*'\])")
+_STEPPED = re.compile(r"steps\[\d+\]\.(gradients|optimizer)(?P<name>\['[^']*'\])")
+_FIRST_GRADIENT = re.compile(r"parameters(?P<name>\['[^']*'\])\.grad|steps\[0\]\.gradients(?P<of_step>\['[^']*'\])")
 SUSPECT = 100.0
 """Noise of this many times the rounding of a single operation may come from other random numbers."""
 
@@ -46,31 +47,34 @@ def rests_on_steadiness(comparison: Comparison) -> bool:
     return comparison.verdict is Verdict.DIVERGED or (is_suspect and _differs(comparison))
 
 
-def doubt_coarse(stage: Stage) -> Stage:
+def fine_gradients(stages: Sequence[Stage]) -> frozenset[str]:
+    """Return the names, in brackets, of parameters whose first gradient is not coarse, or at least not in float64."""
+    return frozenset(
+        match["name"] or match["of_step"]
+        for stage in stages
+        for each in stage.comparisons
+        if (match := _FIRST_GRADIENT.fullmatch(each.path)) and (not is_coarse(each) or _is_fine_in_float64(each))
+    )
+
+
+def doubt_coarse(stage: Stage, fine: Collection[str] = ()) -> Stage:
     """Return the stage with the leaves inconclusive that passed only because their noise is as large as their values.
 
     Only equivalent leaves whose values differ are looked at. A leaf that passed in float64 too stays equivalent, unless
-    that answer is coarse as well. So does a leaf that is zero in exact arithmetic, as `_is_zero` tells, and an
-    optimizer's state whose gradient is not coarse.
+    that answer is coarse as well. So does a leaf that is zero in exact arithmetic, as `_is_zero` tells, and a gradient
+    or an optimizer's state after a step of a parameter in `fine`: an optimizer that steps by the sign of a gradient
+    takes correct programs apart, so its parameters are judged by their first gradients.
     """
     scales = [float(each.details["rms_of_truth"]) for each in stage.comparisons if "rms_of_truth" in each.details]
     largest = max((scale for scale in scales if math.isfinite(scale)), default=0.0)
-
-    fine_gradients = {
-        match["step"] + match["name"]
-        for each in stage.comparisons
-        if (match := _STEPPED.match(each.path)) and match["kind"] == "gradients" and not is_coarse(each)
-    }
 
     def doubt(comparison: Comparison) -> Comparison:
         if comparison.verdict is not Verdict.EQUIVALENT or comparison.noise is None or not is_coarse(comparison):
             return comparison
         if _is_fine_in_float64(comparison) or _is_zero(comparison, largest):
             return comparison
-        # an optimizer's state follows from gradients, by code that no compiler is given
-        match = _STEPPED.match(comparison.path)
-        if match and match["kind"] == "optimizer" and match["step"] + match["name"] in fine_gradients:
-            return comparison
+        if (match := _STEPPED.match(comparison.path)) and match["name"] in fine:
+            return replace(comparison, details={**comparison.details, "judged_by_gradient": True})
         reason = f"{comparison.reason}, but the noise is nearly as large as the values are, and would let much pass"
         return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason)
 
@@ -112,6 +116,17 @@ def vouched_for(stages: Sequence[Stage]) -> list[str]:
         return []
     names = ", ".join(coarse[:3]) + (f" and {len(coarse) - 3} more" if len(coarse) > 3 else "")
     return [f"float64 alone vouches for {names}: natively the noise is nearly as large as the values"]
+
+
+def judged_by_gradients(stages: Sequence[Stage]) -> list[str]:
+    """Return a list of one note on the leaves after a step for which only first gradients vouch; empty without any."""
+    leaves = [each for stage in stages for each in stage.comparisons if each.details.get("judged_by_gradient")]
+    if not leaves:
+        return []
+    return [
+        f"after a step the noise of {len(leaves)} leaves is nearly as large as their values, as in {leaves[0].path}: "
+        "the gradients before the first step were judged in their place"
+    ]
 
 
 def is_coarse(comparison: Comparison) -> bool:
