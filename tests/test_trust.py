@@ -56,6 +56,9 @@ def hostile(place):
         "the pass as a file": {"transform": f"{evil}:evil"},
         "the pass in a folder that it names": {"transform": "evil:evil", "path": [str(evil.parent)]},
         "another module as candidate": {"transform": f"module:{evil}:evil"},
+        "a table of decompositions": {"transform": "decompose", "options": {"table": f"{evil}:evil"}},
+        "the compiler's own compiler": {"settings": {"torch._inductor.config.cpp.cxx": [str(evil)]}},
+        "a place to write to": {"settings": {"torch._inductor.config.trace.debug_dir": str(evil.parent)}},
         "os": {"imports": ["os"]},
         "subprocess": {"imports": ["subprocess"]},
         "a module of the library with dots": {"imports": ["importlib.util"]},
@@ -115,11 +118,11 @@ def test_a_trusted_directory_holds_for_what_is_below_it_alone(place, monkeypatch
     monkeypatch.setattr(trust, "_TRUSTED", [])
     td.trust(place / "theirs")
 
-    require_trusted(str(place / "theirs" / "evil.py"), (), who="a test")
+    require_trusted(str(place / "theirs" / "evil.py"), (), named_by="a test")
     with pytest.raises(td.UsageError, match="--trust"):
-        require_trusted(str(place / "other.py"), (), who="a test")
+        require_trusted(str(place / "other.py"), (), named_by="a test")
     with pytest.raises(td.UsageError, match="--trust"):
-        require_trusted(str(place / "theirs" / ".." / "other.py"), (), who="a test")
+        require_trusted(str(place / "theirs" / ".." / "other.py"), (), named_by="a test")
     with pytest.raises(td.UsageError, match="there is no directory"):
         td.trust(place / "nowhere")
 
@@ -127,8 +130,8 @@ def test_a_trusted_directory_holds_for_what_is_below_it_alone(place, monkeypatch
 def test_installed_packages_need_no_trust(monkeypatch):
     monkeypatch.setattr(trust, "_TRUSTED", [])
 
-    require_trusted("numpy.linalg", (), who="a test")
-    require_trusted("torch.nn", (), who="a test")
+    require_trusted("numpy.linalg", (), named_by="a test")
+    require_trusted("torch.nn", (), named_by="a test")
 
 
 def test_a_command_for_a_recording_has_the_flags_that_it_needs(place):

@@ -487,6 +487,7 @@ def _margins_of_outputs(baseline: Baseline) -> dict[str, _LeafMargins]:
 # Settle gradients within noise of zero: an optimizer that divides a gradient by its size steps by the sign alone
 
 _FEW = 4.0
+"""A step in the other direction takes an element twice as far as a step does, and the slack is the same again."""
 _STEPPED = re.compile(r"steps\[(?P<step>\d+)\]\.parameters(?P<name>\[.*\])")
 
 

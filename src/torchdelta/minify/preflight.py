@@ -98,7 +98,7 @@ class Preflight:
                 rejected += [answer.rejected] if answer.rejected else []
                 meant = [signature for signature in answer.signatures if self.limits.is_meant(signature)]
                 unmeant += [signature for signature in answer.signatures if signature not in meant]
-                if not is_semantic and is_semantic != questions[-1]:
+                if is_semantic != questions[-1]:
                     meant = [signature for signature in meant if not _may_be_accuracy(signature)]
                 same = [each for each in meant if any(each.is_like(whole) for whole in self.expected)]
                 if same or (meant and not self.expected):

@@ -29,7 +29,7 @@ from torchdelta.errors import ProgramError, ReportUnreadable, UsageError
 from torchdelta.program.copies import is_installed_module
 from torchdelta.program.programs import Program, load_module
 from torchdelta.records.recording import RECORDING, AutocastSetting, Recording, read_recording, write_recording
-from torchdelta.records.trust import require_trusted, trusted_directories
+from torchdelta.records.trust import require_harmless, require_trusted, trusted_directories
 from torchdelta.storage.graphs import (
     modules_named,
     read_graph,
@@ -170,7 +170,8 @@ def make_ready(recording: Recording) -> tuple[str, ...]:
     setting cannot be set.
     """
     for place in recording.imports:
-        require_trusted(place, recording.path, who=f"the recording of {recording.name}")
+        require_trusted(place, recording.path, named_by=f"the recording of {recording.name}")
+    require_harmless(recording.settings, named_by=f"the recording of {recording.name}")
     trusted = trusted_directories()
     folders = [
         folder for folder in recording.path if any(Path(folder).resolve().is_relative_to(one) for one in trusted)

@@ -7,6 +7,7 @@ is written last, so a directory that has a record is complete. `complete` fills 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,11 @@ RECORDING = "recording.json"
 RECORDING_VERSION = 1
 LEVELS = ("dynamo", "forward", "backward", "inference")
 _NAMED_TRANSFORMS = ("backend", "cast", "autocast")
-"""Transforms whose name has an argument that is no code."""
+"""Transforms with an argument, such as a dtype, that is not the name of code."""
 _ARGUED = ("module", "quantize")
-"""Transforms whose argument may be code."""
+"""Transforms with an argument that may be the name of code."""
+_CODE_OPTIONS = ("table", "state")
+"""Options whose value may be the name of code."""
 _FORMAT = FileFormat(kind="recording", version=RECORDING_VERSION, remedy="record the graph again")
 
 
@@ -112,7 +115,7 @@ def trust_flags(directory: str | os.PathLike[str]) -> list[str]:
     except ReportUnreadable:
         return []
     transform = _code_of(recording.transform or "")
-    places = (*recording.imports, *([transform] if transform else []))
+    places = (*recording.imports, *([transform] if transform else []), *_code_in(recording.options))
     return [text for folder in untrusted_folders(places, recording.path) for text in ("--trust", folder)]
 
 
@@ -122,6 +125,12 @@ def _code_of(transform: str) -> str:
     place = argument if kind in _ARGUED else transform
     place = place.rpartition(":")[0]
     return place if place.endswith(".py") or kind not in _NAMED_TRANSFORMS else ""
+
+
+def _code_in(options: Mapping[str, Scalar]) -> list[str]:
+    """Return the files and modules that options of a transform are imported from."""
+    texts = {name: value for name, value in options.items() if isinstance(value, str) and ":" in value}
+    return [text.rpartition(":")[0] for name, text in texts.items() if name in _CODE_OPTIONS or ".py:" in text]
 
 
 def complete(program: object, options: CheckOptions) -> CheckOptions:
@@ -148,10 +157,12 @@ def complete(program: object, options: CheckOptions) -> CheckOptions:
             f"{program} was recorded on its way to a transform that no other process can import: name one (-t "
             "inductor, transform=…) to compare it with"
         )
-    if place := _code_of(recording.transform):
-        require_trusted(place, recording.path, who=f"the recording {program}")
+    given = options.options or dict(recording.options)
+    for place in (_code_of(recording.transform), *_code_in(recording.options if not options.options else {})):
+        if place:
+            require_trusted(place, recording.path, named_by=f"the recording {program}")
     # options belong to the transform for which they were recorded
-    return replace(options, transform=recording.transform, options=options.options or dict(recording.options))
+    return replace(options, transform=recording.transform, options=given)
 
 
 def _stages(stages: tuple[str, ...] | None) -> dict[str, Any]:

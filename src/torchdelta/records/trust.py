@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -39,10 +39,10 @@ def trusted_directories() -> tuple[Path, ...]:
     return tuple(_TRUSTED)
 
 
-def require_trusted(place: str, folders: Iterable[str], *, who: str) -> None:
-    """Raise UsageError if a file may not name this code: a module by its name, or a file of Python source.
+def require_trusted(place: str, folders: Iterable[str], *, named_by: str) -> None:
+    """Raise UsageError if a recording may not name this code: a module by its name, or a file of Python source.
 
-    `folders` are those in which the file says that modules are; `who` names the file in the message.
+    `folders` are those in which the recording says that modules are; `named_by` is the recording, for the message.
     """
     origin = _origin_of(place, folders)
     if origin is not None and _is_installed(place, origin):
@@ -52,13 +52,27 @@ def require_trusted(place: str, folders: Iterable[str], *, who: str) -> None:
     if origin is None and not place.endswith(".py"):
         top = place.partition(".")[0]
         if top in sys.stdlib_module_names:
-            raise UsageError(f"{who} names {place} of Python's own library, which no graph calls: it is not imported")
-        raise UsageError(f"{who} names the module {place}, and no installed package has it: it is not imported")
+            raise UsageError(f"{named_by} names {place} of Python's own library, which no graph calls")
+        raise UsageError(f"{named_by} names the module {place}, and no installed package has it: it is not imported")
     file = origin if origin is not None else Path(place).resolve()
     raise UsageError(
-        f"{who} names code that is not installed here: {file}. It would be run: read it, and if you trust it, add "
+        f"{named_by} names code that is not installed here: {file}. It would be run: read it, and if you trust it, add "
         f"--trust {_folder_of(file)}"
     )
+
+
+def require_harmless(settings: Mapping[str, object], *, named_by: str) -> None:
+    """Raise UsageError if a setting of the compiler, by its full name, names a program or a place to write to.
+
+    `named_by` is the recording that has the settings, for the message.
+    """
+    for name, value in settings.items():
+        texts = [each for each in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(each, str)]
+        if "cxx" in name or any(os.sep in text for text in texts):
+            raise UsageError(
+                f"{named_by} sets {name} to {value!r}, and a recording may not name a program or a path: set it in a "
+                "program of your own"
+            )
 
 
 def untrusted_folders(places: Iterable[str], folders: Iterable[str]) -> list[str]:
