@@ -7,6 +7,7 @@ as a compiler's mistake is. A run resumes after an interruption. Start reading a
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import gc
 import random
@@ -16,9 +17,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+import torch
 from torch._guards import detect_fake_mode
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
 
 from torchdelta._torch.graphs.lift_graph import form_of
 from torchdelta.audit.faults import FAULTS, NotPlantable, PlaceLost
@@ -160,7 +163,37 @@ def _as_aten(graph_module: GraphModule, example_inputs: Sequence[Any]) -> GraphM
     """Return the graph with the operators of an exported program, in which faults can be planted."""
     # real inputs must not be changed
     mode: Literal["real", "fake"] = "real" if detect_fake_mode(example_inputs) is not None else "fake"
-    return make_fx(graph_module, tracing_mode=mode, pre_dispatch=True, _allow_non_fake_inputs=True)(*example_inputs)
+    traceable = _with_plain_sizes(graph_module)
+    return make_fx(traceable, tracing_mode=mode, pre_dispatch=True, _allow_non_fake_inputs=True)(*example_inputs)
+
+
+def _with_plain_sizes(graph_module: GraphModule) -> GraphModule:
+    """Return a copy that takes no size out of a tensor, as Longformer does: such a graph cannot be traced again.
+
+    Integers that depend on no input are computed, and stand in the copy as numbers.
+    """
+    plain = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
+    numbers: dict[Node, Any] = {}
+    for node in plain.graph.nodes:
+        operands = map_arg((node.args, node.kwargs), lambda each: numbers.get(each, each))
+        if _is_whole_number(node) and numbers.keys() >= set(node.all_input_nodes):
+            args, kwargs = operands
+            function = node.target if node.op == "call_function" else getattr(torch.Tensor, node.target)
+            numbers[node] = function(*args, **kwargs)
+    for node in plain.graph.nodes:
+        if node not in numbers:
+            operands = map_arg((node.args, node.kwargs), lambda each: int(numbers[each]) if each in numbers else each)
+            node.args, node.kwargs = operands
+    for node in reversed(numbers):
+        plain.graph.erase_node(node)
+    plain.recompile()
+    return plain
+
+
+def _is_whole_number(node: Node) -> bool:
+    value = node.meta.get("example_value")
+    is_integer = isinstance(value, torch.Tensor) and value.dim() == 0 and not value.is_floating_point()
+    return node.op in ("call_function", "call_method") and is_integer
 
 
 def as_markdown(records: Sequence[Record], groups: dict[str, Sequence[str]]) -> str:
