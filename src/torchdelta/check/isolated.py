@@ -6,7 +6,7 @@ process needs no torch for it: only the worker imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,6 +35,25 @@ class IsolatedCheck:
     warnings: tuple[str, ...] = ()
 
 
+def warm_pool(
+    transform: object, *, workers: int = 1, preload: Sequence[str] = (), from_here: bool = False, warm: str = ""
+) -> Pool:
+    """Return a pool, not entered yet, whose workers are ready for a check under this transform.
+
+    They have imported what a check needs and the modules `preload`. If the transform is inductor, it has compiled once
+    before they are forked, because its first compile looks for the machine's vector instructions, which takes longer
+    than a small check; for any other transform, the backend `warm` has, if it is not empty. With `from_here` the
+    workers are forked from this process, which has to be a single thread.
+    """
+    is_inductor = isinstance(transform, str) and transform.removeprefix("backend:") == "inductor"
+    return Pool(
+        workers=workers,
+        preload=(f"{WORKER}:get_ready", *preload),
+        warm="inductor" if is_inductor else warm,
+        from_here=from_here,
+    )
+
+
 def check_isolated(
     program: str,
     options: CheckOptions,
@@ -47,7 +66,7 @@ def check_isolated(
 ) -> IsolatedCheck:
     """Check a named program in a worker, under complete, named options; return its report and the worker's output.
 
-    `settings` are compiler settings that the worker has during the check. Without a `pool`, one is made for this check;
+    `settings` are compiler settings that the worker has during the check. Without a `pool`, a warm one is made;
     `timeout_s` and `memory_bytes` limit each query. If the candidate ends the worker, the report is `crashed`; if a
     deadline passes, `timed_out`. If either happens in the semantic question, the check runs once more without it, with
     a note. Raises what `Outcome.read` raises, such as ProgramError if the worker died where no candidate runs.
@@ -60,7 +79,7 @@ def check_isolated(
         task = f"{WORKER}:check_program"
         return workers.ask(task, request, deadline_s=timeout_s, memory_bytes=memory_bytes, progress=progress)
 
-    with nullcontext(pool) if pool is not None else Pool(preload=(WORKER,)) as workers:
+    with nullcontext(pool) if pool is not None else warm_pool(options.transform) as workers:
         outcome = ask(options)
         death = outcome.failure
         if death is not None and death.kind != "exception" and outcome.part == SEMANTIC:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchdelta.check.isolated import WORKER as CHECK_WORKER
+from torchdelta.check.isolated import warm_pool
 from torchdelta.isolate.pool import Pool
 
 WORKER = "torchdelta.minify.worker"
@@ -20,6 +20,4 @@ def pool_for(transform: str | None, *, preload: Sequence[str] = (), from_here: b
     and otherwise with the backend `eager`. With `from_here` they are forked from this process, which has to be a single
     thread.
     """
-    is_inductor = (transform or "").removeprefix("backend:") == "inductor"
-    warm = "inductor" if is_inductor else "eager"
-    return Pool(workers=2, preload=(f"{CHECK_WORKER}:get_ready", WORKER, *preload), warm=warm, from_here=from_here)
+    return warm_pool(transform, workers=2, preload=(WORKER, *preload), from_here=from_here, warm="eager")

@@ -51,7 +51,8 @@ def check_op_isolated(
     """
     call = {"arguments": arguments, "inputs": inputs, "imports": list(imports)}
     request = {"op": op, "call": call, "words": dict(words), "seed": seed}
-    with Pool(preload=(WORKER,)) as pool:
+    warm = "inductor" if "inductor" in words.get("backends", ()) else ""
+    with Pool(preload=(WORKER,), warm=warm) as pool:
         task = f"{WORKER}:check_operator"
         outcome = pool.ask(task, request, deadline_s=timeout_s, memory_bytes=memory_bytes, progress=progress)
     # the worker reports the name of each probe when it begins, and nothing before the first
