@@ -1,6 +1,8 @@
 """A program is what its factory made it: settings of `build()` hold for every side, in every command, and not after."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,7 +12,10 @@ import torch._inductor.config
 
 import torchdelta as td
 from torchdelta import Verdict
+from torchdelta.audit.audit import audit
 from torchdelta.errors import UsageError
+from torchdelta.records.audit import TrialOutcome
+from torchdelta.records.case import CheckOptions
 
 FILE = """
 import os
@@ -86,6 +91,40 @@ def test_settings_of_the_compiler_hold_in_every_command(program, command, tmp_pa
 
     assert found.verdict is Verdict.DIVERGED
     assert torch._inductor.config.cpp.inject_relu_bug_TESTING_ONLY is None
+
+
+@pytest.mark.slow
+def test_settings_of_the_factory_hold_for_every_fault_of_an_audit(program):
+    def is_in_float64(graph_module, example_inputs):
+        assert torch.get_default_dtype() is torch.float64
+        return graph_module.forward
+
+    found = audit(f"{program}:in_float64", options=CheckOptions(transform=is_in_float64), kinds=["bias_dropped"])
+
+    assert [trial.outcome for trial in found.trials] == [TrialOutcome.CAUGHT]
+    assert torch.get_default_dtype() is torch.float32
+
+
+SCRIPT = """
+import torch
+import torch._inductor.config
+
+torch.set_default_dtype(torch.float64)
+torch._inductor.config.cpp.inject_relu_bug_TESTING_ONLY = "accuracy"
+layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+torch.compile(layers)(torch.randn(4, 8))
+"""
+
+
+@pytest.mark.slow
+def test_settings_of_a_script_hold_while_its_calls_are_checked(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torchdelta", "run", "--strict", "-o", "found", "--guard", "inductor", "script.py"]
+
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    assert ran.returncode == 1, ran.stderr
+    assert '"dtype": "float64"' in (tmp_path / "found" / "0001-dynamo" / "report.json").read_text()
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """A pass that changed nothing was not tested; which graphs a pass is given, and how it is called."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,9 @@ from torch.fx.passes.infra.pass_base import PassResult
 import torchdelta as td
 from torchdelta import Verdict
 from torchdelta.errors import UsageError
+from torchdelta.program.programs import load_module
+
+models = load_module(str(Path(__file__).parent / "programs" / "models.py"), what="model")
 
 X = (torch.randn(4, 8, generator=torch.Generator().manual_seed(0)),)
 
@@ -63,6 +68,19 @@ def test_a_pass_that_leaves_every_graph_as_it_was_is_inconclusive(identity, grap
     assert all("changed nothing" in stage.reason for stage in report.stages)
     accepted = td.check(Layers(), X, transform=identity, options={"graph": graph, "unchanged": "ok"})
     assert accepted.verdict is Verdict.EQUIVALENT
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # transformers warn about their own code
+@pytest.mark.parametrize("name", models.MODELS)
+def test_a_pass_that_leaves_a_whole_model_as_it_was_is_inconclusive(name):
+    model, args = models.build(name)
+
+    report = td.check(model, args, transform=leave)
+
+    assert report.verdict is Verdict.INCONCLUSIVE
+    assert all("changed nothing" in stage.reason for stage in report.stages)
+    assert all(each.verdict is Verdict.EQUIVALENT for each in report.comparisons)
 
 
 @pytest.mark.parametrize("graph", ["dynamo", "aten", "export", "symbolic"])
