@@ -343,3 +343,116 @@ def test_a_change_far_below_float32_is_seen_in_what_a_transform_made_of_the_prog
     faulty = td.check(model, (x,), transform=td.faults.plant("epsilon_divided_by_10"))
 
     assert (clean.verdict, faulty.verdict) == (EQUIVALENT, DIVERGED)
+
+
+def replaced(name, function):
+    """Return a pass that calls another function in place of the one with this name."""
+
+    def change(graph_module, example_inputs):
+        for node in graph_module.graph.nodes:
+            if getattr(node.target, "__name__", "") == name:
+                node.target = function
+        graph_module.recompile()
+        return graph_module
+
+    return change
+
+
+@pytest.mark.parametrize("cast", [torch.Tensor.double, torch.Tensor.bfloat16, torch.Tensor.float])
+@pytest.mark.parametrize(
+    ("function", "verdict"),
+    [
+        (lambda x: F.gelu(x, approximate="tanh"), DIVERGED),
+        (lambda x: F.gelu(x) * 1.01, DIVERGED),
+        (lambda x: F.gelu(x) * 1.0, EQUIVALENT),
+    ],
+)
+def test_a_result_that_is_cast_up_has_not_the_noise_of_its_dtype(cast, function, verdict):
+    generator = torch.Generator().manual_seed(0)
+    args = (
+        torch.randn(16, 32, generator=generator).bfloat16(),
+        torch.randn(32, 32, generator=generator).div(6).bfloat16(),
+    )
+
+    report = td.check(lambda x, w: cast(F.gelu(x @ w)), args, transform=replaced("gelu", function))
+
+    assert report.verdict is verdict
+
+
+class Alike(nn.Module):
+    def __init__(self, **attributes):
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+        vars(self).update(attributes)
+
+    def forward(self, x):
+        approximate, factor = getattr(self, "approximate", "none"), getattr(self, "factor", 1.0)
+        return F.gelu(self.layer(x), approximate=approximate) * factor
+
+
+@pytest.mark.parametrize(
+    ("attributes", "verdict"),
+    [
+        ({"approximate": "tanh"}, DIVERGED),
+        ({"factor": 1.005}, DIVERGED),
+        ({"approximate": "none", "factor": 1.0}, EQUIVALENT),
+        ({"factor": torch.ones((), dtype=torch.bfloat16)}, EQUIVALENT),
+    ],
+)
+def test_a_text_or_number_of_another_implementation_is_not_rounded_to_its_dtype(attributes, verdict):
+    program, other = Alike().bfloat16(), Alike(**attributes).bfloat16()
+    other.load_state_dict(program.state_dict())
+
+    assert td.check(program, (X,), candidate=other).verdict is verdict
+
+
+def with_ties(k, x):
+    """Take the floor of whole numbers that were divided and multiplied: rounding decides it, in float64 too."""
+    return torch.cat([torch.floor(k / 3 * 3) - k + 1, torch.sin(x)], -1)
+
+
+def one_negated(x):
+    y = torch.sin(x)
+    return y * torch.ones_like(y).index_fill(-1, torch.tensor(5), -1.0)
+
+
+@pytest.mark.parametrize(
+    ("function", "verdict"),
+    [
+        (lambda x: torch.sin(x) * 1.2, DIVERGED),
+        (lambda x: torch.sin(x) * 1.0001, DIVERGED),
+        (one_negated, INCONCLUSIVE),
+        (lambda x: torch.sin(x) * 1.0, EQUIVALENT),
+    ],
+)
+def test_elements_that_jump_do_not_hide_an_error_of_all_others(function, verdict):
+    generator = torch.Generator().manual_seed(0)
+    args = (
+        torch.randint(4, 500, (1, 16), generator=generator).float(),
+        torch.randn(1, 240, generator=generator),
+    )
+
+    report = td.check(with_ties, args, transform=replaced("sin", function))
+
+    assert report.verdict is verdict
+
+
+class UnderAutocast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 8)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.second(F.gelu(self.first(x)))
+
+
+@pytest.mark.parametrize(("approximate", "verdict"), [("tanh", DIVERGED), ("none", EQUIVALENT)])
+def test_float64_is_asked_about_a_pass_over_a_program_under_autocast(approximate, verdict):
+    other = replaced("gelu", lambda x: F.gelu(x, approximate=approximate))
+
+    report = td.check(UnderAutocast(), (X.float(),), transform=other)
+
+    assert report.questions.semantic == "asked"
+    assert report.verdict is verdict

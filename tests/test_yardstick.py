@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import torchdelta as td
 from torchdelta.records.verdict import Verdict
 
-DIVERGED, EQUIVALENT = Verdict.DIVERGED, Verdict.EQUIVALENT
+EQUIVALENT, DIVERGED, INCONCLUSIVE = Verdict.EQUIVALENT, Verdict.DIVERGED, Verdict.INCONCLUSIVE
 
 
 def program(x, w):
@@ -137,3 +137,36 @@ def test_a_reference_that_is_not_deterministic_is_not_taken_for_a_touched_one():
     report = td.check(lambda x: unsteady(x), (torch.randn(8),), candidate=lambda x: x * 2.0)
 
     assert not any("changed how this process" in note for note in report.notes)
+
+
+ORDERS = {
+    "as it is": lambda x: (x[0] + x[1] + x[2]).float(),
+    "the other way": lambda x: (x[2] + x[1] + x[0]).float(),
+    "without the last": lambda x: (x[0] + x[1]).float(),
+    "rounded to float8": lambda x: (x[0] + x[1] + x[2]).to(torch.float8_e5m2).float(),
+}
+
+
+@pytest.mark.parametrize(
+    ("order", "verdicts"),
+    [
+        ("the other way", {EQUIVALENT, INCONCLUSIVE}),
+        ("without the last", {DIVERGED}),
+        ("rounded to float8", {DIVERGED, INCONCLUSIVE}),
+    ],
+)
+def test_a_single_number_that_only_the_candidate_rounds_is_not_blamed(order, verdicts):
+    for seed in range(20):
+        x = torch.randn(4, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+        report = td.check(ORDERS["as it is"], (x,), candidate=ORDERS[order])
+
+        assert report.verdict in verdicts, (seed, report.comparisons[0].reason)
+
+
+def test_a_single_number_that_was_summed_in_a_coarser_dtype_is_seen():
+    x = torch.tensor([1.0, 2.0**-9, 2.0**-9])  # exact in float32
+
+    report = td.check(lambda x: x.sum(), (x,), candidate=lambda x: x.bfloat16().sum().float() + x.sum() * 0)
+
+    assert report.verdict is DIVERGED

@@ -48,6 +48,9 @@ TOUCHED = (
 _LARGE = 2**24
 """So many bytes of parameters and inputs make a program large."""
 
+_ROUNDINGS = 4
+"""A few roundings."""
+
 
 class YardstickTouched(SideFailed):
     """A run of the program would say nothing now, because a candidate changed how this process runs it."""
@@ -317,6 +320,25 @@ class Baseline:
         """Whether a tensor that the program is given is of floats with fewer than four bytes."""
         tensors = started_from(self.original)
         return any(tensor.is_floating_point() and tensor.itemsize < 4 for tensor in tensors)
+
+    @property
+    def coarsest_dtype(self) -> torch.dtype:
+        """The coarsest dtype of floats that the program is given, or casts finer values to."""
+        coarsest = self.narrowed_to
+        for tensor in started_from(self.original):
+            if tensor.is_floating_point():
+                coarsest = coarser(coarsest, tensor.dtype)
+        return coarsest or torch.get_default_dtype()
+
+    @property
+    def rounding_of_inputs(self) -> float:
+        """How far a few roundings of the arguments, in the coarsest dtype, may take a result."""
+        sizes = (
+            float(torch.nan_to_num(leaf.detach().double(), 0.0, 0.0, 0.0).abs().max())
+            for leaf in leaves_of((self.program.args, dict(self.program.kwargs)), "inputs").values()
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.numel()
+        )
+        return _ROUNDINGS * float(torch.finfo(self.coarsest_dtype).eps) * max(sizes, default=0.0)
 
     @property
     def lifted_draws(self) -> torch.dtype:

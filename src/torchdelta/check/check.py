@@ -100,7 +100,7 @@ class Check(JudgingSteps[Observation]):
         self.needs_noise = has_truth and has_differences(reference, self.candidate.observation)
         with baseline.timed("comparison"):
             stages = self._follow_decisions(self.judge())
-        stages = self._doubt_unsteady(stages)
+        stages = self._doubt_few(self._doubt_unsteady(stages))
         fine = steadiness.fine_gradients(stages)
         stages = [steadiness.doubt_coarse(stage, fine) for stage in stages]
         self.notes += [*steadiness.vouched_for(stages), *steadiness.judged_by_gradients(stages)]
@@ -442,6 +442,13 @@ class Check(JudgingSteps[Observation]):
                 f"the reference is not deterministic: {names} differ between two eager runs of the same seed"
             )
         return [steadiness.excuse(stage, unsteady) for stage in steady]
+
+    def _doubt_few(self, stages: list[Stage]) -> list[Stage]:
+        """Return the stages; leaves of few elements that only the candidate rounds become inconclusive."""
+        if not any(stage.verdict is Verdict.DIVERGED for stage in stages) or not self.answers:
+            return stages
+        reach = self.baseline.rounding_of_inputs
+        return [steadiness.doubt_few(stage, self.answers.get(stage.name, {}), reach) for stage in stages]
 
 
 def _first_four(paths: Sequence[str]) -> str:

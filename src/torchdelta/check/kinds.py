@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from torchdelta.check.steadiness import COARSE
 from torchdelta.compare.judge import is_inexact
 from torchdelta.compare.noise import unit_roundoff
+from torchdelta.compare.protocol import COARSE
 from torchdelta.program.stages import Observation
 from torchdelta.records.comparison import ANOTHER_FUNCTION, CONTRACT, LESS_ACCURATE, UNKNOWN, Comparison
 from torchdelta.records.report import Stage

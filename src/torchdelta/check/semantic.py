@@ -17,7 +17,7 @@ import torch
 from torchdelta.check.baseline import Baseline
 from torchdelta.check.candidate import CandidateRun
 from torchdelta.check.decisions import reach_of_steps, settle_steps
-from torchdelta.check.pairing import complete, has_differences, pair_stage
+from torchdelta.check.pairing import complete, has_differences, is_state, pair_stage, state_name
 from torchdelta.compare.contract import Terms
 from torchdelta.compare.judge import Judge, is_inexact
 from torchdelta.compare.noise import unit_roundoff
@@ -26,6 +26,7 @@ from torchdelta.compare.protocol import (
     Yardstick,
     answer_in_float64,
     as_answered,
+    is_coarse_answer,
     select_answers,
 )
 from torchdelta.compare.semantic import KEPT_IN_FLOAT32, Semantic
@@ -42,6 +43,7 @@ FOREIGN = 100.0
 """A reference that is so many times its noise away from the truth is another function in float64."""
 FOREIGN_NARROW = 16.0
 """The same for bfloat16 and float16, whose sums are taken in float32 and do not drift away."""
+_WIDEST = (torch.float64, torch.complex128)
 _FOREIGN_TRUTH = "in float64 the reference is another function too, further off than rounding takes it"
 
 
@@ -134,18 +136,38 @@ def judge_lifted(lifted: LiftedRun, baseline: Baseline, *, keeps_names: bool) ->
         runs = baseline.noisy(1, lifted=True)
         return Yardstick(reference=lifted.reference, truth=lifted.reference, noisy=runs) if runs else None
 
-    noisy = baseline.noisy(1) if lifted.differs else []
+    noisy = [_without_float64(run) for run in baseline.noisy(1)] if lifted.differs else []
     native = Yardstick(reference=lifted.reference, truth=baseline.truth, noisy=noisy)
     return lifted.asked, answer_in_float64(compare, native, in_float64)
+
+
+def _without_float64(run: Observation) -> Observation:
+    """Return a native run without its leaves in float64: their noise may be that of a lower dtype that was cast up."""
+    stages = {
+        stage: {path: leaf for path, leaf in leaves.items() if getattr(leaf, "dtype", None) not in _WIDEST}
+        for stage, leaves in run.stages.items()
+    }
+    return replace(run, stages=stages)
 
 
 def _rounding_of_constants(lifted: LiftedRun, baseline: Baseline) -> float:
     """Return the relative error that the constants of another implementation may have in float64.
 
-    They are kept in float32, or, if it has parameters of its own, in the dtype of the program.
+    They are kept in float32, or, if it has other tensors than the program, in the dtype of the program: a fold has
+    rounded those that it left out into the others.
     """
-    candidate = lifted.candidate
-    has_own = bool(candidate.other_starts or candidate.state_names - lifted.reference.state_names)
+    reference, candidate = lifted.reference, lifted.candidate
+    own = candidate.other_starts | (candidate.state_names ^ reference.state_names)
+    # an attribute that is a text or a number is not rounded to the program's dtype
+    tensors = {
+        state_name(path)
+        for run in (reference, candidate)
+        for stages in (run.stages, run.untouched)
+        for leaves in stages.values()
+        for path, leaf in leaves.items()
+        if is_state(path) and isinstance(leaf, torch.Tensor)
+    }
+    has_own = any(not is_state(name) or name in tensors for name in own)
     return max(KEPT_IN_FLOAT32, float(torch.finfo(baseline.drawn_in).eps)) if has_own else KEPT_IN_FLOAT32
 
 
@@ -234,9 +256,11 @@ def _add_answer(native: Comparison, answer: Comparison | None, is_foreign: Calla
         return replace(native, verdict=Verdict.INCONCLUSIVE, reason=reason)
     if answer.error is None:
         return native
-    errors = {"semantic_error": answer.error, "semantic_noise": answer.noise or 0.0}
+    errors: dict[str, Scalar] = {"semantic_error": answer.error, "semantic_noise": answer.noise or 0.0}
     if answer.resolution is not None:
         errors["semantic_resolution"] = answer.resolution
+    if is_coarse_answer(answer):
+        errors["semantic_coarse"] = True
     if answer.verdict is not Verdict.EQUIVALENT:
         native_errors = {"native_error": native.error or 0.0, "native_allowed": native.allowed or 0.0}
         answered = as_answered(native, answer, **errors, **native_errors)
@@ -291,7 +315,7 @@ def _is_further_than_noise(baseline: Baseline, stage: str, path: str) -> bool:
         spread(run, reference).rms for run in runs if isinstance(run, torch.Tensor) and run.shape == reference.shape
     ]
     noise = max(distances, default=0.0)
-    unit = max(unit_roundoff(dtype) for dtype in (reference.dtype, baseline.narrowed_to) if dtype is not None)
+    unit = max(map(unit_roundoff, (reference.dtype, baseline.coarsest_dtype)))
     floor = unit * sizes(truth).rms
     limit = FOREIGN_NARROW if reference.dtype.itemsize < 4 else FOREIGN
     return bool(distances) and spread(truth, reference).rms > limit * max(noise, floor)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,19 +19,20 @@ from torchdelta.compare.judge import Judge
 from torchdelta.compare.magnitudes import ZERO
 from torchdelta.compare.noise import unit_roundoff
 from torchdelta.compare.policy import Bitwise
+from torchdelta.compare.protocol import COARSE, is_coarse_answer
 from torchdelta.program.stages import Observation
 from torchdelta.records.comparison import Comparison
 from torchdelta.records.report import Stage
 from torchdelta.records.verdict import Verdict
 
-COARSE = 0.3
-"""Noise beyond this share of the values themselves would let anything pass."""
 NEAR_ZERO = 64.0
 """Values within so many times the rounding of float64 are zero in exact arithmetic."""
 OWN_SHARE = 0.125
 """A difference of two reference runs beyond this share of the candidate's error may explain the error."""
 _STEPPED = re.compile(r"steps\[\d+\]\.(gradients|optimizer)(?P<name>\['[^']*'\])")
 _FIRST_GRADIENT = re.compile(r"parameters(?P<name>\['[^']*'\])\.grad|steps\[0\]\.gradients(?P<of_step>\['[^']*'\])")
+FEW = 8
+"""So few elements may all be exact by chance."""
 SUSPECT = 100.0
 """Noise of this many times the rounding of a single operation may come from other random numbers."""
 
@@ -60,22 +61,25 @@ def fine_gradients(stages: Sequence[Stage]) -> frozenset[str]:
 def doubt_coarse(stage: Stage, fine: Collection[str] = ()) -> Stage:
     """Return the stage with the leaves inconclusive that passed only because their noise is as large as their values.
 
-    Only equivalent leaves whose values differ are looked at. A leaf that passed in float64 too stays equivalent, unless
-    that answer is coarse as well. So does a leaf that is zero in exact arithmetic, as `_is_zero` tells, and a gradient
-    or an optimizer's state after a step of a parameter in `fine`: an optimizer that steps by the sign of a gradient
-    takes correct programs apart, so its parameters are judged by their first gradients.
+    Only equivalent leaves whose values differ are looked at, natively or in float64. A leaf that is coarse natively
+    alone, and passed in float64, stays equivalent. So does a leaf that is zero in exact arithmetic, as `_is_zero`
+    tells, and a gradient or an optimizer's state after a step of a parameter in `fine`: an optimizer that steps by the
+    sign of a gradient takes correct programs apart, so its parameters are judged by their first gradients.
     """
     scales = [float(each.details["rms_of_truth"]) for each in stage.comparisons if "rms_of_truth" in each.details]
     largest = max((scale for scale in scales if math.isfinite(scale)), default=0.0)
 
     def doubt(comparison: Comparison) -> Comparison:
-        if comparison.verdict is not Verdict.EQUIVALENT or comparison.noise is None or not is_coarse(comparison):
+        is_coarse_in_float64 = bool(comparison.details.get("semantic_coarse"))
+        is_judged = comparison.verdict is Verdict.EQUIVALENT and comparison.noise is not None
+        if not is_judged or not (is_coarse(comparison) or is_coarse_in_float64):
             return comparison
         if _is_fine_in_float64(comparison) or _is_zero(comparison, largest):
             return comparison
         if (match := _STEPPED.match(comparison.path)) and match["name"] in fine:
             return replace(comparison, details={**comparison.details, "judged_by_gradient": True})
-        reason = f"{comparison.reason}, but the noise is nearly as large as the values are, and would let much pass"
+        where = "in float64 " if is_coarse_in_float64 else ""
+        reason = f"{comparison.reason}, but {where}the noise is nearly as large as the values, and would let much pass"
         return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason)
 
     return _map_comparisons(stage, doubt)
@@ -127,6 +131,30 @@ def judged_by_gradients(stages: Sequence[Stage]) -> list[str]:
         f"after a step the noise of {len(leaves)} leaves is nearly as large as their values, as in {leaves[0].path}: "
         "the gradients before the first step were judged in their place"
     ]
+
+
+def doubt_few(stage: Stage, answers: Mapping[str, Comparison], reach: float) -> Stage:
+    """Return the stage with the leaves inconclusive whose few elements no correct run rounds, and the candidate does.
+
+    Another order of the same sum rounds where the reference, by chance, does not, and no noisy run shows that. Only
+    leaves of at most `FEW` elements are looked at that are the same function in float64, by `answers`, and off by at
+    most `reach`.
+    """
+
+    def doubt(comparison: Comparison) -> Comparison:
+        answer, measurement = answers.get(comparison.path), comparison.measurement
+        if comparison.verdict is not Verdict.DIVERGED or answer is None or measurement is None:
+            return comparison
+        is_exact = (comparison.noise or 0.0) <= float(comparison.details.get("floor", 0.0))
+        is_same = answer.verdict is Verdict.EQUIVALENT and not is_coarse_answer(answer)
+        is_held = not any(not breach.excused for breach in comparison.contract)
+        is_near = comparison.error is not None and comparison.error <= reach
+        if not (is_exact and is_same and is_held and is_near and measurement.numel <= FEW):
+            return comparison
+        why = "but float64 agrees, and the reference rounds none of these few elements, so its noise is not known"
+        return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=f"{comparison.reason}; {why}")
+
+    return _map_comparisons(stage, doubt)
 
 
 def is_coarse(comparison: Comparison) -> bool:

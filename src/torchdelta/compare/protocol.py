@@ -14,7 +14,7 @@ module.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -31,6 +31,8 @@ NEAR = 0.5
 """A comparison whose error is at least this share of the allowed error is near the threshold."""
 FAR = 8.0
 """A comparison whose error is this many times the allowed error is not near it any more."""
+COARSE = 0.3
+"""Noise beyond this share of the values themselves would let anything pass."""
 FLIPS = 2.0
 """How many times as many integers may differ in the candidate as differ between two correct runs."""
 
@@ -168,18 +170,31 @@ def answer_in_float64(
 ) -> Answers:
     """Return what `compare` says about both sides in float64, by stage and path.
 
-    `compare` is called with the yardstick `native` first. If something diverges, `lifted` is called for a yardstick of
-    runs in float64 itself; unless that is None, `compare` is called with it, and its answers replace the first ones.
+    `compare` is called with the yardstick `native` first. If something diverges, or an answer is coarse, `lifted` is
+    called for a yardstick of runs in float64 itself; unless that is None, `compare` is called with it, and its answers
+    replace the first ones.
     """
     answers = compare(native)
-    if has_diverged(answers) and (yardstick := lifted()) is not None:
+    is_coarse = any(map(is_coarse_answer, _all_answers(answers)))
+    if (has_diverged(answers) or is_coarse) and (yardstick := lifted()) is not None:
         answers = compare(yardstick)
     return answers
 
 
+def is_coarse_answer(answer: Comparison) -> bool:
+    """Tell whether both sides differ in float64, and the noise there is nearly as large as the values."""
+    differs = answer.measurement is not None and answer.measurement.mismatches > 0
+    return differs and (answer.resolution or 0.0) > COARSE
+
+
+def _all_answers(answers: Answers) -> Iterator[Comparison]:
+    for of_stage in answers.values():
+        yield from of_stage.values()
+
+
 def has_diverged(answers: Answers) -> bool:
     """Tell whether the semantic question found another function."""
-    return any(answer.verdict is Verdict.DIVERGED for stage in answers.values() for answer in stage.values())
+    return any(answer.verdict is Verdict.DIVERGED for answer in _all_answers(answers))
 
 
 def select_answers(comparisons: Iterable[Comparison]) -> dict[str, Comparison]:

@@ -17,6 +17,7 @@ from torchdelta._torch.modes.lift import is_computing_factory, is_narrow, widene
 _METHODS = {"float": "double", "half": "double", "bfloat16": "double", "cfloat": "cdouble", "chalf": "cdouble"}
 
 
+_AUTOCAST = ("enter_autocast", "exit_autocast")
 _CASTS = frozenset({*_METHODS, "cdouble", "convert_element_type", "double", "to", "to_copy", "type", "type_as"})
 
 
@@ -47,7 +48,7 @@ def lift_graph(graph_module: GraphModule) -> GraphModule:
 
 
 def form_of(graph_module: GraphModule) -> tuple[str, ...]:
-    """Return the operations of a graph in order, each with its plain arguments, but without casts and dtypes.
+    """Return the operations of a graph in order, each with its plain arguments, but without casts, dtypes and autocast.
 
     A program that is captured natively and in float64 has one form, unless it branches on its dtype or computes with
     numbers that depend on it, such as `torch.finfo(x.dtype).eps`.
@@ -56,7 +57,7 @@ def form_of(graph_module: GraphModule) -> tuple[str, ...]:
     for module in graph_module.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
             name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-            if node.op in ("call_function", "call_method") and name.strip("_") not in _CASTS:
+            if node.op in ("call_function", "call_method") and name.strip("_") not in (*_CASTS, *_AUTOCAST):
                 form.append(f"{name}({', '.join(_plain_arguments(node))})")
     return tuple(form)
 
