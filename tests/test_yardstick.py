@@ -170,3 +170,40 @@ def test_a_single_number_that_was_summed_in_a_coarser_dtype_is_seen():
     report = td.check(lambda x: x.sum(), (x,), candidate=lambda x: x.bfloat16().sum().float() + x.sum() * 0)
 
     assert report.verdict is DIVERGED
+
+
+def draws(x):
+    torch.rand(3)
+    return x * 2
+
+
+def switches_gradients_off(x):
+    torch.set_grad_enabled(False)
+    return x * 2
+
+
+def changes_the_default_dtype(x):
+    torch.set_default_dtype(torch.float64)
+    return x * 2
+
+
+@pytest.mark.parametrize("program", [switches_gradients_off, changes_the_default_dtype])
+def test_flags_of_the_process_that_a_call_leaves_changed_are_compared(program):
+    kept = td.check(program, (torch.ones(3),), candidate=lambda x: x * 2, stages="forward")
+    changed = td.check(program, (torch.ones(3),), candidate=lambda x: program(x) * 1, stages="forward")
+
+    assert kept.verdict is DIVERGED
+    assert any(comparison.path.startswith("process") for comparison in kept.comparisons)
+    assert changed.verdict is EQUIVALENT
+    assert torch.is_grad_enabled()
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_random_generators_that_are_left_in_another_state_are_noted():
+    note = "leaves the random generators of the process in another state"
+
+    dropped = td.check(draws, (torch.ones(3),), candidate=lambda x: x * 2)
+    drawn = td.check(draws, (torch.ones(3),), candidate=lambda x: draws(x) * 1)
+
+    assert any(note in each for each in dropped.notes)
+    assert not any(note in each for each in drawn.notes)

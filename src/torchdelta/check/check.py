@@ -101,6 +101,7 @@ class Check(JudgingSteps[Observation]):
         with baseline.timed("comparison"):
             stages = self._follow_decisions(self.judge())
         stages = self._doubt_few(self._doubt_unsteady(stages))
+        self._note_generators()
         fine = steadiness.fine_gradients(stages)
         stages = [steadiness.doubt_coarse(stage, fine) for stage in stages]
         self.notes += [*steadiness.vouched_for(stages), *steadiness.judged_by_gradients(stages)]
@@ -442,6 +443,15 @@ class Check(JudgingSteps[Observation]):
                 f"the reference is not deterministic: {names} differ between two eager runs of the same seed"
             )
         return [steadiness.excuse(stage, unsteady) for stage in steady]
+
+    def _note_generators(self) -> None:
+        """Add a note if a call left the process's random generators in another state than the reference's call did."""
+        states = zip(self.baseline.reference.random_states, self.candidate.observation.random_states, strict=False)
+        if any(reference != candidate for reference, candidate in states):
+            self.notes.append(
+                "the candidate leaves the random generators of the process in another state than the program does: "
+                "what draws next gets other numbers"
+            )
 
     def _doubt_few(self, stages: list[Stage]) -> list[Stage]:
         """Return the stages; leaves of few elements that only the candidate rounds become inconclusive."""

@@ -78,6 +78,8 @@ class Observation:
     untouched: dict[str, Leaves] = field(default_factory=dict)
     """Unregistered state and plain inputs that a stage left as they were, by stage and path."""
     draws_random: bool = False
+    random_states: list[int] = field(default_factory=list)
+    """The hash of the state in which each call left the process's random generators."""
     is_differentiable: bool = False
 
     def complete(self, stage: str, paths: Iterable[str]) -> None:
@@ -229,9 +231,15 @@ class _Observer:
         runtime.seed_everything(seed)
         before = runtime.random_state()
         with self._stage(stage):
+            flags = runtime.plain_flags()
             outputs = self.side.call(*self.side.args, **self.side.kwargs)
-        self.observation.draws_random |= runtime.random_state() != before
-        self.unregistered = self._read_unregistered()
+            changed = {name: flag for name, flag in runtime.plain_flags().items() if flag != flags[name]}
+        after = runtime.random_state()
+        self.observation.draws_random |= after != before
+        self.observation.random_states.append(hash(after))
+        # flags are state of the process, and the scope has put them back by now
+        of_process = {f"process['{name}']": str(flag) for name, flag in changed.items()}
+        self.unregistered = {**self._read_unregistered(), **of_process}
         return outputs
 
     def _read_unregistered(self) -> Leaves:
