@@ -170,7 +170,7 @@ def _as_aten(graph_module: GraphModule, example_inputs: Sequence[Any]) -> GraphM
 def _with_plain_sizes(graph_module: GraphModule) -> GraphModule:
     """Return a copy that takes no size out of a tensor, as Longformer does: such a graph cannot be traced again.
 
-    Integers that depend on no input are computed, and stand in the copy as numbers.
+    Integers that depend on no input are computed, and methods get them as numbers.
     """
     plain = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     numbers: dict[Node, Any] = {}
@@ -181,11 +181,9 @@ def _with_plain_sizes(graph_module: GraphModule) -> GraphModule:
             function = node.target if node.op == "call_function" else getattr(torch.Tensor, node.target)
             numbers[node] = function(*args, **kwargs)
     for node in plain.graph.nodes:
-        if node not in numbers:
-            operands = map_arg((node.args, node.kwargs), lambda each: int(numbers[each]) if each in numbers else each)
-            node.args, node.kwargs = operands
-    for node in reversed(numbers):
-        plain.graph.erase_node(node)
+        if node.op == "call_method":  # its first argument is the tensor itself
+            sizes = map_arg(node.args[1:], lambda each: int(numbers[each]) if each in numbers else each)
+            node.args = (node.args[0], *sizes)
     plain.recompile()
     return plain
 

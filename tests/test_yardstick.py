@@ -207,3 +207,24 @@ def test_random_generators_that_are_left_in_another_state_are_noted():
 
     assert any(note in each for each in dropped.notes)
     assert not any(note in each for each in drawn.notes)
+
+
+def two_sum(a, b):
+    total = a + b
+    part = total - a
+    return total, (a - (total - part)) + (b - part)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "verdict"),
+    [
+        (lambda a, b: (two_sum(a, b)[0], -two_sum(a, b)[1]), INCONCLUSIVE),
+        (lambda a, b: (a + b, torch.zeros_like(a)), INCONCLUSIVE),
+        (two_sum, EQUIVALENT),
+    ],
+)
+def test_an_output_that_is_rounding_alone_does_not_let_everything_pass(candidate, verdict):
+    generator = torch.Generator().manual_seed(0)
+    args = (torch.randn(64, generator=generator), torch.randn(64, generator=generator) * 1e-3)
+
+    assert td.check(lambda a, b: two_sum(a, b), args, candidate=candidate).verdict is verdict

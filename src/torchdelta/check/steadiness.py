@@ -61,7 +61,8 @@ def fine_gradients(stages: Sequence[Stage]) -> frozenset[str]:
 def doubt_coarse(stage: Stage, fine: Collection[str] = ()) -> Stage:
     """Return the stage with the leaves inconclusive that passed only because their noise is as large as their values.
 
-    Only equivalent leaves whose values differ are looked at, natively or in float64. A leaf that is coarse natively
+    So are outputs and state that are rounding errors themselves. Only equivalent leaves whose values differ are looked
+    at, natively or in float64. A leaf that is coarse natively
     alone, and passed in float64, stays equivalent. So does a leaf that is zero in exact arithmetic, as `_is_zero`
     tells, and a gradient or an optimizer's state after a step of a parameter in `fine`: an optimizer that steps by the
     sign of a gradient takes correct programs apart, so its parameters are judged by their first gradients.
@@ -70,6 +71,9 @@ def doubt_coarse(stage: Stage, fine: Collection[str] = ()) -> Stage:
     largest = max((scale for scale in scales if math.isfinite(scale)), default=0.0)
 
     def doubt(comparison: Comparison) -> Comparison:
+        if stage.name == "forward" and comparison.verdict is Verdict.EQUIVALENT and _is_rounding_alone(comparison):
+            reason = f"{comparison.reason}, but the values of the reference are rounding errors themselves"
+            return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason)
         is_coarse_in_float64 = bool(comparison.details.get("semantic_coarse"))
         is_judged = comparison.verdict is Verdict.EQUIVALENT and comparison.noise is not None
         if not is_judged or not (is_coarse(comparison) or is_coarse_in_float64):
@@ -83,6 +87,15 @@ def doubt_coarse(stage: Stage, fine: Collection[str] = ()) -> Stage:
         return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason)
 
     return _map_comparisons(stage, doubt)
+
+
+def _is_rounding_alone(comparison: Comparison) -> bool:
+    """Tell whether a leaf that differs has no value in the reference but its rounding, as a compensated sum's rest.
+
+    Then any candidate of that size passes. Many correct gradients are such; an output or a state is so on purpose.
+    """
+    measurement, error = comparison.measurement, float(comparison.details.get("reference_error", 0.0))
+    return measurement is not None and _differs(comparison) and error > COARSE * measurement.rms_reference > 0.0
 
 
 def _is_zero(comparison: Comparison, largest: float) -> bool:
