@@ -182,7 +182,8 @@ def _with_plain_sizes(graph_module: GraphModule) -> GraphModule:
             numbers[node] = function(*args, **kwargs)
     for node in plain.graph.nodes:
         if node.op == "call_method":  # its first argument is the tensor itself
-            sizes = map_arg(node.args[1:], lambda each: int(numbers[each]) if each in numbers else each)
+            given = (node.args[1:], node.kwargs)
+            sizes, node.kwargs = map_arg(given, lambda each: int(numbers[each]) if each in numbers else each)
             node.args = (node.args[0], *sizes)
     plain.recompile()
     return plain
