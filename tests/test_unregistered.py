@@ -8,6 +8,7 @@ import dataclasses
 import random
 import time
 import types
+import weakref
 from typing import ClassVar
 
 import numpy as np
@@ -696,3 +697,133 @@ def test_a_large_list_that_is_changed_is_one_leaf():
 
     assert diverged(td.check(Large(1), (X,), candidate=Large(2))) == ["attributes['numbers']"]
     assert td.check(Large(1), (X,), candidate=Large(1)).verdict is EQUIVALENT
+
+
+class CountBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, buffer):
+        ctx.buffer = buffer
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.buffer.add_(grad.abs().amax())
+        return grad, None
+
+
+class WritesInBackward(nn.Module):
+    def __init__(self, *, counts=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.counts = nn.Linear(8, 8), counts
+        self.register_buffer("largest", torch.zeros(8))
+
+    def forward(self, x):
+        y = self.layer(x)
+        return CountBackward.apply(y, self.largest) if self.counts else y * 1
+
+
+@pytest.mark.parametrize(
+    ("reference", "candidate", "verdict"),
+    [(True, False, DIVERGED), (False, True, DIVERGED), (True, True, EQUIVALENT)],
+)
+def test_state_that_the_backward_writes_is_compared(reference, candidate, verdict):
+    sides = [WritesInBackward(counts=counts) for counts in (reference, candidate)]
+    sides[1].counts = sides[0].counts if verdict is EQUIVALENT else sides[1].counts
+
+    assert td.check(sides[0], (torch.ones(4, 8),), candidate=sides[1]).verdict is verdict
+
+
+def test_an_optimizer_step_in_the_backward_is_compared():
+    def step(parameter):
+        parameter.data.sub_(parameter.grad * 0.1)
+
+    stepping, still = WritesInBackward(counts=False), WritesInBackward(counts=False)
+    stepping.layer.weight.register_post_accumulate_grad_hook(step)
+
+    assert td.check(stepping, (torch.ones(4, 8),), candidate=still).verdict is DIVERGED
+    assert td.check(stepping, (torch.ones(4, 8),), candidate=stepping).verdict is EQUIVALENT
+
+
+class Retains(nn.Module):
+    def __init__(self, *, retains):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.hidden = nn.Linear(8, 8), None
+        self.retain = torch.Tensor.retain_grad if retains else torch.Tensor.detach
+
+    def forward(self, x):
+        self.hidden = torch.tanh(self.layer(x))
+        self.retain(self.hidden)
+        return self.hidden * 2
+
+
+def test_a_gradient_that_is_retained_for_a_kept_activation_is_compared():
+    report = td.check(Retains(retains=True), (torch.ones(4, 8),), candidate=Retains(retains=False))
+
+    assert report.verdict is DIVERGED
+    assert "attributes['hidden'].grad" in {each.path for each in report.comparisons if each.verdict is DIVERGED}
+
+
+class ReachesItself(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros(8))
+        if way == "weak reference":
+            self.parent = weakref.ref(self)
+        elif way == "hook":
+            self.layer.weight.register_hook(lambda grad: self._count())
+
+    def _count(self):
+        self.count.add_(1)
+
+    def forward(self, x):
+        if hasattr(self, "parent"):
+            self.parent()._count()
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("way", ["weak reference", "hook"])
+def test_a_program_whose_copy_writes_to_the_original_is_refused_and_stays_as_it_was(way):
+    program = ReachesItself(way)
+
+    with pytest.raises(td.TorchDeltaError, match="writes to 1 tensors of the original"):
+        td.check(program, (torch.ones(4, 8),), transform="eager")
+
+    assert not program.count.any()
+    assert td.check(ReachesItself("not at all"), (torch.ones(4, 8),), transform="eager").verdict is EQUIVALENT
+
+
+class Logs(nn.Module):
+    def __init__(self, *, call, kind):
+        super().__init__()
+        self.log, self.call, self.kind = None, call, kind
+
+    def forward(self, x):
+        y = self.call(torch.tanh(x))
+        numbers = y.flatten().tolist()
+        self.log = dict(enumerate(numbers)) if self.kind is dict else ["loss", *numbers]
+        return y
+
+
+def in_order(y):
+    return y / 7 * 3
+
+
+@pytest.mark.parametrize("kind", [dict, list])
+@pytest.mark.parametrize(
+    ("call", "verdict"), [(lambda y: y * 3 / 7, EQUIVALENT), (lambda y: y / 7 * 3 + (y > 0.9) * 0.1, DIVERGED)]
+)
+def test_floats_in_a_large_container_are_judged_as_numbers(kind, call, verdict):
+    x = torch.randn(1024, generator=torch.Generator().manual_seed(0))
+    program, other = Logs(call=in_order, kind=kind), Logs(call=in_order, kind=kind)
+    object.__setattr__(other, "call", call)
+
+    report = td.check(program, (x,), candidate=other)
+
+    logged = [each for each in report.comparisons if each.path.startswith("attributes['log']")]
+    assert logged
+    assert {each.verdict for each in logged} >= {verdict}
+    assert report.verdict is verdict

@@ -34,7 +34,7 @@ from torchdelta.check.candidate import CandidateRun, run_candidate
 from torchdelta.check.decisions import SignFlips
 from torchdelta.compare.leaves import Leaves, leaves_of
 from torchdelta.errors import EagerFails, ProgramError
-from torchdelta.program.copies import Convert, shared_state_unchanged
+from torchdelta.program.copies import Convert, originals_unchanged, shared_state_unchanged
 from torchdelta.program.programs import Program
 from torchdelta.program.sides import Side, started_from, varied_in
 from torchdelta.program.stages import BeforeStep, Keeps, Observation, Plan, Scope, SideFailed, observe
@@ -354,7 +354,11 @@ class Baseline:
         so, and the reference runs again. Raise ProgramError if the run changes a tensor that all copies share.
         """
         try:
-            with shared_state_unchanged(self.program.call, name=self.program.name):
+            name = self.program.name
+            with (
+                shared_state_unchanged(self.program.call, name=name),
+                originals_unchanged(list(started_from(self.original)), name=name),
+            ):
                 record = DtypeRecord()
                 run = self.observe(record)
                 self.recorded_answers = record.answers

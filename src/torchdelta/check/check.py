@@ -20,7 +20,7 @@ from torchdelta.check.pairing import complete, has_differences, is_state, pair_s
 from torchdelta.check.quantized_layers import LayerwiseCheck
 from torchdelta.compare.contract import Terms
 from torchdelta.compare.judge import Judge
-from torchdelta.compare.noise import Noise
+from torchdelta.compare.noise import Noise, unit_roundoff
 from torchdelta.compare.policy import Policy
 from torchdelta.compare.protocol import Answers, JudgingSteps, Yardstick, has_diverged
 from torchdelta.program.memory import living_set_aside, peak_bytes
@@ -457,8 +457,10 @@ class Check(JudgingSteps[Observation]):
         """Return the stages; leaves of few elements that only the candidate rounds become inconclusive."""
         if not any(stage.verdict is Verdict.DIVERGED for stage in stages) or not self.answers:
             return stages
-        reach = self.baseline.rounding_of_inputs
-        return [steadiness.doubt_few(stage, self.answers.get(stage.name, {}), reach) for stage in stages]
+        unit, reach = unit_roundoff(self.baseline.coarsest_dtype), self.baseline.rounding_of_inputs
+        return [
+            steadiness.doubt_few(stage, self.answers.get(stage.name, {}), unit=unit, reach=reach) for stage in stages
+        ]
 
 
 def _first_four(paths: Sequence[str]) -> str:

@@ -74,7 +74,8 @@ def doubt_coarse(stage: Stage, fine: Collection[str] = ()) -> Stage:
         if stage.name == "forward" and comparison.verdict is Verdict.EQUIVALENT and _is_rounding_alone(comparison):
             reason = f"{comparison.reason}, but the values of the reference are rounding errors themselves"
             return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason)
-        is_coarse_in_float64 = bool(comparison.details.get("semantic_coarse"))
+        # a step by the sign of a gradient is coarse in any dtype
+        is_coarse_in_float64 = stage.name != "steps" and bool(comparison.details.get("semantic_coarse"))
         is_judged = comparison.verdict is Verdict.EQUIVALENT and comparison.noise is not None
         if not is_judged or not (is_coarse(comparison) or is_coarse_in_float64):
             return comparison
@@ -146,19 +147,19 @@ def judged_by_gradients(stages: Sequence[Stage]) -> list[str]:
     ]
 
 
-def doubt_few(stage: Stage, answers: Mapping[str, Comparison], reach: float) -> Stage:
+def doubt_few(stage: Stage, answers: Mapping[str, Comparison], *, unit: float, reach: float) -> Stage:
     """Return the stage with the leaves inconclusive whose few elements no correct run rounds, and the candidate does.
 
     Another order of the same sum rounds where the reference, by chance, does not, and no noisy run shows that. Only
-    leaves of at most `FEW` elements are looked at that are the same function in float64, by `answers`, and off by at
-    most `reach`.
+    leaves of at most `FEW` elements are looked at whose noise is below the rounding `unit` of the program, that are the
+    same function in float64, by `answers`, and off by at most `reach`.
     """
 
     def doubt(comparison: Comparison) -> Comparison:
         answer, measurement = answers.get(comparison.path), comparison.measurement
         if comparison.verdict is not Verdict.DIVERGED or answer is None or measurement is None:
             return comparison
-        is_exact = (comparison.noise or 0.0) <= float(comparison.details.get("floor", 0.0))
+        is_exact = (comparison.noise or 0.0) <= 0.5 * unit * float(comparison.details.get("rms_of_truth", 0.0))
         is_same = answer.verdict is Verdict.EQUIVALENT and not is_coarse_answer(answer)
         is_held = not any(not breach.excused for breach in comparison.contract)
         is_near = comparison.error is not None and comparison.error <= reach

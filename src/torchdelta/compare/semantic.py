@@ -69,7 +69,8 @@ class Semantic(Policy):
         blocks = squares + own * of_values.squares
         # a row that should be zero still has the rounding of the other rows
         blocks += (0.5 * unit * of_values.rms) ** 2
-        ratios = error.squares / np.maximum(blocks, 5e-324)
+        with np.errstate(over="ignore"):  # an error beside zeros is infinitely large
+            ratios = error.squares / np.maximum(blocks, 5e-324)
         worst = int(ratios.argmax())
         floor = math.sqrt(own)
         own_rms = floor * of_values.rms

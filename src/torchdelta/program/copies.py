@@ -22,7 +22,7 @@ import functools
 import random
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from enum import Enum
 from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -87,6 +87,10 @@ def _refuse_shared(objects: list[Any], name: str) -> None:
         )
 
 
+_LARGE = 2**26
+"""So many bytes of tensors are copied, to be put back if they change."""
+
+
 @contextlib.contextmanager
 def shared_state_unchanged(value: Any, *, name: str) -> Iterator[None]:
     """Run the block, and raise ProgramError if it wrote in place to a tensor that every copy of the value shares.
@@ -102,6 +106,45 @@ def shared_state_unchanged(value: Any, *, name: str) -> Iterator[None]:
             f"{name}: it changes {', '.join(sorted(changed))} of a module or class, which both sides share; "
             "make it a buffer of the module that is checked, or an argument"
         )
+
+
+@contextlib.contextmanager
+def originals_unchanged(originals: Sequence[torch.Tensor], *, name: str) -> Iterator[None]:
+    """Run the block on a copy of a program, and raise ProgramError if it wrote to the program's own tensors.
+
+    A weak reference, a cached method or a hook that closes over its module leads from the copy to the original. The
+    tensors are put back, unless they are larger than `_LARGE` together: then only writes that torch counts are noticed.
+    Nothing is looked at if the block raises.
+    """
+    plain = [tensor for tensor in originals if tensors.has_own_buffer(tensor)]
+    versions = [tensors.version(tensor) for tensor in plain]
+    is_small = sum(tensor.nbytes for tensor in plain) <= _LARGE
+    before = [tensor.detach().clone() for tensor in plain] if is_small else []
+    yield
+    changed = [
+        index
+        for index, tensor in enumerate(plain)
+        if tensors.version(tensor) != versions[index] or (is_small and not _has_same_bits(tensor, before[index]))
+    ]
+    if not changed:
+        return
+    with torch.no_grad():
+        for index in changed if is_small else ():
+            plain[index].data.copy_(before[index])
+    raise ProgramError(
+        f"{name}: a copy of it writes to {len(changed)} tensors of the original, so two sides cannot be told apart. A "
+        "weak reference, a cached method or a hook may close over its module: let it take the module as an argument"
+        + ("" if is_small else ". The original has been changed")
+    )
+
+
+def _has_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return bool(torch.equal(_bytes_of(first), _bytes_of(second)))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    # by bytes, because NaN is not equal to itself
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _copy_tensors(originals: list[torch.Tensor], memo: dict[int, Any], convert: Convert) -> None:

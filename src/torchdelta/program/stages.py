@@ -375,19 +375,28 @@ class _Observer:
         return {**returned, **fresh}
 
     def _record_gradients(self, prefix: str) -> None:
-        """Record the gradient of every tensor that requires grad, and the unregistered state that it changed."""
+        """Record the gradient of every tensor that gets one, and the inputs and state that the backward changed."""
         leaves = self._leaves("gradients")
         for path, tensor in self._trained().items():
             leaves.update(_snapshots(tensor.grad, f"{prefix}{path}.grad"))
         forward = {**self.observation.untouched["forward"], **self.observation.stages["forward"]}
+        untouched = self.observation.untouched.setdefault("gradients", {})
+        for path, tensor in _tensors_in(_inputs_and_state(self.side)).items():
+            after_forward = forward.get(prefix + path, self.original_tensors.get(path))
+            if self._is_unchanged(tensor, after_forward):
+                untouched[prefix + path] = after_forward
+            elif self.keeps("gradients", prefix + path):
+                leaves[prefix + path] = _snapshot(tensor)
         before = {path: forward[prefix + path] for path in self.unregistered if prefix + path in forward}
         self.unregistered = self._read_unregistered()
         self._record_unregistered("gradients", prefix, before)
 
     def _trained(self) -> dict[str, torch.Tensor]:
-        """Return the leaf tensors that require grad among inputs and state, by path."""
+        """Return the tensors among inputs and state that get a gradient, by path: leaves, and others that retain it."""
         kept = self._kept_tensors().items()
-        return {path: tensor for path, tensor in kept if tensor.requires_grad and tensor.is_leaf}
+        return {
+            path: tensor for path, tensor in kept if tensor.requires_grad and (tensor.is_leaf or tensor.retains_grad)
+        }
 
     def _take_steps(self) -> None:
         """Take the optimizer's steps; record gradients before each, and state and optimizer state after.

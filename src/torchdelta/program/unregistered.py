@@ -341,9 +341,10 @@ class _Walk:
         if not place.name and not is_container:  # the callable itself: its attributes have their own names
             yield from (place.member(step.lstrip("."), child) for step, child in _children(value))
             return
-        if (leaf := _large_leaf(value)) is not None:
+        if leaves := _large_leaves(value):
             if not place.is_installed:
-                self._record(place, leaf)
+                for step, leaf in leaves:
+                    self._record(place.child(step, leaf), leaf)
             return
         children = _children(value)
         if not place.is_installed:
@@ -373,18 +374,26 @@ def _children(value: Any) -> list[tuple[str, Any]]:
         return []
 
 
-def _large_leaf(value: Any) -> Any:
-    """Return a large container of plain values as one leaf: an array of floats, else a copy; None for any other."""
+def _large_leaves(value: Any) -> list[tuple[str, Any]]:
+    """Return a large container of plain values as few leaves by step; nothing for any other value.
+
+    Its floats are one array, which is judged as numbers are, and the rest is a copy in which each of them is `float`.
+    A set has no order, and is one leaf with its floats.
+    """
     if type(value) not in _CONTAINERS or len(value) < _LARGE:
-        return None
+        return []
     items = [*value, *value.values()] if isinstance(value, dict) else value
     if not set(map(type, items)) <= _PLAIN_KINDS:
-        return None
-    if isinstance(value, dict):
-        return dict(value)
-    if isinstance(value, (list, tuple, collections.deque)) and set(map(type, value)) == {float}:
-        return np.array(value)
-    return frozenset(value) if isinstance(value, (set, frozenset)) else tuple(value)
+        return []
+    if isinstance(value, (set, frozenset)):
+        return [("", frozenset(value))]
+    values = list(value.values()) if isinstance(value, dict) else list(value)
+    floats = np.array([each for each in values if type(each) is float])
+    rest = tuple(float if type(each) is float else each for each in values)
+    if len(floats) == len(values) and not isinstance(value, dict):
+        return [("", floats)]
+    copied = dict(zip(value, rest, strict=True)) if isinstance(value, dict) else rest
+    return [("", copied), (".floats", floats)] if floats.size else [("", copied)]
 
 
 def generator_state(value: Any) -> list[tuple[str, Any]] | None:
