@@ -105,7 +105,7 @@ class Baseline:
         float64 it asks for other dtypes than the reference did, because then it takes another path, or if `is_touched`.
         """
         self._require_untouched()
-        replay = DtypeReplay(self._dtype_answers) if lifted else None
+        replay = self._replay() if lifted else None
         modes = modes if replay is None else (*modes, replay)
         side, convert, scope = self._prepare(modes, lifted=lifted, noise=noise, draws=draws)
         run = observe(side, plan or self.plan, self.original, scope, convert, keeps=keeps, before_step=before_step)
@@ -119,7 +119,8 @@ class Baseline:
         An exception of the program is raised as it is, and not as SideFailed.
         """
         self._require_untouched()
-        modes = (*modes, DtypeReplay(self._dtype_answers)) if lifted else modes
+        replay = self._replay() if lifted else None
+        modes = modes if replay is None else (*modes, replay)
         side, _, scope = self._prepare(modes, lifted=lifted, noise=noise)
         shared = self.original.unrun.shared
         runtime.seed_everything(self.plan.seed)
@@ -149,14 +150,14 @@ class Baseline:
         """
         if draws_random is None:
             draws_random = self.reference.draws_random
-        convert = lift.widened if lifted else _unchanged
+        convert, program = (lift.widened, self.program.lifted) if lifted else (_unchanged, self.program)
         # without a reference from before there is nothing to notice a change by
         self.has_run_candidate |= "reference" in vars(self)
         shared = self.original.unrun.shared  # a transform may run the program when it is applied
         try:
             return run_candidate(
                 transform,
-                Side.copied_from(self.program, convert=convert, with_callable=transform.traits.reads_program),
+                Side.copied_from(program, convert=convert, with_callable=transform.traits.reads_program),
                 plan or self.plan,
                 original=self.original,
                 scope=self.eager_scope if is_eager else self.scope,
@@ -182,7 +183,7 @@ class Baseline:
         """
         convert = lift.widened if lifted else _unchanged
         outer = self.lifted_scope(draws or self.drawn_in) if lifted else self.eager_scope
-        side = Side.copied_from(self.program, convert=convert)
+        side = Side.copied_from(self.program.lifted if lifted else self.program, convert=convert)
         if noise is not None:
             noise.depend_on(varied_in(side))
             modes = (noise, *modes)
@@ -219,6 +220,13 @@ class Baseline:
         if self.recorded_answers is None:
             _ = self.reference
         return self.recorded_answers or []
+
+    def _replay(self) -> DtypeReplay | None:
+        """Return the mode that tells a run in float64 the dtypes that the reference was told.
+
+        None for a program that has a callable of its own for float64: it asks for none, and casts otherwise.
+        """
+        return DtypeReplay(self._dtype_answers) if self.program.lifted_call is None else None
 
     @cached_property
     def second_reference(self) -> Observation:
@@ -356,8 +364,8 @@ class Baseline:
         try:
             name = self.program.name
             with (
-                shared_state_unchanged(self.program.call, name=name),
                 originals_unchanged(list(started_from(self.original)), name=name),
+                shared_state_unchanged(self.program.call, name=name),
             ):
                 record = DtypeRecord()
                 run = self.observe(record)

@@ -60,8 +60,8 @@ class GraphRecorder:
     def __call__(self, handed: HandedGraph) -> Callable[..., Any]:
         """Return a callable that runs the graph itself; its first `CALLS` calls are appended to `captured`.
 
-        Each has copies of graph and arguments, and the level. Calls while `is_paused` are not recorded or counted.
-        Without `with_gradients` the recorded tensors are detached.
+        Each record has copies of the arguments, the level, and one copy of the graph, which all of them share. Calls
+        while `is_paused` are not recorded or counted. Without `with_gradients`, arguments that are tensors are detached.
         """
         graph = graphs.copy_graph(handed.graph)
         calls = 0

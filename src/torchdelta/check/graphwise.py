@@ -13,10 +13,11 @@ Start with `ask_graphs`.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from torchdelta._torch.graphs.lift_graph import form_of
+from torchdelta._torch.graphs.lift_graph import form_of, lift_graph
 from torchdelta.check import semantic
 from torchdelta.check.baseline import Baseline
 from torchdelta.check.graphs import CapturedGraph, capture_graphs
@@ -113,7 +114,12 @@ def _ask_graph(graph: CapturedGraph, number: int, baseline: Baseline, transform:
     """Return whether the question was asked of one graph, or why not, and its answers by stage and path."""
     stages = tuple(stage for stage in baseline.plan.stages if stage != "steps") or ("forward",)
     whole = Baseline(
-        program=Program(name=f"graph {number} of {baseline.program.name}", call=graph.graph, args=graph.inputs),
+        program=Program(
+            name=f"graph {number} of {baseline.program.name}",
+            call=graph.graph,
+            args=graph.inputs,
+            lifted_call=lift_graph(copy.deepcopy(graph.graph)),
+        ),
         plan=replace(baseline.plan, stages=stages, iterations=1, further=(), loss=None),
         deterministic=baseline.deterministic,
         anomaly=baseline.anomaly,

@@ -299,10 +299,11 @@ def _is_of_another_program(baseline: Baseline, stage: str, path: str) -> bool:
 
 
 def _is_further_than_noise(baseline: Baseline, stage: str, path: str) -> bool:
-    """Tell whether a leaf of the truth is many times further from the reference than a noisy run is, as `FOREIGN` says.
+    """Tell whether a leaf of the truth is many times further from the reference than a noisy run is.
 
-    The noisy run counts as at least the rounding of the values away. Return False without a truth or a noisy run, for
-    integers and non-tensors, and if the truth has another shape.
+    How many, `FOREIGN` says, or `FOREIGN_NARROW` if the reference has less than 32 bits. The noisy run counts as at
+    least one rounding away, in the coarser of the reference's dtype and the program's coarsest. Return False without a
+    truth or a noisy run, for integers and non-tensors, and if the truth has another shape.
     """
     reference = baseline.reference.stages[stage].get(path)
     truth = baseline.truth.stages[stage].get(path) if baseline.truth else None

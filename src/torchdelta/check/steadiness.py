@@ -102,8 +102,8 @@ def _is_rounding_alone(comparison: Comparison) -> bool:
 def _is_zero(comparison: Comparison, largest: float) -> bool:
     """Tell whether a leaf is zero in exact arithmetic, such as the gradient of an attention key's bias.
 
-    Then its truth is as small as the noise that float64 itself has. A program in float64 has no finer truth: there the
-    noise has to be that of zero beside the `largest` values of the stage.
+    Then its truth is as small as the noise that float64 itself has, or at most `ZERO` times the `largest` values of the
+    stage. A program in float64 has no finer truth: there its noise must be at most `NEAR_ZERO` roundings of `largest`.
     """
     roundoff = float(comparison.details.get("roundoff", 0.0))
     rms_of_truth = float(comparison.details.get("rms_of_truth", math.inf))

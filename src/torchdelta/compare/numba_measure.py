@@ -108,8 +108,9 @@ def _scan_contiguous(
 ) -> int:
     """Add two contiguous real tensors to the tally; return by how many bits its `max_ulp` is shifted to the left.
 
-    That is 0 unless the bits of a narrow float were widened. With `by_value`, only values are compared, and `max_ulp`
-    means nothing. Tensors of dtypes for which there is no loop are widened to float32 or float64.
+    Tensors of different dtypes, or not of floats, need `by_value`: then only values are compared, and `max_ulp` means
+    nothing. Without it the bits of both are read as the reference's dtype. The shift is 0 unless the bits of a narrow
+    float were widened. Tensors of dtypes for which there is no loop are widened to float32 or float64.
     """
     dtype = reference.dtype
     if dtype == torch.bfloat16 and not by_value:

@@ -194,14 +194,14 @@ class GuardedGraph:
     def __call__(self, *args: Any) -> Any:
         """Check the call if it is due, then run it, and return its result.
 
-        If the compiled graph raises and the config says `on_failure="fallback"`, the original graph may run in its
-        place (see `_can_fall_back`). Otherwise the exception is raised.
+        If the compiled graph raises and the config says `on_failure="fallback"`, the original graph may take its place,
+        for this call and all later ones (see `_falls_back`). Otherwise the exception is raised.
         """
         self._check_if_due(args)
         try:
             return self.run(*args)
         except Exception as error:
-            if not self._can_fall_back(error, args):
+            if not self._falls_back(error, args):
                 raise
         return self.run(*args)
 
@@ -370,8 +370,8 @@ class GuardedGraph:
         elif config.minify:
             followup.begin(self.record, "diagnose")
 
-    def _can_fall_back(self, error: Exception, args: Sequence[Any]) -> bool:
-        """Check a call in which the compiled graph raised; return whether the original graph is to run in its place.
+    def _falls_back(self, error: Exception, args: Sequence[Any]) -> bool:
+        """Check a call in which the compiled graph raised; return whether the original graph now stands in its place.
 
         Without a check, return False unless the config says `fallback` and has checks on, or if it has fallen back
         before, the error is that of compiling, or a node of the graph may write to its inputs.

@@ -14,7 +14,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,6 +33,13 @@ class Program:
     call: Callable[..., Any]
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    lifted_call: Callable[..., Any] | None = None
+    """The callable in float64, if it is not `call` itself: a graph may name the dtypes of its constants."""
+
+    @property
+    def lifted(self) -> Program:
+        """The program whose copies run in float64."""
+        return self if self.lifted_call is None else replace(self, call=self.lifted_call)
 
     def __post_init__(self) -> None:
         """Replace a callable that torch.compile wrapped by its original; raise ProgramError if the parts do not fit.

@@ -317,9 +317,9 @@ def _add_owners(graph_module: GraphModule, recording: Recording, needs: _Needs) 
 def _make_absolute(spec: str | None, needs: _Needs) -> str | None:
     """Return a transform's name so that a process in any directory finds it; None if no other process can.
 
-    Of `file.py:name` the file becomes absolute; of `module:name`, if it is loaded, the module becomes its name or file,
-    and its folder is added to `needs.path`. Any other name, and None, is returned as it is. If no other process can
-    import it, `needs.lacks` says so.
+    Of `file.py:name` the file becomes absolute. Of `module:name`, if the module is loaded, the module becomes its name
+    or file, and the folder to import it from, if it needs one, is added to `needs.path`; if no other process can import
+    it, `needs.lacks` says so. Any other name, and None, is returned unchanged.
     """
     place, _, name = (spec or "").rpartition(":")
     if place.endswith(".py"):
