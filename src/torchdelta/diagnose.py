@@ -80,6 +80,8 @@ class Diagnosis:
     subjects: Sequence[Subject] | None = None
     """The graphs of the program, once a step has captured them."""
     minified: list[MinifiedGraph] = field(default_factory=list)
+    issues: list[Path] = field(default_factory=list)
+    """The texts of issues that were written."""
 
     def run(self) -> Report:
         """Check the program; only if it fails, also locate, minify and write the script; return the report.
@@ -292,7 +294,8 @@ class Diagnosis:
         if not repro.confirmed:
             self.notes.append(f"{path.name} did not show the failure in a clean process")
         if self.with_issue:
-            path.with_suffix(".md").write_text(small.issue(path, data=self.with_data), encoding="utf-8")
+            self.issues.append(path.with_suffix(".md"))
+            self.issues[-1].write_text(small.issue(path, data=self.with_data), encoding="utf-8")
         return replace(report, repro=repro) if number == 1 else report
 
     def _script(self, number: int) -> Path:

@@ -84,5 +84,7 @@ def command(
         report = replace(report, repro=repro)
         write_report(report, out / "report.json")
     print_report(report)
+    if issue:
+        print(path.with_suffix(".md"))
     print(repro.path)
     raise typer.Exit(EXIT_OF[report.verdict])

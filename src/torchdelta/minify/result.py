@@ -52,7 +52,7 @@ class Draft:
     def drop(self) -> None:
         """End its run and remove its files."""
         self.runner.end()
-        for path in (self.written.path, self.written.tensors_path):
+        for path in (self.written.path, self.written.tensors_path, *self.written.added_copies):
             if path is not None:
                 path.unlink(missing_ok=True)
 

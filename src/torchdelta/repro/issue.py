@@ -34,7 +34,8 @@ MAX_ROWS = 5
 def issue_text(finding: Finding, path: Path, *, data: bool = True) -> str:
     """Return the Markdown text of an issue: headline, details, evidence, the script, and versions.
 
-    The script at `path` is quoted, so it must have been written before, with the same `data`. Raise ReproUnwritable if
+    The script at `path` and the user's code beside it are quoted, so they must have been written before, with the same
+    `data`. Raise ReproUnwritable if
     no script of torch alone can show the finding.
     """
     path = Path(path)
@@ -47,7 +48,8 @@ def issue_text(finding: Finding, path: Path, *, data: bool = True) -> str:
         "\n".join(_evidence(finding, has_values=not question.is_replaced)),
         "## Reproduce",
         f"{EXITS}{_beside(path)}",
-        f"```python\n{path.read_text(encoding='utf-8').rstrip()}\n```",
+        _quote(path),
+        *(f"`{copy.name}`, beside it:\n\n{_quote(copy)}" for copy in question.imports.copies),
         "## Versions",
         f"- torch {environment.torch}\n- Python {environment.python}\n- {environment.platform}",
     ]
@@ -91,6 +93,10 @@ def _row(comparison: Comparison) -> str:
         comparison.reason.replace("|", "\\|"),
     )
     return f"| {' | '.join(cells)} |"
+
+
+def _quote(path: Path) -> str:
+    return f"```python\n{path.read_text(encoding='utf-8').rstrip()}\n```"
 
 
 def _beside(path: Path) -> str:

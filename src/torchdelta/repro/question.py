@@ -26,6 +26,7 @@ from torchdelta.program.copies import copy_together
 from torchdelta.records.failure import Failure
 from torchdelta.repro.code import write_program
 from torchdelta.repro.finding import Bound, Divergence, Finding, bound_of, divergence_of, key_of
+from torchdelta.repro.imports import ScriptImports
 from torchdelta.repro.transform import write_transform
 from torchdelta.repro.values import write_tensors, write_text
 
@@ -51,7 +52,9 @@ class Question:
         is_lifted = finding.report.failure is None and shown_divergence(finding).is_lifted
         self.finding = finding = _in_float64(finding) if is_lifted else finding
         tensors = [value for value in finding.inputs if isinstance(value, torch.Tensor)]
-        self.applied = write_transform(finding.case, path, next((each.device.type for each in tensors), "cpu"))
+        self.imports = ScriptImports(script=path)
+        device = next((each.device.type for each in tensors), "cpu")
+        self.applied = write_transform(finding.case, self.imports, device)
         self.program = write_program(finding.graph, finding.inputs, finding.imports)
         self.divergence = self._divergence()
         names = self.program.inputs
@@ -61,6 +64,7 @@ class Question:
         recipes = {names[place]: text for place, text in finding.inputs_from.items()}
         self.inputs = write_tensors(input_tensors, recipes=recipes, data=data)
         self.state = write_tensors(self.program.tensors, data=data)
+        self.module_imports = [self.imports.of_module(module) for module in sorted(self.program.imports)]
         self.main = self._main()
 
     @property

@@ -17,7 +17,6 @@ import torch
 from torchdelta._torch.compile.settings import INDUCTOR
 from torchdelta.repro.code import INDENT
 from torchdelta.repro.finding import Finding
-from torchdelta.repro.imports import import_module
 from torchdelta.repro.issue import header_of
 from torchdelta.repro.question import CAST, COMPLEX_COTANGENT, COTANGENT, Question, write_run
 from torchdelta.repro.values import TensorSource, write_value
@@ -40,10 +39,12 @@ class WrittenScript:
     """The file with the tensors that were too large for the script, or None."""
     embeds_data: bool
     """Whether the files have values of the user's tensors."""
+    added_copies: tuple[Path, ...] = ()
+    """The copies of the user's code that were not there before."""
 
 
 def write(finding: Finding, path: Path, *, data: bool = True, under: str | None = None) -> WrittenScript:
-    """Write a script, and its large tensors to a `.pt` file beside it; return the paths of the files.
+    """Write a script, with its large tensors in a `.pt` file and copies of the user's code beside it; return the paths.
 
     The result also tells whether they have the user's values. Existing files are overwritten. Without `data`, random
     numbers replace the user's values. With `under`, the files get that name in the directory of `path`, and the caller
@@ -58,8 +59,11 @@ def write(finding: Finding, path: Path, *, data: bool = True, under: str | None 
     tensors_path = path.with_suffix(".pt") if script.saved else None
     if tensors_path is not None:
         torch.save(script.saved, tensors_path)
+    added_copies = script.question.imports.copy_all()
     path.write_text(text, encoding="utf-8")
-    return WrittenScript(path=path, tensors_path=tensors_path, embeds_data=script.embeds_data)
+    return WrittenScript(
+        path=path, tensors_path=tensors_path, embeds_data=script.embeds_data, added_copies=added_copies
+    )
 
 
 class _Script:
@@ -75,11 +79,11 @@ class _Script:
     def text(self) -> str:
         """Return the text of the whole script; nothing is written to a file.
 
-        Raise ReproUnwritable if it would need the stage `steps`, or a module that cannot be imported.
+        Raise ReproUnwritable if it would need the stage `steps`.
         """
         question = self.question
         blocks = [
-            [header_of(question, self._describe_data())],
+            [header_of(question, self._describe_data().rstrip())],
             self._imports(),
             self._settings(),
             list(question.main.constants),
@@ -114,10 +118,9 @@ class _Script:
     def _imports(self) -> list[str]:
         """Return the lines of the imports: the standard library, the exception hook, torch and its configs, all others.
 
-        torch comes after the hook, which also covers its import. Raise ReproUnwritable if a module cannot be imported.
+        torch comes after the hook, which also covers its import.
         """
-        imported = [import_module(module, self.path) for module in sorted(self.question.program.imports)]
-        others = [*(line for lines in imported for line in lines), *self.question.applied.imports]
+        others = [*(line for lines in self.question.module_imports for line in lines), *self.question.applied.imports]
         plain = {"import sys", *self.question.main.imports}
         if self.saved or any("pathlib" in line for line in others):
             plain.add("import pathlib")
@@ -196,11 +199,12 @@ class _Script:
         ]
 
     def _describe_data(self) -> str:
-        """Return a sentence that says whether the script embeds the user's values."""
+        """Return sentences that say whether the script embeds the user's values, and which files are their code."""
+        copies = self.question.imports.describe_copies()
         if not self.embeds_data:
-            return "Its tensors are drawn or constant, and none is the user's; numbers in the code may be."
+            return f"Its tensors are drawn or constant, and none is the user's; numbers in the code may be. {copies}"
         beside = f", some of them in {self.path.with_suffix('.pt').name} beside it" if self.saved else ""
-        return f"It embeds values of the tensors that it was found with{beside}."
+        return f"It embeds values of the tensors that it was found with{beside}. {copies}"
 
 
 def _setup(source: TensorSource) -> Iterator[str]:
