@@ -71,6 +71,6 @@ def command(
     print_report(report, verbose=verbose)
     for path in diagnosis.issues:
         print(path)
-    if report.repro is not None:
+    if report.repro is not None and report.repro.confirmed:
         print(report.repro.path)
     raise typer.Exit(EXIT_OF[report.verdict])

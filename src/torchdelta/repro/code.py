@@ -55,17 +55,21 @@ class ProgramSource:
         return bool(self.tensors or self.modules)
 
 
-def write_program(graph_module: GraphModule, inputs: tuple[Any, ...], imports: tuple[str, ...] = ()) -> ProgramSource:
+def write_program(
+    graph_module: GraphModule, inputs: tuple[Any, ...], imports: tuple[str, ...] = (), *, keeps_names: bool = False
+) -> ProgramSource:
     """Return the source text of a graph as a program; raise ReproUnwritable if a node or a called module has no code.
 
     `inputs` has one value for each placeholder, in order; they only help to choose names. The graph's tensors are
-    returned themselves, in `tensors` of the result. `imports` are modules that the script imports in any case.
+    returned themselves, in `tensors` of the result. `imports` are modules that the script imports in any case. With
+    `keeps_names`, inputs have the names of their placeholders, from which dynamo makes the names that a pass is given.
     """
     source = ProgramSource(imports=set(imports))
     names = Names()
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     input_names = {
-        node: names.choose(wishes_for_input(node, value)) for node, value in zip(placeholders, inputs, strict=True)
+        node: names.choose((str(node.target),) if keeps_names else wishes_for_input(node, value))
+        for node, value in zip(placeholders, inputs, strict=True)
     }
     source.inputs = list(input_names.values())
     _name_tensors_and_modules(graph_module, source)
@@ -382,6 +386,7 @@ RESERVED = frozenset(
         *("torch", "sys", "math", "operator", "subprocess", "signal", "resource", "importlib", "pathlib", "program"),
         *("Program", "inputs", "run", "main", "self", "transformed", "saved", "memory", "cotangent", "structure"),
         *("args", "autocast", "call", "cast", "decomposed", "exported", "given", "outputs", "transform"),
+        *("built", "inspect", "kwargs", "leaves", "raised_by", "state", "zlib"),
     }
 )
 """Names that the rest of a script uses."""

@@ -36,7 +36,10 @@ class ImportLines:
     """The lines that import an object, and the expression for it afterwards."""
 
     lines: tuple[str, ...]
+    """The last one imports; those before it make the module known."""
     name: str
+    modules: tuple[str, ...] = ()
+    """The names of the user's own modules that are imported on the way; empty if a file is loaded by its path."""
 
 
 @dataclass(kw_only=True)
@@ -63,9 +66,12 @@ class ScriptImports:
             if not file.is_file():
                 raise ReproUnwritable(f"there is no file {place} that a script could load {name} from")
             lines = self._from_file(file, import_as, alias, first)
+            modules = _module_names(file, file.parent) if _is_importable(file) else ()
         else:
             lines = (*self._search_path(place), f"from {place} import {import_as}")
-        return ImportLines(lines=lines, name=f"{alias}.{rest}" if rest else alias)
+            own = _own_file_of(place)
+            modules = _module_names(*own) if own is not None else ()
+        return ImportLines(lines=lines, name=f"{alias}.{rest}" if rest else alias, modules=modules)
 
     def of_module(self, module: str) -> tuple[str, ...]:
         """Return the lines that import a module, named by `package.module` or by a path to a `.py` file.
@@ -126,12 +132,8 @@ class ScriptImports:
 
         It is empty if the module is installed or has no source file. Raise ReproUnwritable if there is no such module.
         """
-        file = _file_of(module)
-        installed = {Path(folder).resolve() for key, folder in sysconfig.get_paths().items() if key.endswith("lib")}
-        if file is None or "site-packages" in file.parts or any(folder in file.parents for folder in installed):
-            return ()
-        depth = module.count(".") + (file.name == "__init__.py")
-        return (self._add_to_path(file, file.parents[depth]),)
+        own = _own_file_of(module)
+        return (self._add_to_path(*own),) if own is not None else ()
 
     def _add_to_path(self, file: Path, root: Path) -> str:
         """Return the line that adds the folder of a file's copy to `sys.path`; the file's place counts from `root`."""
@@ -228,6 +230,24 @@ def _file_of(module: str) -> Path | None:
         raise ReproUnwritable(f"there is no module {module} that a script could import")
     is_source = spec is not None and spec.origin is not None and spec.origin.endswith(".py")
     return Path(str(spec.origin)).resolve() if spec is not None and is_source else None
+
+
+def _own_file_of(module: str) -> tuple[Path, Path] | None:
+    """Return the source file of a module of the user's own and the folder above its top package.
+
+    None if the module is installed or has no source file. Raise ReproUnwritable if there is no such module.
+    """
+    file = _file_of(module)
+    installed = {Path(folder).resolve() for key, folder in sysconfig.get_paths().items() if key.endswith("lib")}
+    if file is None or "site-packages" in file.parts or any(folder in file.parents for folder in installed):
+        return None
+    return file, file.parents[module.count(".") + (file.name == "__init__.py")]
+
+
+def _module_names(file: Path, root: Path) -> tuple[str, ...]:
+    """Return the dotted names of a file and of all files below `root` that it imports."""
+    parts = (source.relative_to(root).with_suffix("").parts for source in _sources(file, root))
+    return tuple(".".join(each[:-1] if each[-1] == "__init__" else each) for each in parts)
 
 
 def _is_importable(file: Path) -> bool:
