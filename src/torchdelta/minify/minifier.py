@@ -40,6 +40,7 @@ from torchdelta.records.recording import recording_of
 from torchdelta.records.report import Culprit, Reduction, Report
 from torchdelta.records.signatures import signatures_of
 from torchdelta.repro.confirm import CleanProcess
+from torchdelta.transforms.fx_pass import FxPass
 
 NOT_SMALLEST = "the script of the smallest graph did not fail in a clean process: this is a larger one that does"
 LIKELY = Signature(kind="divergence", stage="forward", type="values", message="")
@@ -84,6 +85,8 @@ class Minifier:
     with_data: bool = True
     """Whether the script may have the user's data."""
     draft: Draft | None = None
+    keeps_names: bool = False
+    """Whether the failure shows only if the graph keeps the names that the capture gave."""
     history: list[tuple[Subject, Answer]] = field(default_factory=list)
     """Every subject that was the best one for a while, with its answer, the largest first."""
 
@@ -129,7 +132,10 @@ class Minifier:
             is_plain = len(subjects) == 1 and self.culprit is None and entry is None
             if is_plain and self.limits.queries is None:
                 preflight.guess = self._guess
+            if isinstance(self.check.transform, FxPass):
+                preflight.alternatives = [each.with_names() for each in subjects if each.with_names is not None]
             chosen = preflight.choose(subjects)
+            self.keeps_names = any(chosen.subject is each for each in preflight.alternatives)
             if entry is not None and not entry.wanted.is_same_as(chosen.wanted):
                 raise NothingToMinify(f"the graph that was reduced so far does not show {entry.wanted} any more")
             try:
@@ -374,6 +380,7 @@ class Minifier:
                 is_minimal=reducer.is_minimal,
                 rate=self.rate,
             ),
+            keeps_names=self.keeps_names,
             drawn={places[name]: draw.text(small.named_inputs[name]) for name, draw in small.drawn.items()},
             settings=plain_settings(settings.changed_settings()),
             also_seen=tuple(reducer.also_seen),
