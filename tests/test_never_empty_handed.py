@@ -117,7 +117,7 @@ class TestNamesOfSubjects:
         return graphs[0]
 
     def names_of(self, graph):
-        return [(node.target, node.name) for node in graph.graph.nodes if node.op == "placeholder"]
+        return {(node.target, node.name) for node in graph.graph.nodes if node.op == "placeholder"}
 
     def test_dynamo_names_the_inputs_of_a_named_subject_as_it_did_before(self):
         class Scaled(nn.Linear):
