@@ -4,6 +4,7 @@ import importlib
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,6 +65,26 @@ def test_a_pass_and_all_that_it_imports_are_copied_so_that_the_script_runs_elsew
     assert names_in(out) == ["repro.py", "sent_helpers.py", "sent_more.py", "sent_pass.py"]
     header = " ".join(text.split('"""')[1].split())
     assert "Beside it is the user's own code, which it imports: sent_pass.py, sent_helpers.py, sent_more.py." in header
+    ended = run_in_an_empty_folder(out, tmp_path)
+    assert ended.returncode == 1, ended.stderr
+    assert "the bug is there" in ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("workers")
+@pytest.mark.parametrize(
+    ("name", "graph", "region"),
+    [("fold", "symbolic", ("conv", "bn")), ("fold_dynamo", "dynamo", ("conv2d", "batch_norm"))],
+)
+def test_a_fold_with_a_wrong_epsilon_names_the_region_and_its_script_runs_alone(name, graph, region, tmp_path, workers):
+    file, out = Path(__file__).parent / "programs" / "wrong_fold.py", tmp_path / "out"
+    report = td.diagnose(
+        f"{file}:build", transform=f"{file}:{name}", options={"graph": graph}, out=out, issue=True, workers=workers
+    )
+
+    assert report.verdict is td.Verdict.DIVERGED
+    assert [culprit.region for culprit in report.culprits] == [region]
+    assert "`wrong_fold.py`, beside it:" in (out / "repro.md").read_text()
     ended = run_in_an_empty_folder(out, tmp_path)
     assert ended.returncode == 1, ended.stderr
     assert "the bug is there" in ended.stdout
