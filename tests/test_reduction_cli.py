@@ -120,7 +120,7 @@ class TestMinify:
         ran = command_line("minify", "programs.py:build", "-t", "programs.py:relu_is_off", "-o", "out", "--issue")
 
         assert ran.returncode == 1, ran.stderr
-        assert ran.stdout.splitlines()[-1] == "out/repro.py"
+        assert ran.stdout.splitlines()[-2:] == ["out/repro.md", "out/repro.py"]
         assert "failed again in a clean process" in ran.stdout
         report = json.loads((tmp_path / "out" / "report.json").read_text())
         assert report["reduction"]["nodes_after"] == 3

@@ -110,12 +110,12 @@ def scale_buffer(graph_module):
 
 
 def replace_weight(graph_module):
-    graph_module.first.weight = nn.Parameter(graph_module.first.weight + 0.1)
+    graph_module.second.weight = nn.Parameter(graph_module.second.weight + 0.1)
 
 
 def write_weight(graph_module):
     with torch.no_grad():
-        graph_module.first.weight.data += 0.1
+        graph_module.second.weight.data += 0.1
 
 
 def change_epsilon(graph_module):

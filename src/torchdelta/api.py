@@ -24,7 +24,7 @@ from torchdelta.locate import locator
 from torchdelta.locate.sensitivity import measure_sensitivity
 from torchdelta.minify.minifier import Minifier
 from torchdelta.minify.reducer import Progress as ReductionProgress
-from torchdelta.minify.result import MinifiedGraph
+from torchdelta.minify.result import MinifiedResult
 from torchdelta.nodewise.capture import capture
 from torchdelta.nodewise.compare_captures import compare_captures
 from torchdelta.nodewise.matching import assign_handles, handles_of
@@ -211,15 +211,17 @@ def minify(
     script: str | os.PathLike[str] | None = None,
     data: bool = True,
     **options: Any,
-) -> MinifiedGraph:
-    """Return the smallest graph that is found to fail as the program does; NothingToMinify if no graph of it fails.
+) -> MinifiedResult:
+    """Return the smallest graph that is found to fail as the program does, a `MinifiedGraph`.
 
-    Takes the keywords of `check` too. Queries run in workers; without `isolated`, or if no other process can import the
-    transform, in this process. The best graph so far is kept in the directory `out`, and `resume` continues from there.
-    The first query may take `timeout_s`. Of several failures, the first whose signature matches the regular expression
-    `match` is followed. The level `aot` makes graphs of AOTAutograd smaller instead of dynamo's. `workers` is a pool
-    and `clean` a process that were started earlier. The script is left to the result's `write`; if its path is given as
-    `script`, a draft with or without `data` is run while the last queries are.
+    If no graph of it fails by itself, the result is a `WholeProgram`, whose script runs the program itself; raise
+    NothingToMinify if the program does not fail, or is alive and not named by its factory. Takes the keywords of
+    `check` too. Queries run in workers; without `isolated`, or if no other process can import the transform, in
+    this process. The best graph so far is kept in the directory `out`, and `resume` continues from there. The first
+    query may take `timeout_s`. Of several failures, the first whose signature matches the regular expression
+    `match` is followed. The level `aot` makes graphs of AOTAutograd smaller instead of dynamo's. `workers` is a
+    pool and `clean` a process that were started earlier. The script is left to the result's `write`; if its path is
+    given as `script`, a draft with or without `data` is run while the last queries are.
     """
     check_options = complete(program, CheckOptions.read(**options))
     with runtime.preserved():
@@ -237,6 +239,8 @@ def minify(
             out=Path(out) if out is not None else None,
             is_resumed=resume,
             is_isolated=isolated,
+            program=program if isinstance(program, str) else None,
+            options=check_options,
             imports=module_of(program),
             pool=workers,
             clean=clean,

@@ -38,7 +38,7 @@ from torchdelta.minify.capture import as_subjects
 from torchdelta.minify.journal import Journal
 from torchdelta.minify.minifier import Minifier
 from torchdelta.minify.queries import plain_settings, spec_of
-from torchdelta.minify.result import MinifiedGraph
+from torchdelta.minify.result import MinifiedResult
 from torchdelta.minify.subject import Subject
 from torchdelta.minify.warm_workers import pool_for
 from torchdelta.records.case import DYNAMO, CheckOptions, SearchLimits
@@ -79,7 +79,9 @@ class Diagnosis:
     """The report after check and locate."""
     subjects: Sequence[Subject] | None = None
     """The graphs of the program, once a step has captured them."""
-    minified: list[MinifiedGraph] = field(default_factory=list)
+    minified: list[MinifiedResult] = field(default_factory=list)
+    issues: list[Path] = field(default_factory=list)
+    """The texts of issues that were written."""
 
     def run(self) -> Report:
         """Check the program; only if it fails, also locate, minify and write the script; return the report.
@@ -230,6 +232,9 @@ class Diagnosis:
             is_resumed=self.is_resumed and Journal(directory=out).is_there,
             culprit=culprit,
             expected=signatures_of(self.report) if self.report is not None else (),
+            program=self.program if isinstance(self.program, str) else None,
+            options=self.options,
+            report=self.report,
             imports=module_of(self.program),
             pool=self.pool,
             script=self._script(number),
@@ -242,12 +247,17 @@ class Diagnosis:
 
         A group is the culprits of one operation and stage; without culprits there is one group. Without `does_all` only
         the first group is done, with a note if there are more. Results are appended to `minified`, and captured graphs
-        are kept in `subjects`. NothingToMinify if the program raises eagerly, or if no graph shows the first group; of
-        a later group that is a note.
+        are kept in `subjects`. If no graph shows a failure, or the program raises eagerly, the script is the program
+        itself; NothingToMinify if it has no name, and of a later group a note.
         """
-        if compares_exceptions(report):
-            raise NothingToMinify("a difference of exceptions is not made smaller: the program itself is the repro")
         self.report = report
+        if compares_exceptions(report):
+            whole = self._minifier().whole_program()
+            if whole is None:
+                raise NothingToMinify("a difference of exceptions is not made smaller: the program itself is the repro")
+            self.notes.append("a difference of exceptions is not made smaller: the script is the program itself")
+            self.minified.append(whole)
+            return self._write_script(report, whole, 1)
         groups: Sequence[Culprit | None] = groups_of(report.culprits) or [None]
         if len(groups) > 1 and not self.does_all:
             self.notes.append(
@@ -269,30 +279,33 @@ class Diagnosis:
             report = self._write_script(report, small, number)
         return report
 
-    def _write_script(self, report: Report, small: MinifiedGraph, number: int) -> Report:
+    def _write_script(self, report: Report, small: MinifiedResult, number: int) -> Report:
         """Write the script of one reduction, and with `with_issue` the text of an issue beside it; return the report.
 
         `number` is that of the group, from 1. For 1 the report gets the reduction, and the script if there is one; for
         others it is returned unchanged. Notes are added, also if the script could not be written or did not show the
         failure.
         """
-        self.notes += small.notes
+        path = self._script(number)
         if small.also_seen:
             self.notes.append(f"also seen, and not followed: {'; '.join(map(str, small.also_seen))}")
         if number == 1:
             report = replace(report, reduction=small.reduction)
             self._keep(report)
         self.progress("repro")
-        path = self._script(number)
         try:
-            repro = small.write(path, data=self.with_data)
+            small, repro = small.with_script(path, data=self.with_data)
         except ReproUnwritable as error:
-            self.notes.append(f"there is no script: {error}")
+            self.notes += (*small.notes, f"there is no script: {error}")
             return report
+        self.notes += small.notes
+        if number == 1:
+            report = replace(report, reduction=small.reduction)
         if not repro.confirmed:
             self.notes.append(f"{path.name} did not show the failure in a clean process")
         if self.with_issue:
-            path.with_suffix(".md").write_text(small.issue(path, data=self.with_data), encoding="utf-8")
+            self.issues.append(path.with_suffix(".md"))
+            self.issues[-1].write_text(small.issue(path, data=self.with_data), encoding="utf-8")
         return replace(report, repro=repro) if number == 1 else report
 
     def _script(self, number: int) -> Path:

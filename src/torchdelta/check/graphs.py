@@ -61,7 +61,7 @@ class GraphRecorder:
         """Return a callable that runs the graph itself; its first `CALLS` calls are appended to `captured`.
 
         Each record has copies of the arguments, the level, and one copy of the graph, which all of them share. Calls
-        while `is_paused` are not recorded or counted. Without `with_gradients`, arguments that are tensors are detached.
+        while `is_paused` are not recorded or counted. Without `with_gradients`, tensor arguments are detached.
         """
         graph = graphs.copy_graph(handed.graph)
         calls = 0

@@ -29,10 +29,10 @@ def pair_stage(
 ) -> tuple[Leaves, Leaves, list[UnmatchedLeaf]]:
     """Return the leaves of a stage to compare, of reference and candidate, and the state that is not compared.
 
-    With `keeps_names` these are all leaves, and the list is empty. Without it, state that `common_state` does not find
-    on both sides is left out of the leaves.
+    With `keeps_names` these are all leaves, and the list is empty, unless some state of the candidate starts from other
+    values. Otherwise state that `common_state` does not find on both sides is left out of the leaves.
     """
-    if keeps_names:
+    if keeps_names and not candidate.other_starts:
         return reference.stages.get(stage, {}), candidate.stages.get(stage, {}), []
     return common_state(stage, reference, candidate)
 

@@ -69,6 +69,8 @@ def command(
         )
         report = diagnosis.run()
     print_report(report, verbose=verbose)
-    if report.repro is not None:
+    for path in diagnosis.issues:
+        print(path)
+    if report.repro is not None and report.repro.confirmed:
         print(report.repro.path)
     raise typer.Exit(EXIT_OF[report.verdict])

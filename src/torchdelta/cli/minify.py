@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -30,6 +31,10 @@ from torchdelta.records.codec import write_report
 from torchdelta.records.recording import complete
 from torchdelta.report.terminal.check import print_report
 from torchdelta.repro.confirm import CleanProcess
+
+if TYPE_CHECKING:
+    from torchdelta.minify.result import MinifiedResult
+    from torchdelta.records.report import Report
 
 
 @taking(options=read_check_options, limits=read_limits)
@@ -65,6 +70,8 @@ def command(
             limits=limits,
             out=out / "minify",
             is_resumed=resume,
+            program=program,
+            options=options,
             imports=module_of(program),
             pool=workers,
             clean=clean,
@@ -73,16 +80,22 @@ def command(
             tell=lambda reduction: progress(str(reduction)),
         )
         small = minifier.run()
-        also = [f"also seen, and not followed: {signature}" for signature in small.also_seen]
-        notes = (*small.report.notes, *small.notes, *also)
-        report = replace(small.report, reduction=small.reduction, notes=notes)
-        write_report(report, out / "report.json")
+        write_report(_report_of(small), out / "report.json")
         path = out / "repro.py"
-        repro = small.write(path, data=not no_data)
+        small, repro = small.with_script(path, data=not no_data)
         if issue:
             path.with_suffix(".md").write_text(small.issue(path, data=not no_data), encoding="utf-8")
-        report = replace(report, repro=repro)
+        report = replace(_report_of(small), repro=repro)
         write_report(report, out / "report.json")
     print_report(report)
-    print(repro.path)
+    if issue:
+        print(path.with_suffix(".md"))
+    if repro.confirmed:
+        print(repro.path)
     raise typer.Exit(EXIT_OF[report.verdict])
+
+
+def _report_of(small: MinifiedResult) -> Report:
+    """Return the report on what was minified, with its costs and all notes."""
+    also = [f"also seen, and not followed: {signature}" for signature in small.also_seen]
+    return replace(small.report, reduction=small.reduction, notes=(*small.report.notes, *small.notes, *also))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from torchdelta._torch.graphs.nodes import module_path, op_name, short_name, source_line
 from torchdelta.check.check import Check
@@ -46,7 +47,14 @@ def as_subjects(captured: Sequence[CapturedGraph]) -> list[Subject]:
 
     An exported graph has no level, and stays in any case.
     """
-    subjects = [replace(Subject.of(each.graph, each.inputs), origin=each.level) for each in captured]
+    subjects = [
+        replace(
+            Subject.of(each.graph, each.inputs),
+            origin=each.level,
+            with_names=partial(Subject.named, each.graph, each.inputs),
+        )
+        for each in captured
+    ]
     return [subject for subject in subjects if subject.nodes or not subject.origin]
 
 

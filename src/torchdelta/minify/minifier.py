@@ -20,6 +20,7 @@ from torchdelta._torch.graphs.nodes import op_name, short_name
 from torchdelta._torch.process import runtime
 from torchdelta._torch.process.warmup import warmup_steps
 from torchdelta.check.check import Check
+from torchdelta.check.isolated import check_isolated
 from torchdelta.errors import NothingToMinify, ProgramError, ReproUnwritable, UsageError
 from torchdelta.isolate.pool import CAN_FORK, Pool
 from torchdelta.minify.capture import nodes_of, subjects_of
@@ -28,16 +29,20 @@ from torchdelta.minify.passes import PASSES, STRATEGIES
 from torchdelta.minify.preflight import FORWARD, FailingGraph, Preflight, stages_of
 from torchdelta.minify.queries import InProcessOracle, WorkerOracle, plain_settings, spec_of
 from torchdelta.minify.reducer import Budget, FlakyFailure, Progress, Reducer
-from torchdelta.minify.result import Draft, MinifiedGraph
+from torchdelta.minify.result import Draft, MinifiedGraph, MinifiedResult, WholeProgram
 from torchdelta.minify.search import Answer, Oracle, Predictor, Search
 from torchdelta.minify.speculation import Speculation
 from torchdelta.minify.subject import Subject
 from torchdelta.minify.warm_workers import pool_for
-from torchdelta.records.case import DYNAMO, SearchLimits
+from torchdelta.records.case import DYNAMO, CheckOptions, SearchLimits
 from torchdelta.records.failure import Signature
+from torchdelta.records.recording import recording_of
 from torchdelta.records.report import Culprit, Reduction, Report
+from torchdelta.records.signatures import signatures_of
 from torchdelta.repro.confirm import CleanProcess
+from torchdelta.transforms.fx_pass import FxPass
 
+NOT_SMALLEST = "the script of the smallest graph did not fail in a clean process: this is a larger one that does"
 LIKELY = Signature(kind="divergence", stage="forward", type="values", message="")
 """The failure of most programs."""
 
@@ -60,6 +65,12 @@ class Minifier:
     """The failures of the program as a whole."""
     culprit: Culprit | None = None
     """The operation that `locate` blames."""
+    program: str | None = None
+    """The program's name, if another process can build it by that: a script of the program itself needs it."""
+    options: CheckOptions | None = None
+    """The options of the check, if they are named ones: a worker checks the program as a whole with them."""
+    report: Report | None = None
+    """The report on the program as a whole; None checks it if it is needed."""
     imports: Sequence[str] = ()
     """Modules that workers import first, because graphs may call their functions."""
     pool: Pool | None = None
@@ -74,15 +85,34 @@ class Minifier:
     with_data: bool = True
     """Whether the script may have the user's data."""
     draft: Draft | None = None
+    keeps_names: bool = False
+    """Whether the failure shows only if the graph keeps the names that the capture gave."""
+    history: list[tuple[Subject, Answer]] = field(default_factory=list)
+    """Every subject that was the best one for a while, with its answer, the largest first."""
 
-    def run(self) -> MinifiedGraph:
-        """Return the smallest failing graph that is found; NothingToMinify if no graph of the program fails by itself.
+    def run(self) -> MinifiedResult:
+        """Return the smallest failing graph that is found, or the program itself if no graph of it fails by itself.
 
-        With `is_resumed`, the reduction continues from the best subject in `out`. If the failure turns out to be flaky,
-        the reduction begins again, and asks several times about each subject; raise NothingToMinify if it is too rare
-        for that. With `out`, the best subject is kept there; `notes` are added to.
+        NothingToMinify if the program does not fail either, or has no name by which a script can build it; ProgramError
+        if torch makes no graph of it then. With `is_resumed`, the reduction continues from the best subject in `out`.
+        If the failure turns out to be flaky, the reduction begins again, and asks several times about each subject,
+        unless it is too rare for that. With `out`, the best subject is kept there; `notes` are added to.
         """
         self.started = time.monotonic()
+        try:
+            return self._minify()
+        except (NothingToMinify, ProgramError) as error:
+            whole = None if self.is_resumed else self.whole_program(pool=self.pool)
+            if whole is None:
+                raise
+            self.notes.append(f"the script is the program itself: {error}")
+            return replace(whole, notes=tuple(self.notes))
+
+    def _minify(self) -> MinifiedGraph:
+        """Return the smallest failing graph that is found; NothingToMinify if no graph of the program fails by itself.
+
+        ProgramError if torch makes no graph of it. `run` explains the rest.
+        """
         entry: Entry | None = None
         # workers warm up while the graphs are captured
         with self._asking() as self.ask:
@@ -102,7 +132,10 @@ class Minifier:
             is_plain = len(subjects) == 1 and self.culprit is None and entry is None
             if is_plain and self.limits.queries is None:
                 preflight.guess = self._guess
+            if isinstance(self.check.transform, FxPass):
+                preflight.alternatives = [each.with_names() for each in subjects if each.with_names is not None]
             chosen = preflight.choose(subjects)
+            self.keeps_names = any(chosen.subject is each for each in preflight.alternatives)
             if entry is not None and not entry.wanted.is_same_as(chosen.wanted):
                 raise NothingToMinify(f"the graph that was reduced so far does not show {entry.wanted} any more")
             try:
@@ -112,12 +145,68 @@ class Minifier:
                 self.rate = preflight.rate
                 return self._reduced(chosen, oracle, entry)
 
+    def whole_program(self, pool: Pool | None = None) -> WholeProgram | None:
+        """Return the user's own program as a result, or None if it has no name or does not fail as is meant.
+
+        Without a `report` it is checked, by the workers of `pool` or of a new one.
+        """
+        options = self.options
+        if self.program is None or recording_of(self.program) is not None or options is None or not options.is_named:
+            return None
+        if self.report is None:
+            self.report = check_isolated(
+                self.program,
+                options,
+                timeout_s=self.limits.timeout_s,
+                memory_bytes=self.limits.memory_bytes,
+                settings=plain_settings(settings.changed_settings()),
+                pool=pool,
+            ).report
+        report = self.report
+        meant = [signature for signature in signatures_of(report) if self.limits.is_meant(signature)]
+        if not report.verdict.is_failure or not meant:
+            return None
+        return WholeProgram(
+            program=self.program,
+            has_keywords=bool(self.check.baseline.program.kwargs),
+            case=report.case,
+            report=report,
+            signature=meant[0],
+            settings=plain_settings(settings.changed_settings()),
+            memory_bytes=self.limits.memory_bytes,
+            clean=self.clean,
+        )
+
     def _capture(self) -> Sequence[Subject]:
-        """Return the subjects, which the first call captures and keeps; torch's state is as before afterwards."""
+        """Return the subjects, which the first call captures and keeps; torch's state is as before afterwards.
+
+        NothingToMinify if the program died or hung as a whole, and capturing its graphs ends a worker too.
+        """
         if self.subjects is None:
+            if self._dies_while_captured():
+                raise NothingToMinify(f"{self.check.case.program}: it fails in dynamo, before there is a graph")
             with runtime.preserved():
                 self.subjects = subjects_of(self.check, self.limits.level)
         return self.subjects
+
+    def _dies_while_captured(self) -> bool:
+        """Tell whether capturing the graphs of a program that died or hung ends a worker, without the candidate."""
+        failure = self.report.failure if self.report is not None else None
+        options = self.options
+        if failure is None or failure.kind == "exception" or self.program is None or options is None:
+            return False
+        if not options.is_named or not self.check.transform.traits.is_compiler:
+            return False
+        captures = {key: value for key, value in options.options.items() if key in ("dynamic", "fullgraph")}
+        report = check_isolated(
+            self.program,
+            replace(options, transform="eager", options=captures, stages=FORWARD, semantic=False),
+            timeout_s=self.limits.timeout_s,
+            memory_bytes=self.limits.memory_bytes,
+            settings=plain_settings(settings.changed_settings()),
+            pool=self.pool,
+        ).report
+        return report.failure is not None and report.failure.kind != "exception"
 
     def _resumed(self, subjects: Sequence[Subject]) -> tuple[Subject, Entry]:
         """Return the best subject of an earlier reduction, and its entry in the journal in `out`.
@@ -229,10 +318,10 @@ class Minifier:
             self.clean = self.clean or CleanProcess(warmup_steps(self.transform, forks=CAN_FORK))
         if entry is not None:
             reducer.outcomes.update(entry.known)
-        if self.out is not None:
-            reducer.save_best = self._keeping(reducer, self._nodes_before(chosen, entry), entry)
-            reducer.save_best(subject, chosen.answer)
-        reducer.on_likely_result = lambda _, __: self._begin_script(self._minified(reducer, chosen, entry))
+        self.history = []
+        reducer.save_best = self._keeping(reducer, self._nodes_before(chosen, entry), entry)
+        reducer.save_best(subject, chosen.answer)
+        reducer.on_likely_result = lambda *best: self._begin_script(self._minified(reducer, chosen, entry, *best))
         culprits = nodes_of(self.culprit, subject) if self.culprit is not None else ()
         try:
             reducer.run(subject, chosen.answer, strategies=STRATEGIES, passes=PASSES, culprits=culprits)
@@ -245,14 +334,34 @@ class Minifier:
         if reducer.twin is not None and self.out is not None:
             self._journal.write_twin(reducer.twin)
             self.notes.append(f"a neighbour that passes is in {self.out / 'twin'}: {_calls(reducer.twin)}")
-        return self._minified(reducer, chosen, entry)
+        small = self._minified(reducer, chosen, entry, reducer.search.subject, reducer.search.answer)
+        return replace(small, fallbacks=lambda: self._fallbacks(reducer, chosen, entry))
 
-    def _minified(self, reducer: Reducer, chosen: FailingGraph, entry: Entry | None) -> MinifiedGraph:
-        """Return the reducer's best subject so far as a result, with its report and its costs.
+    def _fallbacks(self, reducer: Reducer, chosen: FailingGraph, entry: Entry | None) -> Iterator[MinifiedResult]:
+        """Yield results for the case that the script of the smallest one does not fail in a clean process.
+
+        They are earlier subjects, each about twice as many steps back as the one before, and then the whole program.
+        """
+        back, is_last = 1, False
+        while not is_last and len(self.history) > 1:
+            is_last = back >= len(self.history) - 1
+            subject, answer = self.history[0 if is_last else -1 - back]
+            earlier = self._minified(reducer, chosen, entry, subject, answer)
+            yield replace(earlier, notes=(*earlier.notes, NOT_SMALLEST), draft=None)
+            back *= 2
+        whole = self.whole_program()
+        if whole is not None:
+            yield replace(whole, notes=(*self.notes, NOT_SMALLEST))
+            yield from whole.larger()
+
+    def _minified(
+        self, reducer: Reducer, chosen: FailingGraph, entry: Entry | None, small: Subject, answer: Answer
+    ) -> MinifiedGraph:
+        """Return a subject of the reduction as a result, with the report of its answer and the costs so far.
 
         The costs include those of `entry`, the entry of a resumed run. The report's case names the user's program.
         """
-        small, report = reducer.search.subject, reducer.search.answer.report
+        report = answer.report
         assert report is not None
         # the graph is a part of the user's program, and goes by its name
         report = replace(report, case=replace(report.case, program=self.check.case.program))
@@ -271,6 +380,7 @@ class Minifier:
                 is_minimal=reducer.is_minimal,
                 rate=self.rate,
             ),
+            keeps_names=self.keeps_names,
             drawn={places[name]: draw.text(small.named_inputs[name]) for name, draw in small.drawn.items()},
             settings=plain_settings(settings.changed_settings()),
             also_seen=tuple(reducer.also_seen),
@@ -306,13 +416,16 @@ class Minifier:
         return self.ask.begun + (entry.queries if entry is not None else 0)
 
     def _keeping(self, reducer: Reducer, before: int, resumed: Entry | None) -> Callable[[Subject, Answer], None]:
-        """Return a function that writes a best subject, its first argument, and the reducer's state into the journal.
+        """Return a function that adds a best subject and its answer to `history`.
 
-        `before` is the number of nodes before the reduction; `resumed` is the entry of an earlier run, whose costs are
-        added, or None.
+        With `out` it also writes the subject and the reducer's state into the journal. `before` is the number of nodes
+        before the reduction; `resumed` is the entry of an earlier run, whose costs are added, or None.
         """
 
-        def keep(best: Subject, _: Answer) -> None:
+        def keep(best: Subject, answer: Answer) -> None:
+            self.history.append((best, answer))
+            if self.out is None:
+                return
             entry = Entry(
                 wanted=reducer.wanted,
                 level=self.limits.level,

@@ -71,6 +71,8 @@ class Preflight:
     tell: Callable[[Progress], None] = lambda _: None
     notes: list[str] = field(default_factory=list)
     rate: float = 1.0
+    alternatives: Sequence[Subject] = ()
+    """The same graphs in another form, one for each, or none. They are asked about if the others do not show it."""
     culprit_answer: tuple[Subject, Answer] | None = None
     """The culprit cut out alone and the answer about it, if that was asked."""
 
@@ -92,7 +94,8 @@ class Preflight:
         for is_semantic in [*questions, *questions[-1:] * (TRIALS - 1 if self.expected else 0)]:
             self.ask.case = replace(case, semantic=is_semantic)
             rejected: list[str] = []
-            for number, subject in enumerate(subjects, 1):
+            for place, subject in enumerate((*subjects, *self.alternatives)):
+                number = place % len(subjects) + 1
                 self.tell(Progress(nodes=subject.size, queries=0, doing=f"graph {number} of {len(subjects)}"))
                 answer = self._asked(subject)
                 rejected += [answer.rejected] if answer.rejected else []
@@ -105,7 +108,7 @@ class Preflight:
                     failing = FailingGraph(subject=subject, answer=answer, wanted=self._wanted(subject, same or meant))
                     return self._chosen(number, subjects, failing)
                 others += [(number, FailingGraph(subject=subject, answer=answer, wanted=each)) for each in meant]
-            if len(rejected) == len(subjects):
+            if len(rejected) == len(subjects) + len(self.alternatives):
                 raise NothingToMinify(
                     f"{self.program}: a program that fails when run eagerly is not made smaller, also if the candidate "
                     f"fails otherwise or not at all ({rejected[0]})"

@@ -1,22 +1,28 @@
-"""The result of a reduction: a small graph, the report of its check, and the script that shows the failure."""
+"""The result of a reduction: a small graph, the report of its check, and the script that shows the failure.
+
+A failure that no graph shows has the user's own program as its result. A script is offered only if it fails in a clean
+process: `MinifiedResult.with_script` falls back on larger results until one does.
+"""
 
 from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch.fx import GraphModule
 
+from torchdelta.errors import ReproUnwritable
 from torchdelta.records.case import Case
 from torchdelta.records.failure import Signature
 from torchdelta.records.report import Reduction, Report, Repro
 from torchdelta.records.signatures import keep_only
 from torchdelta.repro import script
 from torchdelta.repro.confirm import CleanProcess, begin
-from torchdelta.repro.finding import Finding
+from torchdelta.repro.finding import Evidence, Finding, ProgramFinding
 from torchdelta.repro.issue import issue_text
 
 LOST = 0.02
@@ -52,29 +58,24 @@ class Draft:
     def drop(self) -> None:
         """End its run and remove its files."""
         self.runner.end()
-        for path in (self.written.path, self.written.tensors_path):
+        for path in (self.written.path, self.written.tensors_path, *self.written.added_copies):
             if path is not None:
                 path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MinifiedGraph:
-    """The smallest graph that a reduction found, and the report of its check."""
+class MinifiedResult:
+    """A program that shows the failure, and the report of its check: a graph, or the user's own program."""
 
-    graph: GraphModule
-    inputs: tuple[Any, ...]
     case: Case
     report: Report
     signature: Signature
-    reduction: Reduction
-    drawn: dict[int, str] = field(default_factory=dict)
-    """For inputs that are random numbers instead of the user's, by place: the expression that draws them."""
+    reduction: Reduction | None = None
+    """The costs of the reduction, or None if there was none."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of the compiler that differ from torch's defaults."""
     also_seen: tuple[Signature, ...] = ()
     """Other failures that queries showed, and that were not followed."""
-    twin: GraphModule | None = None
-    """A neighbour of the graph that passes."""
     notes: tuple[str, ...] = ()
     memory_bytes: int | None = None
     """The memory that a worker was allowed to hold."""
@@ -82,6 +83,18 @@ class MinifiedGraph:
     """A process that waits for the script as long as this object lives."""
     draft: Draft | None = field(default=None, repr=False)
     """The script, if its run began during the reduction."""
+
+    @property
+    def finding(self) -> Evidence:
+        """The finding that a script has to show: this program, and the report without divergences of other signatures.
+
+        A flaky failure is tried so often that the chance to miss it is at most `LOST`. A hang is given `HUNG_S`.
+        """
+        raise NotImplementedError
+
+    def larger(self) -> Iterator[MinifiedResult]:
+        """Yield larger results that show the same failure, the smallest first."""
+        yield from ()
 
     def begin(self, path: str | os.PathLike[str], *, data: bool = True) -> Draft:
         """Write the script under a hidden name and begin to run it; return the draft, which may still be dropped.
@@ -94,11 +107,41 @@ class MinifiedGraph:
         return Draft(path=path, data=data, written=written, runner=begin(written.path, self.clean))
 
     def write(self, path: str | os.PathLike[str], *, data: bool = True, deadline_s: float = CONFIRMED_S) -> Repro:
-        """Write a script that shows the failure with torch alone, run it in a clean process, and return the result.
+        """Write a script that shows the failure with torch alone, as `with_script` does, and return path and outcome.
 
-        The result has the path, and whether the failure showed; a script that does not show it is kept. An unfinished
-        `draft` of the same path and `data` is finished instead of a new run, and any other is dropped. Without `data`,
-        random numbers replace the user's. Raise ReproUnwritable if there can be no such script.
+        Raise ReproUnwritable if there can be no such script.
+        """
+        return self.with_script(path, data=data, deadline_s=deadline_s)[1]
+
+    def with_script(
+        self, path: str | os.PathLike[str], *, data: bool = True, deadline_s: float = CONFIRMED_S
+    ) -> tuple[MinifiedResult, Repro]:
+        """Write a script and run it in a clean process; return the result that it is of, its path and the outcome.
+
+        If the failure does not show there, larger results are tried, the smallest first, and the first whose script
+        shows it is returned. If none does, it is this one, and its script is kept. Without `data`, random numbers
+        replace the user's. Raise ReproUnwritable if there can be no script of any of them.
+        """
+        refusal: ReproUnwritable | None = None
+        is_written = False
+        for result in (self, *self.larger()):
+            try:
+                repro = result._write(path, data=data, deadline_s=deadline_s)
+            except ReproUnwritable as error:
+                refusal = refusal or error
+                continue
+            if repro.confirmed:
+                return result, repro
+            is_written = True
+        if not is_written:
+            assert refusal is not None
+            raise refusal
+        return self, self._write(path, data=data, deadline_s=deadline_s)
+
+    def _write(self, path: str | os.PathLike[str], *, data: bool, deadline_s: float) -> Repro:
+        """Write and run the script of this result alone; return its path and whether the failure showed.
+
+        An unfinished `draft` of the same path and `data` is finished instead of a new run, and any other is dropped.
         """
         draft = self.draft
         if draft is not None and (draft.path, draft.data) != (Path(path), data):
@@ -111,24 +154,77 @@ class MinifiedGraph:
         """Return the text of an issue with the script at that path, which was written with or without `data`."""
         return issue_text(self.finding, Path(path), data=data)
 
+    def _words(self) -> dict[str, Any]:
+        """Return the arguments that every kind of finding takes."""
+        rate = self.reduction.rate if self.reduction is not None else 1.0
+        failure = self.report.failure
+        limits: dict[str, Any] = {"deadline_s": HUNG_S} if failure is not None and failure.kind == "timeout" else {}
+        if self.memory_bytes is not None:
+            limits["memory_bytes"] = self.memory_bytes
+        return {
+            "case": self.case,
+            "report": keep_only(self.report, self.signature),
+            "tries": 1 if rate == 1.0 else math.ceil(math.log(LOST) / math.log(1.0 - rate)),
+            "config": self.settings,
+            **limits,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeProgram(MinifiedResult):
+    """The user's own program, for a failure that no graph shows by itself."""
+
+    program: str
+    """`path/file.py:factory` or `package.module:factory`."""
+    has_keywords: bool = False
+    is_anew: bool = True
+    """Whether the script imports the user's modules anew for each side."""
+
+    @property
+    def finding(self) -> ProgramFinding:
+        """The finding that a script has to show."""
+        return ProgramFinding(
+            program=self.program, has_keywords=self.has_keywords, is_anew=self.is_anew, **self._words()
+        )
+
+    def larger(self) -> Iterator[MinifiedResult]:
+        """Yield the program once more: modules that register operators cannot be imported twice."""
+        if self.is_anew:
+            yield replace(self, is_anew=False, draft=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MinifiedGraph(MinifiedResult):
+    """The smallest graph that a reduction found, and the report of its check."""
+
+    graph: GraphModule
+    inputs: tuple[Any, ...]
+    reduction: Reduction
+    drawn: dict[int, str] = field(default_factory=dict)
+    """For inputs that are random numbers instead of the user's, by place: the expression that draws them."""
+    twin: GraphModule | None = None
+    """A neighbour of the graph that passes."""
+    keeps_names: bool = False
+    """Whether the script's inputs keep the names that they have in the graph."""
+    fallbacks: Callable[[], Iterator[MinifiedResult]] = field(default=lambda: iter(()), repr=False)
+    """Returns the larger results of the same reduction, and then the user's program, if it has a name."""
+
     @property
     def finding(self) -> Finding:
         """The finding that a script has to show: this graph, and the report without divergences of another signature.
 
         A flaky failure is tried so often that the chance to miss it is at most `LOST`. A hang is given `HUNG_S`.
         """
-        rate = self.reduction.rate
-        failure = self.report.failure
-        limits: dict[str, Any] = {"deadline_s": HUNG_S} if failure is not None and failure.kind == "timeout" else {}
-        if self.memory_bytes is not None:
-            limits["memory_bytes"] = self.memory_bytes
         return Finding(
             graph=self.graph,
             inputs=self.inputs,
-            case=self.case,
-            report=keep_only(self.report, self.signature),
-            tries=1 if rate == 1.0 else math.ceil(math.log(LOST) / math.log(1.0 - rate)),
-            config=self.settings,
-            **limits,
             inputs_from=self.drawn,
+            keeps_names=self.keeps_names,
+            **self._words(),
         )
+
+    def larger(self) -> Iterator[MinifiedResult]:
+        """Yield this graph with its names kept, because a pass may look for them, and then the `fallbacks`."""
+        if not self.keeps_names:
+            yield replace(self, keeps_names=True, draft=None)
+        yield from self.fallbacks()

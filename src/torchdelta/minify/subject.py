@@ -16,6 +16,7 @@ Start reading at `Subject.of`, which makes the normal form, and `rebuild`, which
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,6 +33,9 @@ from torchdelta._torch.graphs.nodes import has_effect
 from torchdelta._torch.process import runtime
 from torchdelta.program.copies import copy_together
 from torchdelta.storage.graphs import modules_named, read_graph, read_values, write_graph, write_values
+
+_LOCAL = re.compile(r"L_(\w*[^\W_])_")
+"""The name that dynamo gives an input, with the name of the local variable in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +81,8 @@ class Subject:
     """Inputs whose numbers are not the user's, by name."""
     origin: str = ""
     """The level of the capture: `dynamo`, or after AOTAutograd `forward`, `backward` or `inference`; else empty."""
+    with_names: Callable[[], Subject] | None = field(default=None, repr=False)
+    """Makes the same subject anew with the names that the capture gave, for a pass that looks for them."""
 
     @classmethod
     def of(cls, graph_module: GraphModule, inputs: Sequence[Any]) -> Subject:
@@ -89,6 +95,26 @@ class Subject:
         constants = {name: graphs.attribute(graph_module, str(node.target)) for name, node in readers.items()}
         arguments = dict(zip((node.name for node in placeholders(graph_module.graph)), inputs, strict=True))
         return rebuild(graph_module, {**arguments, **constants}, _output_names(graph_module.graph))
+
+    @classmethod
+    def named(cls, graph_module: GraphModule, inputs: Sequence[Any]) -> Subject:
+        """Return a graph in a form that gives a pass the names of the capture; `inputs` are as for `of`.
+
+        Tensors that the graph reads as attributes stay attributes. A placeholder that dynamo called `L_x_` is called
+        `x`, because dynamo makes `L_x_` of that again.
+        """
+        arguments = dict(zip((node.name for node in placeholders(graph_module.graph)), inputs, strict=True))
+        graph = Graph()
+        copies: dict[Node, Node] = {}
+        for node in graph_module.graph.nodes:
+            if node.op == "placeholder":
+                local = _LOCAL.fullmatch(str(node.target))
+                copies[node] = graph.placeholder(local[1] if local is not None else str(node.target))
+                copies[node].meta = dict(node.meta)
+            else:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        values = {copies[node].name: arguments[node.name] for node in placeholders(graph_module.graph)}
+        return rebuild(GraphModule(graph_module, graph), values, _output_names(graph))
 
     @property
     def size(self) -> int:

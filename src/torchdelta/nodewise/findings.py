@@ -33,13 +33,21 @@ class NodeFindings:
     notes: tuple[str, ...] = ()
 
 
-def findings_from_lockstep(comparisons: Sequence[GraphComparison], notes: Iterable[str] = ()) -> NodeFindings:
+def findings_from_lockstep(
+    comparisons: Sequence[GraphComparison], notes: Iterable[str] = (), *, has_diverged: bool = False
+) -> NodeFindings:
     """Return graphs that ran in lockstep as findings: rows, culprits, coverage, unmatched nodes and notes of all.
 
     Each judgement has a row. A culprit comes once, with the evidence of its first judgement, in the order of the
     reference; a graph without any match has none. Its stage is `forward` if its value is wrong outside of a backward
-    graph, and otherwise `gradients`. `notes` come after those of the graphs.
+    graph, and otherwise `gradients`. Nodes whose work was moved are not culprits; but if there are no others and the
+    program `has_diverged`, they are. `notes` come after those of the graphs.
     """
+    judged = [judgement for graphs in comparisons for judgement in graphs.judgements if judgement.culprit is not None]
+    blames_moved = has_diverged and all(judgement.is_moved for judgement in judged)
+    if moved := [judgement.reference.name for judgement in judged if judgement.is_moved and not blames_moved]:
+        verb = "does another part of the work, and is" if len(moved) == 1 else "do other parts of the work, and are"
+        notes = (*notes, f"{', '.join(moved)} {verb} right together with the nodes around")
     rows: list[Row] = []
     culprits: dict[Node, Culprit] = {}
     how: Counter[str] = Counter()
@@ -57,7 +65,8 @@ def findings_from_lockstep(comparisons: Sequence[GraphComparison], notes: Iterab
                     inherited=judgement.inherited,
                 )
             )
-            if judgement.culprit is not None and graphs.alignment.matches:
+            is_blamed = judgement.culprit is not None and (blames_moved or not judgement.is_moved)
+            if judgement.culprit is not None and is_blamed and graphs.alignment.matches:
                 is_forward = is_wrong(judgement.local) and graphs.level != "backward"
                 stage = "forward" if is_forward else "gradients"
                 evidence = judgement.local if is_wrong(judgement.local) else judgement.local_gradients

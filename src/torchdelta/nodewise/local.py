@@ -55,6 +55,8 @@ class NodeJudgement:
     """The reference's node whose work is not done, if the pair is wrong by itself."""
     replaced: tuple[Node, ...] = ()
     """The reference's nodes up to the culprit, if the candidate has others in the place of all of them."""
+    is_moved: bool = False
+    """Whether the pair is right together with others: its work was moved to or from them."""
 
 
 def inherited_from(name: str, reference: Any, own: Any) -> tuple[Comparison, ...]:

@@ -62,11 +62,15 @@ class Lockstep:
     judge: LocalJudge
     trained: Collection[Node] = frozenset()
     """The nodes of the reference that need a gradient; if there are none, gradients are not compared."""
+    excluded: frozenset[Node] = frozenset()
+    """Nodes of the candidate that count as unmatched, so that they are judged with the nodes behind them."""
     failure: BaseException | None = None
     """The exception of a node that raised; the nodes before it were judged."""
     failed_at: str = ""
     notes: list[str] = field(default_factory=list)
     _lowered: dict[Node, torch.dtype] = field(default_factory=dict)
+    _right: set[Node] = field(default_factory=set)
+    """The reference's nodes whose own pair was judged and is right."""
 
     @cached_property
     def partners(self) -> dict[Node, Node]:
@@ -83,7 +87,11 @@ class Lockstep:
             if match.reference in ours and match.candidate in theirs
         }
         partners |= inserted_nodes(partners)
-        return {node: partner for node, partner in partners.items() if is_same_output(partner, node, partners)}
+        return {
+            node: partner
+            for node, partner in partners.items()
+            if node not in self.excluded and is_same_output(partner, node, partners)
+        }
 
     @cached_property
     def pairs(self) -> dict[Node, RegionPair]:
@@ -282,6 +290,8 @@ class Lockstep:
         culprit = None
         if is_wrong(comparisons):
             culprit = trial.blame(lambda edges: not is_wrong(trial.judge_values(reference, edges)))
+            # a node that is right by itself is not to blame: its reader reads something else
+            culprit = pair.reference.result if culprit in self._right else culprit
         elif is_wrong(written):
             culprit = pair.reference.result
         elif pair.reference.result in self.trained and _is_parameter(reference) and not _is_parameter(local):
@@ -290,6 +300,9 @@ class Lockstep:
             gradients = trial.judge_gradients({})
             if is_wrong(gradients):
                 culprit = trial.blame(lambda edges: not is_wrong(trial.judge_gradients(edges)))
+                culprit = pair.reference.result if culprit in self._right else culprit
+        if culprit is None:
+            self._right.add(pair.reference.result)
         return NodeJudgement(
             reference=pair.reference.result,
             candidate=pair.candidate.result,

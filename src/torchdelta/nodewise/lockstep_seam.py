@@ -28,6 +28,7 @@ from torchdelta.nodewise.gradient_gates import trained_nodes
 from torchdelta.nodewise.local import LocalJudge, NodeJudgement
 from torchdelta.nodewise.lockstep import Lockstep, pair_inputs, placeholders
 from torchdelta.nodewise.matching import Alignment, align_outermost, assign_handles, is_nested
+from torchdelta.nodewise.moved_work import mark_moved_work
 from torchdelta.nodewise.node_records import node_records
 from torchdelta.nodewise.regions import copy_with_redirected_reads
 from torchdelta.records.location import NodeRecord
@@ -158,12 +159,17 @@ def compare_graphs(
         judge=judge,
         trained=trained_nodes(reference, inputs) if with_gradients and level not in AFTER_AOT else (),
     )
+
+    def rerun(excluded: frozenset[Node]) -> tuple[Lockstep, list[NodeJudgement]]:
+        again = Lockstep(reference=reference, candidate=candidate, alignment=alignment, judge=judge, excluded=excluded)
+        return again, list(again.run(inputs, candidate_inputs))
+
     pairs = pair_inputs(reference, candidate)
     if candidate_inputs is None:
         # an input without a value makes a node raise, which becomes a note
         known = dict(zip(placeholders(reference), inputs, strict=False))
         candidate_inputs = [known.get(pairs[node]) if node in pairs else None for node in placeholders(candidate)]
-    judgements = tuple(lockstep.run(inputs, candidate_inputs))
+    judgements = mark_moved_work(lockstep, tuple(lockstep.run(inputs, candidate_inputs)), rerun)
     notes = [*_unpaired_inputs(reference, candidate, pairs), *lockstep.notes]
     if nested := [record.name for record in ours if is_nested(record)]:
         notes.append(

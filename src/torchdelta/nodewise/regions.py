@@ -174,13 +174,29 @@ def run_with_writes(
 def call_node(interpreter: Interpreter, node: Node, args: Any, kwargs: Any) -> Any:
     """Return the value of one node for these arguments, which are not copied.
 
-    A `cond` runs the branch that its predicate chooses, as a plain call.
+    A `cond` runs the branch that its predicate chooses, as a plain call. A module with narrower parameters than its
+    float64 inputs runs with copies of them in float64, because a truth is computed in that.
     """
     if node.target is torch.ops.higher_order.cond:
         # the operator itself does not run under the dispatch modes that compute truth and noise
         predicate, if_true, if_false, operands = (*args, ())[:4]
         return (if_true if bool(predicate) else if_false)(*operands)
+    if node.op == "call_module" and (widened := _widened_state(interpreter.fetch_attr(str(node.target)), args)):
+        return torch.func.functional_call(interpreter.fetch_attr(str(node.target)), widened, args, kwargs)
     return getattr(interpreter, node.op)(node.target, args, kwargs)
+
+
+def _widened_state(module: torch.nn.Module, args: Any) -> dict[str, torch.Tensor]:
+    """Return float64 copies of a module's parameters and buffers if an argument is float64 and none of them is.
+
+    Otherwise return an empty dict. Tensors that are not floating-point are left out.
+    """
+    state = dict((*module.named_parameters(), *module.named_buffers()))
+    floats = {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
+    is_wide = any(tensor.dtype is torch.float64 for tensor in tensors_of(args))
+    if not is_wide or any(tensor.dtype is torch.float64 for tensor in floats.values()):
+        return {}
+    return {name: tensor.detach().double() for name, tensor in floats.items()}
 
 
 def has_writers(module: GraphModule) -> bool:

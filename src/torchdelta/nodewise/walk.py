@@ -107,7 +107,8 @@ class NodeWalk:
         seam.require_used()
         if seam.black_boxes:
             return self._in_black_box(transform, report)
-        return findings_from_lockstep(seam.comparisons, sorted(seam.judge.notes))
+        has_diverged = report.verdict is Verdict.DIVERGED
+        return findings_from_lockstep(seam.comparisons, sorted(seam.judge.notes), has_diverged=has_diverged)
 
     def _in_black_box(self, transform: Transform, report: Report) -> NodeFindings:
         """Return the findings of taps on the graphs at the seam, joined with those of gates if they are needed.

@@ -223,8 +223,8 @@ class _Observer:
     def _call(self, stage: str, seed: int) -> Any:
         """Call the side with all generators seeded and return its outputs.
 
-        Each call appends the random state after it to the observation's `random_states`, and sets `draws_random` if it drew
-        random numbers. If it raises, SideFailed names the `stage`. Sets `old_graphs` before the call, and after it
+        Each call appends the random state after it to the observation's `random_states`, and sets `draws_random` if it
+        drew random numbers. If it raises, SideFailed names the `stage`. Sets `old_graphs` before the call, and after it
         `unregistered`, which also has the flags of the process that the call changed.
         """
         nodes = (tensor.grad_fn for tensor in self._kept_tensors().values())

@@ -12,7 +12,7 @@ import keyword
 import operator
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,7 +47,10 @@ class ProgramSource:
     paths: dict[str, str] = field(default_factory=dict)
     """The name in the script of each tensor and module, by its path in the graph module."""
     modules: dict[str, str] = field(default_factory=dict)
-    """The expression that builds each module that the program calls, by its name in the script."""
+    """The expression that builds each module that the program calls, by its name in the script.
+
+    Modules that only hold others come first, if paths are kept.
+    """
 
     @property
     def is_module(self) -> bool:
@@ -55,26 +58,31 @@ class ProgramSource:
         return bool(self.tensors or self.modules)
 
 
-def write_program(graph_module: GraphModule, inputs: tuple[Any, ...], imports: tuple[str, ...] = ()) -> ProgramSource:
+def write_program(
+    graph_module: GraphModule, inputs: tuple[Any, ...], imports: tuple[str, ...] = (), *, keeps_names: bool = False
+) -> ProgramSource:
     """Return the source text of a graph as a program; raise ReproUnwritable if a node or a called module has no code.
 
     `inputs` has one value for each placeholder, in order; they only help to choose names. The graph's tensors are
-    returned themselves, in `tensors` of the result. `imports` are modules that the script imports in any case.
+    returned themselves, in `tensors` of the result. `imports` are modules that the script imports in any case. With
+    `keeps_names`, inputs have the names of their placeholders, from which dynamo makes the names that a pass is given,
+    and tensors and modules have their paths.
     """
     source = ProgramSource(imports=set(imports))
     names = Names()
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     input_names = {
-        node: names.choose(wishes_for_input(node, value)) for node, value in zip(placeholders, inputs, strict=True)
+        node: names.choose((str(node.target),) if keeps_names else wishes_for_input(node, value))
+        for node, value in zip(placeholders, inputs, strict=True)
     }
     source.inputs = list(input_names.values())
-    _name_tensors_and_modules(graph_module, source)
+    _name_tensors_and_modules(graph_module, source, keeps_names=keeps_names)
     source.body = list(_Body(graph_module, source, names, "", input_names).lines())
     return source
 
 
-def _name_tensors_and_modules(graph_module: GraphModule, source: ProgramSource) -> None:
-    """Add the tensors that the graph reads and the modules that it calls to `source`, under new names.
+def _name_tensors_and_modules(graph_module: GraphModule, source: ProgramSource, *, keeps_names: bool) -> None:
+    """Add the tensors that the graph reads and the modules that it calls to `source`, under new names or their paths.
 
     Parameters and buffers of a called module are added under its name (`linear.weight`). Inner graphs are searched too,
     but get no name, because they become functions; other attributes are skipped. Raise ReproUnwritable if a called
@@ -82,6 +90,12 @@ def _name_tensors_and_modules(graph_module: GraphModule, source: ProgramSource) 
     """
     names = Names()
     known: dict[int, str] = {}
+    targets = [str(node.target) for _, node, owner in _reads(graph_module, "") if owner is graph_module]
+    source.modules.update(_holders(targets) if keeps_names else {})
+
+    def name_of(target: str) -> str:
+        return attribute_path("", target).lstrip(".") if keeps_names else names.choose(wishes_for_path(target))
+
     for path, node, owner in _reads(graph_module, ""):
         target = str(node.target)
         value = attribute(owner, target)
@@ -90,16 +104,35 @@ def _name_tensors_and_modules(graph_module: GraphModule, source: ProgramSource) 
                 source.paths[path] = known[id(value)]
             continue
         if isinstance(value, torch.nn.Module) and node.op == "call_module":
-            name = names.choose(wishes_for_path(target))
+            name = name_of(target)
             known[id(value)] = source.paths[path] = name
             source.modules[name] = write_module(value, target)
             for inner, tensor in (*value.named_parameters(), *value.named_buffers()):
                 known[id(tensor)] = source.paths[f"{path}.{inner}"] = attribute_path(name, inner)
                 source.tensors[attribute_path(name, inner)] = tensor
         elif isinstance(value, torch.Tensor):
-            name = names.choose(wishes_for_path(target))
+            name = name_of(target)
             known[id(value)] = source.paths[path] = name
             source.tensors[name] = value
+
+
+def _holders(targets: Sequence[str]) -> dict[str, str]:
+    """Return expressions that build the modules above these paths, by name, outer ones first.
+
+    Each is a `Sequential` with as many empty parts as the numbers in the paths need.
+    """
+    holders = dict.fromkeys(
+        ".".join(parts[:depth]) for parts in (target.split(".") for target in targets) for depth in range(1, len(parts))
+    )
+    expressions: dict[str, str] = {}
+    for holder in sorted(holders, key=lambda path: path.count(".")):
+        inner = [
+            target.removeprefix(f"{holder}.").split(".")[0] for target in targets if target.startswith(f"{holder}.")
+        ]
+        count = max((int(part) + 1 for part in inner if part.isdigit()), default=0)
+        empty = ", ".join(["torch.nn.Sequential()"] * count)
+        expressions[attribute_path("", holder).lstrip(".")] = f"torch.nn.Sequential({empty})"
+    return expressions
 
 
 def _reads(graph_module: GraphModule, prefix: str) -> Iterator[tuple[str, Node, GraphModule]]:
@@ -382,6 +415,7 @@ RESERVED = frozenset(
         *("torch", "sys", "math", "operator", "subprocess", "signal", "resource", "importlib", "pathlib", "program"),
         *("Program", "inputs", "run", "main", "self", "transformed", "saved", "memory", "cotangent", "structure"),
         *("args", "autocast", "call", "cast", "decomposed", "exported", "given", "outputs", "transform"),
+        *("built", "inspect", "kwargs", "leaves", "raised_by", "state", "zlib"),
     }
 )
 """Names that the rest of a script uses."""

@@ -1,4 +1,7 @@
-"""A finding: a graph, its inputs, the transform and the failing report, for which a script is to be written.
+"""A finding: a failing report, and the program that it is about, for which a script is to be written.
+
+The program is a graph with its inputs (`Finding`), or the user's own program by its name (`ProgramFinding`) if the
+failure has no graph of its own.
 
 A report may have many failures and a script shows one: `divergence_of` chooses the worst leaf of the first stage that
 diverged, `bound_of` the difference above which a script says that the bug is there, and `key_of` the piece of an
@@ -9,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,12 +27,9 @@ from torchdelta.records.verdict import Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
-    """A failure of one graph. The report is that of a check of exactly this graph with exactly these inputs."""
+class Evidence:
+    """A failing report, and what a script needs to know beside the program."""
 
-    graph: GraphModule
-    inputs: tuple[Any, ...]
-    """In the order of the placeholders: tensors, numbers, text and None."""
     case: Case
     report: Report
     deadline_s: float = 60.0
@@ -38,23 +38,50 @@ class Finding:
     """How much memory a script allows for a candidate that ran out of it, in addition to what it starts with."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the compiler that differ from torch's defaults, by their full names."""
-    inputs_from: Mapping[int, str] = field(default_factory=dict)
-    """Expressions of torch alone that give exactly the values of an input, by its place."""
     tries: int = 1
     """How often a script tries, because an intermittent failure may not show in the first run."""
+
+    def __post_init__(self) -> None:
+        """Raise UsageError unless the report's verdict is a failure."""
+        if not self.report.verdict.is_failure:
+            raise UsageError(f"the report says {self.report.verdict.value}: there is nothing to reproduce")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramFinding(Evidence):
+    """A failure of the user's own program, which a script builds by its factory."""
+
+    program: str
+    """`path/file.py:factory` or `package.module:factory`."""
+    has_keywords: bool = False
+    """Whether the program has keyword arguments."""
+    is_anew: bool = True
+    """Whether a script imports the user's modules anew for each side, so that the sides share no globals."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding(Evidence):
+    """A failure of one graph. The report is that of a check of exactly this graph with exactly these inputs."""
+
+    graph: GraphModule
+    inputs: tuple[Any, ...]
+    """In the order of the placeholders: tensors, numbers, text and None."""
+    inputs_from: Mapping[int, str] = field(default_factory=dict)
+    """Expressions of torch alone that give exactly the values of an input, by its place."""
     imports: tuple[str, ...] = ()
     """Modules whose import registers the operators that the graph calls."""
+    keeps_names: bool = False
+    """Whether the script's inputs and modules keep the names that they have in the graph, however long."""
 
     def __post_init__(self) -> None:
         """Raise UsageError unless there is one input for each placeholder and the report's verdict is a failure.
 
         `inputs_from` must name places of inputs only.
         """
+        super().__post_init__()
         count = sum(node.op == "placeholder" for node in self.graph.graph.nodes)
         if count != len(self.inputs):
             raise UsageError(f"the graph has {count} placeholders and {len(self.inputs)} inputs were given")
-        if not self.report.verdict.is_failure:
-            raise UsageError(f"the report says {self.report.verdict.value}: there is nothing to reproduce")
         for place in self.inputs_from:
             if not 0 <= place < len(self.inputs):
                 raise UsageError(f"there is no input {place}: the graph has {len(self.inputs)}")
@@ -102,18 +129,26 @@ class Bound:
     reason: str
 
 
-def divergence_of(report: Report, outputs: Mapping[str, str], state: Mapping[str, str]) -> Divergence:
-    """Return the worst diverged leaf that a script can reach, of the first stage that has such a leaf.
+def graph_divergence(report: Report, outputs: Mapping[str, str], state: Mapping[str, str]) -> Divergence:
+    """Return the divergence of a graph that a script shows, as `divergence_of` does.
 
     `outputs` has the script's expression of each output leaf by its path in the report, `state` that of each parameter,
-    buffer and attribute by its name; arguments need none. Raise ReproUnwritable if no leaf diverged, or if a script can
-    reach none of those that did.
+    buffer and attribute by its name; arguments need none.
+    """
+    return divergence_of(report, lambda path: _expression(path, outputs, state))
+
+
+def divergence_of(report: Report, reach: Callable[[str], str | None]) -> Divergence:
+    """Return the worst diverged leaf that a script can reach, of the first stage that has such a leaf.
+
+    `reach` returns the script's expression for the leaf at a path of the report, or None if it cannot be reached. Raise
+    ReproUnwritable if no leaf diverged, or if a script can reach none of those that did.
     """
     unreachable = ""
     for stage in report.stages:
         diverged = [comparison for comparison in stage.comparisons if comparison.verdict is Verdict.DIVERGED]
         for comparison in sorted(diverged, key=lambda comparison: comparison.rank, reverse=True):
-            leaf = _expression(comparison.path, outputs, state)
+            leaf = reach(comparison.path)
             if leaf is not None:
                 return Divergence(stage=stage.name, comparison=comparison, leaf=leaf)
             unreachable = unreachable or comparison.path

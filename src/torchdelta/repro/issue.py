@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from torchdelta._torch.graphs import nodes
 from torchdelta.compare.leaves import brief
 from torchdelta.records.comparison import Comparison
 from torchdelta.records.failure import Failure, essence
+from torchdelta.records.report import EXCEPTION
 from torchdelta.records.verdict import Verdict
-from torchdelta.repro.finding import Divergence, Finding
+from torchdelta.repro.finding import Divergence, Evidence
 from torchdelta.repro.question import Question
-from torchdelta.repro.transform import TransformSource
+from torchdelta.repro.whole_program import question_of
 
 WIDTH = 110
 MESSAGE_LETTERS = 160
@@ -31,30 +31,32 @@ MAX_ROWS = 5
 """The table of evidence shows so many leaves."""
 
 
-def issue_text(finding: Finding, path: Path, *, data: bool = True) -> str:
+def issue_text(finding: Evidence, path: Path, *, data: bool = True) -> str:
     """Return the Markdown text of an issue: headline, details, evidence, the script, and versions.
 
-    The script at `path` is quoted, so it must have been written before, with the same `data`. Raise ReproUnwritable if
+    The script at `path` and the user's code beside it are quoted, so they must have been written before, with the same
+    `data`. Raise ReproUnwritable if
     no script of torch alone can show the finding.
     """
     path = Path(path)
-    question = Question(finding, path, data=data)
+    question = question_of(finding, path, data=data)
     environment = finding.report.environment
     parts = [
-        f"# {headline(question.finding, question.applied, question.divergence)}",
+        f"# {headline(question)}",
         details(question),
         "## Evidence",
         "\n".join(_evidence(finding, has_values=not question.is_replaced)),
         "## Reproduce",
         f"{EXITS}{_beside(path)}",
-        f"```python\n{path.read_text(encoding='utf-8').rstrip()}\n```",
+        _quote(path),
+        *(f"`{copy.name}`, beside it:\n\n{_quote(copy)}" for copy in question.imports.copies),
         "## Versions",
         f"- torch {environment.torch}\n- Python {environment.python}\n- {environment.platform}",
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _evidence(finding: Finding, *, has_values: bool) -> Iterator[str]:
+def _evidence(finding: Evidence, *, has_values: bool) -> Iterator[str]:
     """Yield the evidence in Markdown: a code block with the failure's type and message, or else a table, line by line.
 
     A long message is cut to its end. The table has the `MAX_ROWS` worst of the leaves that diverged, and says how many
@@ -93,14 +95,18 @@ def _row(comparison: Comparison) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def _quote(path: Path) -> str:
+    return f"```python\n{path.read_text(encoding='utf-8').rstrip()}\n```"
+
+
 def _beside(path: Path) -> str:
     tensors = path.with_suffix(".pt")
     return f" Its tensors are in {tensors.name}, which belongs beside it." if tensors.exists() else ""
 
 
-def headline(finding: Finding, applied: TransformSource, divergence: Divergence | None) -> str:
+def headline(question: Question) -> str:
     """Return one sentence, without a full stop, that says what is wrong."""
-    return f"{applied.what} {_does(finding, divergence)}{_ops(finding)}"
+    return f"{question.applied.what} {_does(question.finding, question.divergence)}{_ops(question)}"
 
 
 def header_of(question: Question, data: str) -> str:
@@ -109,10 +115,10 @@ def header_of(question: Question, data: str) -> str:
     `data` is a sentence about the values that the script embeds. Lines are wrapped; backslashes and triple quotes in
     the text are escaped.
     """
-    finding, applied, divergence = question.finding, question.applied, question.divergence
+    finding = question.finding
     environment = finding.report.environment
     origin = f"Found with torch {environment.torch}, Python {environment.python}, {environment.platform}. {data}"
-    parts = [f"{headline(finding, applied, divergence)}.", f"{details(question)} {origin} {EXITS}"]
+    parts = [f"{headline(question)}.", f"{details(question)} {origin} {EXITS}"]
     first, *rest = ("\n".join(textwrap.wrap(_escape(part), WIDTH, break_long_words=False)) for part in parts)
     return "\n\n".join((f'"""{first}', *rest)) + '\n"""'
 
@@ -157,7 +163,7 @@ def quote_message(failure: Failure) -> str:
     return brief(essence(failure.message), MESSAGE_LETTERS).rstrip(".")
 
 
-def _does(finding: Finding, divergence: Divergence | None) -> str:
+def _does(finding: Evidence, divergence: Divergence | None) -> str:
     """Return the predicate of the headline: what the candidate does wrong.
 
     Without a divergence, how it failed (`raises RuntimeError`, `does not end`); else which values or traits differ from
@@ -175,12 +181,16 @@ def _does(finding: Finding, divergence: Divergence | None) -> str:
             "memory": "runs out of memory",
             "output": "prints without end",
         }.get(failure.kind, f"fails ({failure.kind})")
+    if divergence.clause == EXCEPTION:
+        return "does not raise what eager PyTorch raises"
     if divergence.stage == "gradients":
         what = "gradients"
     elif divergence.leaf.startswith("outputs"):
         what = "outputs"
     else:
-        what = "values in its inputs" if divergence.leaf.startswith("args") else "values in its buffers"
+        path = divergence.comparison.path
+        what = "values in its buffers" if path.startswith(("parameters", "buffers")) else "values in its state"
+        what = "values in its inputs" if path.startswith(("args", "kwargs")) else what
     if divergence.clause is None:
         return (
             f"leaves other {what} than eager PyTorch"
@@ -190,13 +200,9 @@ def _does(finding: Finding, divergence: Divergence | None) -> str:
     return f"gives {what} {_CLAUSE_WORDS.get(divergence.clause, f'of another {divergence.clause}')} than eager PyTorch"
 
 
-def _ops(finding: Finding) -> str:
-    """Return ` for ` and the names of the graph's operations; an empty text if there are none or more than three.
-
-    Each name is there once, and `getitem` is not counted.
-    """
-    called = [node for node in finding.graph.graph.nodes if node.op in ("call_function", "call_method", "call_module")]
-    names = list(dict.fromkeys(nodes.op_name(node) for node in called if nodes.op_name(node) != "getitem"))
+def _ops(question: Question) -> str:
+    """Return ` for ` and the names of the program's operations; an empty text if there are none or more than three."""
+    names = question.operations
     return f" for {', '.join(names)}" if 0 < len(names) <= _MAX_NAMED_OPS else ""
 
 

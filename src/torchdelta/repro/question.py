@@ -1,6 +1,6 @@
 """The question of a script: the stage that it runs, the leaf that it looks at, and the function `main` that decides.
 
-`Question` collects everything about one script before `script.py` puts it together. Below it come the kinds of `main`
+A `Question` collects everything about one script before `script.py` puts it together. Below it come the kinds of `main`
 (`ask_values`, `ask_exact`, `ask_contract`, `ask_exception`, `ask_child`), each a `ScriptMain`, and the function `run`
 (`write_run`), which takes one side from its inputs to the value that is compared.
 """
@@ -19,49 +19,39 @@ from torch.fx import GraphModule
 
 from torchdelta._torch.graphs.graphs import output_builder
 from torchdelta._torch.graphs.lift_graph import lift_graph
+from torchdelta._torch.graphs.nodes import op_name
 from torchdelta._torch.modes.lift import is_narrow, widened
 from torchdelta.compare.leaves import leaves_of
 from torchdelta.errors import ReproUnwritable
 from torchdelta.program.copies import copy_together
 from torchdelta.records.failure import Failure
 from torchdelta.repro.code import write_program
-from torchdelta.repro.finding import Bound, Divergence, Finding, bound_of, divergence_of, key_of
-from torchdelta.repro.transform import write_transform
+from torchdelta.repro.finding import Bound, Divergence, Evidence, Finding, bound_of, graph_divergence, key_of
+from torchdelta.repro.imports import ScriptImports
+from torchdelta.repro.transform import TransformSource, write_transform
 from torchdelta.repro.values import write_tensors, write_text
+
+_CALLS = ("call_function", "call_method", "call_module")
 
 
 class Question:
-    """All parts of one script: program, inputs, transform, the divergence that it shows, and its `main`.
+    """All parts of one script besides the program itself: the divergence that it shows, its transform and its `main`.
 
-    Raise ReproUnwritable if no script of torch alone can show the finding.
+    `GraphQuestion` is about a graph; `whole_program.ProgramQuestion` is about the user's own program.
     """
 
-    def __init__(self, finding: Finding, path: Path, *, data: bool) -> None:
-        """Write the parts of the script for a finding; raise ReproUnwritable if no script of torch alone can show it.
-
-        `path` is the script's path, to which its imports are relative; no file is written. Without `data`, random
-        numbers replace the user's values. If the divergence shows in float64 only, the attribute `finding` is a copy in
-        float64. Raise UsageError if an expression of `inputs_from` is used and gives other values than the input has.
-        """
-        if finding.case.loss is not None:
-            raise ReproUnwritable(
-                f"the gradients are those of {finding.case.loss}: make the loss a part of the graph, and check that"
-            )
-        self.outputs = outputs_of(finding.graph)
-        is_lifted = finding.report.failure is None and shown_divergence(finding).is_lifted
-        self.finding = finding = _in_float64(finding) if is_lifted else finding
-        tensors = [value for value in finding.inputs if isinstance(value, torch.Tensor)]
-        self.applied = write_transform(finding.case, path, next((each.device.type for each in tensors), "cpu"))
-        self.program = write_program(finding.graph, finding.inputs, finding.imports)
-        self.divergence = self._divergence()
-        names = self.program.inputs
-        places = zip(names, finding.inputs, strict=True)
-        input_tensors = {name: value for name, value in places if isinstance(value, torch.Tensor)}
-        _refuse_shared(input_tensors, self.program.tensors)
-        recipes = {names[place]: text for place, text in finding.inputs_from.items()}
-        self.inputs = write_tensors(input_tensors, recipes=recipes, data=data)
-        self.state = write_tensors(self.program.tensors, data=data)
-        self.main = self._main()
+    finding: Evidence
+    imports: ScriptImports
+    applied: TransformSource
+    divergence: Divergence | None
+    """The divergence that the script shows, or None if the report has a failure instead."""
+    main: ScriptMain
+    module_imports: Sequence[Sequence[str]] = ()
+    """The lines that import each module that the program needs."""
+    is_replaced = False
+    """Whether random numbers replace some of the values that the failure was found with."""
+    operations: tuple[str, ...] = ()
+    """The names of the operations that the program calls, each once; empty if they are not known."""
 
     @property
     def stage(self) -> str:
@@ -82,14 +72,77 @@ class Question:
         return stage
 
     @property
-    def is_replaced(self) -> bool:
-        """Whether random numbers replace some of the values that the failure was found with."""
-        return self.inputs.is_replaced or self.state.is_replaced
-
-    @property
     def is_cast(self) -> bool:
         """Whether the script needs the function `cast`."""
         return any("cast(inputs()" in line for line in self.main.statements)
+
+    def _ask(self, sides: ScriptSides, around: Mapping[str, str]) -> ScriptMain:
+        """Return the source of the `main` that fits the finding.
+
+        For an exception `ask_exception`, for another failure `ask_child`; for a diverged leaf `ask_contract` if a
+        clause is broken, `ask_exact` for integers and booleans, and else `ask_values`. `around` has the expressions of
+        the leaves that may share memory with the diverged one, by path. Raise ReproUnwritable if a script cannot ask
+        about that clause or that failure.
+        """
+        finding, divergence = self.finding, self.divergence
+        if divergence is None:
+            failure = finding.report.failure
+            assert failure is not None
+            if failure.kind == "exception":
+                return ask_exception(failure, sides)
+            return ask_child(failure, sides, deadline_s=finding.deadline_s, memory_bytes=finding.memory_bytes)
+        if divergence.clause is not None:
+            return ask_contract(divergence, sides, around)
+        if divergence.is_exact:
+            return ask_exact(divergence, sides)
+        comparison = divergence.comparison
+        measurement = comparison.measurement
+        largest = measurement.max_abs if measurement is not None and not measurement.misplaced else None
+        error = comparison.error if divergence.is_lifted or largest is None else largest
+        return ask_values(divergence, sides, bound_of(divergence, error or 0.0))
+
+
+class GraphQuestion(Question):
+    """All parts of the script of a graph: program, inputs, transform, the divergence that it shows, and its `main`.
+
+    Raise ReproUnwritable if no script of torch alone can show the finding.
+    """
+
+    finding: Finding
+
+    def __init__(self, finding: Finding, path: Path, *, data: bool) -> None:
+        """Write the parts of the script for a finding; raise ReproUnwritable if no script of torch alone can show it.
+
+        `path` is the script's path, to which its imports are relative; no file is written. Without `data`, random
+        numbers replace the user's values. If the divergence shows in float64 only, the attribute `finding` is a copy in
+        float64. Raise UsageError if an expression of `inputs_from` is used and gives other values than the input has.
+        """
+        if finding.case.loss is not None:
+            raise ReproUnwritable(
+                f"the gradients are those of {finding.case.loss}: make the loss a part of the graph, and check that"
+            )
+        self.outputs = outputs_of(finding.graph)
+        is_lifted = finding.report.failure is None and shown_divergence(finding).is_lifted
+        self.finding = finding = _in_float64(finding) if is_lifted else finding
+        tensors = [value for value in finding.inputs if isinstance(value, torch.Tensor)]
+        self.imports = ScriptImports(script=path)
+        device = next((each.device.type for each in tensors), "cpu")
+        self.applied = write_transform(finding.case, self.imports, device)
+        self.program = write_program(finding.graph, finding.inputs, finding.imports, keeps_names=finding.keeps_names)
+        self.divergence = self._divergence()
+        names = self.program.inputs
+        places = zip(names, finding.inputs, strict=True)
+        input_tensors = {name: value for name, value in places if isinstance(value, torch.Tensor)}
+        _refuse_shared(input_tensors, self.program.tensors)
+        recipes = {names[place]: text for place, text in finding.inputs_from.items()}
+        self.inputs = write_tensors(input_tensors, recipes=recipes, data=data)
+        self.state = write_tensors(self.program.tensors, data=data)
+        self.module_imports = [self.imports.of_module(module) for module in sorted(self.program.imports)]
+        self.is_replaced = self.inputs.is_replaced or self.state.is_replaced
+        called = (node for node in finding.graph.graph.nodes if node.op in _CALLS)
+        self.operations = tuple(dict.fromkeys(name for node in called if (name := op_name(node)) != "getitem"))
+        arguments = {f"args[{place}]": f"args[{place}]" for place in range(len(finding.inputs))}
+        self.main = self._ask(self._sides(), {**self.outputs, **arguments})
 
     def _divergence(self) -> Divergence | None:
         """Return the divergence that the script shows, or None if the report has a failure instead.
@@ -98,7 +151,7 @@ class Question:
         """
         if self.finding.report.failure is not None:
             return None
-        return divergence_of(self.finding.report, self.outputs, dict(self._state_expressions()))
+        return graph_divergence(self.finding.report, self.outputs, dict(self._state_expressions()))
 
     def _state_expressions(self) -> Iterator[tuple[str, str]]:
         """Yield the path in the graph module of each tensor and called module, with the script's expression for it.
@@ -111,31 +164,6 @@ class Question:
             else:
                 kind = "parameter" if isinstance(self.program.tensors.get(name), torch.nn.Parameter) else "buffer"
                 yield path, f'call.get_{kind}("{name.replace("[", ".").replace("]", "")}")'
-
-    def _main(self) -> ScriptMain:
-        """Return the source of the `main` that fits the finding.
-
-        For an exception `ask_exception`, for another failure `ask_child`; for a diverged leaf `ask_contract` if a
-        clause is broken, `ask_exact` for integers and booleans, and else `ask_values`. Raise ReproUnwritable if a
-        script cannot ask about that clause or that failure.
-        """
-        finding, divergence, sides = self.finding, self.divergence, self._sides()
-        if divergence is None:
-            failure = finding.report.failure
-            assert failure is not None
-            if failure.kind == "exception":
-                return ask_exception(failure, sides)
-            return ask_child(failure, sides, deadline_s=finding.deadline_s, memory_bytes=finding.memory_bytes)
-        if divergence.clause is not None:
-            arguments = {f"args[{place}]": f"args[{place}]" for place in range(len(finding.inputs))}
-            return ask_contract(divergence, sides, {**self.outputs, **arguments})
-        if divergence.is_exact:
-            return ask_exact(divergence, sides)
-        comparison = divergence.comparison
-        measurement = comparison.measurement
-        largest = measurement.max_abs if measurement is not None and not measurement.misplaced else None
-        error = comparison.error if divergence.is_lifted or largest is None else largest
-        return ask_values(divergence, sides, bound_of(divergence, error or 0.0))
 
     def _sides(self) -> ScriptSides:
         """Return the source of the calls of `run` for reference, candidate and truth; without a truth that is None.
@@ -187,7 +215,7 @@ class Question:
 def shown_divergence(finding: Finding) -> Divergence:
     """Return the divergence that a script of the finding shows; its expression for state is only a placeholder."""
     names = (*dict(finding.graph.named_parameters()), *dict(finding.graph.named_buffers()))
-    return divergence_of(finding.report, outputs_of(finding.graph), dict.fromkeys(names, "call"))
+    return graph_divergence(finding.report, outputs_of(finding.graph), dict.fromkeys(names, "call"))
 
 
 def _in_float64(finding: Finding) -> Finding:
@@ -357,8 +385,9 @@ def ask_exception(failure: Failure, sides: ScriptSides) -> ScriptMain:
     It is the same one if its type has the same name and its message has the piece that `key_of` returns. The script
     runs the reference first, and lets any other exception through, so that it exits with 2.
     """
-    name, key = failure.type.rpartition(".")[2], key_of(failure)
-    is_other = f'type(error).__name__ != "{name}"' + (" or SAID not in str(error)" if key else "")
+    name, key = failure.type.rpartition(".")[2], " ".join(key_of(failure).split())
+    # a message may be wrapped otherwise
+    is_other = f'type(error).__name__ != "{name}"' + (' or SAID not in " ".join(str(error).split())' if key else "")
     return ScriptMain(
         constants=(f"SAID = {write_text(key)}",) if key else (),
         statements=(

@@ -16,11 +16,11 @@ import torch
 
 from torchdelta._torch.compile.settings import INDUCTOR
 from torchdelta.repro.code import INDENT
-from torchdelta.repro.finding import Finding
-from torchdelta.repro.imports import import_module
+from torchdelta.repro.finding import Evidence
 from torchdelta.repro.issue import header_of
-from torchdelta.repro.question import CAST, COMPLEX_COTANGENT, COTANGENT, Question, write_run
+from torchdelta.repro.question import CAST, COMPLEX_COTANGENT, COTANGENT, GraphQuestion, Question, write_run
 from torchdelta.repro.values import TensorSource, write_value
+from torchdelta.repro.whole_program import ProgramQuestion, question_of
 from torchdelta.transforms.compiler import SAME_RANDOM
 
 WIDTH = 116
@@ -40,10 +40,12 @@ class WrittenScript:
     """The file with the tensors that were too large for the script, or None."""
     embeds_data: bool
     """Whether the files have values of the user's tensors."""
+    added_copies: tuple[Path, ...] = ()
+    """The copies of the user's code that were not there before."""
 
 
-def write(finding: Finding, path: Path, *, data: bool = True, under: str | None = None) -> WrittenScript:
-    """Write a script, and its large tensors to a `.pt` file beside it; return the paths of the files.
+def write(finding: Evidence, path: Path, *, data: bool = True, under: str | None = None) -> WrittenScript:
+    """Write a script, with its large tensors in a `.pt` file and copies of the user's code beside it; return the paths.
 
     The result also tells whether they have the user's values. Existing files are overwritten. Without `data`, random
     numbers replace the user's values. With `under`, the files get that name in the directory of `path`, and the caller
@@ -51,15 +53,24 @@ def write(finding: Finding, path: Path, *, data: bool = True, under: str | None 
     finding.
     """
     path = Path(path)
-    script = _Script(Question(finding, path, data=data), path)
+    question = question_of(finding, path, data=data)
+    script: _Script
+    if isinstance(question, ProgramQuestion):
+        script = _ProgramScript(question, path)
+    else:
+        assert isinstance(question, GraphQuestion)
+        script = _GraphScript(question, path)
     text = script.text()
     path.parent.mkdir(parents=True, exist_ok=True)
     path = path.with_name(under or path.name)
     tensors_path = path.with_suffix(".pt") if script.saved else None
     if tensors_path is not None:
         torch.save(script.saved, tensors_path)
+    added_copies = script.question.imports.copy_all()
     path.write_text(text, encoding="utf-8")
-    return WrittenScript(path=path, tensors_path=tensors_path, embeds_data=script.embeds_data)
+    return WrittenScript(
+        path=path, tensors_path=tensors_path, embeds_data=script.embeds_data, added_copies=added_copies
+    )
 
 
 class _Script:
@@ -69,33 +80,38 @@ class _Script:
         self.question = question
         self.finding = question.finding
         self.path = path
-        self.saved = {**question.inputs.saved, **question.state.saved}
-        self.embeds_data = question.inputs.embeds_data or question.state.embeds_data
+        self.saved: dict[str, torch.Tensor] = {}
+        self.embeds_data = False
+
+    def _definitions(self) -> Iterator[list[str]]:
+        """Yield the functions and classes that build the program and its inputs, each as a list of lines."""
+        raise NotImplementedError
+
+    def _run(self) -> list[str]:
+        """Return the lines that define `run`, which takes one side to the value that is compared."""
+        raise NotImplementedError
+
+    def _describe_origin(self) -> str:
+        """Return sentences that say whether the script has values of the user's, and which files are their code."""
+        raise NotImplementedError
 
     def text(self) -> str:
         """Return the text of the whole script; nothing is written to a file.
 
-        Raise ReproUnwritable if it would need the stage `steps`, or a module that cannot be imported.
+        Raise ReproUnwritable if it would need the stage `steps`.
         """
         question = self.question
         blocks = [
-            [header_of(question, self._describe_data())],
+            [header_of(question, self._describe_origin().rstrip())],
             self._imports(),
             self._settings(),
             list(question.main.constants),
         ]
         functions = [
-            self._inputs(),
-            self._program(),
+            *self._definitions(),
             list(question.applied.lines),
             *self._tools(),
-            write_run(
-                question.outputs,
-                seed=self.finding.case.seed,
-                has_backward=question.stage == "gradients",
-                is_differentiable=question.divergence is not None,
-                returns=question.main.returns,
-            ),
+            self._run(),
             ["def main():", *(f"{INDENT}{line}" for line in question.main.statements)],
             self._ending(),
         ]
@@ -114,10 +130,9 @@ class _Script:
     def _imports(self) -> list[str]:
         """Return the lines of the imports: the standard library, the exception hook, torch and its configs, all others.
 
-        torch comes after the hook, which also covers its import. Raise ReproUnwritable if a module cannot be imported.
+        torch comes after the hook, which also covers its import.
         """
-        imported = [import_module(module, self.path) for module in sorted(self.question.program.imports)]
-        others = [*(line for lines in imported for line in lines), *self.question.applied.imports]
+        others = [*(line for lines in self.question.module_imports for line in lines), *self.question.applied.imports]
         plain = {"import sys", *self.question.main.imports}
         if self.saved or any("pathlib" in line for line in others):
             plain.add("import pathlib")
@@ -143,12 +158,52 @@ class _Script:
             lines.append("torch.use_deterministic_algorithms(True)")
         return lines
 
+    def _ending(self) -> list[str]:
+        """Return the lines that call `main`, print its answer, and exit with 1 if the bug is there, else with 0.
+
+        For a flaky failure, `main` is called up to `tries` times, until one call shows the bug.
+        """
+        tries = self.finding.tries
+        call = "main()" if tries == 1 else f"any(main() for _ in range({tries}))  # it does not fail each time"
+        return [
+            'if __name__ == "__main__":',
+            f"{INDENT}is_there = {call}",
+            f'{INDENT}print("the bug is there" if is_there else "the bug is gone")',
+            f"{INDENT}sys.exit(int(is_there))",
+        ]
+
+
+class _GraphScript(_Script):
+    """Puts the script of a graph together."""
+
+    question: GraphQuestion
+
+    def __init__(self, question: GraphQuestion, path: Path) -> None:
+        super().__init__(question, path)
+        self.inputs = question.finding.inputs
+        self.saved = {**question.inputs.saved, **question.state.saved}
+        self.embeds_data = question.inputs.embeds_data or question.state.embeds_data
+
+    def _definitions(self) -> Iterator[list[str]]:
+        yield self._inputs()
+        yield self._program()
+
+    def _run(self) -> list[str]:
+        question = self.question
+        return write_run(
+            question.outputs,
+            seed=self.finding.case.seed,
+            has_backward=question.stage == "gradients",
+            is_differentiable=question.divergence is not None,
+            returns=question.main.returns,
+        )
+
     def _inputs(self) -> list[str]:
         """Return the lines that define `inputs`, which builds the program's arguments and returns them in a tuple."""
         source = self.question.inputs
         values = [
             source.expressions[name] if isinstance(value, torch.Tensor) else write_value(value)
-            for name, value in zip(self.question.program.inputs, self.finding.inputs, strict=True)
+            for name, value in zip(self.question.program.inputs, self.inputs, strict=True)
         ]
         lines = [*_setup(source)]
         one_line = f"return ({', '.join(values)}{',' if len(values) == 1 else ''})"
@@ -181,26 +236,28 @@ class _Script:
             *(f"{INDENT * 2}{line}" for line in program.body),
         ]
 
-    def _ending(self) -> list[str]:
-        """Return the lines that call `main`, print its answer, and exit with 1 if the bug is there, else with 0.
-
-        For a flaky failure, `main` is called up to `tries` times, until one call shows the bug.
-        """
-        tries = self.finding.tries
-        call = "main()" if tries == 1 else f"any(main() for _ in range({tries}))  # it does not fail each time"
-        return [
-            'if __name__ == "__main__":',
-            f"{INDENT}is_there = {call}",
-            f'{INDENT}print("the bug is there" if is_there else "the bug is gone")',
-            f"{INDENT}sys.exit(int(is_there))",
-        ]
-
-    def _describe_data(self) -> str:
-        """Return a sentence that says whether the script embeds the user's values."""
+    def _describe_origin(self) -> str:
+        """Return sentences that say whether the script embeds the user's values, and which files are their code."""
+        copies = self.question.imports.describe_copies()
         if not self.embeds_data:
-            return "Its tensors are drawn or constant, and none is the user's; numbers in the code may be."
+            return f"Its tensors are drawn or constant, and none is the user's; numbers in the code may be. {copies}"
         beside = f", some of them in {self.path.with_suffix('.pt').name} beside it" if self.saved else ""
-        return f"It embeds values of the tensors that it was found with{beside}."
+        return f"It embeds values of the tensors that it was found with{beside}. {copies}"
+
+
+class _ProgramScript(_Script):
+    """Puts the script of the user's own program together."""
+
+    question: ProgramQuestion
+
+    def _definitions(self) -> Iterator[list[str]]:
+        return self.question.definitions()
+
+    def _run(self) -> list[str]:
+        return self.question.run_lines()
+
+    def _describe_origin(self) -> str:
+        return self.question.describe()
 
 
 def _setup(source: TensorSource) -> Iterator[str]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from torchdelta._torch.compile.dynamo import mode_config
@@ -16,7 +15,7 @@ from torchdelta._torch.graphs.user_passes import wanted_by
 from torchdelta.errors import ReproUnwritable
 from torchdelta.program.programs import load_callable
 from torchdelta.records.case import Case
-from torchdelta.repro.imports import import_named
+from torchdelta.repro.imports import ScriptImports
 from torchdelta.transforms.compiler import split_settings
 
 _BACKENDS = ("inductor", "aot_eager", "aot_eager_decomp_partition", "eager")
@@ -43,18 +42,18 @@ class TransformSource:
     """Whether the candidate is a new module with parameters and buffers of its own, under the same names."""
 
 
-def write_transform(case: Case, script: Path, device: str) -> TransformSource:
+def write_transform(case: Case, imports: ScriptImports, device: str) -> TransformSource:
     """Return the source by which a script applies the transform of a case; raise ReproUnwritable if a script cannot.
 
-    `script` is the path of the script, to which imports are relative, and `device` the type of device on which its
-    inputs are, for autocast. A script cannot quantize, replace the module, or use a pass that it cannot import by a
+    `imports` writes the script's imports, and `device` is the type of device on which its inputs are, for autocast. A
+    script cannot quantize, replace the module, or use a pass that it cannot import by a
     name.
     """
     name, colon, argument = case.transform.partition(":")
     writers: dict[str, Callable[[], TransformSource]] = {
         "backend": lambda: _compiled(f'"{argument}"', argument, case.options),
         "export": lambda: _exported("exported", "torch.export", case.options),
-        "decompose": lambda: _decomposed(case.options, script),
+        "decompose": lambda: _decomposed(case.options, imports),
         "cast": lambda: TransformSource(
             what=f"A cast to {argument}", label=f"in {argument}", dtype=f"torch.{argument}"
         ),
@@ -72,7 +71,7 @@ def write_transform(case: Case, script: Path, device: str) -> TransformSource:
         raise ReproUnwritable(
             f"{case.transform} lives in this process only: put it in a file, and name it as path/file.py:name"
         )
-    return _fx_pass(case, script)
+    return _fx_pass(case, imports)
 
 
 def _compiled(backend: str, name: str, options: Mapping[str, Any]) -> TransformSource:
@@ -100,13 +99,13 @@ def _compiled(backend: str, name: str, options: Mapping[str, Any]) -> TransformS
     )
 
 
-def _fx_pass(case: Case, script: Path) -> TransformSource:
+def _fx_pass(case: Case, imports: ScriptImports) -> TransformSource:
     """Return the source that imports a user's pass and applies it to the graph that the option `graph` names.
 
     The case's transform names the pass. It runs as a backend of `torch.compile`, or on the module that `torch.export`
     or `torch.fx.symbolic_trace` makes. Raise ReproUnwritable if there is no such file or module.
     """
-    imported = import_named(case.transform, script)
+    imported = imports.of_object(case.transform)
     options = dict(case.options)
     graph = options.pop("graph", "dynamo")
     options.pop("unchanged", None)
@@ -123,21 +122,21 @@ def _fx_pass(case: Case, script: Path) -> TransformSource:
         "        result.recompile()",
         f"    return {boxed if graph == 'aten' else 'result'}",
     )
-    imports = imported.lines
+    lines = imported.lines
     if graph == "export":
         exported = _exported("exported", what, {}, then="transform({}, inputs())")
-        return replace(exported, label="transformed", lines=(*function, "", "", *exported.lines), imports=imports)
+        return replace(exported, label="transformed", lines=(*function, "", "", *exported.lines), imports=lines)
     if graph == "symbolic":
         call = "transform(torch.fx.symbolic_trace({}), inputs())"
         return TransformSource(
-            what=what, label="transformed", call=call, lines=function, imports=imports, is_rebuilt=True
+            what=what, label="transformed", call=call, lines=function, imports=lines, is_rebuilt=True
         )
     backend = "transform"
     if graph == "aten":
-        imports = ("from functorch.compile import make_boxed_func", AOT_AUTOGRAD_IMPORT, *imports)
+        lines = ("from functorch.compile import make_boxed_func", AOT_AUTOGRAD_IMPORT, *lines)
         backend = "aot_autograd(fw_compiler=transform, bw_compiler=transform)"
     compiled = _compiled(backend, backend, options)
-    return replace(compiled, what=what, label="transformed", lines=function, imports=imports)
+    return replace(compiled, what=what, label="transformed", lines=function, imports=lines)
 
 
 def _exported(
@@ -166,7 +165,7 @@ def _exported(
     )
 
 
-def _decomposed(options: Mapping[str, Any], script: Path) -> TransformSource:
+def _decomposed(options: Mapping[str, Any], imports: ScriptImports) -> TransformSource:
     """Return the source of `run_decompositions` on the exported program, with the user's table if the options name one.
 
     The option `table` is imported; if it is callable, the script calls it. Raise ReproUnwritable if its file or module
@@ -174,7 +173,7 @@ def _decomposed(options: Mapping[str, Any], script: Path) -> TransformSource:
     """
     if "table" not in options:
         return _exported("decomposed", "run_decompositions()", options, change=".run_decompositions()")
-    imported = import_named(str(options["table"]), script)
+    imported = imports.of_object(str(options["table"]))
     name = imported.name
     table = f"{name}() if callable({name}) else {name}"
     exported = _exported("decomposed", f"run_decompositions({name})", options, change=f".run_decompositions({table})")

@@ -21,6 +21,7 @@ from torchdelta._torch.graphs import graphs
 from torchdelta._torch.graphs.keys import content_key
 from torchdelta._torch.graphs.user_passes import Pass, run_pass
 from torchdelta.errors import UsageError
+from torchdelta.program.copies import copy_together
 from torchdelta.program.programs import load_callable, require_module
 from torchdelta.program.sides import Side, state_of
 from torchdelta.transforms.base import Options, Traits, Transform, TransformedSide, accepts_unchanged
@@ -80,7 +81,10 @@ class FxPass(Transform):
             return
         module, traced = self.trace(side)
         call = self._run_pass(seam, module, (*traced.args, *traced.kwargs.values()), self.graph, changes)
-        side = replace(traced, call=call, owner=_owner(call, traced))
+        owner = _owner(call, traced)
+        # a pass may fold one layer into another, and then has weights of its own
+        start = replace(traced, call=owner, owner=copy_together(owner, name="the pass's module"))
+        side = replace(traced, call=call, owner=owner, start=start)
         yield TransformedSide.counting_calls(side, captured=1, changes=changes)
 
     def trace(self, side: Side) -> tuple[GraphModule, Side]:

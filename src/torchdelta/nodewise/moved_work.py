@@ -1,0 +1,117 @@
+"""Work that a correct rewrite moved from one node to another is not a fault.
+
+A pass may move a scale behind a matmul: each of the two nodes then computes something else than its partner, and both
+together are right. Judged one by one both would be blamed:
+
+    reference   mul(x, 0.5) → matmul → tanh         candidate   matmul(x) → mul(…, 0.5) → tanh
+
+So both graphs run once more without the pairs that are wrong. The pairs behind them are then judged with all the work
+before them: `tanh` from `x`. A wrong pair that no such judgement finds wrong has moved its work, and is marked so. If
+they still find it wrong, the pairs behind it are left out too, up to `ROUNDS` times.
+
+Wrong pairs that remain and belong to one rewrite have one culprit, with all of them as its region. Start with
+`mark_moved_work`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch.fx import Node
+
+from torchdelta.nodewise.local import NodeJudgement
+from torchdelta.nodewise.lockstep import Lockstep
+from torchdelta.nodewise.trials import is_wrong
+
+ROUNDS = 3
+"""How often the judged part is widened: work is moved past few nodes."""
+Rerun = Callable[[frozenset[Node]], tuple[Lockstep, Sequence[NodeJudgement]]]
+"""Runs the graphs in lockstep without these matched nodes of the candidate, and returns the run and its judgements."""
+
+
+def mark_moved_work(first: Lockstep, judgements: Sequence[NodeJudgement], rerun: Rerun) -> tuple[NodeJudgement, ...]:
+    """Return the judgements; those that are wrong because work was moved have `is_moved`, and regions are joined.
+
+    `first` is the run that gave the judgements. A run that ends early proves nothing, and marks nothing.
+    """
+    wrong = {each.candidate: each for each in judgements if _is_wrong_pair(each, first)}
+    if not wrong:
+        return tuple(judgements)
+    suspects, dropped = set(wrong), set(wrong)
+    for _ in range(ROUNDS):
+        lockstep, again = rerun(frozenset(dropped))
+        if lockstep.failure is not None:
+            break
+        still_wrong = [each for each in again if each.culprit is not None]
+        suspects &= {node for each in still_wrong for node in _judged_nodes(each, lockstep, wrong)}
+        behind = {each.candidate for each in still_wrong} & first.partners.keys()
+        if not suspects or behind <= dropped:
+            break
+        dropped |= behind
+    moved = wrong.keys() - suspects
+    marked = [replace(each, is_moved=True) if each.candidate in moved else each for each in judgements]
+    return tuple(_joined(marked, first))
+
+
+def _is_wrong_pair(judgement: NodeJudgement, lockstep: Lockstep) -> bool:
+    is_pair = lockstep.partners.get(judgement.candidate) is judgement.reference
+    return judgement.culprit is not None and is_pair and is_wrong(judgement.local)
+
+
+def _judged_nodes(judgement: NodeJudgement, lockstep: Lockstep, wrong: dict[Node, NodeJudgement]) -> set[Node]:
+    """Return those candidate's nodes of wrong pairs whose work, on either side, this judgement is about.
+
+    A judgement of an output or of state is about everything before it.
+    """
+    pair = lockstep.pairs.get(judgement.candidate)
+    if pair is None:
+        return {node for node in wrong if node in _with_ancestors(judgement.candidate, lockstep)}
+    ours, theirs = set(pair.reference.nodes), set(pair.candidate.nodes)
+    return {node for node, each in wrong.items() if node in theirs or each.reference in ours}
+
+
+def _with_ancestors(node: Node, lockstep: Lockstep) -> set[Node]:
+    """Return a node and all unmatched nodes that it depends on, through unmatched nodes alone."""
+    ancestors, waiting = {node}, [node]
+    while waiting:
+        sources = [each for each in waiting.pop().all_input_nodes if each not in lockstep.partners]
+        waiting += [each for each in sources if each not in ancestors]
+        ancestors.update(sources)
+    return ancestors
+
+
+def _joined(judgements: Sequence[NodeJudgement], lockstep: Lockstep) -> list[NodeJudgement]:
+    """Return the judgements; of those that belong to one rewrite only the last in the reference has a culprit.
+
+    Two wrong pairs belong to one rewrite if the candidate has them in the other order, or if one culprit reads the
+    other and one of both has no partner: its work went to the other.
+    """
+    places = {node: place for place, node in enumerate(lockstep.reference.graph.nodes)}
+    theirs = {node: place for place, node in enumerate(lockstep.candidate.graph.nodes)}
+    matched = set(lockstep.partners.values())
+    joined = list(judgements)
+    wrong = [
+        index
+        for index, each in enumerate(joined)
+        if each.culprit in places and not each.is_moved and is_wrong(each.local) and each.candidate in theirs
+    ]
+    wrong.sort(key=lambda index: places[_culprit(joined[index])])
+    for earlier, later in itertools.pairwise(wrong):
+        one, other = joined[earlier], joined[later]
+        first, last = _culprit(one), _culprit(other)
+        is_crossed = (
+            first is one.reference and last is other.reference and theirs[one.candidate] > theirs[other.candidate]
+        )
+        is_taken_over = not {first, last} <= matched and first in last.all_input_nodes
+        if first is not last and (is_crossed or is_taken_over):
+            region = dict.fromkeys((*(one.replaced or (first,)), *(other.replaced or (last,))))
+            joined[later] = replace(other, replaced=tuple(sorted(region, key=places.__getitem__)))
+            joined[earlier] = replace(one, culprit=None, replaced=())
+    return joined
+
+
+def _culprit(judgement: NodeJudgement) -> Node:
+    assert judgement.culprit is not None
+    return judgement.culprit
