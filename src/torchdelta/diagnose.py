@@ -41,13 +41,14 @@ from torchdelta.minify.queries import plain_settings, spec_of
 from torchdelta.minify.result import MinifiedGraph
 from torchdelta.minify.subject import Subject
 from torchdelta.minify.warm_workers import pool_for
-from torchdelta.records.case import DYNAMO, CheckOptions, SearchLimits
+from torchdelta.records.case import DYNAMO, CheckOptions, SearchLimits, case_of
 from torchdelta.records.codec import read_report, write_report
 from torchdelta.records.location import Location
 from torchdelta.records.recording import recording_of
 from torchdelta.records.report import Culprit, Report, compares_exceptions
 from torchdelta.records.signatures import signatures_of
 from torchdelta.records.verdict import Verdict
+from torchdelta.storage.run_directory import DIAGNOSIS, Question, RunDirectory
 
 REPORT, REPRO = "report.json", "repro.py"
 FOUND = "found.json"
@@ -87,13 +88,15 @@ class Diagnosis:
         The report is written to the directory `out` too, which is made. UsageError, EnvironmentUnfit, and errors of
         loading or checking the program are raised; other errors of locating and minifying become notes on the report.
         """
-        self.out.mkdir(parents=True, exist_ok=True)
+        question = Question(command="diagnose", case=case_of(self.program, self.options), level=self.limits.level)
         pool = (
             nullcontext(self.workers)
             if self.workers is not None
             else pool_for(spec_of(self.options.transform), preload=(LOCATE_WORKER,))
         )
-        with pool as self.pool, runtime.preserved():
+        directory = RunDirectory(self.out, question=question, names=DIAGNOSIS, resume=self.is_resumed)
+        with directory, pool as self.pool, runtime.preserved():
+            self.notes += directory.notes
             self.check: Check = prepare(
                 self.program, self.args, self.kwargs, options=self.options, progress=self.progress
             )
@@ -120,18 +123,10 @@ class Diagnosis:
     def _read_earlier(self) -> Report | None:
         """Return the report in `found.json` of an earlier diagnosis, or None if there is none or `is_resumed` is False.
 
-        UsageError if it is about another case, ReportUnreadable if it cannot be read.
+        ReportUnreadable if it cannot be read. That it is about the same case is known from the directory.
         """
         path = self.out / FOUND
-        if not self.is_resumed or not path.exists():
-            return None
-        report = read_report(path)
-        if report.case != self.check.case:
-            raise UsageError(
-                f"{path} is about {report.case.program} under {report.case.transform}, or was asked with other "
-                "options: resume with the same ones, or name another directory"
-            )
-        return report
+        return read_report(path) if self.is_resumed and path.exists() else None
 
     def _take_step(self, name: str, report: Report, step: Callable[[Report], Report]) -> Report:
         """Call `step` with the report, write the report that it returns to `report.json`, and return that.

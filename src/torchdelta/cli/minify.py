@@ -25,11 +25,12 @@ from torchdelta.cli.options import (
     workers_for,
 )
 from torchdelta.isolate.pool import CAN_FORK
-from torchdelta.records.case import CheckOptions, SearchLimits
+from torchdelta.records.case import CheckOptions, SearchLimits, case_of
 from torchdelta.records.codec import write_report
 from torchdelta.records.recording import complete
 from torchdelta.report.terminal.check import print_report
-from torchdelta.repro.confirm import CleanProcess
+from torchdelta.repro.confirm import CleanProcess, ended
+from torchdelta.storage.run_directory import DIAGNOSIS, Question, RunDirectory
 
 
 @taking(options=read_check_options, limits=read_limits)
@@ -49,9 +50,11 @@ def command(
     options = complete(program, replace(options, transform=transform))
     require_directory(out)
     require_torch("minifying")
-    # the process that will run the script imports torch while this one imports it for itself and the workers
-    clean = CleanProcess(warmup_steps(options.transform, forks=CAN_FORK))
+    question = Question(command="minify", case=case_of(program, options), level=limits.level)
     with (
+        RunDirectory(out, question=question, names=DIAGNOSIS, resume=resume) as directory,
+        # the process that will run the script imports torch while this one imports it for itself and the workers
+        ended(CleanProcess(warmup_steps(options.transform, forks=CAN_FORK))) as clean,
         workers_for(options.transform, what="minifying") as workers,
         running(options.transform, None, verbose=False) as progress,
     ):
@@ -61,6 +64,7 @@ def command(
 
         minifier = Minifier(
             check=prepare(program, options=options),
+            notes=[*directory.notes],
             transform=options.transform,
             limits=limits,
             out=out / "minify",

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from types import TracebackType
 from typing import IO
 
 from torchdelta.errors import EnvironmentUnfit
+from torchdelta.records.file_locks import open_locked, remove_locked
 
 _LAST_PART_BYTES = 1 << 12
 _LOCK_SUFFIX = ".lock"
@@ -121,7 +121,7 @@ class PoolDirectory:
         sweep(self._root)
         while self._lock is None:
             self.path = self._root / f"pool-{os.urandom(6).hex()}"
-            self._lock = _open_locked(self.path.with_suffix(_LOCK_SUFFIX))
+            self._lock = open_locked(self.path.with_suffix(_LOCK_SUFFIX))
         self.path.mkdir(mode=0o700)
         return self
 
@@ -136,7 +136,7 @@ class PoolDirectory:
 def sweep(root: Path) -> None:
     """Remove the directories of pools in `root` that no open pool has locked, and their lock files."""
     for path in root.glob(f"pool-*{_LOCK_SUFFIX}"):
-        lock = _open_locked(path)
+        lock = open_locked(path)
         if lock is not None:
             _remove(path.with_suffix(""), lock)
 
@@ -152,46 +152,13 @@ def _require_own(root: Path) -> None:
         raise EnvironmentUnfit(f"{root} belongs to another user: remove it, or point TMPDIR to a directory of your own")
 
 
-def _open_locked(path: Path) -> IO[bytes] | None:
-    """Return the file, opened and locked, or None if it is locked already or was removed or replaced meanwhile.
-
-    The file is made if it does not exist.
-    """
-    file = path.open("ab")
-    try:
-        if _try_lock(file) and os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            return file
-    except FileNotFoundError:
-        pass
-    file.close()
-    return None
-
-
-def _try_lock(file: IO[bytes]) -> bool:
-    """Lock a file without waiting, and return whether that worked; closing the file unlocks it."""
-    try:
-        if sys.platform == "win32":
-            import msvcrt
-
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
 def _remove(directory: Path, lock: IO[bytes]) -> None:
     """Remove a directory and then the file of its lock, and close the lock.
 
     If something in the directory cannot be removed yet, the file of the lock stays too, and the next sweep tries again.
     """
     shutil.rmtree(directory, ignore_errors=True)
-    path = Path(lock.name)
-    if sys.platform == "win32":  # Windows cannot remove an open file
+    if directory.exists():
         lock.close()
-    if not directory.exists():
-        path.unlink(missing_ok=True)
-    lock.close()
+    else:
+        remove_locked(lock)

@@ -6,7 +6,6 @@ cut it down (`reducer`), and returns a `MinifiedGraph`, which can write the scri
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -23,7 +22,7 @@ from torchdelta.check.check import Check
 from torchdelta.errors import NothingToMinify, ProgramError, ReproUnwritable, UsageError
 from torchdelta.isolate.pool import CAN_FORK, Pool
 from torchdelta.minify.capture import nodes_of, subjects_of
-from torchdelta.minify.journal import Entry, Journal
+from torchdelta.minify.journal import Entry, Journal, graphs_hash, new_best
 from torchdelta.minify.passes import PASSES, STRATEGIES
 from torchdelta.minify.preflight import FORWARD, FailingGraph, Preflight, stages_of
 from torchdelta.minify.queries import InProcessOracle, WorkerOracle, plain_settings, spec_of
@@ -78,7 +77,8 @@ class Minifier:
     def run(self) -> MinifiedGraph:
         """Return the smallest failing graph that is found; NothingToMinify if no graph of the program fails by itself.
 
-        With `is_resumed`, the reduction continues from the best subject in `out`. If the failure turns out to be flaky,
+        With `is_resumed`, the reduction continues from the best subject in `out`; if there is none, because the earlier
+        run ended before it found one, it begins anew, with a note. If the failure turns out to be flaky,
         the reduction begins again, and asks several times about each subject; raise NothingToMinify if it is too rare
         for that. With `out`, the best subject is kept there; `notes` are added to.
         """
@@ -87,9 +87,11 @@ class Minifier:
         # workers warm up while the graphs are captured
         with self._asking() as self.ask:
             subjects = self._capture()
-            if self.is_resumed:
+            if self.is_resumed and self._journal.is_there:
                 best, entry = self._resumed(subjects)
                 subjects = [best]
+            elif self.is_resumed:
+                self.notes.append(f"{self.out} had no reduction to continue: this one began anew")
             preflight = Preflight(
                 ask=self.ask,
                 program=f"{self.check.case.program} under {self.check.case.transform}",
@@ -123,13 +125,18 @@ class Minifier:
         """Return the best subject of an earlier reduction, and its entry in the journal in `out`.
 
         `subjects` are those of the program: the best subject may call functions of their modules. Raise UsageError if
-        `out` is None or its graph is of another level, and ReportUnreadable if the journal or the subject cannot be
-        read.
+        `out` is None, or its graph is of another level or was made of other graphs, and ReportUnreadable if the journal
+        or the subject cannot be read.
         """
         best, entry = self._journal.read(allow=[name for subject in subjects for name in subject.modules])
         level = self.limits.level
         if entry.level != level:
             raise UsageError(f"{self.out} has a graph of the level {entry.level}: resume with that, not {level}")
+        if entry.graphs != graphs_hash(subjects):
+            raise UsageError(
+                f"{self.out} is about other graphs than {self.check.case.program} has now, because it was edited since "
+                "or is another program: minify it without --resume"
+            )
         return best, entry
 
     def _told(self, progress: Progress) -> None:
@@ -225,8 +232,9 @@ class Minifier:
         if isinstance(self.ask, WorkerOracle):
             if ask is self.ask:  # a flaky failure is asked for several times, each time anew
                 reducer.pool = self.ask
-            # the process of the script warms up while the first cuts keep one worker busy
-            self.clean = self.clean or CleanProcess(warmup_steps(self.transform, forks=CAN_FORK))
+            if self.script is not None:
+                # the process of the script warms up while the first cuts keep one worker busy
+                self.clean = self.clean or CleanProcess(warmup_steps(self.transform, forks=CAN_FORK))
         if entry is not None:
             reducer.outcomes.update(entry.known)
         if self.out is not None:
@@ -316,11 +324,12 @@ class Minifier:
             entry = Entry(
                 wanted=reducer.wanted,
                 level=self.limits.level,
+                graphs=graphs_hash(self._capture()),
                 nodes_before=before,
                 queries=self._queries(resumed),
                 seconds=self._seconds(resumed),
                 # a new name, so that the subject of the entry before stays until the journal has this one
-                best=f"best-{os.urandom(4).hex()}",
+                best=new_best(),
                 drawn=dict(best.drawn),
                 known=dict(reducer.outcomes),
             )
