@@ -16,6 +16,7 @@ from torchdelta import __version__
 from torchdelta.cli import audit, check, diagnose, locate, minify, op, run, show
 from torchdelta.cli.options import INTERNAL, USAGE
 from torchdelta.errors import TorchDeltaError
+from torchdelta.isolate.process_groups import no_process_left
 
 app = typer.Typer(
     name="torchdelta",
@@ -41,11 +42,14 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _before(
-    version: Annotated[
+    context: typer.Context,
+    version: Annotated[  # noqa: ARG001 — its callback prints it
         bool, typer.Option("--version", help="Show the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """Does it still compute the same thing?"""
+    if context.invoked_subcommand != "run":  # a script's own daemons outlive it, as under python
+        context.with_resource(no_process_left())
 
 
 def main() -> None:

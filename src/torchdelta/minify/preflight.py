@@ -107,8 +107,8 @@ class Preflight:
                 others += [(number, FailingGraph(subject=subject, answer=answer, wanted=each)) for each in meant]
             if len(rejected) == len(subjects):
                 raise NothingToMinify(
-                    f"{self.program}: a program that fails when run eagerly is not made smaller, also if the candidate "
-                    f"fails otherwise or not at all ({rejected[0]})"
+                    f"{self.program}: a program that does not run without the candidate is not made smaller, also if "
+                    f"the candidate fails otherwise or not at all ({rejected[0]})"
                 )
             if others and is_semantic == questions[-1]:
                 number, failing = others[0]

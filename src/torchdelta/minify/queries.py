@@ -213,7 +213,7 @@ class WorkerOracle:
         for query in self.under_way:
             query.cancel()
         for query, place in self.under_way.items():
-            query.result()
+            query.wait()
             place.cleanup()
         self.under_way.clear()
 
@@ -297,14 +297,14 @@ def answer_of(outcome: Outcome, case: Case) -> Answer:
     A death or timeout of the candidate is a failure in the answer. The answer has no failure if the subject fails or
     hangs eagerly. Any other error of the worker's task is raised.
     """
-    runs_candidate = CANDIDATE_PARTS.__contains__
     try:
-        result = outcome.read(Report, "report", program="a subject", runs_candidate=runs_candidate)
+        result = outcome.read(Report, "report", program="a subject", candidate_parts=CANDIDATE_PARTS)
     except ProgramError as error:
         return Answer(rejected=str(error))
     if not isinstance(result, Failure):
         return answer_from(result)
-    return answer_from(report_of_death(result, case)) if runs_candidate(outcome.part) else Answer()
+    is_candidates = outcome.is_in(CANDIDATE_PARTS) or result.kind != "timeout"
+    return answer_from(report_of_death(result, case)) if is_candidates else Answer()
 
 
 def answer_from(report: Report) -> Answer:

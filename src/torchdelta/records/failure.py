@@ -99,8 +99,8 @@ class Failure:
     """How the candidate failed.
 
     `kind` is `exception`, or how its process ended without one: `signal` (`type` is its name), `timeout`, `exit`
-    (`type` is the status), `memory` (also if memory beyond a limit was refused), `output`; `cancelled` means that the
-    answer was no longer wanted.
+    (`type` is the status), `memory` (also if memory beyond a limit was refused), `output`, `files` (its
+    own files were deleted, damaged or could not be written); `cancelled` means that the answer was no longer wanted.
     """
 
     kind: str
@@ -141,7 +141,8 @@ class Failure:
     @classmethod
     def of_memory(cls, limit_bytes: int, *, stage: str) -> Failure:
         """Return the failure of a process that used more memory than its limit."""
-        return cls._of_end("memory", "", f"more than {limit_bytes / 2**20:.0f} MiB of memory", stage=stage)
+        limit = f"{limit_bytes / 2**20:.0f} MiB" if limit_bytes >= 2**20 else f"{limit_bytes} bytes"
+        return cls._of_end("memory", "", f"more than {limit} of memory", stage=stage)
 
     @classmethod
     def of_refused_memory(cls, message: str, *, stage: str, traceback: str = "") -> Failure:
@@ -155,6 +156,11 @@ class Failure:
     def of_output(cls, limit_bytes: int, *, stage: str) -> Failure:
         """Return the failure of a process that printed more than its limit."""
         return cls._of_end("output", "", f"more than {limit_bytes / 2**20:.0f} MiB of output", stage=stage)
+
+    @classmethod
+    def of_files(cls, message: str, *, stage: str) -> Failure:
+        """Return the failure of a process whose answer was lost, because its files were damaged or not writable."""
+        return cls._of_end("files", "", message, stage=stage)
 
     @classmethod
     def of_cancelled(cls, *, stage: str) -> Failure:

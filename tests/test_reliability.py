@@ -1,0 +1,137 @@
+"""Nothing is lost and nothing is blamed wrongly: real limits of the machine, full disks, closed pipes, daemons.
+
+docs/reliability.md names the promise that each test holds.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchdelta.records import codec
+from torchdelta.records.verdict import Verdict
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("workers")]
+DAMAGE = Path(__file__).parent / "programs" / "damage.py"
+TORCHDELTA = f"{sys.executable} -m torchdelta"
+
+
+def _can_mount():
+    if sys.platform != "linux" or shutil.which("unshare") is None:
+        return False
+    probe = "mount -t tmpfs -o size=1m none /mnt"
+    return subprocess.run(["unshare", "-m", "sh", "-c", probe], capture_output=True, check=False).returncode == 0
+
+
+needs_mount = pytest.mark.skipif(not _can_mount(), reason="this user may not mount a small disk")
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="a limit or a file of Linux")
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """Run a line of bash in a folder that has damage.py; `$torchdelta` is the command."""
+    shutil.copy(DAMAGE, tmp_path)
+
+    def run(line, **environment):
+        return subprocess.run(
+            ["bash", "-c", line],
+            cwd=tmp_path,
+            env={**os.environ, "torchdelta": TORCHDELTA, **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run
+
+
+def on_small_disk(line, size="4m"):
+    """Return a line of bash that runs another one with a small disk at `small`, which then vanishes."""
+    return f"mkdir -p small; unshare -m bash -c 'mount -t tmpfs -o size={size} none small; {line}'"
+
+
+@needs_linux
+class TestLimitsOfTheMachine:
+    def test_a_hard_limit_of_the_address_space_is_not_exceeded(self, shell):
+        ran = shell("ulimit -v 12000000; $torchdelta check damage.py:build -t damage.py:off")
+
+        assert ran.stdout.startswith("diverged"), ran
+        assert ran.returncode == 1
+
+    def test_a_worker_that_cannot_begin_is_neither_the_programs_fault_nor_a_pass(self, tmp_path):
+        from torchdelta import errors
+        from torchdelta.isolate.pool import Pool
+
+        with Pool(root=tmp_path) as pool:
+            # the request is unreadable, so that the worker fails before its task
+            pool._starter.start = _spoiling_requests(pool._starter.start)
+            with pytest.raises(errors.EnvironmentUnfit, match=r"ended before its task began.*FileNotFound"):
+                pool.ask("isolate_tasks:echo", {}, deadline_s=60)
+
+    @pytest.mark.parametrize("command", ["check", "minify"])
+    def test_memory_that_is_too_small_for_the_program_is_an_error_with_its_reason(self, shell, command):
+        out = "-o out" if command == "minify" else ""
+        ran = shell(f"$torchdelta {command} damage.py:build -t damage.py:off --memory 1KB {out}")
+
+        assert ran.returncode == 2
+        assert "needs too much memory by itself" in ran.stderr
+        assert "eagerly" not in ran.stderr
+
+    def test_memory_beyond_every_machine_is_no_limit(self, shell):
+        ran = shell("$torchdelta check damage.py:build -t damage.py:equal --memory 99999999TB")
+
+        assert ran.returncode == 0, ran
+
+
+def _spoiling_requests(start):
+    def spoiled(order):
+        (Path(order.directory) / "request.json").unlink()
+        return start(order)
+
+    return spoiled
+
+
+class TestBlame:
+    def test_a_death_after_the_candidate_began_is_the_candidates(self, shell):
+        ran = shell("$torchdelta check damage.py:build -t damage.py:dies_later --json report.json")
+
+        assert ran.returncode == 4, ran
+        assert "was ended by SIGSEGV (in its part 'comparison')" in ran.stdout
+
+    @pytest.mark.parametrize(
+        ("transform", "reason"),
+        [
+            ("deletes", "the directory of its query was deleted"),
+            ("deletes_when_run", "the directory of its query was deleted"),
+            ("answers", "the file of its answer is damaged"),
+            ("answers_with_a_pipe", "the file of its answer is damaged"),
+        ],
+    )
+    def test_damage_to_its_own_files_is_a_failure_of_the_candidate(self, shell, tmp_path, transform, reason):
+        ran = shell(f"$torchdelta check damage.py:build -t damage.py:{transform} --json report.json")
+
+        assert ran.returncode == 4, ran
+        report = codec.read_report(tmp_path / "report.json")
+        assert (report.verdict, report.failure.kind) == (Verdict.CRASHED, "files")
+        assert reason in report.failure.message
+
+    @needs_mount
+    def test_a_disk_that_the_candidate_filled_is_its_failure(self, shell, tmp_path):
+        check = "TMPDIR=$PWD/small $torchdelta check damage.py:build -t damage.py:fills --json report.json"
+        ran = shell(on_small_disk(f"{check}; code=$?; ls small/torchdelta-*; exit $code"))
+
+        assert ran.returncode == 4, ran
+        report = codec.read_report(tmp_path / "report.json")
+        assert report.failure.kind == "files"
+        assert "is full" in report.failure.message
+
+    @needs_linux
+    def test_a_daemon_whose_parent_killed_the_zygote_does_not_survive(self, shell, tmp_path):
+        ran = shell("$torchdelta check damage.py:build -t damage.py:leaves_a_daemon")
+
+        assert ran.returncode == 4, ran
+        process = int((tmp_path / "daemon.txt").read_text())
+        assert not Path(f"/proc/{process}").exists()
