@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from programs import reports
 from torchdelta.records import codec
 from torchdelta.records.verdict import Verdict
 
@@ -51,6 +52,77 @@ def shell(tmp_path):
 def on_small_disk(line, size="4m"):
     """Return a line of bash that runs another one with a small disk at `small`, which then vanishes."""
     return f"mkdir -p small; unshare -m bash -c 'mount -t tmpfs -o size={size} none small; {line}'"
+
+
+class TestOutput:
+    """The exit code is the verdict's, and files are complete, wherever the output goes."""
+
+    @pytest.mark.parametrize(
+        "output",
+        ["| true", ">&-", "2>&-", ">&- 2>&- <&-", pytest.param("> /dev/full", marks=needs_linux)],
+    )
+    @pytest.mark.parametrize(("transform", "code"), [("equal", 0), ("off", 1)])
+    def test_that_cannot_be_written_changes_nothing_else(self, shell, tmp_path, output, transform, code):
+        check = f"$torchdelta check damage.py:build -t damage.py:{transform} --json report.json"
+        ran = shell(f"{check} {output}; exit ${{PIPESTATUS[0]}}")
+
+        assert ran.returncode == code, ran
+        assert "Traceback" not in ran.stderr
+        assert codec.read_report(tmp_path / "report.json").verdict.value == ("equivalent", "diverged")[code]
+
+    @needs_linux
+    def test_on_a_full_disk_is_said_to_be_incomplete(self, shell, tmp_path):
+        codec.write_report(reports.diverged(), tmp_path / "report.json")
+        ran = shell("$torchdelta show report.json > /dev/full")
+
+        assert (ran.returncode, ran.stderr) == (
+            1,
+            "torchdelta: the output could not be written: No space left on device\n",
+        )
+
+    @needs_mount
+    def test_of_a_file_on_a_full_disk_is_printed_all_the_same(self, shell):
+        line = "$torchdelta check damage.py:build -t damage.py:off --json small/report.json"
+        ran = shell(on_small_disk(f"dd if=/dev/zero of=small/rest 2>/dev/null; {line}", size="64k"))
+
+        assert ran.returncode == 2
+        assert ran.stdout.startswith("diverged")
+        assert "cannot write small/report.json: No space left on device" in ran.stderr
+
+
+LEAVER = """
+import os, shutil, sys, tempfile
+import torch
+
+def wrong(graph_module, example_inputs):
+    return lambda *args: tuple(value + 1 for value in graph_module(*args))
+
+compiled = torch.compile(lambda x: torch.relu(x), backend=wrong)
+place = tempfile.mkdtemp()
+os.chdir(place)
+if "delete" in sys.argv:
+    shutil.rmtree(place)
+compiled(torch.ones(3))
+sys.exit(7)
+"""
+
+
+class TestRun:
+    @pytest.mark.parametrize("argument", ["leave", "delete"])
+    def test_a_script_that_leaves_its_working_directory_keeps_its_status(self, shell, tmp_path, argument):
+        (tmp_path / "leaver.py").write_text(LEAVER)
+        ran = shell(f"$torchdelta run leaver.py {argument}")
+
+        assert ran.returncode == 7, ran
+        assert "diverged  graph 1" in ran.stderr
+        assert len(list(tmp_path.glob("torchdelta-run-*/index.jsonl"))) == 1
+
+    @pytest.mark.parametrize("output", ["2>&1 | true", "2>&-", pytest.param("2> /dev/full", marks=needs_linux)])
+    def test_a_summary_that_cannot_be_written_keeps_the_status_of_the_script(self, shell, tmp_path, output):
+        (tmp_path / "script.py").write_text("import sys; sys.exit(7)")
+        ran = shell(f"$torchdelta run script.py {output}; exit ${{PIPESTATUS[0]}}")
+
+        assert ran.returncode == 7, ran
 
 
 @needs_linux

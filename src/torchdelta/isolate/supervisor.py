@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torchdelta import errors
-from torchdelta.errors import UsageError
 from torchdelta.isolate import process_groups
 from torchdelta.isolate.directories import FILES_LOST, Evidence, QueryDirectory
 from torchdelta.isolate.protocol import Message, message_in
 from torchdelta.isolate.starters import Worker
+from torchdelta.records.case import require_positive
 from torchdelta.records.codec import decode
 from torchdelta.records.failure import Failure
 
@@ -138,9 +138,7 @@ class Limits:
     def __post_init__(self) -> None:
         """Raise UsageError if a limit is not positive."""
         for name in ("deadline_s", "memory_bytes", "output_bytes"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise UsageError(f"{name} of a query is {value}: nothing can run within that")
+            require_positive(f"{name} of a query", getattr(self, name))
 
 
 def supervise(

@@ -26,7 +26,7 @@ from torchdelta.minify.journal import Entry, Journal, graphs_hash, new_best
 from torchdelta.minify.passes import PASSES, STRATEGIES
 from torchdelta.minify.preflight import FORWARD, FailingGraph, Preflight, stages_of
 from torchdelta.minify.queries import InProcessOracle, WorkerOracle, plain_settings, spec_of
-from torchdelta.minify.reducer import Budget, FlakyFailure, Progress, Reducer
+from torchdelta.minify.reducer import REPEATS, Budget, FlakyFailure, Progress, Reducer
 from torchdelta.minify.result import Draft, MinifiedGraph
 from torchdelta.minify.search import Answer, Oracle, Predictor, Search
 from torchdelta.minify.speculation import Speculation
@@ -227,8 +227,18 @@ class Minifier:
         not come again; after any error, a script whose run has begun is dropped.
         """
         subject = chosen.subject
-        budget = Budget(queries=self.limits.queries, seconds=self.limits.seconds)
-        reducer = Reducer(ask=ask, wanted=chosen.wanted, budget=budget, tell=self._told, is_flaky=self.rate < 1.0)
+        left = None if self.limits.queries is None else max(0, self.limits.queries - self.ask.begun)
+        most_repeats = REPEATS if left is None else min(REPEATS, left)
+        reducer = Reducer(
+            ask=ask,
+            wanted=chosen.wanted,
+            budget=Budget(queries=None if left is None else left - most_repeats, seconds=self.limits.seconds),
+            most_repeats=most_repeats,
+            tell=self._told,
+            is_flaky=self.rate < 1.0,
+        )
+        if most_repeats < REPEATS:
+            self.notes.append("whether it fails each time was not asked: that takes more queries than were allowed")
         if isinstance(self.ask, WorkerOracle):
             if ask is self.ask:  # a flaky failure is asked for several times, each time anew
                 reducer.pool = self.ask

@@ -93,6 +93,7 @@ class Preflight:
             self.ask.case = replace(case, semantic=is_semantic)
             rejected: list[str] = []
             for number, subject in enumerate(subjects, 1):
+                self._require_budget()
                 self.tell(Progress(nodes=subject.size, queries=0, doing=f"graph {number} of {len(subjects)}"))
                 answer = self._asked(subject)
                 rejected += [answer.rejected] if answer.rejected else []
@@ -122,6 +123,14 @@ class Preflight:
             "nothing to make smaller"
         )
 
+    def _require_budget(self) -> None:
+        """Raise NothingToMinify if all queries that the limits allow were asked."""
+        if self.limits.queries is not None and self.ask.begun >= self.limits.queries:
+            raise NothingToMinify(
+                f"{self.program}: no failure showed in {self.ask.begun} "
+                f"{'query' if self.ask.begun == 1 else 'queries'}, and no more were allowed: raise --queries"
+            )
+
     def _asked(self, subject: Subject) -> Answer:
         """Return the answer about a subject; with `guess`, idle workers begin on likely later queries meanwhile."""
         if self.guess is None or not isinstance(self.ask, WorkerOracle):
@@ -133,7 +142,9 @@ class Preflight:
 
         The culprit is cut out and asked about only if `meant` has several failures; `culprit_answer` keeps the answer.
         """
-        culprits = nodes_of(self.culprit, subject) if self.culprit is not None and len(meant) > 1 else ()
+        has_budget = self.limits.queries is None or self.ask.begun < self.limits.queries
+        is_open = self.culprit is not None and len(meant) > 1 and has_budget
+        culprits = nodes_of(self.culprit, subject) if is_open and self.culprit is not None else ()
         cut = keep_only(subject, culprits[:1]).apply(subject) if culprits else None
         if cut is None:
             return meant[0]
