@@ -14,7 +14,7 @@ import pytest
 
 import torchdelta.cli
 from programs import reports
-from torchdelta.cli import check, show
+from torchdelta.cli import options, show
 from torchdelta.cli.options import read_option
 from torchdelta.errors import UsageError
 from torchdelta.records.codec import Saved, read_report, write_report
@@ -309,7 +309,7 @@ class TestBadInput:
         def fail(*_):
             raise UsageError("cannot write report.json: No space left on device")
 
-        monkeypatch.setattr(check, "write_report", fail)
+        monkeypatch.setattr(options, "write_report", fail)
 
         ran = command_line("check", *BUILD, "--json", "report.json")
 

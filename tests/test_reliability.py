@@ -4,6 +4,7 @@ docs/reliability.md names the promise that each test holds.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from programs import reports
+from torchdelta.errors import LONGEST, message_of, shortened
 from torchdelta.records import codec
+from torchdelta.records.failure import Failure
 from torchdelta.records.verdict import Verdict
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("workers")]
@@ -164,6 +167,58 @@ def _spoiling_requests(start):
         return start(order)
 
     return spoiled
+
+
+class TestLoading:
+    """No command runs code of the program in its own process."""
+
+    @pytest.mark.parametrize("command", ["minify", "diagnose"])
+    def test_a_factory_that_dies_is_an_error_of_the_program(self, shell, command):
+        ran = shell(f"$torchdelta {command} damage.py:segfaults_when_built -t damage.py:off -o out")
+
+        assert ran.returncode == 2, ran
+        assert "while it was loaded: the process was ended by SIGSEGV" in ran.stderr
+
+    @pytest.mark.parametrize("command", ["check", "minify", "diagnose"])
+    @pytest.mark.parametrize("factory", ["reads_the_command_line", "leaves_a_thread"])
+    def test_a_factory_sees_no_arguments_of_ours_and_does_not_keep_the_command_alive(self, shell, command, factory):
+        out = "" if command == "check" else "-o out"
+        ran = shell(f"timeout 120 $torchdelta {command} damage.py:{factory} -t damage.py:off {out}")
+
+        assert ran.returncode == 1, ran
+
+
+class TestLongMessages:
+    def test_are_cut_in_the_report_and_whole_in_a_file(self, shell, tmp_path):
+        check = "$torchdelta check damage.py:build -t damage.py:raises_long --timeout 60 --json report.json"
+        ran = shell(f"mkdir tmp; TMPDIR=$PWD/tmp {check} --verbose")
+
+        assert ran.returncode == 4, ran.returncode
+        assert len(ran.stdout) < 200_000
+        report = codec.read_report(tmp_path / "report.json")
+        assert (tmp_path / "report.json").stat().st_size < 500_000
+        path = re.search(r"the whole text is in (\S+)]", report.failure.message)[1]
+        assert Path(path).is_relative_to(tmp_path / "tmp")
+        assert Path(path).stat().st_size > 50 << 20
+
+    def test_of_a_factory_are_cut_too(self, shell):
+        ran = shell("$torchdelta check damage.py:raises_long_when_built -t eager")
+
+        assert ran.returncode == 2
+        assert "the factory raised ValueError: first xxx" in ran.stderr
+        assert "characters are left out here; the whole text is in" in ran.stderr
+        assert len(ran.stderr) < 10_000
+
+    def test_an_exception_without_a_message_has_words(self):
+        assert message_of(MemoryError()) == "out of memory"
+        assert message_of(ValueError()) == "(no message)"
+        assert str(Failure.of_refused_memory(message_of(MemoryError()), stage="forward")) == "out of memory"
+
+    def test_a_text_is_cut_once(self):
+        cut = shortened("x" * (1 << 20))
+
+        assert len(cut) < LONGEST + 500
+        assert shortened(cut) == cut
 
 
 class TestBlame:

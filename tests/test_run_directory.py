@@ -16,9 +16,9 @@ import torchdelta as td
 from programs import broken
 from torchdelta.errors import ReportUnreadable, UsageError
 from torchdelta.records.case import Case
-from torchdelta.storage.run_directory import DIAGNOSIS, Question, RunDirectory
+from torchdelta.storage.run_directory import DIAGNOSIS, RunDirectory, RunQuestion
 
-QUESTION = Question(command="diagnose", case=Case(program="a.py:build", transform="inductor"))
+QUESTION = RunQuestion(command="diagnose", case=Case(program="a.py:build", transform="inductor"))
 
 
 def opened(path, question=QUESTION, names=DIAGNOSIS, **options):
@@ -34,9 +34,9 @@ def test_a_run_in_progress_has_its_directory_for_itself(tmp_path):
         script = f"""
             from torchdelta.errors import UsageError
             from torchdelta.records.case import Case
-            from torchdelta.storage.run_directory import DIAGNOSIS, Question, RunDirectory
+            from torchdelta.storage.run_directory import DIAGNOSIS, RunDirectory, RunQuestion
             from pathlib import Path
-            question = Question(command="minify", case=Case(program="b", transform="c"))
+            question = RunQuestion(command="minify", case=Case(program="b", transform="c"))
             try:
                 RunDirectory(Path({str(tmp_path)!r}), question=question, names=DIAGNOSIS).__enter__()
             except UsageError as error:

@@ -23,6 +23,7 @@ from torchdelta.guard.backend import guard
 from torchdelta.isolate.pool import Pool
 from torchdelta.locate import locator
 from torchdelta.locate.sensitivity import measure_sensitivity
+from torchdelta.minify.capture import capture_here
 from torchdelta.minify.minifier import Minifier
 from torchdelta.minify.reducer import Progress as ReductionProgress
 from torchdelta.minify.result import MinifiedGraph
@@ -42,7 +43,7 @@ from torchdelta.records.sensitivity import Sensitivity
 from torchdelta.records.verdict import Verdict
 from torchdelta.repro.confirm import CleanProcess
 from torchdelta.storage.captures import read_capture
-from torchdelta.storage.run_directory import REDUCTION, Question, RunDirectory
+from torchdelta.storage.run_directory import REDUCTION, RunDirectory, RunQuestion
 from torchdelta.transforms.base import Transform
 from torchdelta.transforms.quantize import Quantize
 
@@ -230,11 +231,13 @@ def minify(
     )
     if resume and out is None:
         raise errors.UsageError("`resume` needs the directory `out` of the earlier run")
-    question = Question(command="minify", case=case_of(program, check_options), level=level)
+    question = RunQuestion(command="minify", case=case_of(program, check_options), level=level)
     directory = RunDirectory(Path(out), question=question, names=REDUCTION, resume=resume) if out is not None else None
     with runtime.preserved(), directory or nullcontext():
+        check = prepare(program, args, kwargs, options=check_options)
         minifier = Minifier(
-            check=prepare(program, args, kwargs, options=check_options),
+            case=check.case,
+            capture=lambda: capture_here(check, level),
             transform=check_options.transform,
             limits=limits,
             notes=[*directory.notes] if directory is not None else [],

@@ -90,3 +90,34 @@ def leaves_a_daemon(graph_module, example_inputs):
         time.sleep(0.01)
     os.kill(zygote, signal.SIGKILL)
     time.sleep(600)
+
+
+def segfaults_when_built():
+    ctypes.string_at(0)
+
+
+def reads_the_command_line():
+    import argparse
+
+    argparse.ArgumentParser().parse_args()
+    return build()
+
+
+def leaves_a_thread():
+    import threading
+    import time
+
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    return build()
+
+
+def raises_long(graph_module, example_inputs):
+    raise ValueError("first " + "x" * (50 << 20) + " last")
+
+
+def runs_out_of_memory(graph_module, example_inputs):
+    raise MemoryError
+
+
+def raises_long_when_built():
+    raises_long(None, ())

@@ -30,7 +30,7 @@ from torchdelta.records.codec import write_report
 from torchdelta.records.recording import complete
 from torchdelta.report.terminal.check import print_report
 from torchdelta.repro.confirm import CleanProcess, ended
-from torchdelta.storage.run_directory import DIAGNOSIS, Question, RunDirectory
+from torchdelta.storage.run_directory import DIAGNOSIS, RunDirectory, RunQuestion
 
 
 @taking(options=read_check_options, limits=read_limits)
@@ -50,7 +50,7 @@ def command(
     options = complete(program, replace(options, transform=transform))
     require_directory(out)
     require_torch("minifying")
-    question = Question(command="minify", case=case_of(program, options), level=limits.level)
+    question = RunQuestion(command="minify", case=case_of(program, options), level=limits.level)
     with (
         RunDirectory(out, question=question, names=DIAGNOSIS, resume=resume) as directory,
         # the process that will run the script imports torch while this one imports it for itself and the workers
@@ -58,12 +58,13 @@ def command(
         workers_for(options.transform, what="minifying") as workers,
         running(options.transform, None, verbose=False) as progress,
     ):
-        from torchdelta.check.prepare import prepare
         from torchdelta.diagnose import module_of
+        from torchdelta.minify.capture import capture_isolated
         from torchdelta.minify.minifier import Minifier
 
         minifier = Minifier(
-            check=prepare(program, options=options),
+            case=question.case,
+            capture=lambda: capture_isolated(program, options, limits=limits, settings={}, pool=workers),
             notes=[*directory.notes],
             transform=options.transform,
             limits=limits,

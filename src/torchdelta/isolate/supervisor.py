@@ -2,7 +2,7 @@
 
 `supervise` waits for the answer's file or the worker's end. Meanwhile `_breach` checks the limits: cancellation,
 deadline, output, memory. On a breach the worker's group gets SIGTERM and then SIGKILL; if it is still there after
-`_PATIENCE_S`, the zygote that should have ended it is killed too. `_Ending` then turns the files and the exit status
+`_PATIENCE_S`, the zygote that should have ended it is killed too. `_WorkerEnd` then turns the files and the exit status
 into an `Outcome`: an answer, or a failure with the evidence.
 """
 
@@ -110,7 +110,10 @@ class Outcome:
     @property
     def last_words(self) -> str:
         """The last line that the worker printed, as the end of a message; empty if it printed none."""
-        lines = [line for line in self.output.splitlines() if line.strip()]
+        # Python ends its report of a crash with the names of all loaded libraries
+        lines = [
+            line for line in self.output.splitlines() if line.strip() and not line.startswith("Extension modules:")
+        ]
         return f"; the last line that it printed: {lines[-1].strip()}" if lines else ""
 
 
@@ -179,7 +182,7 @@ def supervise(
         elif status is None and now > patience_ends:
             abandon()
             patience_ends = float("inf")
-    ending = _Ending(place=place, evidence=evidence, limits=limits, status=status, breach=breach)
+    ending = _WorkerEnd(place=place, evidence=evidence, limits=limits, status=status, breach=breach)
     return ending.outcome(token, seconds=time.monotonic() - started)
 
 
@@ -203,7 +206,7 @@ def _breach(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Ending:
+class _WorkerEnd:
     """How a worker ended, or that it has answered: its files, its exit status, and the limit that it exceeded."""
 
     place: QueryDirectory

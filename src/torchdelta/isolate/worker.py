@@ -47,10 +47,12 @@ def run_query(order: Order) -> NoReturn:
     the directory, and compilers use a cache in it. The parent is told when the preparations are done.
     """
     errors.catch_everything()
+    errors.keep_full_texts(Path(order.directory).parent.parent)
     try:
         place = QueryDirectory(directory=Path(order.directory)).opened()
         _redirect_output(place.output)
         _set_limits(order)
+        del sys.argv[1:]  # the command line is not that of the program, which may read its own
         question = message_in(place.request.read_bytes())
         _set_up_compiler(place)
         place.tell_begun()
@@ -147,14 +149,14 @@ def _describe(error: BaseException, order: Order) -> Message:
     order has a limit for it, the message is `{"memory": text}` instead.
     """
     if order.memory_bytes is not None and _is_out_of_memory(error):
-        return {"memory": str(error)}
+        return {"memory": errors.message_of(error)}
     kind = type(error)
     own_class = next((base.__name__ for base in kind.__mro__ if base.__module__ == errors.__name__), None)
     return {
         "raised": {
             "type": f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins."),
-            "message": str(error),
-            "traceback": "".join(traceback.format_exception(error)),
+            "message": errors.message_of(error),
+            "traceback": errors.shortened_traceback("".join(traceback.format_exception(error))),
             "error": own_class,
         }
     }

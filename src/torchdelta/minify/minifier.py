@@ -16,23 +16,21 @@ from typing import Any
 
 from torchdelta._torch.compile import settings
 from torchdelta._torch.graphs.nodes import op_name, short_name
-from torchdelta._torch.process import runtime
 from torchdelta._torch.process.warmup import warmup_steps
-from torchdelta.check.check import Check
 from torchdelta.errors import NothingToMinify, ProgramError, ReproUnwritable, UsageError
 from torchdelta.isolate.pool import CAN_FORK, Pool
-from torchdelta.minify.capture import nodes_of, subjects_of
+from torchdelta.minify.capture import ProgramSubjects, nodes_of
 from torchdelta.minify.journal import Entry, Journal, graphs_hash, new_best
 from torchdelta.minify.passes import PASSES, STRATEGIES
 from torchdelta.minify.preflight import FORWARD, FailingGraph, Preflight, stages_of
-from torchdelta.minify.queries import InProcessOracle, WorkerOracle, plain_settings, spec_of
+from torchdelta.minify.queries import InProcessOracle, WorkerOracle, spec_of
 from torchdelta.minify.reducer import REPEATS, Budget, FlakyFailure, Progress, Reducer
 from torchdelta.minify.result import Draft, MinifiedGraph
 from torchdelta.minify.search import Answer, Oracle, Predictor, Search
 from torchdelta.minify.speculation import Speculation
 from torchdelta.minify.subject import Subject
 from torchdelta.minify.warm_workers import pool_for
-from torchdelta.records.case import DYNAMO, SearchLimits
+from torchdelta.records.case import DYNAMO, Case, SearchLimits
 from torchdelta.records.failure import Signature
 from torchdelta.records.report import Culprit, Reduction, Report
 from torchdelta.repro.confirm import CleanProcess
@@ -45,12 +43,14 @@ LIKELY = Signature(kind="divergence", stage="forward", type="values", message=""
 class Minifier:
     """One reduction of a failure; `run` returns the result."""
 
-    check: Check
+    case: Case
+    capture: Callable[[], ProgramSubjects]
+    """Returns the graphs that the transform would be given, when they are needed."""
     transform: Any
     """The transform as the user passed it: a worker builds it again from its name, if it has one."""
     limits: SearchLimits = field(default_factory=SearchLimits)
-    subjects: Sequence[Subject] | None = None
-    """The graphs that the transform would be given; None captures them when they are needed."""
+    captured: ProgramSubjects | None = None
+    """The graphs, if they were captured earlier."""
     out: Path | None = None
     """The directory that keeps the best subject so far."""
     is_resumed: bool = False
@@ -87,6 +87,7 @@ class Minifier:
         # workers warm up while the graphs are captured
         with self._asking() as self.ask:
             subjects = self._capture()
+            self._hand_state_to_workers()
             if self.is_resumed and self._journal.is_there:
                 best, entry = self._resumed(subjects)
                 subjects = [best]
@@ -94,7 +95,7 @@ class Minifier:
                 self.notes.append(f"{self.out} had no reduction to continue: this one began anew")
             preflight = Preflight(
                 ask=self.ask,
-                program=f"{self.check.case.program} under {self.check.case.transform}",
+                program=f"{self.case.program} under {self.case.transform}",
                 limits=self.limits,
                 expected=self._expected if entry is None else (entry.wanted,),
                 culprit=self.culprit,
@@ -115,11 +116,19 @@ class Minifier:
                 return self._reduced(chosen, oracle, entry)
 
     def _capture(self) -> Sequence[Subject]:
-        """Return the subjects, which the first call captures and keeps; torch's state is as before afterwards."""
-        if self.subjects is None:
-            with runtime.preserved():
-                self.subjects = subjects_of(self.check, self.limits.level)
-        return self.subjects
+        """Return the subjects, which the first call captures and keeps; ProgramError if none of them computes."""
+        if self.captured is None:
+            self.captured = self.capture()
+            if not self.captured.subjects:
+                raise ProgramError(f"{self.case.program}: its graphs compute nothing, so there is nothing to minify")
+        return self.captured.subjects
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """The settings of the compiler under which the graphs were captured, or those of this process before that."""
+        if self.captured is not None:
+            return dict(self.captured.settings)
+        return settings.plain_settings(settings.changed_settings())
 
     def _resumed(self, subjects: Sequence[Subject]) -> tuple[Subject, Entry]:
         """Return the best subject of an earlier reduction, and its entry in the journal in `out`.
@@ -134,10 +143,15 @@ class Minifier:
             raise UsageError(f"{self.out} has a graph of the level {entry.level}: resume with that, not {level}")
         if entry.graphs != graphs_hash(subjects):
             raise UsageError(
-                f"{self.out} is about other graphs than {self.check.case.program} has now, because it was edited since "
+                f"{self.out} is about other graphs than {self.case.program} has now, because it was edited since "
                 "or is another program: minify it without --resume"
             )
         return best, entry
+
+    def _hand_state_to_workers(self) -> None:
+        """Let workers have the settings and flags under which the graphs were captured."""
+        if isinstance(self.ask, WorkerOracle) and self.captured is not None:
+            self.ask.settings, self.ask.flags = self.captured.settings, self.captured.flags
 
     def _told(self, progress: Progress) -> None:
         self.tell(replace(progress, workers=len(self.ask.at_work) if isinstance(self.ask, WorkerOracle) else 0))
@@ -186,7 +200,7 @@ class Minifier:
             for subject in subjects:
                 report = ask(subject).report
                 if report is not None and report.failure is not None and report.failure.kind != "exception":
-                    return replace(report, case=self.check.case)
+                    return replace(report, case=self.case)
         return None
 
     @contextmanager
@@ -200,7 +214,7 @@ class Minifier:
         if spec is None or not self.is_isolated:
             why = "on request" if spec is not None else "no other process can import the transform"
             self.notes.append(f"every query ran in this process, where a crash ends everything: {why}")
-            yield InProcessOracle(case=self.check.case, transform=self.transform)
+            yield InProcessOracle(case=self.case, transform=self.transform)
             return
         place = spec.rpartition(":")[0]
         # the user's functions that a graph calls are defined in the module of its program or of its transform
@@ -208,10 +222,11 @@ class Minifier:
         with nullcontext(self.pool) if self.pool is not None else pool_for(spec) as pool:
             workers = WorkerOracle(
                 pool=pool,
-                case=replace(self.check.case, transform=spec, program="subject"),
+                case=replace(self.case, transform=spec, program="subject"),
                 timeout_s=self.limits.timeout_s,
                 memory_bytes=self.limits.memory_bytes,
-                settings=plain_settings(settings.changed_settings()),
+                settings=self._settings,
+                flags=self.captured.flags if self.captured is not None else None,
                 imports=imports,
             )
             try:
@@ -273,7 +288,7 @@ class Minifier:
         small, report = reducer.search.subject, reducer.search.answer.report
         assert report is not None
         # the graph is a part of the user's program, and goes by its name
-        report = replace(report, case=replace(report.case, program=self.check.case.program))
+        report = replace(report, case=replace(report.case, program=self.case.program))
         places = {name: index for index, name in enumerate(small.named_inputs)}
         return MinifiedGraph(
             graph=small.graph,
@@ -290,7 +305,7 @@ class Minifier:
                 rate=self.rate,
             ),
             drawn={places[name]: draw.text(small.named_inputs[name]) for name, draw in small.drawn.items()},
-            settings=plain_settings(settings.changed_settings()),
+            settings=self._settings,
             also_seen=tuple(reducer.also_seen),
             twin=reducer.twin.graph if reducer.twin is not None else None,
             clean=self.clean,

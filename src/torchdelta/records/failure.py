@@ -13,7 +13,7 @@ import itertools
 import re
 from dataclasses import dataclass, replace
 
-from torchdelta.errors import message_of
+from torchdelta.errors import message_of, shortened, shortened_traceback
 
 CLEAR = 1
 """A divergence is clear if its error is at least this many orders of magnitude above the allowed error."""
@@ -109,6 +109,13 @@ class Failure:
     signature: Signature
     traceback: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.type}: {self.message}" if self.type else self.message
+
+    def __post_init__(self) -> None:
+        """Cut a traceback that is very long, because it repeats a long message."""
+        object.__setattr__(self, "traceback", shortened_traceback(self.traceback))
+
     @classmethod
     def of(cls, error: BaseException, *, stage: str, traceback: str = "", where: str = "") -> Failure:
         """Return the failure of a candidate that raised an exception in a stage."""
@@ -118,6 +125,7 @@ class Failure:
     @classmethod
     def of_exception(cls, name: str, message: str, *, stage: str, traceback: str = "", where: str = "") -> Failure:
         """Return the failure of a candidate that raised an exception in another process, by name and message."""
+        message = shortened(message)
         signature = Signature(
             kind="exception", stage=stage, type=name, message=normalise(essence(message)), where=where
         )

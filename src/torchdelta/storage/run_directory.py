@@ -8,7 +8,7 @@ A run may continue what `run.json` says is its own, and nothing else: the result
 of options are never taken for the run's own. Files that no run is known to have written are never touched: they are
 refused. Start reading at `RunDirectory.__enter__`.
 
-    with RunDirectory(out, question=Question(command="minify", case=case, level="dynamo"), names=REDUCTION) as run:
+    with RunDirectory(out, question=RunQuestion(command="minify", case=case, level="dynamo"), names=REDUCTION) as run:
         run.is_continued       # whether results of the same question are there, and are to be continued
 """
 
@@ -32,7 +32,7 @@ _FORMAT = FileFormat(kind="run", version=1, remedy="name another directory")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class RunQuestion:
     """What a run was asked: results of one question are never taken for those of another."""
 
     command: str
@@ -63,7 +63,7 @@ DIAGNOSIS = ResultNames(
 class RunDirectory:
     """The directory of one run: `with` makes and locks it, and tells whether an earlier run is continued."""
 
-    def __init__(self, path: Path, *, question: Question, names: ResultNames, resume: bool = False) -> None:
+    def __init__(self, path: Path, *, question: RunQuestion, names: ResultNames, resume: bool = False) -> None:
         """Store the settings. With `resume`, results of the same question are continued instead of moved away."""
         self.path, self._question, self._names, self._resume = path, question, names, resume
         self.is_continued = False
@@ -109,7 +109,7 @@ class RunDirectory:
         results = self._results()
         run = self.path / _RUN
         if run.exists():
-            earlier: Question = decode(Question, _FORMAT.read(run), _RUN)
+            earlier: RunQuestion = decode(RunQuestion, _FORMAT.read(run), _RUN)
             self._sweep_unfinished()
             if self._resume:
                 if earlier != self._question:
