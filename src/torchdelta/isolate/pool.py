@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -72,7 +72,9 @@ class Query:
 
     def wait(self) -> None:
         """Wait until the query has ended, with or without an outcome."""
-        wait([self._future])
+        # not `futures.wait`, which waits for a query that was cancelled before it began
+        with suppress(CancelledError):
+            self._future.exception()
 
     def cancel(self) -> None:
         """End the query. Its outcome is the failure `cancelled`, unless another outcome comes first."""
