@@ -9,7 +9,7 @@ export NUMBA_CACHE_DIR ?= $(CURDIR)/.cache/numba
 # On some x86 machines oneDNN's bfloat16 matmul dies with SIGILL.
 export ONEDNN_MAX_CPU_ISA ?= AVX2
 
-.PHONY: demo test test-fast test-long test-spawn lint bench bench-verdicts bench-locate sweep-ops setup lock clean
+.PHONY: demo test test-fast test-long test-spawn test-chaos lint bench bench-verdicts bench-locate sweep-ops setup lock clean
 
 setup: $(STAMP)
 
@@ -46,6 +46,11 @@ test-long: setup
 test-spawn: setup
 	TORCHDELTA_TEST_SPAWN=1 $(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_isolate.py tests/test_cli.py \
 		tests/test_minify.py tests/test_reduction_cli.py
+
+# Ten minutes of commands that are killed, interrupted and short of disk; the seed of a failure is in its message.
+SEED ?= 0
+test-chaos: setup
+	$(BIN)/python tests/chaos.py --seconds 600 --seed $(SEED)
 
 bench: setup
 	$(BIN)/python benchmarks/compare.py

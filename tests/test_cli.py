@@ -14,7 +14,7 @@ import pytest
 
 import torchdelta.cli
 from programs import reports
-from torchdelta.cli import check, show
+from torchdelta.cli import options, show
 from torchdelta.cli.options import read_option
 from torchdelta.errors import UsageError
 from torchdelta.records.codec import Saved, read_report, write_report
@@ -309,7 +309,7 @@ class TestBadInput:
         def fail(*_):
             raise UsageError("cannot write report.json: No space left on device")
 
-        monkeypatch.setattr(check, "write_report", fail)
+        monkeypatch.setattr(options, "write_report", fail)
 
         ran = command_line("check", *BUILD, "--json", "report.json")
 
@@ -339,12 +339,18 @@ class TestBadInput:
         assert "outputs['drifting']" in note
         assert "outputs['steady']" not in note
 
-    @pytest.mark.parametrize("words", [("check",), ("minify", "-o", "out")])
-    def test_a_panic_of_the_program_is_no_verdict(self, words, command_line):
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            (("check",), "the program raised Panic, which is not an Exception"),
+            (("minify", "-o", "out"), "programs.py:panics: the factory raised Panic: (no message)"),
+        ],
+    )
+    def test_a_panic_of_the_program_is_no_verdict(self, words, said, command_line):
         ran = command_line(*words, "programs.py:panics", "-t", "eager")
 
         assert ran.code == 2
-        assert ran.err.splitlines()[-1] == "torchdelta: the program raised Panic, which is not an Exception"
+        assert ran.err.splitlines()[-1] == f"torchdelta: {said}"
 
     def test_with_debug_has_its_traceback(self, command_line):
         ran = command_line("check", "programs.py:raises", "-t", "eager", "--debug")

@@ -63,6 +63,11 @@ class TestWords:
             ("snr>=35", "unknown metric 'snr': did you mean sqnr"),
             ("zzz>=35", "unknown metric 'zzz': there are cosine, max_abs, max_rel, rms, sqnr"),
             ("rtol", "unknown policy 'rtol': it is .*rtol=R,atol=A"),
+            ("cosine>=2", "cosine is from -1 to 1, so this bound decides nothing"),
+            ("cosine>=-1", "this bound decides nothing"),
+            ("cosine<=1", "this bound decides nothing"),
+            ("max_abs<=-0.1", "max_abs is from 0 to inf"),
+            ("rms>=0", "this bound decides nothing"),
             ("rtol=", "malformed policy 'rtol=': put a number in place of ''"),
             ("rtol=small", "put a number in place of 'small'"),
             ("rtol=nan", "put a number in place of 'nan'"),
@@ -294,7 +299,7 @@ class TestThreshold:
     def test_passes_what_is_identical(self, policy, values):
         assert verdict_of(torch.tensor(values), torch.tensor(values), policy) is EQUIVALENT
 
-    @pytest.mark.parametrize("policy", ["sqnr>=-1000", "cosine>=-1", "max_abs<=1e9"])
+    @pytest.mark.parametrize("policy", ["sqnr>=-1000", "cosine>=-0.99", "max_abs<=1e9"])
     def test_never_covers_a_nan_or_an_infinity(self, policy):
         odd = torch.tensor([3.0, NAN, 0.0, 5.0])
         seen = seen_in(self.SIGNAL, odd, policy)

@@ -221,7 +221,7 @@ class TestWrongUsage:
             (["--record", "never", "facts.py"], "--record never: it is one of on_failure, always"),
             (["--graph", "fx", "facts.py"], "--graph fx: it is one of dynamo, aten"),
             (["--every", "-1", "facts.py"], "--every is a number of calls from 0, not -1"),
-            (["--budget", "0", "facts.py"], "--budget is a number of seconds above 0, not 0"),
+            (["--budget", "0", "facts.py"], "--budget is a number above 0, not 0"),
             (["--only-nodes", "few", "facts.py"], "malformed range of node counts 'few'"),
             (["--only-nodes", "9:3", "facts.py"], "no number from 9 to 3"),
             (["--out", "facts.py", "facts.py"], "cannot make the directory facts.py"),

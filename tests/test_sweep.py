@@ -361,7 +361,7 @@ def test_nothing_swept_is_no_success():
         (("--opinfo", "all", "--workers", "0"), "--workers is a number above 0"),
         (("--opinfo", "all", "--samples", "0"), "at least one sample"),
         (("--opinfo", "all", "--gradients", "maybe"), "--gradients is auto, yes or no"),
-        (("--opinfo", "all", "--timeout", "-1"), "--timeout is a number of seconds above 0"),
+        (("--opinfo", "all", "--timeout", "-1"), "--timeout is a number above 0"),
         (("aten.sin", "--args", "float32[3]", "--inputs", "a.py:b"), "leave one out"),
     ],
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torchdelta.guard.backend import guard
 from torchdelta.isolate.pool import Pool
 from torchdelta.locate import locator
 from torchdelta.locate.sensitivity import measure_sensitivity
+from torchdelta.minify.capture import capture_here
 from torchdelta.minify.minifier import Minifier
 from torchdelta.minify.reducer import Progress as ReductionProgress
 from torchdelta.minify.result import MinifiedResult
@@ -32,7 +34,7 @@ from torchdelta.operators.check import check_op
 from torchdelta.passes.pipeline import check_pipeline
 from torchdelta.passes.watch import watch_passes
 from torchdelta.program.stages import Loss, OptimizerFactory
-from torchdelta.records.case import CheckOptions, SearchLimits
+from torchdelta.records.case import CheckOptions, SearchLimits, case_of
 from torchdelta.records.comparison import Scalar
 from torchdelta.records.location import Location
 from torchdelta.records.recording import complete
@@ -41,6 +43,7 @@ from torchdelta.records.sensitivity import Sensitivity
 from torchdelta.records.verdict import Verdict
 from torchdelta.repro.confirm import CleanProcess
 from torchdelta.storage.captures import read_capture
+from torchdelta.storage.run_directory import REDUCTION, RunDirectory, RunQuestion
 from torchdelta.transforms.base import Transform
 from torchdelta.transforms.quantize import Quantize
 
@@ -216,27 +219,31 @@ def minify(
 
     If no graph of it fails by itself, the result is a `WholeProgram`, whose script runs the program itself; raise
     NothingToMinify if the program does not fail, or is alive and not named by its factory. Takes the keywords of
-    `check` too. Queries run in workers; without `isolated`, or if no other process can import the transform, in
-    this process. The best graph so far is kept in the directory `out`, and `resume` continues from there. The first
-    query may take `timeout_s`. Of several failures, the first whose signature matches the regular expression
-    `match` is followed. The level `aot` makes graphs of AOTAutograd smaller instead of dynamo's. `workers` is a
-    pool and `clean` a process that were started earlier. The script is left to the result's `write`; if its path is
-    given as `script`, a draft with or without `data` is run while the last queries are.
+    `check` too. Queries run in workers; without `isolated`, or if no other process can import the transform, in this
+    process. The best graph so far is kept in the directory `out`, and `resume` continues from there; UsageError if the
+    directory is in use, is about another question, or has files that torchdelta did not write. The first query may take
+    `timeout_s`. Of several failures, the first whose signature matches the regular expression `match` is followed. The
+    level `aot` makes graphs of AOTAutograd smaller instead of dynamo's. `workers` is a pool and `clean` a process that
+    were started earlier. The script is left to the result's `write`; if its path is given as `script`, a draft with or
+    without `data` is run while the last queries are.
     """
     check_options = complete(program, CheckOptions.read(**options))
-    with runtime.preserved():
+    limits = SearchLimits(
+        timeout_s=timeout_s, memory_bytes=memory_bytes, queries=queries, seconds=seconds, match=match, level=level
+    )
+    if resume and out is None:
+        raise errors.UsageError("`resume` needs the directory `out` of the earlier run")
+    question = RunQuestion(command="minify", case=case_of(program, check_options), level=level)
+    directory = RunDirectory(Path(out), question=question, names=REDUCTION, resume=resume) if out is not None else None
+    with runtime.preserved(), directory or nullcontext():
+        check = prepare(program, args, kwargs, options=check_options)
         minifier = Minifier(
-            check=prepare(program, args, kwargs, options=check_options),
+            case=check.case,
+            capture=lambda: capture_here(check, level),
             transform=check_options.transform,
-            limits=SearchLimits(
-                timeout_s=timeout_s,
-                memory_bytes=memory_bytes,
-                queries=queries,
-                seconds=seconds,
-                match=match,
-                level=level,
-            ),
-            out=Path(out) if out is not None else None,
+            limits=limits,
+            notes=[*directory.notes] if directory is not None else [],
+            out=directory.path if directory is not None else None,
             is_resumed=resume,
             is_isolated=isolated,
             program=program if isinstance(program, str) else None,

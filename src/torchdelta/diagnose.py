@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from torchdelta._torch.compile import settings
 from torchdelta._torch.process import runtime
 from torchdelta.check import exceptions
 from torchdelta.check.check import Check
-from torchdelta.check.graphs import CapturedGraph, GraphRecorder, read_graphs
+from torchdelta.check.graphs import GraphRecorder, ProgramGraphs
 from torchdelta.check.isolated import check_isolated
 from torchdelta.check.prepare import prepare
 from torchdelta.errors import (
     EnvironmentUnfit,
     NothingToMinify,
+    ProgramError,
     ReportUnreadable,
     ReproUnwritable,
     TorchDeltaError,
@@ -34,20 +36,20 @@ from torchdelta.isolate.pool import Pool
 from torchdelta.locate.isolated import WORKER as LOCATE_WORKER
 from torchdelta.locate.isolated import locate_isolated
 from torchdelta.locate.locator import Locator
-from torchdelta.minify.capture import as_subjects
+from torchdelta.minify.capture import ProgramSubjects, capture_here, capture_isolated, read_captured
 from torchdelta.minify.journal import Journal
 from torchdelta.minify.minifier import Minifier
-from torchdelta.minify.queries import plain_settings, spec_of
+from torchdelta.minify.queries import spec_of
 from torchdelta.minify.result import MinifiedResult
-from torchdelta.minify.subject import Subject
 from torchdelta.minify.warm_workers import pool_for
-from torchdelta.records.case import DYNAMO, CheckOptions, SearchLimits
+from torchdelta.records.case import DYNAMO, CheckOptions, SearchLimits, case_of
 from torchdelta.records.codec import read_report, write_report
 from torchdelta.records.location import Location
 from torchdelta.records.recording import recording_of
 from torchdelta.records.report import Culprit, Report, compares_exceptions
 from torchdelta.records.signatures import signatures_of
 from torchdelta.records.verdict import Verdict
+from torchdelta.storage.run_directory import DIAGNOSIS, RunDirectory, RunQuestion
 
 REPORT, REPRO = "report.json", "repro.py"
 FOUND = "found.json"
@@ -77,7 +79,7 @@ class Diagnosis:
     notes: list[str] = field(default_factory=list)
     report: Report | None = None
     """The report after check and locate."""
-    subjects: Sequence[Subject] | None = None
+    captured: ProgramSubjects | None = None
     """The graphs of the program, once a step has captured them."""
     minified: list[MinifiedResult] = field(default_factory=list)
     issues: list[Path] = field(default_factory=list)
@@ -89,17 +91,26 @@ class Diagnosis:
         The report is written to the directory `out` too, which is made. UsageError, EnvironmentUnfit, and errors of
         loading or checking the program are raised; other errors of locating and minifying become notes on the report.
         """
-        self.out.mkdir(parents=True, exist_ok=True)
+        question = RunQuestion(command="diagnose", case=case_of(self.program, self.options), level=self.limits.level)
         pool = (
             nullcontext(self.workers)
             if self.workers is not None
             else pool_for(spec_of(self.options.transform), preload=(LOCATE_WORKER,))
         )
-        with pool as self.pool, runtime.preserved():
-            self.check: Check = prepare(
-                self.program, self.args, self.kwargs, options=self.options, progress=self.progress
-            )
+        directory = RunDirectory(self.out, question=question, names=DIAGNOSIS, resume=self.is_resumed)
+        with directory, pool as self.pool, runtime.preserved():
+            self.notes += directory.notes
             return self._run_steps()
+
+    @cached_property
+    def _check_here(self) -> Check:
+        """The check of a program that has to run in this process; building it loads the program."""
+        return prepare(self.program, self.args, self.kwargs, options=self.options, progress=self.progress)
+
+    @property
+    def _named(self) -> str | None:
+        """The name of the program if workers can load it and its options, and so no code of it runs in this process."""
+        return self.program if isinstance(self.program, str) and self.options.is_named else None
 
     def _run_steps(self) -> Report:
         """Check, locate and minify, and return the report; after a check that did not fail, return its report at once.
@@ -122,18 +133,10 @@ class Diagnosis:
     def _read_earlier(self) -> Report | None:
         """Return the report in `found.json` of an earlier diagnosis, or None if there is none or `is_resumed` is False.
 
-        UsageError if it is about another case, ReportUnreadable if it cannot be read.
+        ReportUnreadable if it cannot be read. That it is about the same case is known from the directory.
         """
         path = self.out / FOUND
-        if not self.is_resumed or not path.exists():
-            return None
-        report = read_report(path)
-        if report.case != self.check.case:
-            raise UsageError(
-                f"{path} is about {report.case.program} under {report.case.transform}, or was asked with other "
-                "options: resume with the same ones, or name another directory"
-            )
-        return report
+        return read_report(path) if self.is_resumed and path.exists() else None
 
     def _take_step(self, name: str, report: Report, step: Callable[[Report], Report]) -> Report:
         """Call `step` with the report, write the report that it returns to `report.json`, and return that.
@@ -160,18 +163,18 @@ class Diagnosis:
     @property
     def _settings(self) -> dict[str, Any]:
         """The compiler's settings that a worker has to make."""
-        return plain_settings(settings.changed_settings())
+        return settings.plain_settings(settings.changed_settings())
 
     def _check(self) -> Report:
         """Check the program where a crash does no harm, if possible, and return the report.
 
         A named program with named options is checked in a worker, and any other in this process. In the latter case
         workers check its graphs first, if they can import the transform; if a graph ends its worker, the report on that
-        graph is returned instead. Graphs that were captured for that are kept in `subjects`.
+        graph is returned instead. Graphs that were captured for that are kept in `captured`.
         """
-        if isinstance(self.program, str) and self.options.is_named:
+        if self._named is not None:
             return check_isolated(
-                self.program,
+                self._named,
                 self.options,
                 timeout_s=self.limits.timeout_s,
                 memory_bytes=self.limits.memory_bytes,
@@ -182,24 +185,25 @@ class Diagnosis:
         if spec_of(self.options.transform) is not None:
             minifier = self._minifier()
             death = minifier.report_death()
-            self.subjects = minifier.subjects
+            self.captured = minifier.captured
             if death is not None:
                 return death
-        return exceptions.run(self.check)
+        return exceptions.run(self._check_here)
 
     def _locate(self, report: Report) -> Report:
         """Search for culprits, and return the report with those that were found; unchanged if it is not DIVERGED.
 
         It gets coverage and notes of the search too. A named program with named options is searched in a worker, and
-        any other in this process. Graphs that the search captures become `subjects`, if there are none yet.
+        any other in this process. Graphs that the search captures become `captured`, if there are none yet.
         """
         if report.verdict is not Verdict.DIVERGED:
             return report
-        needs_graphs = self.subjects is None and self.limits.level == DYNAMO
-        if isinstance(self.program, str) and self.options.is_named:
+        needs_graphs = self.captured is None and self.limits.level == DYNAMO
+        captured: ProgramGraphs | None = None
+        if self._named is not None:
             with tempfile.TemporaryDirectory(prefix="graphs-", dir=self.pool.directory) as directory:
                 location = locate_isolated(
-                    self.program,
+                    self._named,
                     self.options,
                     report,
                     pool=self.pool,
@@ -208,12 +212,13 @@ class Diagnosis:
                     graphs=Path(directory) if needs_graphs else None,
                     progress=self.progress,
                 )
-                captured = _read_captured(Path(directory))
+                captured = _read_if_possible(self._named, Path(directory))
         else:
             recorder = GraphRecorder() if needs_graphs else None
-            location = Locator(check=self.check, report=report, recorder=recorder).run()
-            captured = recorder.captured if recorder is not None else []
-        self.subjects = self.subjects or as_subjects(captured) or None
+            location = Locator(check=self._check_here, report=report, recorder=recorder).run()
+            captured = ProgramGraphs.captured_here(recorder.captured) if recorder is not None else None
+        if self.captured is None and captured is not None and (of_graphs := ProgramSubjects.of(captured)).subjects:
+            self.captured = of_graphs
         return with_location(report, location)
 
     def _minifier(self, culprit: Culprit | None = None, number: int = 1) -> Minifier:
@@ -224,10 +229,11 @@ class Diagnosis:
         """
         out = self.out / ("minify" if number == 1 else f"minify-{number}")
         return Minifier(
-            check=self.check,
+            case=case_of(self.program, self.options),
+            capture=self._capture,
             transform=self.options.transform,
             limits=self.limits,
-            subjects=self.subjects,
+            captured=self.captured,
             out=out,
             is_resumed=self.is_resumed and Journal(directory=out).is_there,
             culprit=culprit,
@@ -242,12 +248,18 @@ class Diagnosis:
             tell=lambda progress: self.progress(f"minify: {progress}"),
         )
 
+    def _capture(self) -> ProgramSubjects:
+        """Return the graphs of the program, captured where a crash does no harm, if possible."""
+        if self._named is None:
+            return capture_here(self._check_here, self.limits.level)
+        return capture_isolated(self._named, self.options, limits=self.limits, settings=self._settings, pool=self.pool)
+
     def _reproduce(self, report: Report) -> Report:
         """Minify each group of failures and write its script; return the report with the first reduction and script.
 
         A group is the culprits of one operation and stage; without culprits there is one group. Without `does_all` only
         the first group is done, with a note if there are more. Results are appended to `minified`, and captured graphs
-        are kept in `subjects`. If no graph shows a failure, or the program raises eagerly, the script is the program
+        are kept in `captured`. If no graph shows a failure, or the program raises eagerly, the script is the program
         itself; NothingToMinify if it has no name, and of a later group a note.
         """
         self.report = report
@@ -274,7 +286,7 @@ class Diagnosis:
                 self.notes.append(str(error))
                 continue
             finally:
-                self.subjects = minifier.subjects
+                self.captured = minifier.captured
             self.minified.append(small)
             report = self._write_script(report, small, number)
         return report
@@ -315,12 +327,12 @@ class Diagnosis:
         write_report(report, self.out / REPORT)
 
 
-def _read_captured(directory: Path) -> list[CapturedGraph]:
-    """Return the graphs that a worker wrote, or none if they cannot be read: they can be captured here too."""
+def _read_if_possible(program: str, directory: Path) -> ProgramGraphs | None:
+    """Return the graphs of a program that a worker wrote, or None if they cannot be read: they are captured again."""
     try:
-        return read_graphs(directory)
-    except ReportUnreadable:
-        return []
+        return read_captured(program, directory)
+    except (ReportUnreadable, ProgramError):
+        return None
 
 
 def with_location(report: Report, location: Location) -> Report:

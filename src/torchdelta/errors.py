@@ -8,6 +8,9 @@ a failure like any other, because an extension in Rust panics by raising one (`c
 
 from __future__ import annotations
 
+import hashlib
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,7 +21,7 @@ class TorchDeltaError(Exception):
     """The root: its message says what is wrong, where, and what to do."""
 
     def __init__(self, message: str, *, report: Report | None = None) -> None:
-        super().__init__(message)
+        super().__init__(shortened(message))
         self.report = report
 
 
@@ -91,12 +94,62 @@ class SearchFailed(TorchDeltaError):
 _caught: tuple[type[BaseException], ...] = (Exception, SystemExit)
 
 
+LONGEST = 4000
+"""A longer message is cut, because a screen does not show it and every step would copy it."""
+_SLACK = 1000
+"""A text that was cut is longer than `LONGEST` by the words that say so, and is not cut again."""
+_LONGEST_TRACEBACK = 64 << 10
+_full_texts: Path | None = None
+
+
 def message_of(error: BaseException) -> str:
-    """Return the message of an exception of foreign code, whose own `__str__` may raise; then a text that says so."""
+    """Return the message of an exception of foreign code, `shortened`; without one, a text that says so.
+
+    Its own `__str__` may raise; then the text says that.
+    """
     try:
-        return str(error)
+        message = str(error)
     except Exception as failed:
         return f"(its message cannot be read: {type(failed).__name__})"
+    nothing = "out of memory" if isinstance(error, MemoryError) else "(no message)"
+    return shortened(message) or nothing
+
+
+def shortened(text: str) -> str:
+    """Return a text, or if it is much longer than `LONGEST` its first and last part, and the path of a file with all.
+
+    The file is in the directory of `keep_full_texts`, by default among the temporary files.
+    """
+    if len(text) <= LONGEST + _SLACK:
+        return text
+    half = LONGEST // 2
+    cut = len(text) - 2 * half
+    return f"{text[:half]}\n[{cut:,} characters are left out here; {_keep(text)}]\n{text[-half:]}"
+
+
+def shortened_traceback(text: str) -> str:
+    """Return the text of a traceback, or its end if it is very long, as one that repeats a long message is."""
+    if len(text) <= _LONGEST_TRACEBACK:
+        return text
+    return f"[{len(text) - _LONGEST_TRACEBACK:,} characters are left out]\n{text[-_LONGEST_TRACEBACK:]}"
+
+
+def keep_full_texts(directory: Path) -> None:
+    """Write the full texts of long messages into this directory from now on; for workers, whose own is removed."""
+    global _full_texts
+    _full_texts = directory
+
+
+def _keep(text: str) -> str:
+    """Write a text to a file that is named by its content, and return where it is, or why it is not."""
+    data = text.encode(errors="backslashreplace")
+    directory = _full_texts or Path(tempfile.gettempdir())
+    path = directory / f"torchdelta-message-{hashlib.sha256(data).hexdigest()[:12]}.txt"
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        return f"they could not be written to {path}: {error.strerror or error}"
+    return f"the whole text is in {path}"
 
 
 def caught_from_user_code() -> tuple[type[BaseException], ...]:

@@ -82,8 +82,7 @@ class _Auditor:
         progress("without a fault")
         if failure := self._clean.failure:
             raise ProgramError(
-                f"{self.control.baseline.program.name} cannot be exported, so no fault can be planted in it: "
-                f"{failure.type}: {failure.message}"
+                f"{self.control.baseline.program.name} cannot be exported, so no fault can be planted in it: {failure}"
             )
         control = self.control.run()
         trials: list[FaultTrial] = []
@@ -119,7 +118,7 @@ class _Auditor:
                 return
             assert fault_only.place is not None
             if failure := faulty.failure:
-                reason = f"it fails without the transform too: {failure.type}: {failure.message}"
+                reason = f"it fails without the transform too: {failure}"
                 yield FaultTrial(place=fault_only.place, outcome=TrialOutcome.CRASHED, reason=reason)
             elif _has_same_values(self._clean.observation, faulty.observation):
                 yield FaultTrial(place=fault_only.place, outcome=TrialOutcome.NO_EFFECT)

@@ -202,7 +202,7 @@ class Check(JudgingSteps[Observation]):
             )
         for name in self.case.stages:
             if candidate.failure and candidate.has_failed_by(name):
-                reason = f"{candidate.failure.type}: {candidate.failure.message}"
+                reason = f"{candidate.failure}"
                 return [*stages, Stage(name=name, verdict=Verdict.CRASHED, reason=reason)]
             if name not in baseline.reference.stages or (name != "forward" and not self.transform.traits.has_backward):
                 stages += self._without_gradients(name)

@@ -7,8 +7,7 @@ and `read_graphs` take recorded graphs from a worker to another process.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,13 +16,16 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from torchdelta._torch.compile import settings
 from torchdelta._torch.compile.seams import HandedGraph, Seam, hand_on
 from torchdelta._torch.graphs import graphs
+from torchdelta._torch.process import runtime
 from torchdelta.check.baseline import Baseline
 from torchdelta.errors import ProgramError
 from torchdelta.program.copies import copy_together
 from torchdelta.program.sides import Side
 from torchdelta.records.case import DYNAMO
+from torchdelta.records.strict_json import read_json, write_json
 from torchdelta.storage.graphs import modules_named, read_graph, read_values, write_graph, write_values
 from torchdelta.transforms.base import Transform, TransformedSide
 from torchdelta.transforms.compiler import Compiler
@@ -176,28 +178,54 @@ def _trace(baseline: Baseline, transform: Transform) -> CapturedGraph:
     return CapturedGraph(graph=graphs.flatten_signature(module), inputs=tuple(inputs))
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProgramGraphs:
+    """The graphs of a program, with the global state under which they were captured."""
+
+    graphs: tuple[CapturedGraph, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The compiler's settings that differ from torch's defaults, as far as JSON can carry them."""
+    flags: Mapping[str, Any] | None = None
+    """Torch's flags as `runtime.plain_flags` returns them; None are those of the process that asks."""
+
+    @classmethod
+    def captured_here(cls, graphs: Sequence[CapturedGraph]) -> ProgramGraphs:
+        """Return graphs that were captured in this process, with its settings and flags."""
+        plain = settings.plain_settings(settings.changed_settings())
+        return cls(graphs=tuple(graphs), settings=plain, flags=runtime.plain_flags())
+
+
 def write_graphs(captured: Sequence[CapturedGraph], directory: Path) -> None:
-    """Write graphs and inputs into an existing directory, and then an index; UsageError if one cannot be written."""
+    """Write graphs and inputs into an existing directory, and then an index; UsageError if one cannot be written.
+
+    The index has the compiler's settings and torch's flags of this process too, which the program may have set.
+    """
     rows = []
     for number, each in enumerate(captured):
         write_graph(each.graph, directory / f"graph-{number}.json")
         write_values(each.inputs, directory / f"inputs-{number}.json")
         rows.append({"level": each.level, "modules": modules_named(each.graph)})
-    (directory / _INDEX).write_text(json.dumps(rows), encoding="utf-8")
+    state = ProgramGraphs.captured_here(())
+    index = {"graphs": rows, "settings": state.settings, "flags": state.flags}
+    write_json(directory / _INDEX, index)
 
 
-def read_graphs(directory: Path) -> list[CapturedGraph]:
+def read_graphs(directory: Path) -> ProgramGraphs | None:
     """Return the graphs that `write_graphs` wrote; ReportUnreadable if the file of a graph or its inputs is damaged.
 
-    The list is empty if there is no index, which `write_graphs` writes last.
+    None if there is no index, which `write_graphs` writes last. A graph that calls the user's own functions or
+    operators can be read only once their modules are imported here.
     """
     path = directory / _INDEX
-    rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    return [
+    if not path.exists():
+        return None
+    index = read_json(path, remedy="capture the graphs again")
+    captured = [
         CapturedGraph(
             graph=read_graph(directory / f"graph-{number}.json", allow=row["modules"]),
             inputs=tuple(read_values(directory / f"inputs-{number}.json", allow=row["modules"])),
             level=row["level"],
         )
-        for number, row in enumerate(rows)
+        for number, row in enumerate(index["graphs"])
     ]
+    return ProgramGraphs(graphs=tuple(captured), settings=index["settings"], flags=index["flags"])

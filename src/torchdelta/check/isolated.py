@@ -22,7 +22,8 @@ from torchdelta.records.verdict import Verdict
 WORKER = "torchdelta.check.worker"
 SEMANTIC = "semantic"
 CANDIDATE_PARTS = frozenset({"candidate", SEMANTIC})
-"""The parts of a check in which the candidate runs. A crash in any other part is not the candidate's fault."""
+"""The parts of a check in which the candidate runs. A crash before the first of them is not the candidate's fault. A
+crash after it is, because the candidate may have damaged memory, and the reference had run before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,7 @@ def check_isolated(
             why = f"asking float64 whether it is the same function ended the process ({death.message})"
             notes = (f"{why}: that question was left out",)
             outcome = ask(replace(options, semantic=False))
-    result = outcome.read(Report, "report", program=program, runs_candidate=CANDIDATE_PARTS.__contains__)
+    result = outcome.read(Report, "report", program=program, candidate_parts=CANDIDATE_PARTS)
     if isinstance(result, Failure):
         return IsolatedCheck(report=report_of_death(result, case, outcome.part), output=outcome.output)
     report = replace(result, case=case, notes=(*result.notes, *notes))
@@ -101,7 +102,7 @@ def report_of_death(failure: Failure, case: Case, part: str = "") -> Report:
     comparisons; its reason is the failure's message, with the part if no candidate runs in it.
     """
     verdict = Verdict.TIMED_OUT if failure.kind == "timeout" else Verdict.CRASHED
-    where = f" (in {part})" if part and part not in CANDIDATE_PARTS else ""
+    where = f" (in its part {part!r})" if part and part not in CANDIDATE_PARTS else ""
     return Report(
         verdict=verdict,
         environment=environment_without_torch(),

@@ -99,7 +99,7 @@ def _run_whole(baseline: Baseline, transform: Transform, native: CandidateRun | 
         return LiftedRun(asked=f"not asked: {error}")
     if failure := candidate.failure:
         # a compiler says in its first line that a backend failed, and in the second how
-        message = " ".join(f"{failure.type}: {failure.message}".splitlines()[:2])
+        message = " ".join(f"{failure}".splitlines()[:2])
         return LiftedRun(asked=f"not asked: the transform fails on the program in float64 ({message})")
     if why := candidate.untransformed():
         return LiftedRun(asked=f"not asked: in float64 {why}")

@@ -98,7 +98,7 @@ def _run_candidate(check: Check, transform: Transform, *, is_lifted: bool) -> st
     run = baseline.run(transform)
     if run.failure is None:
         return ""
-    message = f"{run.failure.type}: {run.failure.message}".splitlines()[0]
+    message = f"{run.failure}".splitlines()[0]
     return f"the candidate failed while its nodes were looked at: {message}"
 
 

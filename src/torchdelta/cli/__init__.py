@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import io
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -15,7 +15,10 @@ import typer
 from torchdelta import __version__
 from torchdelta.cli import audit, check, diagnose, locate, minify, op, run, show
 from torchdelta.cli.options import INTERNAL, USAGE
+from torchdelta.cli.output import tolerant_streams
 from torchdelta.errors import TorchDeltaError
+from torchdelta.isolate.process_groups import no_process_left
+from torchdelta.records.printable import printable
 
 app = typer.Typer(
     name="torchdelta",
@@ -41,11 +44,14 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _before(
-    version: Annotated[
+    context: typer.Context,
+    version: Annotated[  # noqa: ARG001 — its callback prints it
         bool, typer.Option("--version", help="Show the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """Does it still compute the same thing?"""
+    if context.invoked_subcommand != "run":  # a script's own daemons outlive it, as under python
+        context.with_resource(no_process_left())
 
 
 def main() -> None:
@@ -55,13 +61,14 @@ def main() -> None:
     is not an Exception gives 2, but SystemExit and KeyboardInterrupt are passed on, and so is a Ctrl-C in a script of
     `run`.
     """
-    streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)]
-    errors_before = {stream: stream.errors for stream in streams}
-    for stream in streams:
-        # a terminal without the character ≠ shows its escape instead of losing the report
-        stream.reconfigure(errors="backslashreplace")
+    with tolerant_streams() as restore:
+        _run(restore)
+
+
+def _run(restore_streams: Callable[[], None]) -> None:
+    """Run the command line, and exit as `main` says; `restore_streams` puts the user's own streams back."""
     try:
-        app(obj=errors_before)
+        app(obj=restore_streams)
     except run.Interrupted:
         # the script's traceback was shown; Python ends the process as it does for any KeyboardInterrupt
         sys.excepthook = lambda *_: None
@@ -69,7 +76,7 @@ def main() -> None:
     except TorchDeltaError as error:
         if "--debug" in sys.argv:
             traceback.print_exc()
-        print(f"torchdelta: {error}", file=sys.stderr)
+        print(f"torchdelta: {printable(str(error))}", file=sys.stderr)
         sys.exit(USAGE)
     except Exception:
         traceback.print_exc()

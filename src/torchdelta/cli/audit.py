@@ -14,12 +14,12 @@ from torchdelta.cli.options import (
     Program,
     Stages,
     Transform,
+    deliver,
     needing_torch,
     read_options,
     running,
 )
 from torchdelta.records.case import Case, CheckOptions, words_of
-from torchdelta.records.codec import write_report
 from torchdelta.report.terminal.audit import print_audit
 
 
@@ -51,6 +51,4 @@ def command(
             per_kind=per_kind,
             progress=progress,
         )
-    print_audit(result, verbose=verbose)
-    if json_file is not None:
-        write_report(result, json_file)
+    deliver(result, json_file, lambda: print_audit(result, verbose=verbose))

@@ -19,6 +19,7 @@ from torchdelta.cli.options import (
     Memory,
     Program,
     TransformIfAny,
+    deliver,
     needing_torch,
     pass_on,
     read_bytes,
@@ -28,8 +29,7 @@ from torchdelta.cli.options import (
     taking,
 )
 from torchdelta.errors import UsageError
-from torchdelta.records.case import CheckOptions
-from torchdelta.records.codec import write_report
+from torchdelta.records.case import CheckOptions, require_positive
 from torchdelta.records.recording import complete
 from torchdelta.report.terminal.check import print_report
 
@@ -56,22 +56,24 @@ def command(
     options = complete(program, replace(options, transform=transform, thorough=thorough))
     if not isolated and (timeout is not None or memory is not None):
         raise UsageError("--timeout and --memory hold for a process of its own: leave --no-isolated out")
-    if timeout is not None and timeout <= 0:
-        raise UsageError(f"--timeout is a number of seconds above 0, not {timeout:g}")
+    require_positive("--timeout", timeout)
     memory_bytes = read_bytes(memory) if memory is not None else None
     with running(options.transform, json_file, verbose=verbose) as progress:
         if isolated:
             require_torch("a check")
             result = check_isolated(program, options, timeout_s=timeout, memory_bytes=memory_bytes, progress=progress)
-            pass_on(result.output, result.warnings, verbose=verbose)
-            report = result.report
+            report, output, texts = result.report, result.output, result.warnings
         else:
             # torch takes seconds to import, and `--help` and `show` do without it
             with needing_torch("a check"):
                 from torchdelta.check.prepare import prepare
                 from torchdelta.check.thorough import run_check
             report = run_check(prepare(program, options=options, progress=progress))
-    print_report(report, verbose=verbose)
-    if json_file is not None:
-        write_report(report, json_file)
+
+    def show() -> None:
+        if isolated:
+            pass_on(output, texts, verbose=verbose)
+        print_report(report, verbose=verbose)
+
+    deliver(report, json_file, show)
     raise typer.Exit(EXIT_OF[report.verdict])

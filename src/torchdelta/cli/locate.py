@@ -14,6 +14,7 @@ from torchdelta.cli.options import (
     JsonFile,
     Program,
     TransformIfAny,
+    deliver,
     needing_torch,
     read_bytes,
     read_check_options,
@@ -23,7 +24,6 @@ from torchdelta.cli.options import (
 )
 from torchdelta.errors import UsageError
 from torchdelta.records.case import CheckOptions
-from torchdelta.records.codec import write_report
 from torchdelta.records.recording import complete
 from torchdelta.report.terminal.location import print_location
 from torchdelta.report.terminal.sensitivity import print_sensitivity
@@ -65,14 +65,10 @@ def command(
             from torchdelta.locate.sensitivity import measure_sensitivity
         if sensitivity:
             effects = measure_sensitivity(program, options=options, progress=progress)
-            print_sensitivity(effects)
-            if json_file is not None:
-                write_report(effects, json_file)
+            deliver(effects, json_file, lambda: print_sensitivity(effects))
             return
         location = locate(
             program, options=options, mapping=pairs, memory_bytes=memory_bytes, cause=cause, progress=progress
         )
-    print_location(location, verbose=show_all or verbose)
-    if json_file is not None:
-        write_report(location, json_file)
+    deliver(location, json_file, lambda: print_location(location, verbose=show_all or verbose))
     raise typer.Exit(EXIT_OF[location.verdict])

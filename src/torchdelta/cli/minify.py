@@ -26,11 +26,12 @@ from torchdelta.cli.options import (
     workers_for,
 )
 from torchdelta.isolate.pool import CAN_FORK
-from torchdelta.records.case import CheckOptions, SearchLimits
+from torchdelta.records.case import CheckOptions, SearchLimits, case_of
 from torchdelta.records.codec import write_report
 from torchdelta.records.recording import complete
 from torchdelta.report.terminal.check import print_report
-from torchdelta.repro.confirm import CleanProcess
+from torchdelta.repro.confirm import CleanProcess, ended
+from torchdelta.storage.run_directory import DIAGNOSIS, RunDirectory, RunQuestion
 
 if TYPE_CHECKING:
     from torchdelta.minify.result import MinifiedResult
@@ -54,18 +55,22 @@ def command(
     options = complete(program, replace(options, transform=transform))
     require_directory(out)
     require_torch("minifying")
-    # the process that will run the script imports torch while this one imports it for itself and the workers
-    clean = CleanProcess(warmup_steps(options.transform, forks=CAN_FORK))
+    question = RunQuestion(command="minify", case=case_of(program, options), level=limits.level)
     with (
+        RunDirectory(out, question=question, names=DIAGNOSIS, resume=resume) as directory,
+        # the process that will run the script imports torch while this one imports it for itself and the workers
+        ended(CleanProcess(warmup_steps(options.transform, forks=CAN_FORK))) as clean,
         workers_for(options.transform, what="minifying") as workers,
         running(options.transform, None, verbose=False) as progress,
     ):
-        from torchdelta.check.prepare import prepare
         from torchdelta.diagnose import module_of
+        from torchdelta.minify.capture import capture_isolated
         from torchdelta.minify.minifier import Minifier
 
         minifier = Minifier(
-            check=prepare(program, options=options),
+            case=question.case,
+            capture=lambda: capture_isolated(program, options, limits=limits, settings={}, pool=workers),
+            notes=[*directory.notes],
             transform=options.transform,
             limits=limits,
             out=out / "minify",

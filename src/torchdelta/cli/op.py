@@ -17,6 +17,7 @@ from torchdelta.cli.options import (
     PolicyIfAny,
     Resume,
     Seed,
+    deliver,
     pass_on,
     read_bytes,
     require_directory,
@@ -27,8 +28,7 @@ from torchdelta.cli.options import (
 from torchdelta.errors import UsageError
 from torchdelta.operators.isolated import check_op_isolated
 from torchdelta.operators.sweep import DTYPES, GRADIENTS, SweepRequest, sweep
-from torchdelta.records.case import words_of
-from torchdelta.records.codec import write_report
+from torchdelta.records.case import require_positive, words_of
 from torchdelta.records.operators import OpReport, Sweep
 from torchdelta.report.terminal.operators import print_operator, print_sweep
 
@@ -162,24 +162,19 @@ def command(
         raise UsageError(f"{name} and --opinfo exclude each other: name one operator, or those of torch's")
     if name is None and sweep["opinfo"] is None:
         raise UsageError("name an operator, or operators of torch's database by --opinfo NAME or --opinfo all")
-    if timeout is not None and timeout <= 0:
-        raise UsageError(f"--timeout is a number of seconds above 0, not {timeout:g}")
+    require_positive("--timeout", timeout)
     limits: dict[str, Any] = {"timeout_s": timeout, "memory_bytes": read_bytes(memory) if memory is not None else None}
     require_torch("a check of an operator")
     if name is None:
         _refuse(call, "one operator, and --opinfo names those of torch's database")
         with running("sweep", json_file, verbose=verbose) as progress:
             result = run_sweep(sweep, questions, progress=progress, **limits)
-        if json_file is not None:
-            write_report(result, json_file)
-        print_sweep(result, verbose=verbose)
+        deliver(result, json_file, lambda: print_sweep(result, verbose=verbose))
         raise typer.Exit(EXIT_OF[result.verdict] if len(result.swept) == result.total else _INTERRUPTED)
     _refuse(sweep, "a sweep over torch's database, and needs --opinfo")
     with running(name, json_file, verbose=verbose) as progress:
         report = _check(name, call, questions, limits, progress, verbose=verbose)
-    if json_file is not None:
-        write_report(report, json_file)
-    print_operator(report, verbose=verbose)
+    deliver(report, json_file, lambda: print_operator(report, verbose=verbose))
     raise typer.Exit(EXIT_OF[report.verdict])
 
 

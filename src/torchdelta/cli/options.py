@@ -34,9 +34,12 @@ from torchdelta.isolate.worker import import_all
 from torchdelta.isolate.zygote_start import is_forkable
 from torchdelta.minify.warm_workers import pool_for
 from torchdelta.records import trust as records_trust
-from torchdelta.records.case import CheckOptions, SearchLimits
+from torchdelta.records.case import CheckOptions, SearchLimits, require_positive
+from torchdelta.records.codec import write_report
 from torchdelta.records.comparison import Scalar
+from torchdelta.records.printable import printable
 from torchdelta.records.verdict import Verdict
+from torchdelta.report.terminal.style import console_for
 
 Program = Annotated[
     str, typer.Argument(help="path/file.py:factory, package.module:factory, or a directory that a guard recorded.")
@@ -158,12 +161,12 @@ def running(transform: str, json_file: Path | None, *, verbose: bool) -> Iterato
     """
     if json_file is not None:
         require_writable(json_file)
-    console = Console(stderr=True)
+    console = console_for(sys.stderr)
     with (
         nullcontext() if verbose else counting_warnings(console),
         console.status("loading torch", spinner="dots") as status,
     ):
-        yield lambda part: status.update(Text(f"{transform}: {part}"))
+        yield lambda part: status.update(Text(printable(f"{transform}: {part}")))
 
 
 def require_torch(what: str) -> None:
@@ -280,7 +283,19 @@ def pass_on(output: str, texts: Sequence[str], *, verbose: bool) -> None:
     for text in texts if verbose else ():
         sys.stderr.write(text)
     if not verbose:
-        print_warning_count(len(texts), Console(stderr=True))
+        print_warning_count(len(texts), console_for(sys.stderr))
+
+
+def deliver(result: Any, json_file: Path | None, show: Callable[[], None]) -> None:
+    """Write the result of a command to its file, if there is one, and then print it by `show`.
+
+    If the file cannot be written, the result is printed all the same; then UsageError.
+    """
+    try:
+        if json_file is not None:
+            write_report(result, json_file)
+    finally:
+        show()
 
 
 def require_writable(path: Path) -> None:
@@ -334,8 +349,7 @@ def read_limits(
     malformed.
     """
     for name, value in (("timeout", timeout), ("queries", queries), ("seconds", seconds)):
-        if value is not None and value <= 0:
-            raise UsageError(f"--{name} is a number above 0, not {value:g}")
+        require_positive(f"--{name}", value)
     return SearchLimits(
         match=match,
         level=level,
@@ -360,7 +374,10 @@ def workers_for(transform: str, *, what: str, preload: Sequence[str] = ()) -> It
     # objects that are alive at the end go with the process; collecting garbage among them first takes a second
     atexit.register(gc.freeze)
     # without a spinner, because that has a thread, and a process with threads must not fork
-    with needing_torch(what), Live("loading torch", console=Console(stderr=True), auto_refresh=False, transient=True):
+    with (
+        needing_torch(what),
+        Live("loading torch", console=console_for(sys.stderr), auto_refresh=False, transient=True),
+    ):
         import_all(["torchdelta.api"])
     with pool_for(transform, preload=preload, from_here=was_forkable) as pool:
         yield pool

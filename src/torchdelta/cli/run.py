@@ -10,18 +10,19 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from torchdelta.cli.options import EXIT_OF, Debug, Policy, require_directory, require_torch, taking
+from torchdelta.cli.output import tolerant
 from torchdelta.errors import UsageError
 from torchdelta.guard.compiles import ALL, GuardedCompiles
 from torchdelta.guard.script import CODE, FILE, MODULE, Script, ScriptEnding, run_script
-from torchdelta.records.case import Case
+from torchdelta.records.case import Case, require_positive
 from torchdelta.records.guard import CHOICES, GuardSummary
 from torchdelta.records.passes import PassSummary
 from torchdelta.records.verdict import Verdict
-from torchdelta.report.terminal.guard import print_guard_summary
+from torchdelta.report.terminal.guard import console_for_summary, print_guard_summary
+from torchdelta.report.terminal.style import console_for
 
 SETTINGS = {"allow_interspersed_args": False}
 """How the command line is read: arguments behind the script are the script's own."""
@@ -54,8 +55,7 @@ def read_guard_options(
     """
     if every < 0:
         raise UsageError(f"--every is a number of calls from 0, not {every}")
-    if budget is not None and budget <= 0:
-        raise UsageError(f"--budget is a number of seconds above 0, not {budget:g}")
+    require_positive("--budget", budget)
     words = {
         "check": check,
         "on_failure": on_failure,
@@ -112,9 +112,8 @@ def command(
         wanted=guard or (None if watch_passes else ALL),
         is_watching=watch_passes,
     )
-    for stream, errors in (context.obj or {}).items():
-        # the script's output is encoded as it would be without torchdelta
-        stream.reconfigure(errors=errors)
+    if context.obj is not None:
+        context.obj()  # the script's streams are those that it would have without torchdelta
     started_in = os.getpid()
     with compiles.guard_all():
         ending = run_script(program)
@@ -137,12 +136,13 @@ def _sum_up(compiles: GuardedCompiles, ending: ScriptEnding, *, strict: bool) ->
         if sys.stdout is not None:
             sys.stdout.flush()
     if not ending.is_interrupted:
-        with Console(file=sys.__stderr__).status("looking into what was found", spinner="dots") as status:
+        with console_for(tolerant(sys.__stderr__)).status("looking into what was found", spinner="dots") as status:
             compiles.finish(tell=lambda part: status.update(Text(part)))
     summary, watched = compiles.summary(), compiles.pass_summary()
     # a script that closed its stderr gets no summary
-    if sys.__stderr__ is not None and not sys.__stderr__.closed:
-        print_guard_summary(summary, watched)
+    stderr = tolerant(sys.__stderr__)
+    print_guard_summary(summary, watched, console_for_summary(stderr))
+    stderr.flush()
     if strict and ending.status == 0 and _is_wrong(summary, watched):
         return ScriptEnding(status=EXIT_OF[Verdict.DIVERGED])
     return ending

@@ -34,6 +34,8 @@ METRICS.add("cosine", lambda pair: pair.cosine if pair.square_error else 1.0)  #
 METRICS.add("max_abs", attrgetter("max_abs"))
 METRICS.add("max_rel", attrgetter("max_rel"))
 METRICS.add("rms", attrgetter("rms_error"))
+METRIC_RANGES = {"cosine": (-1.0, 1.0), "max_abs": (0.0, math.inf), "max_rel": (0.0, math.inf), "rms": (0.0, math.inf)}
+"""The smallest and the largest value of a metric, where it has them."""
 
 
 # tuples instead of dataclasses: every leaf has one of each, and a frozen dataclass takes three times as long to build

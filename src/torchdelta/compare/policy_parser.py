@@ -9,7 +9,7 @@ import math
 import re
 
 from torchdelta.compare.noise import Noise
-from torchdelta.compare.policy import METRICS, Bitwise, Policy, Threshold, Tolerance
+from torchdelta.compare.policy import METRIC_RANGES, METRICS, Bitwise, Policy, Threshold, Tolerance
 from torchdelta.errors import UsageError
 
 _THRESHOLD = re.compile(r"(?P<metric>\w+)\s*(?P<sign>>=|<=)\s*(?P<bound>[^<>=]*)")
@@ -36,10 +36,25 @@ def parse(text: str) -> Policy:
         return Noise(accepted)
     if match := _THRESHOLD.fullmatch(words):
         METRICS.get(match["metric"])
-        return Threshold(match["metric"], match["sign"] == ">=", _number(match["bound"], text))
+        bound, is_least = _number(match["bound"], text), match["sign"] == ">="
+        _require_decision(match["metric"], bound, is_least, text)
+        return Threshold(match["metric"], is_least, bound)
     if "=" in words and "<" not in words and ">" not in words:
         return _tolerance(text)
     raise UsageError(f"unknown policy {text!r}: it is {FORMS}")
+
+
+def _require_decision(metric: str, bound: float, is_least: bool, text: str) -> None:
+    """Raise UsageError if every value of a metric is within the bound, or none is: such a policy decides nothing.
+
+    `is_least` tells that the bound is a least value. A metric of unknown range may have any bound.
+    """
+    low, high = METRIC_RANGES.get(metric, (-math.inf, math.inf))
+    decides = low < bound <= high if is_least else low <= bound < high
+    if not decides:
+        raise UsageError(
+            f"malformed policy {text!r}: {metric} is from {low:g} to {high:g}, so this bound decides nothing"
+        )
 
 
 def _tolerance(text: str) -> Tolerance:

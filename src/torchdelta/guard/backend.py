@@ -19,13 +19,14 @@ from torch.fx import GraphModule
 
 from torchdelta._torch.compile import aot, dynamo
 from torchdelta._torch.compile.seams import HandedGraph, Make
+from torchdelta._torch.compile.settings import plain_settings
 from torchdelta._torch.graphs import graphs
 from torchdelta._torch.graphs.nodes import source_line
 from torchdelta.errors import TorchDeltaError, UsageError
 from torchdelta.guard.config import PRESETS, GuardConfig
 from torchdelta.guard.findings import GuardFindings
 from torchdelta.guard.graph import GuardedGraph
-from torchdelta.minify.queries import plain_settings, spec_of
+from torchdelta.minify.queries import spec_of
 from torchdelta.records.guard import GuardedGraphRecord, GuardSummary
 
 _COMPILING = threading.local()

@@ -38,6 +38,8 @@ class GuardedCompiles:
     """The backend to guard; `all` of them, or None."""
     is_watching: bool = False
     """Whether passes are watched."""
+    workplace: Path = field(default_factory=Path.cwd)
+    """The working directory at the start, which the script may leave or delete."""
 
     def __post_init__(self) -> None:
         """Begin without findings, notes and counts."""
@@ -131,7 +133,8 @@ class GuardedCompiles:
         config = GuardConfig(**self.words)
         with self._lock:
             if self._findings is None:
-                self._findings = GuardFindings(out=self.out, command="diagnose" if config.minify else "locate")
+                command = "diagnose" if config.minify else "locate"
+                self._findings = GuardFindings(out=self.out, workplace=self.workplace, command=command)
         return Guard(backend, config, self._findings)
 
     def _count(self, backend: Backend, name: str) -> Backend:

@@ -9,6 +9,7 @@ from torch.fx import GraphModule
 
 from torchdelta.compare.policy_parser import parse
 from torchdelta.errors import UsageError
+from torchdelta.records.case import require_positive
 from torchdelta.records.guard import CHOICES
 
 Only = Callable[[GraphModule], bool] | tuple[int, int]
@@ -45,8 +46,7 @@ class GuardConfig:
                 raise UsageError(f"a guard has no {name}={getattr(self, name)!r}: it is one of {listed}")
         if self.every < 0:
             raise UsageError(f"every is a number of calls from 0, not {self.every}")
-        if self.budget_s is not None and self.budget_s <= 0:
-            raise UsageError(f"budget_s is a time above 0, not {self.budget_s:g}")
+        require_positive("budget_s", self.budget_s)
         if isinstance(self.only, tuple) and (len(self.only) != 2 or self.only[0] > self.only[1]):
             raise UsageError(f"only={self.only} is not a range of node counts: give the least and the largest")
         if self.only is not None and not isinstance(self.only, tuple) and not callable(self.only):

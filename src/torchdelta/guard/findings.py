@@ -37,6 +37,8 @@ class GuardFindings:
 
     out: Path | None = None
     """Where everything is written; None is a new directory, made when there is something to write."""
+    workplace: Path = field(default_factory=Path.cwd)
+    """Where that new directory is made: the script may leave its working directory, or delete it."""
     command: str = "locate"
     """The command that is run on each finding when the run has ended: `locate` or `diagnose`."""
     records: dict[int, GuardedGraphRecord] = field(default_factory=dict)
@@ -73,11 +75,13 @@ class GuardFindings:
         """Return the directory for the recording of a graph's call, within `out`, and make it if there is none.
 
         Its name has the graph's number and level, and the call's number from the second call on. Without `out`, a new
-        directory in the current one becomes `out`, and all earlier records are written to its index.
+        directory in `workplace` becomes `out`, or one among the temporary files if that is gone; all earlier records
+        are written to its index.
         """
         with self.lock:
             if self.out is None:
-                self.out = Path(tempfile.mkdtemp(prefix=PREFIX, dir=Path.cwd()))
+                workplace = self.workplace if self.workplace.is_dir() else None
+                self.out = Path(tempfile.mkdtemp(prefix=PREFIX, dir=workplace))
                 for earlier in self.records.values():
                     self._write_to_index(earlier)
             again = f"-{record.call}" if record.call > 1 else ""

@@ -18,6 +18,7 @@ from torchdelta.records.codec import read_report
 from torchdelta.records.guard import GuardedGraphRecord
 from torchdelta.records.location import Location
 from torchdelta.records.recording import trust_flags
+from torchdelta.records.trust import workplace
 
 LOCATION = "location.json"
 DIAGNOSIS = "diagnosis"
@@ -55,6 +56,7 @@ class FollowupCommand:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                cwd=workplace() or self.directory,  # the script may have deleted its working directory
                 check=False,
             )
 

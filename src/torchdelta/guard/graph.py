@@ -32,7 +32,6 @@ from torchdelta.check.prepare import prepare
 from torchdelta.errors import CompilerFailed, Diverged, ProgramError, TorchDeltaError
 from torchdelta.guard.config import GuardConfig
 from torchdelta.guard.findings import GuardFindings
-from torchdelta.minify.queries import plain_settings
 from torchdelta.passes.real_calls import (
     RecordedCall,
     Run,
@@ -151,7 +150,7 @@ def _failure_on_copies(check: Check) -> Failure | None:
 
 def _crash_report(check: Check, failure: Failure) -> Report:
     """Return the report of a graph that could not be compiled: CRASHED, with the failure and without comparisons."""
-    stage = Stage(name="forward", verdict=Verdict.CRASHED, reason=f"{failure.type}: {failure.message}")
+    stage = Stage(name="forward", verdict=Verdict.CRASHED, reason=f"{failure}")
     return Report(
         verdict=Verdict.CRASHED,
         environment=versions.environment(),
@@ -426,7 +425,7 @@ class GuardedGraph:
             stages=None if is_trained else ("forward",),
             policy=self.config.policy,
             nodes=record.nodes,
-            settings=plain_settings(settings.changed_settings()),
+            settings=settings.plain_settings(settings.changed_settings()),
             path=own_path(),
             is_grad_enabled=torch.is_grad_enabled(),
             autocast=AutocastSetting(device=cast[0], dtype=cast[1]) if cast is not None else None,

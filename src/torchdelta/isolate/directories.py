@@ -7,20 +7,20 @@
             query-0/
                 request.json      the task and its request
                 answer.json       the task's answer or exception; complete as soon as it exists
-                told              the parts that the task has begun, one a line
+                told              a first line once the task begins, then the parts that it has begun, one a line
                 output            everything that the worker and its children printed
                 scratch/  cache/  the task's temporary files, and the compilers' caches
 
-The parent reads these files, also after the worker has died: this is how a crash leaves evidence. A pool removes its
-directory when it closes. The directory of a pool that was killed is removed by the next pool, which can tell by the
-lock.
+The parent reads these files, also after the worker has died: this is how a crash leaves evidence. It has `told` and
+`output` open from the start (`Evidence`), so that a task that deletes its directory cannot take them away. A pool
+removes its directory when it closes. The directory of a pool that was killed is removed by the next pool, which can
+tell by the lock.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +28,12 @@ from types import TracebackType
 from typing import IO
 
 from torchdelta.errors import EnvironmentUnfit
+from torchdelta.records.file_locks import open_locked, remove_locked
 
-_LAST_PART_BYTES = 1 << 12
+_PARTS_BYTES = 1 << 24
+_BEGUN = "."
+FILES_LOST = 74
+"""The exit status of a worker that cannot write its files: EX_IOERR of sysexits."""
 _LOCK_SUFFIX = ".lock"
 
 
@@ -38,6 +42,8 @@ class QueryDirectory:
     """The files of one query. The worker writes them, and the parent reads them while it runs and afterwards."""
 
     directory: Path
+    parts_descriptor: int | None = None
+    """In a worker: the file of parts, which was opened before the task began."""
 
     @property
     def request(self) -> Path:
@@ -65,41 +71,90 @@ class QueryDirectory:
         return self.directory / "cache"
 
     def create(self) -> None:
-        """Make the query's directory, its scratch and its cache."""
+        """Make the query's directory, its scratch and its cache, and the empty files of parts and output."""
         for directory in (self.directory, self.scratch, self.cache):
             directory.mkdir(mode=0o700)
+        for file in (self.parts, self.output):
+            file.touch(mode=0o600)
+
+    def opened(self) -> QueryDirectory:
+        """Return this directory as the worker uses it: the file of parts is open, so that a task cannot delete it."""
+        return QueryDirectory(
+            directory=self.directory, parts_descriptor=os.open(self.parts, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        )
+
+    def tell_begun(self) -> None:
+        """Write the first line of the file of parts: the worker is ready, and its task begins."""
+        self.tell(_BEGUN)
 
     def tell(self, part: str) -> None:
         """Append a part's name to the file of parts, as one line, so that the parent knows where a worker died.
 
-        A task calls this when the part begins.
+        A task calls this when the part begins; only in a worker (`opened`). If the line cannot be written, the worker
+        exits with `FILES_LOST`, because nothing that it finds afterwards could be read.
         """
-        # one unbuffered write: the line is in the file even if the next instruction crashes
-        descriptor = os.open(self._parts, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        assert self.parts_descriptor is not None
         try:
-            os.write(descriptor, " ".join(part.split()).encode() + b"\n")
-        finally:
-            os.close(descriptor)
-
-    def last_part(self) -> str:
-        """Return the part that the task began last, or an empty string if it has not begun any."""
-        lines = read_tail(self._parts, _LAST_PART_BYTES).splitlines()
-        return lines[-1] if lines else ""
+            # one unbuffered write: the line is in the file even if the next instruction crashes
+            os.write(self.parts_descriptor, " ".join(part.split()).encode() + b"\n")
+        except OSError:
+            os._exit(FILES_LOST)
 
     @property
-    def _parts(self) -> Path:
+    def parts(self) -> Path:
+        """The file of the parts that the task has begun."""
         return self.directory / "told"
+
+
+class Evidence:
+    """The parts and the output of one query, as its parent reads them, whatever the task does to the files."""
+
+    def __init__(self, place: QueryDirectory) -> None:
+        """Open both files of a directory that was just made."""
+        self._parts, self._output = place.parts.open("rb"), place.output.open("rb")
+
+    def close(self) -> None:
+        """Close both files."""
+        self._parts.close()
+        self._output.close()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the task has begun: the worker was ready for it."""
+        return bool(self._lines())
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts that the task has begun, in their order."""
+        return tuple(self._lines()[1:])
+
+    @property
+    def output_bytes(self) -> int:
+        """How much the worker and its children have printed."""
+        return os.fstat(self._output.fileno()).st_size
+
+    def output_tail(self, max_bytes: int) -> str:
+        """Return the last `max_bytes` of the output."""
+        return _tail_of(self._output, max_bytes)
+
+    def _lines(self) -> list[str]:
+        self._parts.seek(0)
+        return self._parts.read(_PARTS_BYTES).decode(errors="replace").splitlines()
 
 
 def read_tail(path: Path, max_bytes: int) -> str:
     """Return the last `max_bytes` of a text file, or an empty string if the file does not exist."""
     try:
         with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - max_bytes))
-            return file.read().decode(errors="replace")
+            return _tail_of(file, max_bytes)
     except FileNotFoundError:
         return ""
+
+
+def _tail_of(file: IO[bytes], max_bytes: int) -> str:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - max_bytes))
+    return file.read().decode(errors="replace")
 
 
 class PoolDirectory:
@@ -121,7 +176,7 @@ class PoolDirectory:
         sweep(self._root)
         while self._lock is None:
             self.path = self._root / f"pool-{os.urandom(6).hex()}"
-            self._lock = _open_locked(self.path.with_suffix(_LOCK_SUFFIX))
+            self._lock = open_locked(self.path.with_suffix(_LOCK_SUFFIX))
         self.path.mkdir(mode=0o700)
         return self
 
@@ -136,7 +191,7 @@ class PoolDirectory:
 def sweep(root: Path) -> None:
     """Remove the directories of pools in `root` that no open pool has locked, and their lock files."""
     for path in root.glob(f"pool-*{_LOCK_SUFFIX}"):
-        lock = _open_locked(path)
+        lock = open_locked(path)
         if lock is not None:
             _remove(path.with_suffix(""), lock)
 
@@ -152,46 +207,13 @@ def _require_own(root: Path) -> None:
         raise EnvironmentUnfit(f"{root} belongs to another user: remove it, or point TMPDIR to a directory of your own")
 
 
-def _open_locked(path: Path) -> IO[bytes] | None:
-    """Return the file, opened and locked, or None if it is locked already or was removed or replaced meanwhile.
-
-    The file is made if it does not exist.
-    """
-    file = path.open("ab")
-    try:
-        if _try_lock(file) and os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            return file
-    except FileNotFoundError:
-        pass
-    file.close()
-    return None
-
-
-def _try_lock(file: IO[bytes]) -> bool:
-    """Lock a file without waiting, and return whether that worked; closing the file unlocks it."""
-    try:
-        if sys.platform == "win32":
-            import msvcrt
-
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
 def _remove(directory: Path, lock: IO[bytes]) -> None:
     """Remove a directory and then the file of its lock, and close the lock.
 
     If something in the directory cannot be removed yet, the file of the lock stays too, and the next sweep tries again.
     """
     shutil.rmtree(directory, ignore_errors=True)
-    path = Path(lock.name)
-    if sys.platform == "win32":  # Windows cannot remove an open file
+    if directory.exists():
         lock.close()
-    if not directory.exists():
-        path.unlink(missing_ok=True)
-    lock.close()
+    else:
+        remove_locked(lock)

@@ -22,12 +22,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from torchdelta.errors import UsageError
-from torchdelta.isolate.directories import PoolDirectory, QueryDirectory
+from torchdelta.errors import EnvironmentUnfit, UsageError
+from torchdelta.isolate.directories import Evidence, PoolDirectory, QueryDirectory, read_tail
 from torchdelta.isolate.process_groups import default_memory_bytes
 from torchdelta.isolate.protocol import Message, line_of
 from torchdelta.isolate.starters import ForkingStarter, Readiness, SpawningStarter, Starter
@@ -45,6 +45,9 @@ _PRELOADED_ALWAYS = "torchdelta._torch.process.forking"
 
 NO_END_S = 30 * 24 * 3600.0
 """The deadline of a query that has none: a month."""
+_PARTS_BYTES = 1 << 16
+_WAITED_TOO_LONG = ("timeout", "cancelled")
+"""Failures that say nothing about whether a worker could start."""
 _PULSE_S = 0.05
 """How often a part that a task reports is passed on."""
 
@@ -58,11 +61,20 @@ class Query:
     @property
     def part(self) -> str:
         """The part of the task that began last, while it runs and afterwards."""
-        return self.result().part if self.is_done() else self._place.last_part()
+        if self.is_done():
+            return self.result().part
+        parts = read_tail(self._place.parts, _PARTS_BYTES).splitlines()[1:]
+        return parts[-1] if parts else ""
 
     def is_done(self) -> bool:
         """Tell whether there is an outcome."""
         return self._future.done()
+
+    def wait(self) -> None:
+        """Wait until the query has ended, with or without an outcome."""
+        # not `futures.wait`, which waits for a query that was cancelled before it began
+        with suppress(CancelledError):
+            self._future.exception()
 
     def cancel(self) -> None:
         """End the query. Its outcome is the failure `cancelled`, unless another outcome comes first."""
@@ -73,7 +85,7 @@ class Query:
         """Wait for the outcome and return it; a query that was cancelled in time has the failure `cancelled`.
 
         After an answer or an exception of the task, the worker may still be exiting. Raise EnvironmentUnfit if no
-        worker could be started.
+        worker could be started, or if two died before the task began.
         """
         try:
             return self._future.result()
@@ -209,18 +221,29 @@ class Pool:
             raise
 
     def _run(self, place: QueryDirectory, question: bytes, limits: Limits, is_cancelled: threading.Event) -> Outcome:
-        """Run one query in a worker, once more if the zygote died before there was an answer, and return the outcome.
+        """Run one query in a worker, once more if the worker or its zygote died without a fault of the task.
 
-        A cancelled query is not run again. `question` is the content of the file `request.json`. The query's directory
-        is removed afterwards, in the background.
+        That is the case if the zygote died before there was an answer, or the worker before the task began. A cancelled
+        query is not run again. `question` is the content of the file `request.json`. The query's directory is removed
+        afterwards, in the background. Return the outcome. Raise EnvironmentUnfit if the second worker dies before the
+        task begins too, or if the query's files cannot be written.
         """
-        outcome, is_lost = self._run_once(place, question, limits, is_cancelled)
-        if is_lost and not is_cancelled.is_set():
-            # any query may have killed the zygote; if it dies again, this query did
-            shutil.rmtree(place.directory)
-            outcome, _ = self._run_once(place, question, limits, is_cancelled)
-        # in the background, because removing a compiler's files can take longer than forking
-        self._sweeper.submit(shutil.rmtree, place.directory, ignore_errors=True)
+        try:
+            outcome, is_lost = self._run_once(place, question, limits, is_cancelled)
+            if is_lost and not is_cancelled.is_set():
+                # any query may have killed the zygote; if it dies again, this query did
+                shutil.rmtree(place.directory, ignore_errors=True)
+                outcome, _ = self._run_once(place, question, limits, is_cancelled)
+        except OSError as error:
+            raise EnvironmentUnfit(f"cannot write {place.directory}: {error.strerror or error}") from error
+        finally:
+            # in the background, because removing a compiler's files can take longer than forking
+            self._sweeper.submit(shutil.rmtree, place.directory, ignore_errors=True)
+        if not outcome.has_begun and outcome.failure is not None and outcome.failure.kind not in _WAITED_TOO_LONG:
+            raise EnvironmentUnfit(
+                f"a worker ended before its task began: {outcome.failure.message}{outcome.last_words}. Allow it more "
+                "memory (--memory, ulimit -v) if that is the reason"
+            )
         return outcome
 
     def _run_once(
@@ -228,13 +251,22 @@ class Pool:
     ) -> tuple[Outcome, bool]:
         """Make the query's directory, run the query in a worker, and return (outcome, whether the query was lost).
 
-        A query is lost if there is no answer, and the zygote ended before it reported the worker's end.
+        A query is lost if there is no answer, and the zygote ended before it reported the worker's end, or the worker
+        ended before the task began, unless by a limit of time.
         """
         place.create()
         place.request.write_bytes(question)
-        worker = self._starter.start(Order(directory=str(place.directory), memory_bytes=limits.memory_bytes))
-        outcome = supervise(worker, place, limits, is_cancelled=is_cancelled, abandon=self._starter.abandon)
-        return outcome, worker.is_lost() and outcome.answer is None
+        token = os.urandom(8).hex()
+        with closing(Evidence(place)) as evidence:
+            worker = self._starter.start(
+                Order(directory=str(place.directory), memory_bytes=limits.memory_bytes, token=token)
+            )
+            abandon = self._starter.abandon
+            outcome = supervise(
+                worker, place, evidence, limits, token=token, is_cancelled=is_cancelled, abandon=abandon
+            )
+        ended_early = outcome.failure is not None and outcome.failure.kind not in _WAITED_TOO_LONG
+        return outcome, (worker.is_lost() and outcome.answer is None) or (ended_early and not outcome.has_begun)
 
     def _cancel_all(self) -> None:
         for query in list(self._queries):

@@ -15,6 +15,8 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 GRACE_S = 0.2
@@ -75,6 +77,40 @@ def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when its parent ends, and exit at once if the parent has ended already."""
     if sys.platform == "linux" and _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) and os.getppid() != parent:
         os._exit(1)
+
+
+@contextmanager
+def no_process_left() -> Iterator[None]:
+    """Kill, when the block ends, every descendant of this process that began in the block, also daemons.
+
+    A zygote ends the daemons of its workers. If one of them kills the zygote, this process adopts the daemon. Without
+    that ability (systems other than Linux) nothing is killed.
+    """
+    before = set(children_of(os.getpid()))
+    can_adopt = adopt_orphans()
+    try:
+        yield
+    finally:
+        if can_adopt:
+            _end_children(spared=before)
+            _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+
+def _end_children(*, spared: set[int]) -> None:
+    """Kill the children of this process and, once it has adopted them, their children; return when they are gone.
+
+    Processes in `spared`, and those that belong to another user, are left.
+    """
+    spared = set(spared)
+    while children := [child for child in children_of(os.getpid()) if child not in spared]:
+        for child in children:
+            try:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+            except ProcessLookupError:
+                continue
+            except (PermissionError, ChildProcessError):  # of another user, or collected by another thread
+                spared.add(child)
 
 
 def adopt_orphans() -> bool:

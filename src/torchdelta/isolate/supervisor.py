@@ -2,25 +2,28 @@
 
 `supervise` waits for the answer's file or the worker's end. Meanwhile `_breach` checks the limits: cancellation,
 deadline, output, memory. On a breach the worker's group gets SIGTERM and then SIGKILL; if it is still there after
-`_PATIENCE_S`, the zygote that should have ended it is killed too. `_outcome` then turns the files and the exit status
+`_PATIENCE_S`, the zygote that should have ended it is killed too. `_WorkerEnd` then turns the files and the exit status
 into an `Outcome`: an answer, or a failure with the evidence.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torchdelta import errors
-from torchdelta.errors import UsageError
 from torchdelta.isolate import process_groups
-from torchdelta.isolate.directories import QueryDirectory, read_tail
-from torchdelta.isolate.protocol import message_in
+from torchdelta.isolate.directories import FILES_LOST, Evidence, QueryDirectory
+from torchdelta.isolate.protocol import Message, message_in
 from torchdelta.isolate.starters import Worker
+from torchdelta.records.case import require_positive
 from torchdelta.records.codec import decode
 from torchdelta.records.failure import Failure
 
@@ -35,8 +38,10 @@ class Outcome:
     failure: Failure | None = None
     output: str = ""
     """The end of what the worker and its children printed."""
-    part: str = ""
-    """The part that the task reported last, such as `candidate`."""
+    parts: tuple[str, ...] = ()
+    """The parts that the task reported, such as `candidate`, in their order."""
+    has_begun: bool = True
+    """Whether the task began: the worker was ready for it."""
     seconds: float = 0.0
     error: str | None = None
     """The name of the class, if the task raised one of torchdelta's own errors."""
@@ -51,15 +56,16 @@ class Outcome:
         field: str,
         *,
         program: str,
-        runs_candidate: Callable[[str], bool] = lambda _: True,
+        candidate_parts: Collection[str] | None = None,
     ) -> Answer | Failure:
         """Return the answer's `field`, decoded as a `kind`, or the failure that ended the worker.
 
-        The failure's traceback is what the worker printed. `program` is the name for messages. `runs_candidate` tells
-        by the name of a part whether the candidate runs in it. Raises:
+        The failure's traceback is what the worker printed. `program` is the name for messages. `candidate_parts` are
+        the parts in which the candidate runs; None means that it always does. Raises:
         - the TorchDeltaError that the task raised;
         - RuntimeError if the task raised anything else, because a task catches what a candidate raises;
-        - ProgramError if the worker ended in a part without a candidate, unless by a timeout;
+        - ProgramError if the worker ended before the first part with a candidate, or by its memory in a later part
+          without one, but not if it ended by a timeout;
         - ReportUnreadable if the field encodes no `kind`.
         """
         if self.answer is not None:
@@ -72,10 +78,29 @@ class Outcome:
             raise error(failure.message)
         if failure.kind == "exception":
             raise RuntimeError(f"{program}: {failure.message}\n{failure.traceback}")
-        if failure.kind != "timeout" and not runs_candidate(self.part):
-            where = f"in its part {self.part!r}" if self.part else "while it was loaded"
+        where = f"in its part {self.part!r}" if self.part else "while it was loaded"
+        if failure.kind == "memory" and not self.is_in(candidate_parts):
+            # a limit of ours, which says nothing about the candidate
+            raise errors.ProgramError(
+                f"{program} needs too much memory by itself, {where}: {failure.message}; allow it more"
+            )
+        if failure.kind != "timeout" and not self._has_run(candidate_parts):
             raise errors.ProgramError(f"{program} fails when run eagerly, {where}: {failure.message}{self.last_words}")
         return replace(failure, traceback=self.output)
+
+    @property
+    def part(self) -> str:
+        """The part that the task reported last; empty if it reported none."""
+        return self.parts[-1] if self.parts else ""
+
+    def is_in(self, candidate_parts: Collection[str] | None) -> bool:
+        """Tell whether the worker ended in one of these parts; None means any."""
+        return candidate_parts is None or self.part in candidate_parts
+
+    def _has_run(self, candidate_parts: Collection[str] | None) -> bool:
+        """Tell whether one of these parts had begun when the worker ended; None means any."""
+        # memory that the candidate damaged may end the process only later
+        return candidate_parts is None or any(part in candidate_parts for part in self.parts)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -85,7 +110,10 @@ class Outcome:
     @property
     def last_words(self) -> str:
         """The last line that the worker printed, as the end of a message; empty if it printed none."""
-        lines = [line for line in self.output.splitlines() if line.strip()]
+        # Python ends its report of a crash with the names of all loaded libraries
+        lines = [
+            line for line in self.output.splitlines() if line.strip() and not line.startswith("Extension modules:")
+        ]
         return f"; the last line that it printed: {lines[-1].strip()}" if lines else ""
 
 
@@ -95,6 +123,9 @@ KEPT_OUTPUT_BYTES = 64 << 10
 # first, and then so seldom that waiting is a small part of the query.
 _MIN_WAIT_S, _MAX_WAIT_S, _WAIT_SHARE = 0.001, 0.01, 0.05
 _CHECK_LIMITS_S = 0.05
+_LEAST_FREE_BYTES = 1 << 16
+"""With less than this, a disk counts as full: no answer fits."""
+_MOST_ANSWER_BYTES = 1 << 30
 _PATIENCE_S = 5.0
 """How long a worker may take to end after SIGTERM and SIGKILL before its starter is given up."""
 
@@ -110,18 +141,24 @@ class Limits:
     def __post_init__(self) -> None:
         """Raise UsageError if a limit is not positive."""
         for name in ("deadline_s", "memory_bytes", "output_bytes"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise UsageError(f"{name} of a query is {value}: nothing can run within that")
+            require_positive(f"{name} of a query", getattr(self, name))
 
 
 def supervise(
-    worker: Worker, place: QueryDirectory, limits: Limits, *, is_cancelled: threading.Event, abandon: Callable[[], None]
+    worker: Worker,
+    place: QueryDirectory,
+    evidence: Evidence,
+    limits: Limits,
+    *,
+    token: str,
+    is_cancelled: threading.Event,
+    abandon: Callable[[], None],
 ) -> Outcome:
     """Wait for an answer or the worker's end, end it if it exceeds a limit or is cancelled, and return the outcome.
 
-    A worker that has answered is dismissed if it can be, and otherwise waited for. An answer counts even if the worker
-    was ended meanwhile. `abandon` is called once if the worker is still there `_PATIENCE_S` after it was told to end.
+    An answer has to repeat the `token`. A worker that has answered is dismissed if it can be, and otherwise waited for.
+    An answer counts even if the worker was ended meanwhile. `abandon` is called once if the worker is still there
+    `_PATIENCE_S` after it was told to end.
     """
     started = time.monotonic()
     breach: str | None = None
@@ -130,7 +167,7 @@ def supervise(
     next_check = started + _CHECK_LIMITS_S
     while status is None:
         now = time.monotonic()
-        if breach is None and place.answer.exists() and worker.dismiss():
+        if breach is None and os.path.lexists(place.answer) and worker.dismiss():
             status = 0
             break
         rest = started + limits.deadline_s - now if breach is None else _MAX_WAIT_S
@@ -138,18 +175,19 @@ def supervise(
         now = time.monotonic()
         if status is None and breach is None and (now >= next_check or now - started >= limits.deadline_s):
             next_check = now + _CHECK_LIMITS_S
-            breach = _breach(worker, place, limits, seconds=now - started, is_cancelled=is_cancelled)
+            breach = _breach(worker, evidence, limits, seconds=now - started, is_cancelled=is_cancelled)
             if breach is not None:
                 worker.end()
                 patience_ends = now + _PATIENCE_S
         elif status is None and now > patience_ends:
             abandon()
             patience_ends = float("inf")
-    return _outcome(place, limits, status, breach, time.monotonic() - started)
+    ending = _WorkerEnd(place=place, evidence=evidence, limits=limits, status=status, breach=breach)
+    return ending.outcome(token, seconds=time.monotonic() - started)
 
 
 def _breach(
-    worker: Worker, place: QueryDirectory, limits: Limits, *, seconds: float, is_cancelled: threading.Event
+    worker: Worker, evidence: Evidence, limits: Limits, *, seconds: float, is_cancelled: threading.Event
 ) -> str | None:
     """Return the first limit that a running worker exceeds (cancelled, timeout, output, memory), or None.
 
@@ -159,7 +197,7 @@ def _breach(
         return "cancelled"
     if seconds >= limits.deadline_s:
         return "timeout"
-    if place.output.exists() and place.output.stat().st_size > limits.output_bytes:
+    if evidence.output_bytes > limits.output_bytes:
         return "output"
     group = worker.group
     if limits.memory_bytes is not None and group is not None and process_groups.memory_of(group) > limits.memory_bytes:
@@ -167,43 +205,83 @@ def _breach(
     return None
 
 
-def _outcome(place: QueryDirectory, limits: Limits, status: int, breach: str | None, seconds: float) -> Outcome:
-    """Return the outcome of a worker that has answered or ended, from its files, its status and the breach.
+@dataclass(frozen=True, kw_only=True)
+class _WorkerEnd:
+    """How a worker ended, or that it has answered: its files, its exit status, and the limit that it exceeded."""
 
-    The file of the answer decides if it exists: an answer, the exception of the task, or that memory ran out. Otherwise
-    the failure is the breach, or the exit `status` without one.
-    """
-    part = place.last_part()
-    evidence: dict[str, Any] = {"output": read_tail(place.output, KEPT_OUTPUT_BYTES), "part": part, "seconds": seconds}
-    # an answer's file is complete, however its worker ended afterwards
-    if place.answer.exists():
-        message = message_in(place.answer.read_bytes())
+    place: QueryDirectory
+    evidence: Evidence
+    limits: Limits
+    status: int
+    """Negative: the number of the signal that ended it."""
+    breach: str | None
+
+    def outcome(self, token: str, *, seconds: float) -> Outcome:
+        """Return the outcome: the content of the answer's file if there is one, or else the failure of the ending.
+
+        The file has an answer, the exception of the task, or that memory ran out. If it is damaged, or lacks the
+        `token` because the task itself wrote it, that is a failure of the kind `files`.
+        """
+        parts = self.evidence.parts
+        stage = parts[-1] if parts else ""
+        found: dict[str, Any] = {
+            "output": self.evidence.output_tail(KEPT_OUTPUT_BYTES),
+            "parts": parts,
+            "has_begun": self.evidence.has_begun,
+            "seconds": seconds,
+        }
+        # an answer's file is complete, however its worker ended afterwards
+        if not os.path.lexists(self.place.answer):
+            return Outcome(failure=self._failure(stage), **found)
+        message = _read_answer(self.place.answer, token)
+        if message is None:
+            return Outcome(failure=Failure.of_files("the file of its answer is damaged", stage=stage), **found)
         if "answer" in message:
-            return Outcome(answer=message["answer"], **evidence)
-        if "raised" in message:
-            raised = message["raised"]
-            failure = Failure.of_exception(raised["type"], raised["message"], stage=part, traceback=raised["traceback"])
-            return Outcome(failure=failure, error=raised["error"], **evidence)
-        breach = "memory"
-    return Outcome(failure=_failure(limits, status, breach, part), **evidence)
+            return Outcome(answer=message["answer"], **found)
+        if "memory" in message:
+            return Outcome(failure=Failure.of_refused_memory(message["memory"], stage=stage), **found)
+        raised = message["raised"]
+        if raised["error"] is None and (why := self._lost_files()):
+            return Outcome(failure=Failure.of_files(f"{why} ({raised['message']})", stage=stage), **found)
+        failure = Failure.of_exception(raised["type"], raised["message"], stage=stage, traceback=raised["traceback"])
+        return Outcome(failure=failure, error=raised["error"], **found)
+
+    def _failure(self, stage: str) -> Failure:
+        """Return the failure of a worker that ended without an answer: the breach, lost files, or its exit status.
+
+        `stage` is the failure's stage: the part that began last.
+        """
+        if self.breach == "cancelled":
+            return Failure.of_cancelled(stage=stage)
+        if self.breach == "timeout":
+            return Failure.of_timeout(self.limits.deadline_s, stage=stage)
+        if self.breach == "output":
+            return Failure.of_output(self.limits.output_bytes, stage=stage)
+        if self.breach == "memory":
+            return Failure.of_memory(self.limits.memory_bytes or 0, stage=stage)
+        if self.status == FILES_LOST:
+            return Failure.of_files(self._lost_files() or "its files could not be written", stage=stage)
+        if self.status < 0:
+            return Failure.of_signal(_signal_name(-self.status), stage=stage)
+        return Failure.of_exit(self.status, stage=stage)
+
+    def _lost_files(self) -> str:
+        """Return what is wrong with the files of the query: deleted, or on a full disk; empty if neither is known."""
+        if not all(path.is_dir() for path in (self.place.directory, self.place.scratch, self.place.cache)):
+            return "the directory of its query was deleted"
+        disk = shutil.disk_usage(self.place.directory)
+        return f"the disk of {self.place.directory.parent} is full" if disk.free < _LEAST_FREE_BYTES else ""
 
 
-def _failure(limits: Limits, status: int, breach: str | None, part: str) -> Failure:
-    """Return the failure of a worker that ended without an answer: the breach if there was one, or its exit status.
-
-    A negative status is the number of the signal that ended it. `part` becomes the failure's stage.
-    """
-    if breach == "cancelled":
-        return Failure.of_cancelled(stage=part)
-    if breach == "timeout":
-        return Failure.of_timeout(limits.deadline_s, stage=part)
-    if breach == "output":
-        return Failure.of_output(limits.output_bytes, stage=part)
-    if breach == "memory":
-        return Failure.of_memory(limits.memory_bytes or 0, stage=part)
-    if status < 0:
-        return Failure.of_signal(_signal_name(-status), stage=part)
-    return Failure.of_exit(status, stage=part)
+def _read_answer(path: Path, token: str) -> Message | None:
+    """Return the message in the file of an answer, or None if it is damaged or does not have the token."""
+    try:
+        if not path.is_file() or path.stat().st_size > _MOST_ANSWER_BYTES:
+            return None
+        message = message_in(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return message if message.get("token") == token and message.keys() & {"answer", "raised", "memory"} else None
 
 
 def _signal_name(number: int) -> str:

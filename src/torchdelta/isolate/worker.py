@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -21,7 +22,7 @@ from typing import Any, NoReturn
 
 from torchdelta import errors
 from torchdelta.isolate import process_groups
-from torchdelta.isolate.directories import QueryDirectory
+from torchdelta.isolate.directories import FILES_LOST, QueryDirectory
 from torchdelta.isolate.protocol import Lines, Message, line_of, message_in, write_message
 from torchdelta.records.trust import trust
 
@@ -34,25 +35,34 @@ class Order:
 
     directory: str
     memory_bytes: int | None
+    token: str
+    """A text that the answer repeats, so that a file which the task wrote is not taken for its answer."""
 
 
 def run_query(order: Order) -> NoReturn:
     """Run the query of a directory, write its answer or a description of its exception there, and exit this process.
 
-    The status is 0; if the task calls `sys.exit`, it is that of the call, and no answer is written. Output goes to a
-    file of the directory, and compilers use a cache in it.
+    The status is 0; if the task calls `sys.exit`, it is that of the call, and no answer is written; if the answer
+    cannot be written, because the directory is gone or its disk is full, it is `FILES_LOST`. Output goes to a file of
+    the directory, and compilers use a cache in it. The parent is told when the preparations are done.
     """
-    place = QueryDirectory(directory=Path(order.directory))
     errors.catch_everything()
+    errors.keep_full_texts(Path(order.directory).parent.parent)
     try:
+        place = QueryDirectory(directory=Path(order.directory)).opened()
         _redirect_output(place.output)
         _set_limits(order)
+        del sys.argv[1:]  # the command line is not that of the program, which may read its own
         question = message_in(place.request.read_bytes())
         _set_up_compiler(place)
+        place.tell_begun()
         answer = _answer(question, place, order)
     except SystemExit as error:
         _exit(_exit_status(error))
-    write_message(place.answer, answer)
+    try:
+        write_message(place.answer, {**answer, "token": order.token})
+    except OSError:
+        _exit(FILES_LOST)
     _exit(0)
 
 
@@ -139,14 +149,14 @@ def _describe(error: BaseException, order: Order) -> Message:
     order has a limit for it, the message is `{"memory": text}` instead.
     """
     if order.memory_bytes is not None and _is_out_of_memory(error):
-        return {"memory": str(error)}
+        return {"memory": errors.message_of(error)}
     kind = type(error)
     own_class = next((base.__name__ for base in kind.__mro__ if base.__module__ == errors.__name__), None)
     return {
         "raised": {
             "type": f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins."),
-            "message": str(error),
-            "traceback": "".join(traceback.format_exception(error)),
+            "message": errors.message_of(error),
+            "traceback": errors.shortened_traceback("".join(traceback.format_exception(error))),
             "error": own_class,
         }
     }
@@ -168,7 +178,8 @@ def _redirect_output(output: Path) -> None:
 def _set_limits(order: Order) -> None:
     """Print Python's stack on a crash or SIGTERM, write no core dumps, and limit the address space.
 
-    The limit is what is mapped now plus twice `memory_bytes`; there is none if that is None or the system has no /proc.
+    The limit is what is mapped now plus twice `memory_bytes`, but not more than the system allows (`ulimit -Hv`); there
+    is no new one if that is None or the system has no /proc.
     On Windows only a crash prints the stack, and nothing is limited.
     """
     faulthandler.enable()
@@ -181,8 +192,9 @@ def _set_limits(order: Order) -> None:
     if order.memory_bytes is not None and _PAGE_COUNTS.exists():
         # the supervisor measures memory in use; this limit stops allocations that are faster than its checks
         mapped = int(_PAGE_COUNTS.read_text().split()[0]) * resource.getpagesize()
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (mapped + 2 * order.memory_bytes, hard))
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        most = min((limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY), default=sys.maxsize)
+        resource.setrlimit(resource.RLIMIT_AS, (min(mapped + 2 * order.memory_bytes, most), hard))
 
 
 def _set_up_compiler(place: QueryDirectory) -> None:
@@ -207,9 +219,13 @@ def _exit_status(error: SystemExit) -> int:
 
 
 def _exit(status: int) -> NoReturn:
-    """Flush the buffers of Python and of C, and end this process without the interpreter's shutdown."""
+    """Flush the buffers of Python and of C, and end this process without the interpreter's shutdown.
+
+    Output that cannot be written, because a disk is full or the task closed the stream, is lost.
+    """
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
     if sys.platform != "win32":
         ctypes.CDLL(None).fflush(None)  # the buffers of C and C++
     os._exit(status)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from torchdelta._torch.graphs.nodes import module_path, op_name, short_name, source_line
+from torchdelta._torch.process import runtime
 from torchdelta.check.check import Check
-from torchdelta.check.graphs import CapturedGraph, capture_graphs
-from torchdelta.errors import ProgramError, UsageError
+from torchdelta.check.graphs import CapturedGraph, ProgramGraphs, capture_graphs, read_graphs
+from torchdelta.errors import ProgramError, ReportUnreadable, UsageError
+from torchdelta.isolate.pool import Pool
 from torchdelta.minify.subject import Subject
-from torchdelta.records.case import AOT, DYNAMO
+from torchdelta.minify.warm_workers import WORKER
+from torchdelta.program.loading import import_program
+from torchdelta.records.case import AOT, DYNAMO, CheckOptions, SearchLimits
+from torchdelta.records.codec import encode
+from torchdelta.records.failure import Failure
 from torchdelta.records.report import Culprit
 from torchdelta.transforms.compiler import Compiler
 from torchdelta.transforms.fx_pass import FxPass
@@ -24,6 +33,14 @@ def subjects_of(check: Check, level: str = DYNAMO) -> list[Subject]:
     of the level `aot`, or is another implementation of the program; raise ProgramError if torch makes no graph of the
     program, or a compiler would be given none that computes.
     """
+    subjects = as_subjects(graphs_of(check, level))
+    if not subjects:
+        raise ProgramError(f"{check.case.program}: its graphs compute nothing, so there is nothing to minify")
+    return subjects
+
+
+def graphs_of(check: Check, level: str) -> list[CapturedGraph]:
+    """Capture the graphs that the transform would be given, without applying it; raises as `subjects_of` says."""
     transform = check.transform
     is_behind_aot = isinstance(transform, Compiler) or (isinstance(transform, FxPass) and transform.graph == "aten")
     if level == AOT and not is_behind_aot:
@@ -36,10 +53,73 @@ def subjects_of(check: Check, level: str = DYNAMO) -> list[Subject]:
             f"{check.case.transform} is another implementation, so there is no graph to make smaller: "
             "`torchdelta locate` names the module that differs"
         )
-    subjects = as_subjects(capture_graphs(check.baseline, transform, level))
-    if not subjects:
-        raise ProgramError(f"{check.case.program}: its graphs compute nothing, so there is nothing to minify")
-    return subjects
+    return capture_graphs(check.baseline, transform, level)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramSubjects:
+    """The subjects of a program, with the global state under which its graphs run."""
+
+    subjects: Sequence[Subject]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    flags: Mapping[str, Any] | None = None
+    """Torch's flags; None are those of this process."""
+
+    @classmethod
+    def of(cls, captured: ProgramGraphs) -> ProgramSubjects:
+        """Return the subjects of a program's graphs."""
+        return cls(subjects=as_subjects(captured.graphs), settings=captured.settings, flags=captured.flags)
+
+
+def capture_here(check: Check, level: str) -> ProgramSubjects:
+    """Capture the graphs of a check in this process, and return them as subjects; raises what `subjects_of` raises."""
+    with runtime.preserved():
+        subjects = subjects_of(check, level)
+    state = ProgramGraphs.captured_here(())
+    return ProgramSubjects(subjects=subjects, settings=state.settings, flags=state.flags)
+
+
+def capture_isolated(
+    program: str, options: CheckOptions, *, limits: SearchLimits, settings: Mapping[str, Any], pool: Pool
+) -> ProgramSubjects:
+    """Load a named program in a worker of the pool, capture its graphs there, and return them as subjects.
+
+    Code of the program does not run in this process, unless a graph calls functions or operators that its module
+    defines: then the module is imported here too. `settings` are compiler settings that the worker has meanwhile.
+    Raises what `subjects_of` and `prepare` raise, and ProgramError if the program ends the worker.
+    """
+    request = {
+        "program": program,
+        "options": encode(options),
+        "level": limits.level,
+        "settings": dict(settings),
+    }
+    with tempfile.TemporaryDirectory(prefix="graphs-", dir=pool.directory) as directory:
+        outcome = pool.ask(
+            f"{WORKER}:capture_program",
+            {**request, "graphs": directory},
+            deadline_s=limits.timeout_s,
+            memory_bytes=limits.memory_bytes,
+        )
+        result = outcome.read(str, "directory", program=program, candidate_parts=())
+        if isinstance(result, Failure):
+            raise ProgramError(f"{program}: its graphs were not captured: {result.message}{outcome.last_words}")
+        return ProgramSubjects.of(read_captured(program, Path(directory)))
+
+
+def read_captured(program: str, directory: Path) -> ProgramGraphs:
+    """Return the graphs of a named program that a worker wrote; if that takes its modules, import them first.
+
+    ReportUnreadable if they cannot be read even so, or if there are none.
+    """
+    try:
+        captured = read_graphs(directory)
+    except ReportUnreadable:
+        import_program(program)
+        captured = read_graphs(directory)
+    if captured is None:
+        raise ReportUnreadable(f"{directory} has no graphs of {program}")
+    return captured
 
 
 def as_subjects(captured: Sequence[CapturedGraph]) -> list[Subject]:

@@ -5,23 +5,40 @@
     out/twin/graph.json, inputs.json          a neighbour of it that passes
 
 A new best subject is written to a directory of its own before the journal names it. So an interruption leaves the old
-state or the new one. Start reading at `Journal.write`.
+state or the new one. Which program the journal is about is in `run.json` (`storage.run_directory`), and which graphs in
+the journal itself. Start reading at `Journal.write`.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torchdelta._torch.graphs.nodes import op_name
 from torchdelta.errors import ReportUnreadable
 from torchdelta.minify.subject import Draw, Subject
 from torchdelta.records.codec import decode, encode
 from torchdelta.records.failure import Signature
-from torchdelta.records.strict_json import read_json, write_json
+from torchdelta.records.strict_json import read_json, to_text, write_json
 
 _FILE = "journal.json"
+_BEST = re.compile(r"best-[0-9a-f]{8}")
+
+
+def new_best() -> str:
+    """Return a new name for the directory of a best subject."""
+    return f"best-{os.urandom(4).hex()}"
+
+
+def graphs_hash(subjects: Sequence[Subject]) -> str:
+    """Return a hash of the calls in a program's graphs, by level and operation; weights and sizes do not count."""
+    calls = [[subject.origin, *(op_name(node) for node in subject.nodes)] for subject in subjects]
+    return hashlib.sha256(to_text(calls).encode()).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +48,8 @@ class Entry:
     wanted: Signature
     level: str
     """The level of the graph that was captured: `dynamo` or `aot`."""
+    graphs: str
+    """A hash of the calls in the program's graphs: a program that was edited since has another one."""
     nodes_before: int
     queries: int
     seconds: float
@@ -61,8 +80,8 @@ class Journal:
         place.mkdir()
         subject.write(place)
         write_json(self.directory / _FILE, encode(entry), indent=1)
-        for other in self.directory.glob("best-*"):
-            if other != place:
+        for other in self.directory.iterdir():
+            if other != place and _BEST.fullmatch(other.name):
                 shutil.rmtree(other, ignore_errors=True)
 
     def write_twin(self, subject: Subject) -> None:

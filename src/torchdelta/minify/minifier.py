@@ -6,7 +6,6 @@ cut it down (`reducer`), and returns a `MinifiedGraph`, which can write the scri
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -15,26 +14,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torchdelta import transforms
 from torchdelta._torch.compile import settings
 from torchdelta._torch.graphs.nodes import op_name, short_name
-from torchdelta._torch.process import runtime
 from torchdelta._torch.process.warmup import warmup_steps
-from torchdelta.check.check import Check
 from torchdelta.check.isolated import check_isolated
 from torchdelta.errors import NothingToMinify, ProgramError, ReproUnwritable, UsageError
 from torchdelta.isolate.pool import CAN_FORK, Pool
-from torchdelta.minify.capture import nodes_of, subjects_of
-from torchdelta.minify.journal import Entry, Journal
+from torchdelta.minify.capture import ProgramSubjects, nodes_of
+from torchdelta.minify.journal import Entry, Journal, graphs_hash, new_best
 from torchdelta.minify.passes import PASSES, STRATEGIES
 from torchdelta.minify.preflight import FORWARD, FailingGraph, Preflight, stages_of
-from torchdelta.minify.queries import InProcessOracle, WorkerOracle, plain_settings, spec_of
-from torchdelta.minify.reducer import Budget, FlakyFailure, Progress, Reducer
+from torchdelta.minify.queries import InProcessOracle, WorkerOracle, spec_of
+from torchdelta.minify.reducer import REPEATS, Budget, FlakyFailure, Progress, Reducer
 from torchdelta.minify.result import Draft, MinifiedGraph, MinifiedResult, WholeProgram
 from torchdelta.minify.search import Answer, Oracle, Predictor, Search
 from torchdelta.minify.speculation import Speculation
 from torchdelta.minify.subject import Subject
 from torchdelta.minify.warm_workers import pool_for
-from torchdelta.records.case import DYNAMO, CheckOptions, SearchLimits
+from torchdelta.records.case import DYNAMO, Case, CheckOptions, SearchLimits
 from torchdelta.records.failure import Signature
 from torchdelta.records.recording import recording_of
 from torchdelta.records.report import Culprit, Reduction, Report
@@ -51,12 +49,14 @@ LIKELY = Signature(kind="divergence", stage="forward", type="values", message=""
 class Minifier:
     """One reduction of a failure; `run` returns the result."""
 
-    check: Check
+    case: Case
+    capture: Callable[[], ProgramSubjects]
+    """Returns the graphs that the transform would be given, when they are needed."""
     transform: Any
     """The transform as the user passed it: a worker builds it again from its name, if it has one."""
     limits: SearchLimits = field(default_factory=SearchLimits)
-    subjects: Sequence[Subject] | None = None
-    """The graphs that the transform would be given; None captures them when they are needed."""
+    captured: ProgramSubjects | None = None
+    """The graphs, if they were captured earlier."""
     out: Path | None = None
     """The directory that keeps the best subject so far."""
     is_resumed: bool = False
@@ -94,9 +94,10 @@ class Minifier:
         """Return the smallest failing graph that is found, or the program itself if no graph of it fails by itself.
 
         NothingToMinify if the program does not fail either, or has no name by which a script can build it; ProgramError
-        if torch makes no graph of it then. With `is_resumed`, the reduction continues from the best subject in `out`.
-        If the failure turns out to be flaky, the reduction begins again, and asks several times about each subject,
-        unless it is too rare for that. With `out`, the best subject is kept there; `notes` are added to.
+        if torch makes no graph of it then. With `is_resumed`, the reduction continues from the best subject in `out`;
+        if there is none, because the earlier run ended before it found one, it begins anew, with a note. If the failure
+        turns out to be flaky, the reduction begins again, and asks several times about each subject, unless it is too
+        rare for that. With `out`, the best subject is kept there; `notes` are added to.
         """
         self.started = time.monotonic()
         try:
@@ -117,12 +118,15 @@ class Minifier:
         # workers warm up while the graphs are captured
         with self._asking() as self.ask:
             subjects = self._capture()
-            if self.is_resumed:
+            self._hand_state_to_workers()
+            if self.is_resumed and self._journal.is_there:
                 best, entry = self._resumed(subjects)
                 subjects = [best]
+            elif self.is_resumed:
+                self.notes.append(f"{self.out} had no reduction to continue: this one began anew")
             preflight = Preflight(
                 ask=self.ask,
-                program=f"{self.check.case.program} under {self.check.case.transform}",
+                program=f"{self.case.program} under {self.case.transform}",
                 limits=self.limits,
                 expected=self._expected if entry is None else (entry.wanted,),
                 culprit=self.culprit,
@@ -132,7 +136,7 @@ class Minifier:
             is_plain = len(subjects) == 1 and self.culprit is None and entry is None
             if is_plain and self.limits.queries is None:
                 preflight.guess = self._guess
-            if isinstance(self.check.transform, FxPass):
+            if isinstance(transforms.build(self.transform, self.case.options), FxPass):
                 preflight.alternatives = [each.with_names() for each in subjects if each.with_names is not None]
             chosen = preflight.choose(subjects)
             self.keeps_names = any(chosen.subject is each for each in preflight.alternatives)
@@ -159,7 +163,7 @@ class Minifier:
                 options,
                 timeout_s=self.limits.timeout_s,
                 memory_bytes=self.limits.memory_bytes,
-                settings=plain_settings(settings.changed_settings()),
+                settings=self._settings,
                 pool=pool,
             ).report
         report = self.report
@@ -168,58 +172,51 @@ class Minifier:
             return None
         return WholeProgram(
             program=self.program,
-            has_keywords=bool(self.check.baseline.program.kwargs),
             case=report.case,
             report=report,
             signature=meant[0],
-            settings=plain_settings(settings.changed_settings()),
+            settings=self._settings,
             memory_bytes=self.limits.memory_bytes,
             clean=self.clean,
         )
 
     def _capture(self) -> Sequence[Subject]:
-        """Return the subjects, which the first call captures and keeps; torch's state is as before afterwards.
+        """Return the subjects, which the first call captures and keeps; ProgramError if none of them computes."""
+        if self.captured is None:
+            self.captured = self.capture()
+            if not self.captured.subjects:
+                raise ProgramError(f"{self.case.program}: its graphs compute nothing, so there is nothing to minify")
+        return self.captured.subjects
 
-        NothingToMinify if the program died or hung as a whole, and capturing its graphs ends a worker too.
-        """
-        if self.subjects is None:
-            if self._dies_while_captured():
-                raise NothingToMinify(f"{self.check.case.program}: it fails in dynamo, before there is a graph")
-            with runtime.preserved():
-                self.subjects = subjects_of(self.check, self.limits.level)
-        return self.subjects
-
-    def _dies_while_captured(self) -> bool:
-        """Tell whether capturing the graphs of a program that died or hung ends a worker, without the candidate."""
-        failure = self.report.failure if self.report is not None else None
-        options = self.options
-        if failure is None or failure.kind == "exception" or self.program is None or options is None:
-            return False
-        if not options.is_named or not self.check.transform.traits.is_compiler:
-            return False
-        captures = {key: value for key, value in options.options.items() if key in ("dynamic", "fullgraph")}
-        report = check_isolated(
-            self.program,
-            replace(options, transform="eager", options=captures, stages=FORWARD, semantic=False),
-            timeout_s=self.limits.timeout_s,
-            memory_bytes=self.limits.memory_bytes,
-            settings=plain_settings(settings.changed_settings()),
-            pool=self.pool,
-        ).report
-        return report.failure is not None and report.failure.kind != "exception"
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """The settings of the compiler under which the graphs were captured, or those of this process before that."""
+        if self.captured is not None:
+            return dict(self.captured.settings)
+        return settings.plain_settings(settings.changed_settings())
 
     def _resumed(self, subjects: Sequence[Subject]) -> tuple[Subject, Entry]:
         """Return the best subject of an earlier reduction, and its entry in the journal in `out`.
 
         `subjects` are those of the program: the best subject may call functions of their modules. Raise UsageError if
-        `out` is None or its graph is of another level, and ReportUnreadable if the journal or the subject cannot be
-        read.
+        `out` is None, or its graph is of another level or was made of other graphs, and ReportUnreadable if the journal
+        or the subject cannot be read.
         """
         best, entry = self._journal.read(allow=[name for subject in subjects for name in subject.modules])
         level = self.limits.level
         if entry.level != level:
             raise UsageError(f"{self.out} has a graph of the level {entry.level}: resume with that, not {level}")
+        if entry.graphs != graphs_hash(subjects):
+            raise UsageError(
+                f"{self.out} is about other graphs than {self.case.program} has now, because it was edited since "
+                "or is another program: minify it without --resume"
+            )
         return best, entry
+
+    def _hand_state_to_workers(self) -> None:
+        """Let workers have the settings and flags under which the graphs were captured."""
+        if isinstance(self.ask, WorkerOracle) and self.captured is not None:
+            self.ask.settings, self.ask.flags = self.captured.settings, self.captured.flags
 
     def _told(self, progress: Progress) -> None:
         self.tell(replace(progress, workers=len(self.ask.at_work) if isinstance(self.ask, WorkerOracle) else 0))
@@ -268,7 +265,7 @@ class Minifier:
             for subject in subjects:
                 report = ask(subject).report
                 if report is not None and report.failure is not None and report.failure.kind != "exception":
-                    return replace(report, case=self.check.case)
+                    return replace(report, case=self.case)
         return None
 
     @contextmanager
@@ -282,7 +279,7 @@ class Minifier:
         if spec is None or not self.is_isolated:
             why = "on request" if spec is not None else "no other process can import the transform"
             self.notes.append(f"every query ran in this process, where a crash ends everything: {why}")
-            yield InProcessOracle(case=self.check.case, transform=self.transform)
+            yield InProcessOracle(case=self.case, transform=self.transform)
             return
         place = spec.rpartition(":")[0]
         # the user's functions that a graph calls are defined in the module of its program or of its transform
@@ -290,10 +287,11 @@ class Minifier:
         with nullcontext(self.pool) if self.pool is not None else pool_for(spec) as pool:
             workers = WorkerOracle(
                 pool=pool,
-                case=replace(self.check.case, transform=spec, program="subject"),
+                case=replace(self.case, transform=spec, program="subject"),
                 timeout_s=self.limits.timeout_s,
                 memory_bytes=self.limits.memory_bytes,
-                settings=plain_settings(settings.changed_settings()),
+                settings=self._settings,
+                flags=self.captured.flags if self.captured is not None else None,
                 imports=imports,
             )
             try:
@@ -309,13 +307,24 @@ class Minifier:
         not come again; after any error, a script whose run has begun is dropped.
         """
         subject = chosen.subject
-        budget = Budget(queries=self.limits.queries, seconds=self.limits.seconds)
-        reducer = Reducer(ask=ask, wanted=chosen.wanted, budget=budget, tell=self._told, is_flaky=self.rate < 1.0)
+        left = None if self.limits.queries is None else max(0, self.limits.queries - self.ask.begun)
+        most_repeats = REPEATS if left is None else min(REPEATS, left)
+        reducer = Reducer(
+            ask=ask,
+            wanted=chosen.wanted,
+            budget=Budget(queries=None if left is None else left - most_repeats, seconds=self.limits.seconds),
+            most_repeats=most_repeats,
+            tell=self._told,
+            is_flaky=self.rate < 1.0,
+        )
+        if most_repeats < REPEATS:
+            self.notes.append("whether it fails each time was not asked: that takes more queries than were allowed")
         if isinstance(self.ask, WorkerOracle):
             if ask is self.ask:  # a flaky failure is asked for several times, each time anew
                 reducer.pool = self.ask
-            # the process of the script warms up while the first cuts keep one worker busy
-            self.clean = self.clean or CleanProcess(warmup_steps(self.transform, forks=CAN_FORK))
+            if self.script is not None:
+                # the process of the script warms up while the first cuts keep one worker busy
+                self.clean = self.clean or CleanProcess(warmup_steps(self.transform, forks=CAN_FORK))
         if entry is not None:
             reducer.outcomes.update(entry.known)
         self.history = []
@@ -364,7 +373,7 @@ class Minifier:
         report = answer.report
         assert report is not None
         # the graph is a part of the user's program, and goes by its name
-        report = replace(report, case=replace(report.case, program=self.check.case.program))
+        report = replace(report, case=replace(report.case, program=self.case.program))
         places = {name: index for index, name in enumerate(small.named_inputs)}
         return MinifiedGraph(
             graph=small.graph,
@@ -382,7 +391,7 @@ class Minifier:
             ),
             keeps_names=self.keeps_names,
             drawn={places[name]: draw.text(small.named_inputs[name]) for name, draw in small.drawn.items()},
-            settings=plain_settings(settings.changed_settings()),
+            settings=self._settings,
             also_seen=tuple(reducer.also_seen),
             twin=reducer.twin.graph if reducer.twin is not None else None,
             clean=self.clean,
@@ -429,11 +438,12 @@ class Minifier:
             entry = Entry(
                 wanted=reducer.wanted,
                 level=self.limits.level,
+                graphs=graphs_hash(self._capture()),
                 nodes_before=before,
                 queries=self._queries(resumed),
                 seconds=self._seconds(resumed),
                 # a new name, so that the subject of the entry before stays until the journal has this one
-                best=f"best-{os.urandom(4).hex()}",
+                best=new_best(),
                 drawn=dict(best.drawn),
                 known=dict(reducer.outcomes),
             )

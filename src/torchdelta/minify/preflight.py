@@ -95,6 +95,7 @@ class Preflight:
             self.ask.case = replace(case, semantic=is_semantic)
             rejected: list[str] = []
             for place, subject in enumerate((*subjects, *self.alternatives)):
+                self._require_budget()
                 number = place % len(subjects) + 1
                 self.tell(Progress(nodes=subject.size, queries=0, doing=f"graph {number} of {len(subjects)}"))
                 answer = self._asked(subject)
@@ -110,8 +111,8 @@ class Preflight:
                 others += [(number, FailingGraph(subject=subject, answer=answer, wanted=each)) for each in meant]
             if len(rejected) == len(subjects) + len(self.alternatives):
                 raise NothingToMinify(
-                    f"{self.program}: a program that fails when run eagerly is not made smaller, also if the candidate "
-                    f"fails otherwise or not at all ({rejected[0]})"
+                    f"{self.program}: a program that does not run without the candidate is not made smaller, also if "
+                    f"the candidate fails otherwise or not at all ({rejected[0]})"
                 )
             if others and is_semantic == questions[-1]:
                 number, failing = others[0]
@@ -125,6 +126,14 @@ class Preflight:
             "nothing to make smaller"
         )
 
+    def _require_budget(self) -> None:
+        """Raise NothingToMinify if all queries that the limits allow were asked."""
+        if self.limits.queries is not None and self.ask.begun >= self.limits.queries:
+            raise NothingToMinify(
+                f"{self.program}: no failure showed in {self.ask.begun} "
+                f"{'query' if self.ask.begun == 1 else 'queries'}, and no more were allowed: raise --queries"
+            )
+
     def _asked(self, subject: Subject) -> Answer:
         """Return the answer about a subject; with `guess`, idle workers begin on likely later queries meanwhile."""
         if self.guess is None or not isinstance(self.ask, WorkerOracle):
@@ -136,7 +145,9 @@ class Preflight:
 
         The culprit is cut out and asked about only if `meant` has several failures; `culprit_answer` keeps the answer.
         """
-        culprits = nodes_of(self.culprit, subject) if self.culprit is not None and len(meant) > 1 else ()
+        has_budget = self.limits.queries is None or self.ask.begun < self.limits.queries
+        is_open = self.culprit is not None and len(meant) > 1 and has_budget
+        culprits = nodes_of(self.culprit, subject) if is_open and self.culprit is not None else ()
         cut = keep_only(subject, culprits[:1]).apply(subject) if culprits else None
         if cut is None:
             return meant[0]

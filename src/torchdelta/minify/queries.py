@@ -30,7 +30,6 @@ from torchdelta.records.codec import encode
 from torchdelta.records.failure import Failure
 from torchdelta.records.report import Report
 from torchdelta.records.signatures import diverged_leaves, signatures_of
-from torchdelta.records.strict_json import from_text, to_text
 from torchdelta.records.verdict import Verdict
 from torchdelta.transforms.base import Transform
 
@@ -100,6 +99,8 @@ class WorkerOracle:
     timeout_s: float
     memory_bytes: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    flags: Mapping[str, Any] | None = None
+    """Torch's flags that a worker sets; None are those of this process."""
     imports: Sequence[str] = ()
     slowest_s: float | None = None
     """The longest query that ended by itself. The first does not count, because it fills caches for all others."""
@@ -189,7 +190,7 @@ class WorkerOracle:
             "case": encode(case),
             "settings": dict(self.settings),
             "imports": list(self.imports),
-            "flags": runtime.plain_flags(),
+            "flags": dict(self.flags) if self.flags is not None else runtime.plain_flags(),
             "allow": subject.modules,
             "subject": place.name,
         }
@@ -213,7 +214,7 @@ class WorkerOracle:
         for query in self.under_way:
             query.cancel()
         for query, place in self.under_way.items():
-            query.result()
+            query.wait()
             place.cleanup()
         self.under_way.clear()
 
@@ -297,14 +298,14 @@ def answer_of(outcome: Outcome, case: Case) -> Answer:
     A death or timeout of the candidate is a failure in the answer. The answer has no failure if the subject fails or
     hangs eagerly. Any other error of the worker's task is raised.
     """
-    runs_candidate = CANDIDATE_PARTS.__contains__
     try:
-        result = outcome.read(Report, "report", program="a subject", runs_candidate=runs_candidate)
+        result = outcome.read(Report, "report", program="a subject", candidate_parts=CANDIDATE_PARTS)
     except ProgramError as error:
         return Answer(rejected=str(error))
     if not isinstance(result, Failure):
         return answer_from(result)
-    return answer_from(report_of_death(result, case)) if runs_candidate(outcome.part) else Answer()
+    is_candidates = outcome.is_in(CANDIDATE_PARTS) or result.kind != "timeout"
+    return answer_from(report_of_death(result, case)) if is_candidates else Answer()
 
 
 def answer_from(report: Report) -> Answer:
@@ -337,15 +338,3 @@ def spec_of(transform: object) -> str | None:
         return spec if load_object(spec, what="transform") is transform else None
     except ProgramError:
         return None
-
-
-def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that JSON carries to another process unchanged; all others, such as tuples, are left out."""
-
-    def is_plain(value: Any) -> bool:
-        try:
-            return bool(from_text(to_text(value)) == value)
-        except (TypeError, ValueError):
-            return False
-
-    return {name: value for name, value in settings.items() if is_plain(value)}

@@ -94,6 +94,8 @@ class Reducer:
     wanted: Signature
     """The failure to keep."""
     budget: Budget = field(default_factory=Budget)
+    most_repeats: int = REPEATS
+    """How many queries may ask whether the failure shows again, besides the budget."""
     pool: QueryPool | None = None
     """Workers that answer several queries at once; None if there is only `ask`."""
     is_flaky: bool = False
@@ -282,11 +284,11 @@ class Reducer:
 
         There are `REPEATS` of them, less the strategies' queries if all of those showed the failure; none for a failure
         that is known to be flaky. They are not bound by the budget, because without them an intermittent failure would
-        be reported as steady.
+        be reported as steady, but only `most_repeats` are started.
         """
         subject = self.search.subject
         missing = REPEATS if self.has_refusals else max(0, REPEATS - self.strategy_hits)
-        for _ in range(0 if self.is_flaky else missing):
+        for _ in range(0 if self.is_flaky else min(missing, self.most_repeats)):
             self.queries += 1
             query = self._attempt(partial(self._begin_query, subject))
             if query is not None:

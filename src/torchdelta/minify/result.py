@@ -176,16 +176,13 @@ class WholeProgram(MinifiedResult):
 
     program: str
     """`path/file.py:factory` or `package.module:factory`."""
-    has_keywords: bool = False
     is_anew: bool = True
     """Whether the script imports the user's modules anew for each side."""
 
     @property
     def finding(self) -> ProgramFinding:
         """The finding that a script has to show."""
-        return ProgramFinding(
-            program=self.program, has_keywords=self.has_keywords, is_anew=self.is_anew, **self._words()
-        )
+        return ProgramFinding(program=self.program, is_anew=self.is_anew, **self._words())
 
     def larger(self) -> Iterator[MinifiedResult]:
         """Yield the program once more: modules that register operators cannot be imported twice."""

@@ -55,8 +55,8 @@ def check_op_isolated(
     with Pool(preload=(WORKER,), warm=warm) as pool:
         task = f"{WORKER}:check_operator"
         outcome = pool.ask(task, request, deadline_s=timeout_s, memory_bytes=memory_bytes, progress=progress)
-    # the worker reports the name of each probe when it begins, and nothing before the first
-    result = outcome.read(OpReport, "report", program=op, runs_candidate=bool)
+    # the worker reports the name of each probe when it begins, and nothing before the first: any part is a candidate's
+    result = outcome.read(OpReport, "report", program=op, candidate_parts=frozenset(outcome.parts))
     report = _report_of_death(result, op, outcome) if isinstance(result, Failure) else result
     return IsolatedOpCheck(report=report, output=outcome.output, warnings=outcome.warnings)
 

@@ -168,7 +168,7 @@ def _crash_row(name: str, error: BaseException) -> PassRow:
     """Return the row of a pass that raised: CRASHED, with the failure and the first line of its message."""
     text = "".join(traceback.format_exception(error))
     failure = Failure.of(error, stage="transform", traceback=text, where=place_of(error))
-    words = f"{failure.type}: {failure.message}".splitlines()[0]
+    words = f"{failure}".splitlines()[0]
     return PassRow(name=name, introduced=Verdict.CRASHED, reason=f"the pass itself raised {words}", failure=failure)
 
 

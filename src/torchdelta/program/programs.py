@@ -22,6 +22,7 @@ from typing import Any
 from torchdelta import errors
 from torchdelta._torch.compile import dynamo
 from torchdelta.errors import ProgramError, UsageError
+from torchdelta.records.trust import workplace
 from torchdelta.registry import nearest
 
 
@@ -78,9 +79,13 @@ class Program:
 
 
 def own_path() -> tuple[str, ...]:
-    """Return the entries of `sys.path` outside of the Python installation, where the user's own modules are."""
+    """Return the entries of `sys.path` outside of the Python installation, where the user's own modules are.
+
+    An entry that is relative to a working directory which was deleted is left out.
+    """
     installed = (sys.prefix, sys.base_prefix)
-    return tuple(str(Path(place).resolve()) for place in sys.path if not place.startswith(installed))
+    places = [Path(place) for place in sys.path if not place.startswith(installed)]
+    return tuple(str(place.resolve()) for place in places if place.is_absolute() or workplace() is not None)
 
 
 def load_callable(spec: str, *, what: str) -> Callable[..., Any]:

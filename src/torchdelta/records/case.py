@@ -12,6 +12,7 @@ Where both records have a field, its default stands in `Case`.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -165,7 +166,9 @@ class SearchLimits:
     level: str = DYNAMO
 
     def __post_init__(self) -> None:
-        """Raise UsageError if no graphs have the level, or if `match` is not a regular expression."""
+        """Raise UsageError if a number is not above 0, the level is unknown, or `match` is not a regular expression."""
+        for name in ("timeout_s", "memory_bytes", "queries", "seconds"):
+            require_positive(name, getattr(self, name))
         require_level(self.level)
         try:
             re.compile(self.match or "")
@@ -193,6 +196,12 @@ def _require_known(what: str, names: tuple[str, ...], known: tuple[str, ...]) ->
     for name in names:
         if name not in known:
             raise UsageError(f"unknown {what} {name!r}: it is one of {', '.join(known)}")
+
+
+def require_positive(name: str, value: float | None) -> None:
+    """Raise UsageError if a limit is not a finite number above 0; None is no limit. `name` is for the message."""
+    if value is not None and not 0 < value < math.inf:  # False for NaN
+        raise UsageError(f"{name} is a number above 0, not {value:g}")
 
 
 def require_level(level: str) -> None:

@@ -13,7 +13,7 @@ import itertools
 import re
 from dataclasses import dataclass, replace
 
-from torchdelta.errors import message_of
+from torchdelta.errors import message_of, shortened, shortened_traceback
 
 CLEAR = 1
 """A divergence is clear if its error is at least this many orders of magnitude above the allowed error."""
@@ -99,8 +99,8 @@ class Failure:
     """How the candidate failed.
 
     `kind` is `exception`, or how its process ended without one: `signal` (`type` is its name), `timeout`, `exit`
-    (`type` is the status), `memory` (also if memory beyond a limit was refused), `output`; `cancelled` means that the
-    answer was no longer wanted.
+    (`type` is the status), `memory` (also if memory beyond a limit was refused), `output`, `files` (its
+    own files were deleted, damaged or could not be written); `cancelled` means that the answer was no longer wanted.
     """
 
     kind: str
@@ -108,6 +108,13 @@ class Failure:
     message: str
     signature: Signature
     traceback: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.type}: {self.message}" if self.type else self.message
+
+    def __post_init__(self) -> None:
+        """Cut a traceback that is very long, because it repeats a long message."""
+        object.__setattr__(self, "traceback", shortened_traceback(self.traceback))
 
     @classmethod
     def of(cls, error: BaseException, *, stage: str, traceback: str = "", where: str = "") -> Failure:
@@ -118,6 +125,7 @@ class Failure:
     @classmethod
     def of_exception(cls, name: str, message: str, *, stage: str, traceback: str = "", where: str = "") -> Failure:
         """Return the failure of a candidate that raised an exception in another process, by name and message."""
+        message = shortened(message)
         signature = Signature(
             kind="exception", stage=stage, type=name, message=normalise(essence(message)), where=where
         )
@@ -141,7 +149,8 @@ class Failure:
     @classmethod
     def of_memory(cls, limit_bytes: int, *, stage: str) -> Failure:
         """Return the failure of a process that used more memory than its limit."""
-        return cls._of_end("memory", "", f"more than {limit_bytes / 2**20:.0f} MiB of memory", stage=stage)
+        limit = f"{limit_bytes / 2**20:.0f} MiB" if limit_bytes >= 2**20 else f"{limit_bytes} bytes"
+        return cls._of_end("memory", "", f"more than {limit} of memory", stage=stage)
 
     @classmethod
     def of_refused_memory(cls, message: str, *, stage: str, traceback: str = "") -> Failure:
@@ -155,6 +164,11 @@ class Failure:
     def of_output(cls, limit_bytes: int, *, stage: str) -> Failure:
         """Return the failure of a process that printed more than its limit."""
         return cls._of_end("output", "", f"more than {limit_bytes / 2**20:.0f} MiB of output", stage=stage)
+
+    @classmethod
+    def of_files(cls, message: str, *, stage: str) -> Failure:
+        """Return the failure of a process whose answer was lost, because its files were damaged or not writable."""
+        return cls._of_end("files", "", message, stage=stage)
 
     @classmethod
     def of_cancelled(cls, *, stage: str) -> Failure:

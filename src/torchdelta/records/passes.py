@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from torchdelta.records.case import Case
 from torchdelta.records.failure import Failure
+from torchdelta.records.printable import printable
 from torchdelta.records.report import Culprit, Environment
 from torchdelta.records.verdict import Verdict
 
@@ -82,7 +83,7 @@ class Pipeline:
         return next((row for row in self.rows if row.is_guilty), None)
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self))
+        return "\n".join(_lines(printable(self)))
 
 
 @dataclass(frozen=True, kw_only=True)

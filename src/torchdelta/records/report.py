@@ -186,7 +186,7 @@ def reason_of(report: Report) -> str:
     The failure is its type and the first line of its message. The text is empty if there is none of them.
     """
     if report.failure is not None:
-        return f"{report.failure.type}: {report.failure.message}".splitlines()[0]
+        return f"{report.failure}".splitlines()[0]
     worst = max(report.comparisons, key=lambda comparison: comparison.rank, default=None)
     return next((stage.reason for stage in report.stages if stage.reason), worst.reason if worst else "")
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from torchdelta.errors import ReportUnreadable, UsageError
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 """The numbers that JSON cannot hold, by the words that stand for them."""
 _ESCAPE = "\\"
+_UNFINISHED = ".torchdelta-"
 
 
 def to_text(data: Any, *, indent: int | None = None, is_compact: bool = False) -> str:
@@ -96,12 +98,17 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     there. A link at `path` is replaced, not followed.
     """
     # not from `tempfile`, whose files are private: a report is as readable as any other file of the user
-    unfinished = path.parent / f".torchdelta-{os.urandom(8).hex()}"
+    unfinished = path.parent / f"{_UNFINISHED}{os.urandom(8).hex()}"
     try:
         write(unfinished)
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def is_unfinished(path: Path) -> bool:
+    """Tell whether a file is one that `replace_file` began, and whose process was killed before it was complete."""
+    return re.fullmatch(rf"{re.escape(_UNFINISHED)}[0-9a-f]{{16}}", path.name) is not None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -117,5 +117,14 @@ def _is_installed(place: str, origin: Path) -> bool:
     if any(origin.is_relative_to(Path(library).resolve()) for library in libraries):
         return True
     top = place.partition(".")[0]
-    is_in_workplace = origin.is_relative_to(Path.cwd().resolve())
+    here = workplace()
+    is_in_workplace = here is not None and origin.is_relative_to(here)
     return top in metadata.packages_distributions() and not is_in_workplace
+
+
+def workplace() -> Path | None:
+    """Return the working directory, or None if it was deleted."""
+    try:
+        return Path.cwd().resolve()
+    except FileNotFoundError:
+        return None

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -131,6 +131,15 @@ class CleanProcess:
     def end(self) -> None:
         """End the process and the script that it runs."""
         self._end()
+
+
+@contextlib.contextmanager
+def ended(clean: CleanProcess) -> Iterator[CleanProcess]:
+    """Yield a process, and end it afterwards, also if it still waits for a script."""
+    try:
+        yield clean
+    finally:
+        clean.end()
 
 
 def begin(path: Path, clean: CleanProcess | None = None) -> CleanProcess:

@@ -53,8 +53,6 @@ class ProgramFinding(Evidence):
 
     program: str
     """`path/file.py:factory` or `package.module:factory`."""
-    has_keywords: bool = False
-    """Whether the program has keyword arguments."""
     is_anew: bool = True
     """Whether a script imports the user's modules anew for each side, so that the sides share no globals."""
 

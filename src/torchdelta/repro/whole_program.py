@@ -91,8 +91,6 @@ class ProgramQuestion(Question):
         self.applied = write_transform(finding.case, self.imports, "cpu")
         if self.applied.dtype is not None:
             raise ReproUnwritable(f"{finding.case.transform} casts the inputs, which a factory makes in its own dtype")
-        if self._reads_inputs and finding.has_keywords:
-            raise ReproUnwritable(f"{finding.case.transform} needs all arguments, and some of them have keywords")
         self.divergence = None if finding.report.failure is not None else self._divergence()
         sides = ScriptSides(
             reference="run(*built())",

@@ -7,6 +7,7 @@ explains failures.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import torch._functorch.config
 import torch._inductor
 import torch._inductor.config
 from torch._dynamo.exc import RestartAnalysis, SkipFrame, exceptions_allowed_to_be_fallback
+from torch._dynamo.guards import CheckFunctionManager
 from torch._dynamo.utils import counters
 from torch._inductor.exc import InvalidCxxCompiler
 
@@ -139,6 +141,21 @@ def require_known_config(settings: Mapping[str, Any], part: str = "inductor") ->
             raise UsageError(f"{part}'s setting {name} is {type(present).__name__} ({present!r}), not {value!r}")
 
 
+def reset() -> None:
+    """Forget everything that dynamo has compiled in this process, and the guards of it.
+
+    Dynamo ties the guards of a compilation to each object that they look at, by a finalizer, so that they end with the
+    object. Most of these objects are functions and modules, which never end: without this, each compilation would stay
+    in memory for as long as the process lives.
+    """
+    torch._dynamo.reset()
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        alive = finalizer.peek()
+        call = alive[1] if alive is not None else None
+        if isinstance(getattr(getattr(call, "func", None), "__self__", None), CheckFunctionManager):
+            finalizer.detach()
+
+
 @contextmanager
 def compiling(
     call: Callable[..., Any],
@@ -161,7 +178,7 @@ def compiling(
     if lifted:
         backend = _lifting(backend)
     witness = Witness(is_compiler=True)
-    torch._dynamo.reset()
+    reset()
     counters.clear()
     # a failure of the compiler is a result here, even if the user's settings let it run eagerly then
     with torch._inductor.config.patch(dict(config or {})), torch._dynamo.config.patch(suppress_errors=False):
@@ -169,7 +186,7 @@ def compiling(
         try:
             yield compiled, witness
         finally:
-            torch._dynamo.reset()
+            reset()
 
 
 @contextmanager

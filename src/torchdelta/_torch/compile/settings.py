@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from torchdelta.records.strict_json import from_text, to_text
+
 INDUCTOR = "torch._inductor.config"
 """The full names of inductor's settings begin with this."""
 AOT_AUTOGRAD_IMPORT = "from torch._dynamo.backends.common import aot_autograd"
@@ -74,3 +76,15 @@ def applied(settings: Mapping[str, Any]) -> Iterator[None]:
             name = next(name for name in _CONFIGS if full.startswith(f"{name}."))
             stack.enter_context(importlib.import_module(name).patch({full.removeprefix(f"{name}."): value}))
         yield
+
+
+def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that JSON carries to another process unchanged; all others, such as tuples, are left out."""
+
+    def is_plain(value: Any) -> bool:
+        try:
+            return bool(from_text(to_text(value)) == value)
+        except (TypeError, ValueError):
+            return False
+
+    return {name: value for name, value in settings.items() if is_plain(value)}

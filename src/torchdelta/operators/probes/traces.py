@@ -167,7 +167,7 @@ def _run_only(trace: Trace, transform: Transform, baseline: Baseline) -> Probe:
     """
     run = baseline.run(transform)
     if run.failure is not None:
-        reason = f"{run.failure.type}: {run.failure.message}".partition("\n")[0]
+        reason = f"{run.failure}".partition("\n")[0]
         remedy = remedy_of(run.failure.message)
         return Probe(name=trace.name, verdict=Verdict.CRASHED, reason=reason, remedy=remedy)
     if why := run.untransformed():

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torchdelta.records.audit import Audit, FaultTrial, TrialOutcome, count
+from torchdelta.records.printable import printable
 from torchdelta.records.verdict import Verdict
 from torchdelta.report.terminal.style import console_for_stdout, plain_table
 
@@ -38,6 +39,7 @@ _STYLE = {
 def print_audit(audit: Audit, console: Console | None = None, *, verbose: bool = False) -> None:
     """Print the audit; `verbose` lists every fault that was not caught, with its place."""
     console = console or console_for_stdout()
+    audit = printable(audit)
     console.print(Group(*_parts(audit, verbose=verbose)), highlight=False)
 
 

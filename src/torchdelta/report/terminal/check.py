@@ -22,6 +22,7 @@ from rich.text import Text
 
 from torchdelta.records.case import VALUES
 from torchdelta.records.comparison import Comparison, Worst
+from torchdelta.records.printable import printable
 from torchdelta.records.report import Report, Stage
 from torchdelta.records.verdict import Verdict
 from torchdelta.report.terminal.style import (
@@ -50,6 +51,7 @@ def print_report(report: Report, console: Console | None = None, *, verbose: boo
     Without a console it is printed on stdout.
     """
     console = console or console_for_stdout()
+    report = printable(report)
     parts = [headline(report), *_stage_lines(report), *_comparison_parts(report, width=console.width, verbose=verbose)]
     remarks = [
         *culprit_remarks(report.culprits, show_all=verbose),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
@@ -16,9 +17,19 @@ from rich.text import Text
 
 from torchdelta.records.guard import GuardedGraphRecord, GuardSummary
 from torchdelta.records.passes import PassFinding, PassSummary
+from torchdelta.records.printable import printable
 from torchdelta.records.report import Culprit
 from torchdelta.records.verdict import Verdict
-from torchdelta.report.terminal.style import MARK, STYLE, Remark, count, culprit_remarks, remark_table
+from torchdelta.report.terminal.style import (
+    MARK,
+    STYLE,
+    Remark,
+    console_for,
+    count,
+    culprit_remarks,
+    relative_path,
+    remark_table,
+)
 
 _MOST_COLUMNS = 80
 _MOST_FINDINGS = 4
@@ -34,7 +45,9 @@ def print_guard_summary(
     `watched` is the summary of inductor's passes, if they were watched. Of many findings or remarks only the first few
     are printed.
     """
-    console = console or _console_for_stderr()
+    # the script may have replaced sys.stderr
+    console = console or console_for_summary(sys.__stderr__)
+    summary, watched = printable(summary), printable(watched)
     parts: list[RenderableType] = [_headline(summary, watched), _indent(_count_remarks(summary, watched))]
     parts += _first_findings([_finding_part(graph) for graph in summary.findings], _index_path(summary))
     if watched is not None:
@@ -44,12 +57,10 @@ def print_guard_summary(
     console.print(Group(*parts), highlight=False)
 
 
-def _console_for_stderr() -> Console:
-    # the script may have replaced sys.stderr
-    stream = sys.__stderr__
-    return Console(
-        file=stream, width=min(_MOST_COLUMNS, Console(file=stream).width if stream and stream.isatty() else 80)
-    )
+def console_for_summary(stream: TextIO | None) -> Console:
+    """Return a console of at most `_MOST_COLUMNS` on a stream."""
+    width = console_for(stream).width if stream is not None and stream.isatty() else _MOST_COLUMNS
+    return console_for(stream, width=min(_MOST_COLUMNS, width))
 
 
 def _headline(summary: GuardSummary, watched: PassSummary | None) -> Text:
@@ -117,12 +128,12 @@ def _finding_part(graph: GuardedGraphRecord) -> RenderableType:
     subject = f"  graph {graph.number} {when}: {graph.backend}, {graph.level}, {count(graph.nodes, 'node')}"
     remarks: list[Remark] = []
     if graph.culprit is None:
-        remarks += [("from", _relative_path(graph.name))] if graph.name else []
+        remarks += [("from", relative_path(graph.name))] if graph.name else []
     remarks += _reason_remarks(graph.culprit, graph.reason)
     if graph.directory is not None:
-        remarks.append(("report", _relative_path(graph.directory)))
+        remarks.append(("report", relative_path(graph.directory)))
     if graph.repro is not None:
-        remarks.append(("repro", _relative_path(graph.repro)))
+        remarks.append(("repro", relative_path(graph.repro)))
     return Group(_verdict_line(graph.verdict, subject), _indent(remarks))
 
 
@@ -155,7 +166,7 @@ def _closing_remarks(summary: GuardSummary, watched: PassSummary | None) -> Iter
 
 
 def _index_path(summary: GuardSummary) -> str:
-    return _relative_path(os.path.join(summary.out, "index.jsonl")) if summary.out is not None else ""
+    return relative_path(os.path.join(summary.out, "index.jsonl")) if summary.out is not None else ""
 
 
 def _limit_remarks(remarks: Sequence[Remark]) -> Iterator[Remark]:
@@ -178,8 +189,3 @@ def _first_findings(findings: Sequence[RenderableType], where: str) -> Iterator[
 
 def _indent(remarks: Iterator[Remark] | Sequence[Remark]) -> RenderableType:
     return Padding(remark_table(remarks), (0, 0, 0, 2), expand=False)
-
-
-def _relative_path(path: str) -> str:
-    """Return a path relative to the working directory, if it is below it."""
-    return path.removeprefix(os.path.join(os.getcwd(), ""))

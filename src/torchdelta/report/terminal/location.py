@@ -27,6 +27,7 @@ from rich.text import Text
 from torchdelta.records.case import VALUES
 from torchdelta.records.comparison import Breach, Comparison, Measurement
 from torchdelta.records.location import Location, NodeRecord, Row
+from torchdelta.records.printable import printable
 from torchdelta.records.report import Culprit
 from torchdelta.records.verdict import Verdict, worst_of
 from torchdelta.report.terminal.style import (
@@ -59,6 +60,7 @@ _WIDE_COLUMNS = 72
 def print_location(location: Location, console: Console | None = None, *, verbose: bool = False) -> None:
     """Print the location, by default on stdout; `verbose` shows every node, culprit, name and note."""
     console = console or console_for_stdout()
+    location = printable(location)
     parts = [headline(location), Text(), remark_table(_finding_remarks(location, show_all=verbose))]
     if (drawing := draw_neighbourhood(location, width=console.width)) is not None:
         parts += [Text(), drawing]

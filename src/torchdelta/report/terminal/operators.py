@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torchdelta.records.operators import OpReport, Probe, Sweep, SweepRow
+from torchdelta.records.printable import printable
 from torchdelta.records.verdict import Verdict
 from torchdelta.report.terminal.style import MARK, STYLE, console_for_stdout, count, plain_table, remark_table
 
@@ -24,13 +25,13 @@ _LONGEST_REASON = 160
 def print_operator(report: OpReport, console: Console | None = None, *, verbose: bool = False) -> None:
     """Print the result of each probe of an operator; `verbose` lists the probes that were not asked, and why."""
     console = console or console_for_stdout()
-    console.print(Group(*_operator_parts(report, verbose=verbose)), highlight=False)
+    console.print(Group(*_operator_parts(printable(report), verbose=verbose)), highlight=False)
 
 
 def print_sweep(sweep: Sweep, console: Console | None = None, *, verbose: bool = False) -> None:
     """Print the verdicts of a sweep over operators; `verbose` lists those that are inconclusive."""
     console = console or console_for_stdout()
-    console.print(Group(*_sweep_parts(sweep, verbose=verbose)), highlight=False)
+    console.print(Group(*_sweep_parts(printable(sweep), verbose=verbose)), highlight=False)
 
 
 def _operator_parts(report: OpReport, *, verbose: bool) -> Iterator[RenderableType]:

@@ -12,6 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from torchdelta.records.printable import printable
 from torchdelta.records.sensitivity import LayerEffect, Sensitivity, worst_sqnr_db
 from torchdelta.report.terminal.style import console_for_stdout, plain_table
 
@@ -22,6 +23,7 @@ _MOST_OUTPUTS = 4
 def print_sensitivity(sensitivity: Sensitivity, console: Console | None = None) -> None:
     """Print a table of the modules with the SQNR that is left if each alone is quantized."""
     console = console or console_for_stdout()
+    sensitivity = printable(sensitivity)
     console.print(Group(*_parts(sensitivity)), highlight=False)
 
 

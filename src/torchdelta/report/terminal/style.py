@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -49,7 +50,23 @@ Remark = tuple[str, str | Text]
 
 def console_for_stdout() -> Console:
     """Return a console on stdout; a pipe or a log file gets 160 columns, because it has no width of its own."""
-    return Console(width=None if sys.stdout.isatty() else 160)
+    return console_for(sys.stdout, width=None if sys.stdout.isatty() else 160)
+
+
+def console_for(stream: TextIO | None, *, width: int | None = None) -> Console:
+    """Return a console on a stream, which takes texts as they are: brackets in a name are not markup."""
+    return Console(file=stream, width=width, markup=False, emoji=False, highlight=False)
+
+
+def relative_path(path: str) -> str:
+    """Return a path relative to the working directory if it is below that; unchanged otherwise.
+
+    It is unchanged too if the working directory was deleted.
+    """
+    try:
+        return path.removeprefix(os.path.join(os.getcwd(), ""))
+    except FileNotFoundError:
+        return path
 
 
 def headline(report: Report | Location) -> RenderableType:
@@ -189,5 +206,4 @@ def _split_source_line(line: str) -> tuple[str, str]:
     match = re.fullmatch(r"(.+?):(\d+): ?(.*)", line, re.DOTALL)
     if match is None:
         return line, ""
-    file, working_directory = match[1], os.path.join(os.getcwd(), "")
-    return f"{file.removeprefix(working_directory)}:{match[2]}", match[3]
+    return f"{relative_path(match[1])}:{match[2]}", match[3]
