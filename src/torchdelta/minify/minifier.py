@@ -390,6 +390,7 @@ class Minifier:
                 rate=self.rate,
             ),
             keeps_names=self.keeps_names,
+            registering=tuple(self.imports) if report.case.transform.startswith("backend:") else (),
             drawn={places[name]: draw.text(small.named_inputs[name]) for name, draw in small.drawn.items()},
             settings=self._settings,
             also_seen=tuple(reducer.also_seen),

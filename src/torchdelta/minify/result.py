@@ -203,6 +203,10 @@ class MinifiedGraph(MinifiedResult):
     """A neighbour of the graph that passes."""
     keeps_names: bool = False
     """Whether the script's inputs keep the names that they have in the graph."""
+    imports: tuple[str, ...] = ()
+    """Modules that the script imports in any case."""
+    registering: tuple[str, ...] = ()
+    """Modules that may register the backend: the script imports them if it does not fail without them."""
     fallbacks: Callable[[], Iterator[MinifiedResult]] = field(default=lambda: iter(()), repr=False)
     """Returns the larger results of the same reduction, and then the user's program, if it has a name."""
 
@@ -217,11 +221,14 @@ class MinifiedGraph(MinifiedResult):
             inputs=self.inputs,
             inputs_from=self.drawn,
             keeps_names=self.keeps_names,
+            imports=self.imports,
             **self._words(),
         )
 
     def larger(self) -> Iterator[MinifiedResult]:
-        """Yield this graph with its names kept, because a pass may look for them, and then the `fallbacks`."""
+        """Yield this graph with imports that may register a backend, with its names kept, and then the `fallbacks`."""
+        if self.registering and not self.imports:
+            yield replace(self, imports=self.registering, draft=None)
         if not self.keeps_names:
             yield replace(self, keeps_names=True, draft=None)
         yield from self.fallbacks()
