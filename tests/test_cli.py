@@ -343,7 +343,7 @@ class TestBadInput:
         ("words", "said"),
         [
             (("check",), "the program raised Panic, which is not an Exception"),
-            (("minify", "-o", "out"), "programs.py:panics: the factory raised Panic: (no message)"),
+            (("minify", "-o", "out"), "programs.py:panics: the factory raised Panic (no message)"),
         ],
     )
     def test_a_panic_of_the_program_is_no_verdict(self, words, said, command_line):

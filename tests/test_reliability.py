@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from programs import reports
-from torchdelta.errors import LONGEST, message_of, shortened
+from torchdelta.errors import LONGEST, describe, shortened
 from torchdelta.records import codec
 from torchdelta.records.failure import Failure
 from torchdelta.records.verdict import Verdict
@@ -210,9 +210,9 @@ class TestLongMessages:
         assert len(ran.stderr) < 10_000
 
     def test_an_exception_without_a_message_has_words(self):
-        assert message_of(MemoryError()) == "out of memory"
-        assert message_of(ValueError()) == "(no message)"
-        assert str(Failure.of_refused_memory(message_of(MemoryError()), stage="forward")) == "out of memory"
+        assert describe(ValueError()) == "ValueError (no message)"
+        assert str(Failure.of(ValueError(), stage="forward")) == "ValueError: (no message)"
+        assert str(Failure.of_refused_memory("", stage="forward")) == "out of memory"
 
     def test_a_text_is_cut_once(self):
         cut = shortened("x" * (1 << 20))

@@ -103,16 +103,20 @@ _full_texts: Path | None = None
 
 
 def message_of(error: BaseException) -> str:
-    """Return the message of an exception of foreign code, `shortened`; without one, a text that says so.
+    """Return the message of an exception of foreign code, `shortened`; empty if it has none.
 
-    Its own `__str__` may raise; then the text says that.
+    Its own `__str__` may raise; then a text that says so.
     """
     try:
-        message = str(error)
+        return shortened(str(error))
     except Exception as failed:
         return f"(its message cannot be read: {type(failed).__name__})"
-    nothing = "out of memory" if isinstance(error, MemoryError) else "(no message)"
-    return shortened(message) or nothing
+
+
+def describe(error: BaseException) -> str:
+    """Return the class and the message of an exception of foreign code, for a sentence."""
+    message = message_of(error)
+    return f"{type(error).__name__}: {message}" if message else f"{type(error).__name__} (no message)"
 
 
 def shortened(text: str) -> str:
@@ -124,7 +128,8 @@ def shortened(text: str) -> str:
         return text
     half = LONGEST // 2
     cut = len(text) - 2 * half
-    return f"{text[:half]}\n[{cut:,} characters are left out here; {_keep(text)}]\n{text[-half:]}"
+    # in a paragraph of its own, so that the first one is still a part of the text
+    return f"{text[:half]}\n\n[{cut:,} characters are left out here; {_keep(text)}]\n\n{text[-half:]}"
 
 
 def shortened_traceback(text: str) -> str:

@@ -22,7 +22,7 @@ def load_program(spec: str) -> Program:
     try:
         result = factory()
     except errors.caught_from_user_code() as error:
-        raise ProgramError(f"{spec}: the factory raised {type(error).__name__}: {errors.message_of(error)}") from error
+        raise ProgramError(f"{spec}: the factory raised {errors.describe(error)}") from error
     if not isinstance(result, (tuple, list)) or len(result) not in (2, 3):
         raise ProgramError(
             f"{spec}: the factory must return (callable, args) or (callable, args, kwargs), not {_describe(result)}"

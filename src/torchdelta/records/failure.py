@@ -110,7 +110,8 @@ class Failure:
     traceback: str = ""
 
     def __str__(self) -> str:
-        return f"{self.type}: {self.message}" if self.type else self.message
+        words = self.message or ("out of memory" if self.kind == "memory" else "(no message)")
+        return f"{self.type}: {words}" if self.type else words
 
     def __post_init__(self) -> None:
         """Cut a traceback that is very long, because it repeats a long message."""
