@@ -14,9 +14,9 @@ pytestmark = [
 ]
 CHECKS = 50
 MOST_OBJECTS = 80
-"""Objects that may stay after a check. With torch 2.13, 26 were measured for the pass and 61 for aot_eager: fx keeps the
-source of each function that it generates in Python's `linecache`, for tracebacks. There were 440 for the pass before
-dynamo's guards were dropped with the code that they guard."""
+"""Objects that may stay after a check. With torch 2.13, 26 were measured for the pass and 61 for aot_eager: fx keeps
+the source of each function that it generates in Python's `linecache`, for tracebacks. There were 440 for the pass
+before dynamo's guards were dropped with the code that they guard."""
 MOST_MEMORY_KIB = 20 << 10
 
 # in a process of its own, because pytest keeps every line that torch logs
