@@ -203,4 +203,4 @@ class TestDiagnose:
         assert "it may not be the smallest" in first.stdout
         assert reduction["is_minimal"]
         assert reduction["nodes_after"] == 3
-        assert_one_sentence(other, "is about programs.py:build under programs.py:gives_up")
+        assert_one_sentence(other, "is about diagnose of programs.py:build under programs.py:gives_up")
