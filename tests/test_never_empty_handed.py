@@ -47,14 +47,14 @@ class TestFailuresWithoutAGraph:
         report = td.diagnose(spec, transform="eager", options=options, out=tmp_path, workers=workers)
 
         assert report.repro == Repro(path=str(tmp_path / "repro.py"), confirmed=True), report.notes
-        assert (tmp_path / "no_graph.py").read_text() == (PROGRAMS / "no_graph.py").read_text()
+        assert (tmp_path / "repro_code" / "no_graph.py").read_text() == (PROGRAMS / "no_graph.py").read_text()
         header = " ".join((tmp_path / "repro.py").read_text().split('"""')[1].split())
         assert f"this is the user's own program, which {program} builds" in header
 
     def test_the_script_says_so_once_the_failure_is_gone(self, tmp_path, workers):
         spec = f"{PROGRAMS / 'no_graph.py'}:counting"
         td.diagnose(spec, transform="eager", out=tmp_path, workers=workers)
-        copy = tmp_path / "no_graph.py"
+        copy = tmp_path / "repro_code" / "no_graph.py"
         copy.write_text(copy.read_text().replace("2 if torch.compiler.is_compiling() else 1", "1"))
         ended = run(tmp_path / "repro.py")
 

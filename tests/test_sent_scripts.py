@@ -62,9 +62,11 @@ def test_a_pass_and_all_that_it_imports_are_copied_so_that_the_script_runs_elsew
     out = tmp_path / "out"
     text = write(found, out / "repro.py").path.read_text()
 
-    assert names_in(out) == ["repro.py", "sent_helpers.py", "sent_more.py", "sent_pass.py"]
+    copies = ["repro_code/sent_helpers.py", "repro_code/sent_more.py", "repro_code/sent_pass.py"]
+    assert names_in(out) == ["repro.py", *copies]
     header = " ".join(text.split('"""')[1].split())
-    assert "Beside it is the user's own code, which it imports: sent_pass.py, sent_helpers.py, sent_more.py." in header
+    listed = "repro_code/sent_pass.py, repro_code/sent_helpers.py, repro_code/sent_more.py"
+    assert f"Beside it is the user's own code, which it imports: {listed}." in header
     ended = run_in_an_empty_folder(out, tmp_path)
     assert ended.returncode == 1, ended.stderr
     assert "the bug is there" in ended.stdout
@@ -116,8 +118,7 @@ def test_a_copy_of_an_earlier_script_is_replaced_after_the_pass_was_changed(foun
     (tmp_path / "mine" / "sent_more.py").write_text("OFF = 0.25\n")
     write(found, out / "repro.py")
 
-    assert (out / "sent_more.py").read_text() == "OFF = 0.25\n"
-    assert not (out / "repro_code").exists()
+    assert (out / "repro_code" / "sent_more.py").read_text() == "OFF = 0.25\n"
 
 
 def test_a_script_is_not_replaced_by_a_pass_of_the_same_name(tmp_path):
@@ -149,7 +150,7 @@ def test_of_a_package_the_modules_that_are_needed_are_copied(tmp_path, monkeypat
     imports.copy_all()
 
     assert imported.lines[-1] == "from sent_package.passes.fold import fold"
-    assert names_in(tmp_path / "out") == sorted(set(files) - {"sent_package/unused.py"})
+    assert names_in(tmp_path / "out" / "repro_code") == sorted(set(files) - {"sent_package/unused.py"})
 
 
 def test_an_installed_package_is_imported_by_its_name(tmp_path):

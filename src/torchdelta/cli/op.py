@@ -156,7 +156,7 @@ def command(
     """Does an operator do what compilers take it to do?
 
     Of one operator the exit code is that of its verdict. Of a sweep (--opinfo) it is 4 if any operator crashed or timed
-    out, else 1 if any diverged, else 0: of a whole database many are inconclusive.
+    out, else 1 if any diverged, else 0: of a whole database many are inconclusive. An interrupted sweep exits with 130.
     """
     if name is not None and sweep["opinfo"] is not None:
         raise UsageError(f"{name} and --opinfo exclude each other: name one operator, or those of torch's")

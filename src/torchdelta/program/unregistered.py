@@ -276,7 +276,11 @@ class _Walk:
         yield from self._visit_globals(function)
 
     def _visit_globals(self, function: FunctionType) -> Iterator[_Place]:
-        """Yield the globals that a function uses, and remember them; those of an installed function are left out."""
+        """Yield the values of the globals that a function uses; an installed function has none.
+
+        For a module of the user's, what the function reads from it is yielded (`_visit_own_module`); installed modules
+        are left out. Used globals that are data, and the names that the function writes, go to `shared.namespaces`.
+        """
         if copies.is_installed(function):
             return
         used = copies.used_globals(function)
@@ -290,7 +294,11 @@ class _Walk:
                 yield _Place(name, "", value, is_shared=True)
 
     def _visit_own_module(self, function: FunctionType, name: str, module: ModuleType) -> Iterator[_Place]:
-        """Yield the values that a function reads as `module.value` from another module of the user's."""
+        """Yield what a function may read as `module.value` from a module of the user's: functions and data.
+
+        Each name in the function's code that the module also has counts, however it is used. Installed functions, and
+        code other than functions, are left out. A function's place is `name` alone. Data goes to `shared.namespaces`.
+        """
         names = sorted(set(function.__code__.co_names) & vars(module).keys())
         functions = [vars(module)[key] for key in names if isinstance(vars(module)[key], FunctionType)]
         yield from (_Place(name, "", each, is_shared=True) for each in functions if not copies.is_installed(each))

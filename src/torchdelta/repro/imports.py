@@ -1,11 +1,11 @@
 """Imports of a script for modules other than torch: installed packages by name, the user's own files as copies.
 
 A script is sent to people who do not have the user's files. So each file of the user's that a script imports, and each
-one of the same folder that this file imports, is copied beside the script:
+one of the same folder that this file imports, is copied to a folder beside the script, which is named after it:
 
     imports = ScriptImports(Path("out/repro.py"))
     imports.of_object("passes/fold.py:fold")    # from fold import fold
-    imports.copies                              # {out/fold.py: passes/fold.py}
+    imports.copies                              # {out/repro_code/fold.py: passes/fold.py}
 
 A file that is beside the script already is not copied. `ScriptImports.copies` only lists the copies; `copy_all` makes
 them.
@@ -26,9 +26,6 @@ from pathlib import Path
 
 from torchdelta.errors import ReproUnwritable
 from torchdelta.repro.code import RESERVED
-
-_BESIDE = "Beside it is the user's own code, which it imports:"
-"""How a script's header begins to list the copies. A later run replaces copies that are listed so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +103,7 @@ class ScriptImports:
     def describe_copies(self) -> str:
         """Return a sentence that names the copies, or an empty text if there are none."""
         names = [_relative(copy, self.script) for copy in self.copies]
-        return f"{_BESIDE} {', '.join(names)}." if names else ""
+        return f"Beside it is the user's own code, which it imports: {', '.join(names)}." if names else ""
 
     def _from_file(self, file: Path, import_as: str, alias: str, first: str) -> tuple[str, ...]:
         """Return the lines that import the name `first` from a file, under the name `alias`.
@@ -144,30 +141,15 @@ class ScriptImports:
     def _folder_for(self, file: Path, root: Path) -> Path:
         """Return the folder that stands for `root` beside the script, and list the copies that it needs.
 
-        It is the script's own folder, or one that is named after the script if a copy would replace another file.
+        It is one that is named after the script, so that no copy replaces a file of the user's, or the script's own
+        folder if that is `root`: then there is nothing to copy.
         """
         beside = self.script.resolve().parent
-        sources = {source.relative_to(root): source for source in _sources(file, root)}
         if beside == root:
             return beside
-        is_free = all(self._may_write(beside / place, source) for place, source in sources.items())
-        folder = beside if is_free else beside / f"{self.script.stem}_code"
-        self.copies.update({folder / place: source for place, source in sources.items()})
+        folder = beside / f"{self.script.stem}_code"
+        self.copies.update({folder / source.relative_to(root): source for source in _sources(file, root)})
         return folder
-
-    def _may_write(self, copy: Path, source: Path) -> bool:
-        """Tell whether a copy replaces nothing but an equal file, or the copy that an earlier script there names."""
-        script = self.script.resolve()
-        if copy == script:
-            return False
-        if not copy.exists() or (copy.is_file() and copy.read_bytes() == source.read_bytes()):
-            return True
-        if not script.is_file():
-            return False
-        header = "".join(script.read_text(encoding="utf-8", errors="replace").split('"""')[1:2])
-        # lines of a header are wrapped
-        _, _, named = "".join(header.split()).partition("".join(_BESIDE.split()))
-        return "".join(_relative(copy, script).split()) in named
 
 
 def _sources(file: Path, root: Path) -> list[Path]:

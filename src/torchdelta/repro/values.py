@@ -160,11 +160,12 @@ def _write_values(tensor: torch.Tensor, data: bool, source: TensorSource) -> str
 def _write_random(tensor: torch.Tensor) -> str:
     """Return an expression that draws a CPU tensor of the same shape and dtype.
 
-    Integers come from the tensor's own range; floats and complex numbers are normally distributed.
+    Integers come from the range of the tensor, which must have elements; floats and complex numbers are normally
+    distributed.
     """
     shape, dtype = tuple(tensor.shape), tensor.dtype
     if dtype is torch.bool:
-        return f"torch.rand({shape}) < 0.5"
+        return f"(torch.rand({shape}) < 0.5)"
     if dtype.is_complex or dtype.is_floating_point:
         if dtype.itemsize == 1:
             return f"torch.randn({shape}).to({dtype})"

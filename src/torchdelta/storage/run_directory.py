@@ -55,7 +55,8 @@ class ResultNames:
 REDUCTION = ResultNames(files=r"journal\.json", directories=r"best-[0-9a-f]{8}|twin")
 """The results of `td.minify`."""
 DIAGNOSIS = ResultNames(
-    files=r"report\.json|found\.json|\.?repro(-\d+)?\.(py|pt|md)|\w+\.traceback\.txt", directories=r"minify(-\d+)?"
+    files=r"report\.json|found\.json|\.?repro(-\d+)?\.(py|pt|md)|\w+\.traceback\.txt",
+    directories=r"minify(-\d+)?|repro(-\d+)?_code",
 )
 """The results of `torchdelta minify` and `torchdelta diagnose`, unfinished scripts included."""
 
