@@ -256,3 +256,18 @@ def test_a_node_whose_own_row_is_right_is_not_the_culprit():
 
     assert [culprit.op for culprit in location.culprits] == ["cos"]
     assert not right & {culprit.node for culprit in location.culprits}
+
+
+def test_a_fault_that_the_next_node_hides_has_not_moved_its_work():
+    def leak(graph_module, example_inputs):
+        for node in graph_module.graph.nodes:
+            if getattr(node.target, "__name__", "") == "relu":
+                node.target = torch.nn.functional.leaky_relu
+        graph_module.recompile()
+        return graph_module
+
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+
+    report = td.check(lambda x: torch.relu(x).argmax(-1), (x,), transform=leak, thorough=True)
+
+    assert report.verdict is td.Verdict.DIVERGED

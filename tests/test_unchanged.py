@@ -192,3 +192,32 @@ def test_a_decomposition_that_changes_nothing_is_inconclusive():
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_backend_need_not_change_a_graph(backend):
     assert td.check(Layers(), X, transform=backend).verdict is Verdict.EQUIVALENT
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return self.norm(self.first(x)) + 1
+
+
+def swap(graph_module):
+    for node in graph_module.graph.nodes:
+        if getattr(node.target, "__name__", "") == "add":
+            node.args = tuple(reversed(node.args))
+    graph_module.recompile()
+
+
+def swap_and_run(graph_module):
+    swap(graph_module)
+    graph_module(3 * X[0])  # as the propagation of shapes does, which moves the statistics of the norm
+
+
+@pytest.mark.parametrize(("change", "verdict"), [(swap, Verdict.EQUIVALENT), (swap_and_run, Verdict.DIVERGED)])
+def test_a_pass_that_moves_state_which_the_program_writes_is_wrong(change, verdict):
+    report = td.check(Normed().train(), X, transform=change, options={"graph": "symbolic"})
+
+    assert report.verdict is verdict

@@ -238,7 +238,8 @@ class Diagnosis:
             is_resumed=self.is_resumed and Journal(directory=out).is_there,
             culprit=culprit,
             expected=signatures_of(self.report) if self.report is not None else (),
-            program=self.program if isinstance(self.program, str) else None,
+            # a script of the whole program shows its first failure
+            program=self.program if isinstance(self.program, str) and number == 1 else None,
             options=self.options,
             report=self.report,
             imports=module_of(self.program),

@@ -103,12 +103,14 @@ _full_texts: Path | None = None
 
 
 def message_of(error: BaseException) -> str:
-    """Return the message of an exception of foreign code, `shortened`; empty if it has none.
+    """Return the message of an exception of foreign code, `shortened`; empty if it has none."""
+    return shortened(full_message_of(error))
 
-    Its own `__str__` may raise; then a text that says so.
-    """
+
+def full_message_of(error: BaseException) -> str:
+    """Return the whole message of an exception of foreign code, or a text that says so if its `__str__` raises."""
     try:
-        return shortened(str(error))
+        return str(error)
     except Exception as failed:
         return f"(its message cannot be read: {type(failed).__name__})"
 

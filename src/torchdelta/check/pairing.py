@@ -8,7 +8,7 @@ difference. Start with `pair_stage`.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -30,11 +30,15 @@ def pair_stage(
     """Return the leaves of a stage to compare, of reference and candidate, and the state that is not compared.
 
     With `keeps_names` these are all leaves, and the list is empty, unless some state of the candidate starts from other
-    values. Otherwise state that `common_state` does not find on both sides is left out of the leaves.
+    values and neither side writes to it: a pass may have weights of its own, but must not touch state that the program
+    keeps. Otherwise state that `common_state` does not find on both sides is left out of the leaves.
     """
-    if keeps_names and not candidate.other_starts:
-        return reference.stages.get(stage, {}), candidate.stages.get(stage, {}), []
-    return common_state(stage, reference, candidate)
+    own = candidate.other_starts
+    if keeps_names:
+        own = own - reference.written - candidate.written
+        if not own:
+            return reference.stages.get(stage, {}), candidate.stages.get(stage, {}), []
+    return common_state(stage, reference, candidate, own)
 
 
 def complete(stage: str, observations: Sequence[Observation]) -> None:
@@ -88,19 +92,19 @@ def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def common_state(
-    stage: str, reference: Observation, candidate: Observation
+    stage: str, reference: Observation, candidate: Observation, own: Set[str]
 ) -> tuple[Leaves, Leaves, list[UnmatchedLeaf]]:
     """Return the leaves of reference and candidate without the state that only one side has, and that state.
 
     State means parameters, buffers, attributes and optimizer state, and what is below their paths, such as `.grad`. A
-    side has it if its name is in `state_names`; if the candidate's started from other values, it is not the same state.
+    side has it if its name is in `state_names`; names in `own` are of state that is not the same on both sides.
     Other leaves, such as outputs, are returned even without a partner.
     """
     common: list[Leaves] = []
     renamed: list[UnmatchedLeaf] = []
-    for side, own, other in (("reference", reference, candidate), ("candidate", candidate, reference)):
-        leaves = own.stages.get(stage, {})
-        known = other.state_names - candidate.other_starts
+    for side, this, other in (("reference", reference, candidate), ("candidate", candidate, reference)):
+        leaves = this.stages.get(stage, {})
+        known = other.state_names - own
         unknown = {path for path in leaves if (name := state_name(path)) is not None and name not in known}
         common.append({path: leaf for path, leaf in leaves.items() if path not in unknown})
         listed = {leaf.path for leaf in renamed}

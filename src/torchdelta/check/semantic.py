@@ -234,11 +234,15 @@ def add_answers(stage: Stage, answers: Mapping[str, Comparison], baseline: Basel
 
     # after a step all leaves have one answer
     is_foreign_at = is_foreign if stage.name != "steps" else lambda _: is_foreign("")
-    comparisons = tuple(_add_answer(each, answers.get(each.path), is_foreign_at) for each in stage.comparisons)
+    comparisons = tuple(
+        _add_answer(each, answers.get(each.path), stage.name, is_foreign_at) for each in stage.comparisons
+    )
     return Stage.of(stage.name, comparisons, stage.reason)
 
 
-def _add_answer(native: Comparison, answer: Comparison | None, is_foreign: Callable[[str], bool]) -> Comparison:
+def _add_answer(
+    native: Comparison, answer: Comparison | None, stage: str, is_foreign: Callable[[str], bool]
+) -> Comparison:
     """Return a native comparison with its float64 answer; unchanged if it has diverged or was not measured itself.
 
     Without an answer it only becomes inconclusive if its truth is that of another program. An answer that was not
@@ -259,7 +263,7 @@ def _add_answer(native: Comparison, answer: Comparison | None, is_foreign: Calla
     errors: dict[str, Scalar] = {"semantic_error": answer.error, "semantic_noise": answer.noise or 0.0}
     if answer.resolution is not None:
         errors["semantic_resolution"] = answer.resolution
-    if is_coarse_answer(answer):
+    if is_coarse_answer(answer, stage):
         errors["semantic_coarse"] = True
     if answer.verdict is not Verdict.EQUIVALENT:
         native_errors = {"native_error": native.error or 0.0, "native_allowed": native.allowed or 0.0}

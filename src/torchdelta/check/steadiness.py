@@ -74,8 +74,7 @@ def doubt_coarse(stage: Stage, fine: Collection[str] = ()) -> Stage:
         if stage.name == "forward" and comparison.verdict is Verdict.EQUIVALENT and _is_rounding_alone(comparison):
             reason = f"{comparison.reason}, but the values of the reference are rounding errors themselves"
             return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason)
-        # a step by the sign of a gradient is coarse in any dtype
-        is_coarse_in_float64 = stage.name != "steps" and bool(comparison.details.get("semantic_coarse"))
+        is_coarse_in_float64 = bool(comparison.details.get("semantic_coarse"))
         is_judged = comparison.verdict is Verdict.EQUIVALENT and comparison.noise is not None
         if not is_judged or not (is_coarse(comparison) or is_coarse_in_float64):
             return comparison
@@ -160,7 +159,7 @@ def doubt_few(stage: Stage, answers: Mapping[str, Comparison], *, unit: float, r
         if comparison.verdict is not Verdict.DIVERGED or answer is None or measurement is None:
             return comparison
         is_exact = (comparison.noise or 0.0) <= 0.5 * unit * float(comparison.details.get("rms_of_truth", 0.0))
-        is_same = answer.verdict is Verdict.EQUIVALENT and not is_coarse_answer(answer)
+        is_same = answer.verdict is Verdict.EQUIVALENT and not is_coarse_answer(answer, stage.name)
         is_held = not any(not breach.excused for breach in comparison.contract)
         is_near = comparison.error is not None and comparison.error <= reach
         if not (is_exact and is_same and is_held and is_near and measurement.numel <= FEW):

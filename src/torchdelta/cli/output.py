@@ -41,15 +41,21 @@ class TolerantFile(io.FileIO):
 
 
 def tolerant(stream: TextIO | None) -> io.TextIOWrapper:
-    """Return a stream that writes to the same place and never fails; without a stream, one that drops everything.
+    """Return a stream that writes to the same place and never fails; without an open one, one that drops everything.
 
     Characters that the encoding lacks are written as escapes.
     """
     if stream is None or stream.closed:
         return open(os.devnull, "w", encoding="utf-8")
-    file = TolerantFile(stream.fileno(), "w", closefd=False)
+    try:
+        file = TolerantFile(stream.fileno(), "w", closefd=False)
+    except OSError:  # the program has closed the descriptor
+        return open(os.devnull, "w", encoding="utf-8")
     return io.TextIOWrapper(
-        io.BufferedWriter(file), encoding=stream.encoding, errors="backslashreplace", line_buffering=file.isatty()
+        io.BufferedWriter(file),
+        encoding=stream.encoding,
+        errors="backslashreplace",
+        line_buffering=file.isatty() or stream is sys.__stderr__,
     )
 
 

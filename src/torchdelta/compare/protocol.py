@@ -14,7 +14,7 @@ module.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -175,27 +175,26 @@ def answer_in_float64(
     replace the first ones.
     """
     answers = compare(native)
-    # a step by the sign of a gradient is coarse in any dtype
-    is_coarse = any(map(is_coarse_answer, _all_answers({**answers, "steps": {}})))
+    is_coarse = any(
+        is_coarse_answer(answer, stage) for stage, of_stage in answers.items() for answer in of_stage.values()
+    )
     if (has_diverged(answers) or is_coarse) and (yardstick := lifted()) is not None:
         answers = compare(yardstick)
     return answers
 
 
-def is_coarse_answer(answer: Comparison) -> bool:
-    """Tell whether both sides differ in float64, and the noise there is nearly as large as the values."""
+def is_coarse_answer(answer: Comparison, stage: str) -> bool:
+    """Tell whether both sides differ in float64, and the noise there is nearly as large as the values.
+
+    A step by the sign of a gradient is coarse in any dtype, so answers of the stage `steps` do not count.
+    """
     differs = answer.measurement is not None and answer.measurement.mismatches > 0
-    return differs and (answer.resolution or 0.0) > COARSE
-
-
-def _all_answers(answers: Answers) -> Iterator[Comparison]:
-    for of_stage in answers.values():
-        yield from of_stage.values()
+    return stage != "steps" and differs and (answer.resolution or 0.0) > COARSE
 
 
 def has_diverged(answers: Answers) -> bool:
     """Tell whether the semantic question found another function."""
-    return any(answer.verdict is Verdict.DIVERGED for answer in _all_answers(answers))
+    return any(answer.verdict is Verdict.DIVERGED for stage in answers.values() for answer in stage.values())
 
 
 def select_answers(comparisons: Iterable[Comparison]) -> dict[str, Comparison]:

@@ -12,7 +12,7 @@
                 scratch/  cache/  the task's temporary files, and the compilers' caches
 
 The parent reads these files, also after the worker has died: this is how a crash leaves evidence. It has `told` and
-`output` open from the start (`Evidence`), so that a task that deletes its directory cannot take them away. A pool
+`output` open from the start (`QueryTraces`), so that a task that deletes its directory cannot take them away. A pool
 removes its directory when it closes. The directory of a pool that was killed is removed by the next pool, which can
 tell by the lock.
 """
@@ -106,7 +106,7 @@ class QueryDirectory:
         return self.directory / "told"
 
 
-class Evidence:
+class QueryTraces:
     """The parts and the output of one query, as its parent reads them, whatever the task does to the files."""
 
     def __init__(self, place: QueryDirectory) -> None:

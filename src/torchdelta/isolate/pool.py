@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from torchdelta.errors import EnvironmentUnfit, UsageError
-from torchdelta.isolate.directories import Evidence, PoolDirectory, QueryDirectory, read_tail
+from torchdelta.isolate.directories import PoolDirectory, QueryDirectory, QueryTraces, read_tail
 from torchdelta.isolate.process_groups import default_memory_bytes
 from torchdelta.isolate.protocol import Message, line_of
 from torchdelta.isolate.starters import ForkingStarter, Readiness, SpawningStarter, Starter
@@ -257,13 +257,13 @@ class Pool:
         place.create()
         place.request.write_bytes(question)
         token = os.urandom(8).hex()
-        with closing(Evidence(place)) as evidence:
+        with closing(QueryTraces(place)) as traces:
             worker = self._starter.start(
                 Order(directory=str(place.directory), memory_bytes=limits.memory_bytes, token=token)
             )
             abandon = self._starter.abandon
             outcome = supervise(
-                worker, place, evidence, limits, token=token, is_cancelled=is_cancelled, abandon=abandon
+                worker, place, traces, limits, token=token, is_cancelled=is_cancelled, abandon=abandon
             )
         ended_early = outcome.failure is not None and outcome.failure.kind not in _WAITED_TOO_LONG
         return outcome, (worker.is_lost() and outcome.answer is None) or (ended_early and not outcome.has_begun)

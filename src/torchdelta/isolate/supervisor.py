@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from torchdelta import errors
 from torchdelta.isolate import process_groups
-from torchdelta.isolate.directories import FILES_LOST, Evidence, QueryDirectory
+from torchdelta.isolate.directories import FILES_LOST, QueryDirectory, QueryTraces
 from torchdelta.isolate.protocol import Message, message_in
 from torchdelta.isolate.starters import Worker
 from torchdelta.records.case import require_positive
@@ -147,7 +147,7 @@ class Limits:
 def supervise(
     worker: Worker,
     place: QueryDirectory,
-    evidence: Evidence,
+    traces: QueryTraces,
     limits: Limits,
     *,
     token: str,
@@ -175,19 +175,19 @@ def supervise(
         now = time.monotonic()
         if status is None and breach is None and (now >= next_check or now - started >= limits.deadline_s):
             next_check = now + _CHECK_LIMITS_S
-            breach = _breach(worker, evidence, limits, seconds=now - started, is_cancelled=is_cancelled)
+            breach = _breach(worker, traces, limits, seconds=now - started, is_cancelled=is_cancelled)
             if breach is not None:
                 worker.end()
                 patience_ends = now + _PATIENCE_S
         elif status is None and now > patience_ends:
             abandon()
             patience_ends = float("inf")
-    ending = _WorkerEnd(place=place, evidence=evidence, limits=limits, status=status, breach=breach)
+    ending = _WorkerEnd(place=place, traces=traces, limits=limits, status=status, breach=breach)
     return ending.outcome(token, seconds=time.monotonic() - started)
 
 
 def _breach(
-    worker: Worker, evidence: Evidence, limits: Limits, *, seconds: float, is_cancelled: threading.Event
+    worker: Worker, traces: QueryTraces, limits: Limits, *, seconds: float, is_cancelled: threading.Event
 ) -> str | None:
     """Return the first limit that a running worker exceeds (cancelled, timeout, output, memory), or None.
 
@@ -197,7 +197,7 @@ def _breach(
         return "cancelled"
     if seconds >= limits.deadline_s:
         return "timeout"
-    if evidence.output_bytes > limits.output_bytes:
+    if traces.output_bytes > limits.output_bytes:
         return "output"
     group = worker.group
     if limits.memory_bytes is not None and group is not None and process_groups.memory_of(group) > limits.memory_bytes:
@@ -210,7 +210,7 @@ class _WorkerEnd:
     """How a worker ended, or that it has answered: its files, its exit status, and the limit that it exceeded."""
 
     place: QueryDirectory
-    evidence: Evidence
+    traces: QueryTraces
     limits: Limits
     status: int
     """Negative: the number of the signal that ended it."""
@@ -222,12 +222,12 @@ class _WorkerEnd:
         The file has an answer, the exception of the task, or that memory ran out. If it is damaged, or lacks the
         `token` because the task itself wrote it, that is a failure of the kind `files`.
         """
-        parts = self.evidence.parts
+        parts = self.traces.parts
         stage = parts[-1] if parts else ""
         found: dict[str, Any] = {
-            "output": self.evidence.output_tail(KEPT_OUTPUT_BYTES),
+            "output": self.traces.output_tail(KEPT_OUTPUT_BYTES),
             "parts": parts,
-            "has_begun": self.evidence.has_begun,
+            "has_begun": self.traces.has_begun,
             "seconds": seconds,
         }
         # an answer's file is complete, however its worker ended afterwards

@@ -103,7 +103,8 @@ class Minifier:
         try:
             return self._minify()
         except (NothingToMinify, ProgramError) as error:
-            whole = None if self.is_resumed else self.whole_program(pool=self.pool)
+            is_continued = self.is_resumed and self._journal.is_there
+            whole = None if is_continued else self.whole_program(pool=self.pool)
             if whole is None:
                 raise
             self.notes.append(f"the script is the program itself: {error}")
@@ -360,7 +361,8 @@ class Minifier:
             back *= 2
         whole = self.whole_program()
         if whole is not None:
-            yield replace(whole, notes=(*self.notes, NOT_SMALLEST))
+            whole = replace(whole, notes=(*self.notes, NOT_SMALLEST))
+            yield whole
             yield from whole.larger()
 
     def _minified(

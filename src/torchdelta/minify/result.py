@@ -6,6 +6,7 @@ process: `MinifiedResult.with_script` falls back on larger results until one doe
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -119,12 +120,15 @@ class MinifiedResult:
         """Write a script and run it in a clean process; return the result that it is of, its path and the outcome.
 
         If the failure does not show there, larger results are tried, the smallest first, and the first whose script
-        shows it is returned. If none does, it is this one, and its script is kept. Without `data`, random numbers
-        replace the user's. Raise ReproUnwritable if there can be no script of any of them.
+        shows it is returned. If none does, it is the smallest that has a script, which is kept. Without `data`, random
+        numbers replace the user's. Raise ReproUnwritable if there can be no script of any of them.
         """
         refusal: ReproUnwritable | None = None
-        is_written = False
-        for result in (self, *self.larger()):
+        first: MinifiedResult | None = None
+        tensors = Path(path).with_suffix(".pt")
+        # a larger result is made only if the script before it did not fail
+        for result in itertools.chain((self,), self.larger()):
+            had_tensors = tensors.exists()
             try:
                 repro = result._write(path, data=data, deadline_s=deadline_s)
             except ReproUnwritable as error:
@@ -132,11 +136,13 @@ class MinifiedResult:
                 continue
             if repro.confirmed:
                 return result, repro
-            is_written = True
-        if not is_written:
+            first = first or result
+            if not had_tensors:  # the next script may need none
+                tensors.unlink(missing_ok=True)
+        if first is None:
             assert refusal is not None
             raise refusal
-        return self, self._write(path, data=data, deadline_s=deadline_s)
+        return first, first._write(path, data=data, deadline_s=deadline_s)
 
     def _write(self, path: str | os.PathLike[str], *, data: bool, deadline_s: float) -> Repro:
         """Write and run the script of this result alone; return its path and whether the failure showed.

@@ -161,7 +161,14 @@ def compare_graphs(
     )
 
     def rerun(excluded: frozenset[Node]) -> tuple[Lockstep, list[NodeJudgement]]:
-        again = Lockstep(reference=reference, candidate=candidate, alignment=alignment, judge=judge, excluded=excluded)
+        again = Lockstep(
+            reference=reference,
+            candidate=candidate,
+            alignment=alignment,
+            judge=judge,
+            trained=lockstep.trained,
+            excluded=excluded,
+        )
         return again, list(again.run(inputs, candidate_inputs))
 
     pairs = pair_inputs(reference, candidate)

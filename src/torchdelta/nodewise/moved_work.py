@@ -40,6 +40,7 @@ def mark_moved_work(first: Lockstep, judgements: Sequence[NodeJudgement], rerun:
     if not wrong:
         return tuple(judgements)
     suspects, dropped = set(wrong), set(wrong)
+    lockstep, again = first, judgements
     for _ in range(ROUNDS):
         lockstep, again = rerun(frozenset(dropped))
         if lockstep.failure is not None:
@@ -50,9 +51,34 @@ def mark_moved_work(first: Lockstep, judgements: Sequence[NodeJudgement], rerun:
         if not suspects or behind <= dropped:
             break
         dropped |= behind
-    moved = wrong.keys() - suspects
+    moved = {node for node in wrong.keys() - suspects if _has_company(node, wrong, first, lockstep, again)}
     marked = [replace(each, is_moved=True) if each.candidate in moved else each for each in judgements]
     return tuple(_joined(marked, first))
+
+
+def _has_company(
+    node: Node,
+    wrong: dict[Node, NodeJudgement],
+    first: Lockstep,
+    lockstep: Lockstep,
+    judgements: Sequence[NodeJudgement],
+) -> bool:
+    """Tell whether a wrong pair was judged together with another node that may have taken its work over.
+
+    That is another wrong pair, or a node without a partner on either side in the run `first`. Without one, the nodes
+    behind the pair only hide its fault, as an `argmax` does. `judgements` are those of the run `lockstep`.
+    """
+    others = {each.candidate for each in wrong.values()} | {each.reference for each in wrong.values()}
+    matched = {*first.partners, *first.partners.values()}
+    own = {node, wrong[node].reference}
+    for each in judgements:
+        pair = lockstep.pairs.get(each.candidate)
+        region = {*pair.reference.nodes, *pair.candidate.nodes} if pair else _with_ancestors(each.candidate, lockstep)
+        if own & region and any(
+            other in others or (other not in matched and other.op.startswith("call")) for other in region - own
+        ):
+            return True
+    return False
 
 
 def _is_wrong_pair(judgement: NodeJudgement, lockstep: Lockstep) -> bool:
@@ -102,7 +128,10 @@ def _joined(judgements: Sequence[NodeJudgement], lockstep: Lockstep) -> list[Nod
         one, other = joined[earlier], joined[later]
         first, last = _culprit(one), _culprit(other)
         is_crossed = (
-            first is one.reference and last is other.reference and theirs[one.candidate] > theirs[other.candidate]
+            first is one.reference
+            and last is other.reference
+            and theirs[one.candidate] > theirs[other.candidate]
+            and _depends_on(last, first)
         )
         is_taken_over = not {first, last} <= matched and first in last.all_input_nodes
         if first is not last and (is_crossed or is_taken_over):
@@ -110,6 +139,15 @@ def _joined(judgements: Sequence[NodeJudgement], lockstep: Lockstep) -> list[Nod
             joined[later] = replace(other, replaced=tuple(sorted(region, key=places.__getitem__)))
             joined[earlier] = replace(one, culprit=None, replaced=())
     return joined
+
+
+def _depends_on(node: Node, source: Node) -> bool:
+    known, waiting = {node}, [node]
+    while waiting:
+        inputs = [each for each in waiting.pop().all_input_nodes if each not in known]
+        known.update(inputs)
+        waiting += inputs
+    return source in known
 
 
 def _culprit(judgement: NodeJudgement) -> Node:

@@ -80,7 +80,7 @@ class NodeWalk:
         """
         transform = self.transform
         if not transform.traits.has_seam:
-            return self._without_seam(transform)
+            return self._without_seam(transform, has_diverged=report.verdict is Verdict.DIVERGED)
         if not isinstance(transform, Compiler):
             return self.between_graphs(transform, report)
         if not self.has_aot:
@@ -154,7 +154,7 @@ class NodeWalk:
             )
         return replace(findings, culprits=())
 
-    def _without_seam(self, transform: Transform) -> NodeFindings:
+    def _without_seam(self, transform: Transform, *, has_diverged: bool) -> NodeFindings:
         """Transform a copy of the program; return the findings of lockstep if both sides are graphs, else of modules.
 
         Both sides of a cast are exported first; if that fails, a note says why.
@@ -169,12 +169,12 @@ class NodeWalk:
                     words = str(error).splitlines()[0] if str(error) else ""
                     self.notes.append(f"there is no graph to look at: {type(error).__name__}: {words}")
                 else:
-                    return self._in_lockstep(*both)
+                    return self._in_lockstep(*both, has_diverged=has_diverged)
             if isinstance(ours.owner, GraphModule) and isinstance(theirs.owner, GraphModule):
-                return self._in_lockstep(ours, theirs)
+                return self._in_lockstep(ours, theirs, has_diverged=has_diverged)
             return self._by_modules(ours, theirs)
 
-    def _in_lockstep(self, ours: Side, theirs: Side) -> NodeFindings:
+    def _in_lockstep(self, ours: Side, theirs: Side, *, has_diverged: bool) -> NodeFindings:
         """Run the graph modules of both sides in lockstep, each on its own side's inputs, and return the findings.
 
         Gradients are judged too if the case has the stage `gradients` and the transform does not lower precision. Raise
@@ -194,7 +194,7 @@ class NodeWalk:
             with_gradients="gradients" in self.case.stages and self.transform.traits.lowered_to is None,
             candidate_inputs=inputs[1],
         )
-        return findings_from_lockstep([comparison], sorted(judge.notes))
+        return findings_from_lockstep([comparison], sorted(judge.notes), has_diverged=has_diverged)
 
     def _by_modules(self, ours: Side, theirs: Side) -> NodeFindings:
         """Compare the modules of both sides, each fed the reference's inputs; return the findings.

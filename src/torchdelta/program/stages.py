@@ -75,6 +75,8 @@ class Observation:
     """The paths of all parameters, buffers and attributes of the side, also those that no stage records."""
     other_starts: set[str] = field(default_factory=set)
     """Those of `state_names` that have other values before the run than in the program: another implementation's."""
+    written: set[str] = field(default_factory=set)
+    """The paths of parameters and buffers that a call or its backward changed."""
     untouched: dict[str, Leaves] = field(default_factory=dict)
     """Unregistered state and plain inputs that a stage left as they were, by stage and path."""
     draws_random: bool = False
@@ -285,7 +287,9 @@ class _Observer:
         for path, tensor in around.items():
             original = self.original_tensors.get(path)
             if self.keeps("forward", prefix + path):
-                leaves[prefix + path] = original if self._is_unchanged(tensor, original) else _snapshot(tensor)
+                is_unchanged = self._is_unchanged(tensor, original)
+                leaves[prefix + path] = original if is_unchanged else _snapshot(tensor)
+                self.observation.written.update(() if is_unchanged else (path,))
             # a call may run a backward of its own
             if not prefix and tensor.is_leaf and tensor.grad is not None:
                 leaves.update(_snapshots(tensor.grad, f"{path}.grad"))
@@ -388,6 +392,7 @@ class _Observer:
                 untouched[prefix + path] = after_forward
             elif self.keeps("gradients", prefix + path):
                 leaves[prefix + path] = _snapshot(tensor)
+                self.observation.written.add(path)
         before = {path: forward[prefix + path] for path in self.unregistered if prefix + path in forward}
         self.unregistered = self._read_unregistered()
         self._record_unregistered("gradients", prefix, before)

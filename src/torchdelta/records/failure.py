@@ -13,7 +13,7 @@ import itertools
 import re
 from dataclasses import dataclass, replace
 
-from torchdelta.errors import message_of, shortened, shortened_traceback
+from torchdelta.errors import full_message_of, shortened, shortened_traceback
 
 CLEAR = 1
 """A divergence is clear if its error is at least this many orders of magnitude above the allowed error."""
@@ -121,16 +121,18 @@ class Failure:
     def of(cls, error: BaseException, *, stage: str, traceback: str = "", where: str = "") -> Failure:
         """Return the failure of a candidate that raised an exception in a stage."""
         name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
-        return cls.of_exception(name, message_of(error), stage=stage, traceback=traceback, where=where)
+        return cls.of_exception(name, full_message_of(error), stage=stage, traceback=traceback, where=where)
 
     @classmethod
     def of_exception(cls, name: str, message: str, *, stage: str, traceback: str = "", where: str = "") -> Failure:
-        """Return the failure of a candidate that raised an exception in another process, by name and message."""
-        message = shortened(message)
+        """Return the failure of a candidate that raised an exception, by its name and its whole message, which is cut.
+
+        The signature is that of the whole message, because the line that matters may be anywhere in it.
+        """
         signature = Signature(
             kind="exception", stage=stage, type=name, message=normalise(essence(message)), where=where
         )
-        return cls(kind="exception", type=name, message=message, signature=signature, traceback=traceback)
+        return cls(kind="exception", type=name, message=shortened(message), signature=signature, traceback=traceback)
 
     @classmethod
     def of_signal(cls, name: str, *, stage: str) -> Failure:

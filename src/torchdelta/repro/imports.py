@@ -115,8 +115,11 @@ class ScriptImports:
             return self._add_to_path(file, file.parent), f"from {file.stem} import {import_as}"
         # the file's name is not an identifier, or is the name of another module
         folder = self._folder_for(file, file.parent)
+        # the file may import others of its folder
+        search_path = self._add_to_path(file, file.parent)
         place = f"pathlib.Path(__file__).parent / {json.dumps(_relative(folder / file.name, self.script))}"
         return (
+            search_path,
             "import importlib.util",
             f'spec = importlib.util.spec_from_file_location("given", {place})',
             "given = importlib.util.module_from_spec(spec)",
@@ -148,7 +151,13 @@ class ScriptImports:
         if beside == root:
             return beside
         folder = beside / f"{self.script.stem}_code"
-        self.copies.update({folder / source.relative_to(root): source for source in _sources(file, root)})
+        copies = {folder / source.relative_to(root): source for source in _sources(file, root)}
+        for copy, source in copies.items():
+            if self.copies.get(copy, source) != source:
+                raise ReproUnwritable(
+                    f"{self.copies[copy]} and {source} have one name, and a script can import one of them: rename one"
+                )
+        self.copies.update(copies)
         return folder
 
 
@@ -175,7 +184,11 @@ def _packages(file: Path, root: Path) -> tuple[str, ...]:
 def _imported_names(file: Path, root: Path) -> Iterator[str]:
     """Yield the dotted names that a file imports, as seen from `root`; of `from a import b` both `a` and `a.b`."""
     package = file.relative_to(root).parts[:-1]
-    for node in ast.walk(ast.parse(file.read_bytes())):
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):  # for another Python, and not imported by this one
+        return
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

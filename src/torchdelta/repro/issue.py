@@ -49,7 +49,7 @@ def issue_text(finding: Evidence, path: Path, *, data: bool = True) -> str:
         "## Reproduce",
         f"{EXITS}{_beside(path)}",
         _quote(path),
-        *(f"`{copy.name}`, beside it:\n\n{_quote(copy)}" for copy in question.imports.copies),
+        *(f"`{_place(copy, path)}`, beside it:\n\n{_quote(copy)}" for copy in question.imports.copies),
         "## Versions",
         f"- torch {environment.torch}\n- Python {environment.python}\n- {environment.platform}",
     ]
@@ -93,6 +93,10 @@ def _row(comparison: Comparison) -> str:
         comparison.reason.replace("|", "\\|"),
     )
     return f"| {' | '.join(cells)} |"
+
+
+def _place(copy: Path, script: Path) -> str:
+    return copy.relative_to(script.resolve().parent).as_posix()
 
 
 def _quote(path: Path) -> str:
