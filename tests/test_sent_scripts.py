@@ -86,7 +86,7 @@ def test_a_fold_with_a_wrong_epsilon_names_the_region_and_its_script_runs_alone(
 
     assert report.verdict is td.Verdict.DIVERGED
     assert [culprit.region for culprit in report.culprits] == [region]
-    assert "`wrong_fold.py`, beside it:" in (out / "repro.md").read_text()
+    assert "`repro_code/wrong_fold.py`, beside it:" in (out / "repro.md").read_text()
     ended = run_in_an_empty_folder(out, tmp_path)
     assert ended.returncode == 1, ended.stderr
     assert "the bug is there" in ended.stdout
@@ -164,4 +164,4 @@ def test_an_issue_quotes_the_users_pass_after_the_script(found, tmp_path):
     path = write(found, tmp_path / "out" / "repro.py").path
     text = issue_text(found, path)
 
-    assert text.index("def main()") < text.index("`sent_pass.py`, beside it:") < text.index("def off(")
+    assert text.index("def main()") < text.index("`repro_code/sent_pass.py`, beside it:") < text.index("def off(")

@@ -74,7 +74,9 @@ def doubt_coarse(stage: Stage, fine: Collection[str] = ()) -> Stage:
         if stage.name == "forward" and comparison.verdict is Verdict.EQUIVALENT and _is_rounding_alone(comparison):
             reason = f"{comparison.reason}, but the values of the reference are rounding errors themselves"
             return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason)
-        is_coarse_in_float64 = bool(comparison.details.get("semantic_coarse"))
+        # noise that small beside the stage's values is that of a leaf which is zero in float64
+        is_visible = float(comparison.details.get("semantic_noise", 0.0)) > ZERO * largest
+        is_coarse_in_float64 = is_visible and bool(comparison.details.get("semantic_coarse"))
         is_judged = comparison.verdict is Verdict.EQUIVALENT and comparison.noise is not None
         if not is_judged or not (is_coarse(comparison) or is_coarse_in_float64):
             return comparison

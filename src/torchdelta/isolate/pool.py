@@ -262,9 +262,7 @@ class Pool:
                 Order(directory=str(place.directory), memory_bytes=limits.memory_bytes, token=token)
             )
             abandon = self._starter.abandon
-            outcome = supervise(
-                worker, place, traces, limits, token=token, is_cancelled=is_cancelled, abandon=abandon
-            )
+            outcome = supervise(worker, place, traces, limits, token=token, is_cancelled=is_cancelled, abandon=abandon)
         ended_early = outcome.failure is not None and outcome.failure.kind not in _WAITED_TOO_LONG
         return outcome, (worker.is_lost() and outcome.answer is None) or (ended_early and not outcome.has_begun)
 

@@ -38,7 +38,6 @@ from torchdelta.records.recording import recording_of
 from torchdelta.records.report import Culprit, Reduction, Report
 from torchdelta.records.signatures import signatures_of
 from torchdelta.repro.confirm import CleanProcess
-from torchdelta.transforms.fx_pass import FxPass
 
 NOT_SMALLEST = "the script of the smallest graph did not fail in a clean process: this is a larger one that does"
 LIKELY = Signature(kind="divergence", stage="forward", type="values", message="")
@@ -137,7 +136,7 @@ class Minifier:
             is_plain = len(subjects) == 1 and self.culprit is None and entry is None
             if is_plain and self.limits.queries is None:
                 preflight.guess = self._guess
-            if isinstance(transforms.build(self.transform, self.case.options), FxPass):
+            if transforms.is_pass(self.transform):
                 preflight.alternatives = [each.with_names() for each in subjects if each.with_names is not None]
             chosen = preflight.choose(subjects)
             self.keeps_names = any(chosen.subject is each for each in preflight.alternatives)

@@ -57,11 +57,16 @@ class Draft:
         return Repro(path=str(self.path), confirmed=showing.is_there)
 
     def drop(self) -> None:
-        """End its run and remove its files."""
+        """End its run and remove its files, and the folders of copies that are empty then."""
         self.runner.end()
         for path in (self.written.path, self.written.tensors_path, *self.written.added_copies):
             if path is not None:
                 path.unlink(missing_ok=True)
+        folders = {folder for copy in self.written.added_copies for folder in copy.parents}
+        own = self.path.resolve().parent
+        for folder in sorted(folders, key=lambda each: len(each.parts), reverse=True):
+            if own in folder.parents and not any(folder.iterdir()):
+                folder.rmdir()
 
 
 @dataclass(frozen=True, kw_only=True)

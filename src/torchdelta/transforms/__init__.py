@@ -50,6 +50,14 @@ TRANSFORMS.add("quantize", TransformFactory(Quantize, "QUANTIZER"))
 TRANSFORMS.add("module", TransformFactory(OtherModule, "FACTORY"))
 
 
+def is_pass(spec: object) -> bool:
+    """Tell whether a name, function or transform stands for a pass of the user's; a named one is not loaded."""
+    if isinstance(spec, str):
+        name, colon, _ = spec.partition(":")
+        return bool(colon) and name not in TRANSFORMS
+    return isinstance(spec, FxPass) if isinstance(spec, Transform) else callable(spec)
+
+
 def build(spec: str | Transform | Callable[..., Any], options: Options) -> Transform:
     """Return the transform that a name, `file.py:fn` or a function stands for; a transform is returned as it is.
 
