@@ -96,8 +96,8 @@ def _is_rounding_alone(comparison: Comparison) -> bool:
 
     Then any candidate of that size passes. Many correct gradients are such; an output or a state is so on purpose.
     """
-    measurement, error = comparison.measurement, float(comparison.details.get("reference_error", 0.0))
-    return measurement is not None and _differs(comparison) and error > COARSE * measurement.rms_reference > 0.0
+    measurement, rms_of_truth = comparison.measurement, float(comparison.details.get("rms_of_truth", math.inf))
+    return measurement is not None and _differs(comparison) and rms_of_truth < COARSE * measurement.rms_reference
 
 
 def _is_zero(comparison: Comparison, largest: float) -> bool:

@@ -32,6 +32,7 @@ from torchdelta.minify.search import Answer, Oracle, Predictor, Search
 from torchdelta.minify.speculation import Speculation
 from torchdelta.minify.subject import Subject
 from torchdelta.minify.warm_workers import pool_for
+from torchdelta.program import recordings
 from torchdelta.records.case import DYNAMO, Case, CheckOptions, SearchLimits
 from torchdelta.records.failure import Signature
 from torchdelta.records.recording import recording_of
@@ -99,6 +100,8 @@ class Minifier:
         rare for that. With `out`, the best subject is kept there; `notes` are added to.
         """
         self.started = time.monotonic()
+        if (recording := recording_of(self.case.program)) is not None:
+            recordings.make_findable(recording)  # a script copies the user's modules
         try:
             return self._minify()
         except (NothingToMinify, ProgramError) as error:

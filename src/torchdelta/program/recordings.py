@@ -162,6 +162,15 @@ def read(directory: str | os.PathLike[str]) -> tuple[Program, Recording]:
     return Program(name=os.fspath(directory), call=call, args=tuple(values[name] for name in names)), recording
 
 
+def make_findable(recording: Recording) -> None:
+    """Put the folders of a recording's modules that the user trusts first in `sys.path`, until the process ends."""
+    trusted = trusted_directories()
+    folders = [
+        folder for folder in recording.path if any(Path(folder).resolve().is_relative_to(one) for one in trusted)
+    ]
+    sys.path[:0] = [folder for folder in folders if folder not in sys.path]
+
+
 def make_ready(recording: Recording) -> tuple[str, ...]:
     """Import the modules that a recorded graph needs, apply its compiler settings, and return the modules' names.
 
@@ -172,11 +181,7 @@ def make_ready(recording: Recording) -> tuple[str, ...]:
     for place in recording.imports:
         require_trusted(place, recording.path, named_by=f"the recording of {recording.name}")
     require_harmless(recording.settings, named_by=f"the recording of {recording.name}")
-    trusted = trusted_directories()
-    folders = [
-        folder for folder in recording.path if any(Path(folder).resolve().is_relative_to(one) for one in trusted)
-    ]
-    sys.path[:0] = [folder for folder in folders if folder not in sys.path]
+    make_findable(recording)
     names = tuple(load_module(place, what="recorded graph").__name__ for place in recording.imports)
     try:
         settings.apply(recording.settings)
