@@ -2,9 +2,9 @@
 
 A correct program of the same dtype is about as far from the float64 truth as the reference is, and as noisy runs are:
 the reference with every rounding moved. The candidate may be as far off as the largest of these, times a limit, by
-four statistics: the root mean square; the largest element; the median, which elements that jump do not move; and the
-worst block of elements, which finds a wrong row that the whole tensor hides. Values of very different sizes are judged
-apart (`magnitudes`). A candidate that is *closer* to the truth than the reference has not diverged. Start with
+four statistics: the root mean square; the largest element; the upper quartile, which elements that jump do not move;
+and the worst block of elements, which finds a wrong row that the whole tensor hides. Values of very different sizes are
+judged apart (`magnitudes`). A candidate that is *closer* to the truth than the reference has not diverged. Start with
 `Noise.judge`; the limits are `SINGLE` and the constants after it.
 """
 
@@ -20,7 +20,7 @@ import torch
 from torchdelta.compare.kernels import measure
 from torchdelta.compare.magnitudes import Part, coarsest_resolution, parts_of
 from torchdelta.compare.policy import IDENTICAL, Judgement, Policy, Sample, describe_misplaced, luck, relative
-from torchdelta.compare.spread import MASK, Array, Spread, lost_masks, median_distance, sizes, spread
+from torchdelta.compare.spread import MASK, Array, Spread, lost_masks, quartile_distance, sizes, spread
 from torchdelta.records.comparison import Measurement, Scalar
 from torchdelta.records.verdict import Verdict
 
@@ -51,10 +51,10 @@ ROW = 2.0
 LARGEST = 2.0
 """As `exaggeration`, of the largest element."""
 ORDINARY = 16.0
-"""The limit of the median error is so many times that of the others.
+"""The limit of the upper quartile of the error is so many times that of the others.
 
 A few elements that rounding decides, such as a `floor` at its threshold, jump and make the noise of the tensor. The
-median alone shows that all other elements are wrong, and it then is off by orders of magnitude.
+quartile alone shows that all other elements are wrong, and it then is off by orders of magnitude.
 """
 
 
@@ -69,7 +69,7 @@ class Noise(Policy):
     def judge(self, sample: Sample) -> Judgement:
         """Return DIVERGED if the candidate is further from the truth than rounding explains, and otherwise EQUIVALENT.
 
-        The worst of rms, largest and median error and, with noisy runs, error of the worst block decides. Identical
+        The worst of rms, largest and quartile error and, with noisy runs, error of the worst block decides. Identical
         tensors are EQUIVALENT. Lost mask constants, and a NaN or Inf out of place where reference and truth agree, are
         DIVERGED. INCONCLUSIVE if values differ without a truth, if the dtype is too coarse, if the noise overflows
         float64, or if NaN or Inf leave values that cannot be judged.
@@ -141,8 +141,8 @@ def _judge_masks(sample: Sample, whole: Sample) -> Judgement:
     return Judgement(Verdict.EQUIVALENT, "mask constants are what they were", 0.0, 0.0, 0.0, details=details)
 
 
-class Medians(NamedTuple):
-    """The median distances from the truth; of several noisy runs the largest."""
+class Quartiles(NamedTuple):
+    """The upper quartiles of the distances from the truth; of several noisy runs the largest."""
 
     candidate: float
     reference: float
@@ -163,7 +163,7 @@ class _Distances:
     scale: float
     numel: int
     largest_rounding: float
-    medians: Medians
+    quartiles: Quartiles
 
     @classmethod
     def of(cls, sample: Sample, numel: int) -> _Distances:
@@ -187,10 +187,10 @@ class _Distances:
             numel=numel,
             # an element rounds in proportion to its own size, and one may be much larger than the others
             largest_rounding=0.5 * unit * _size_at(truth, candidate.at),
-            medians=Medians(
-                candidate=median_distance(truth, sample.candidate),
-                reference=median_distance(truth, sample.reference),
-                noisy=max((median_distance(truth, run) for run in sample.noisy), default=0.0),
+            quartiles=Quartiles(
+                candidate=quartile_distance(truth, sample.candidate),
+                reference=quartile_distance(truth, sample.reference),
+                noisy=max((quartile_distance(truth, run) for run in sample.noisy), default=0.0),
             ),
         )
 
@@ -212,7 +212,7 @@ class _Distances:
         return relative(self.limit * self.rms_noise, self.scale)
 
     def judgements(self) -> list[Judgement]:
-        """Return the judgements of the rms, largest and median errors, and, with noisy runs, of the worst block.
+        """Return the judgements of the rms, largest and quartile errors, and, with noisy runs, of the worst block.
 
         The noise of the first three is the largest of the reference's error, the errors of the noisy runs over their
         exaggeration, and a floor of half a unit of rounding. Blocks are not judged if there is only one, or if their
@@ -221,12 +221,12 @@ class _Distances:
         exaggeration = min(LARGEST, self.slack.exaggeration)
         peaks = (run.peak / exaggeration for run in self.noisy)
         max_noise = max(self.reference.peak, self.floor, self.largest_rounding, *peaks, 0.0)
-        medians = self.medians
-        median_noise = max(medians.reference, self.floor, medians.noisy / self.slack.exaggeration)
+        quartiles = self.quartiles
+        quartile_noise = max(quartiles.reference, self.floor, quartiles.noisy / self.slack.exaggeration)
         judgements = [
             _judge("rms", self.candidate.rms, self.rms_noise, self.limit),
             _judge("max", self.candidate.peak, max_noise, self.limit),
-            _judge("median", medians.candidate, median_noise, ORDINARY * self.limit),
+            _judge("quartile", quartiles.candidate, quartile_noise, ORDINARY * self.limit),
         ]
         if self.noisy and self.candidate.squares.size > 1 and math.isfinite(float(self.candidate.squares.sum())):
             judgements.append(self._judge_rows())

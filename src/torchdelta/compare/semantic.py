@@ -16,7 +16,7 @@ import torch
 from torchdelta.compare.magnitudes import Part, coarsest_resolution, parts_of
 from torchdelta.compare.noise import unit_roundoff
 from torchdelta.compare.policy import IDENTICAL, Judgement, Policy, Sample, describe_misplaced, luck, relative
-from torchdelta.compare.spread import MASK, Array, Spread, lost_masks, median_distance, sizes, spread
+from torchdelta.compare.spread import MASK, Array, Spread, lost_masks, quartile_distance, sizes, spread
 from torchdelta.records.verdict import Verdict
 
 LIMIT = 100.0
@@ -38,7 +38,7 @@ class Semantic(Policy):
     def judge(self, sample: Sample) -> Judgement:
         """Return DIVERGED if both sides, run in float64, differ by more than rounding there, and otherwise EQUIVALENT.
 
-        The worst of rms, largest and median error and error of the worst block decides. The rounding is the noise of
+        The worst of rms, largest and quartile error and error of the worst block decides. The rounding is the noise of
         the noisy runs, scaled down to float64, but at least half a unit of rounding or what `floor` allows. A misplaced
         NaN or Inf and a lost mask constant are DIVERGED, with an infinite error.
         """
@@ -62,7 +62,7 @@ class Semantic(Policy):
             return Judgement(Verdict.EQUIVALENT, "mask constants are what they were in float64", 0.0, 0.0, 0.0)
         error = spread(sample.reference, sample.candidate, math.inf)
         of_values = sizes(sample.reference, math.inf)
-        squares, peak, median = _noise(sample, error)
+        squares, peak, quartile = _noise(sample, error)
         unit = unit_roundoff(torch.float64)
         limit = LIMIT * luck(part.elements)
         own = (self.floor / limit) ** 2 + (0.5 * unit) ** 2
@@ -78,7 +78,9 @@ class Semantic(Policy):
         judgements = [
             _judge("rms", error.rms, rms_noise, limit),
             _judge("max", error.peak, max(peak, floor * of_values.peak), limit),
-            _judge("median", median_distance(sample.reference, sample.candidate), max(median, own_rms), ROW * limit),
+            _judge(
+                "quartile", quartile_distance(sample.reference, sample.candidate), max(quartile, own_rms), ROW * limit
+            ),
             _judge("row", math.sqrt(float(error.squares[worst])), math.sqrt(float(blocks[worst])), ROW * limit),
         ]
         judgement = max(judgements, key=lambda judgement: judgement.rank)
@@ -87,20 +89,20 @@ class Semantic(Policy):
 
 
 def _noise(sample: Sample, error: Spread) -> tuple[Array, float, float]:
-    """Return the mean squares of the noise by block, its largest element and its median, as they would be in float64.
+    """Return the noise as it would be in float64: mean squares by block, the largest element and the upper quartile.
 
     Each is the maximum over the noisy runs, whose distances from the truth are scaled by the ratio of float64's unit
     of rounding to that of their dtype; zeros without noisy runs. `error` only gives the number of blocks.
     """
-    squares, peak, median = np.zeros_like(error.squares), 0.0, 0.0
+    squares, peak, quartile = np.zeros_like(error.squares), 0.0, 0.0
     for run in sample.noisy:
         assert sample.truth is not None
         scale = unit_roundoff(torch.float64) / unit_roundoff(run.dtype)
         noise = spread(sample.truth, run, math.inf)
         squares = np.maximum(squares, scale**2 * noise.squares)
         peak = max(peak, scale * noise.peak)
-        median = max(median, scale * median_distance(sample.truth, run))
-    return squares, peak, median
+        quartile = max(quartile, scale * quartile_distance(sample.truth, run))
+    return squares, peak, quartile
 
 
 def _diverged(reason: str) -> Judgement:
