@@ -13,7 +13,7 @@ import itertools
 import re
 from dataclasses import dataclass, replace
 
-from torchdelta.errors import full_message_of, shortened, shortened_traceback
+from torchdelta.errors import LONGEST, full_message_of, shortened, shortened_traceback
 
 CLEAR = 1
 """A divergence is clear if its error is at least this many orders of magnitude above the allowed error."""
@@ -130,7 +130,7 @@ class Failure:
         The signature is that of the whole message, because the line that matters may be anywhere in it.
         """
         signature = Signature(
-            kind="exception", stage=stage, type=name, message=normalise(essence(message)), where=where
+            kind="exception", stage=stage, type=name, message=normalise(essence(message)[:LONGEST]), where=where
         )
         return cls(kind="exception", type=name, message=shortened(message), signature=signature, traceback=traceback)
 
