@@ -96,8 +96,8 @@ def _is_rounding_alone(comparison: Comparison) -> bool:
 
     Then any candidate of that size passes. Many correct gradients are such; an output or a state is so on purpose.
     """
-    measurement, rms_of_truth = comparison.measurement, float(comparison.details.get("rms_of_truth", math.inf))
-    return measurement is not None and _differs(comparison) and rms_of_truth < COARSE * measurement.rms_reference
+    error, rms_of_truth = (float(comparison.details.get(name, 0.0)) for name in ("reference_error", "rms_of_truth"))
+    return _differs(comparison) and rms_of_truth < COARSE * error
 
 
 def _is_zero(comparison: Comparison, largest: float) -> bool:
