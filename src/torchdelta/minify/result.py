@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -70,7 +71,7 @@ class Draft:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MinifiedResult:
+class MinifiedResult(ABC):
     """A program that shows the failure, and the report of its check: a graph, or the user's own program."""
 
     case: Case
@@ -91,12 +92,12 @@ class MinifiedResult:
     """The script, if its run began during the reduction."""
 
     @property
+    @abstractmethod
     def finding(self) -> Evidence:
         """The finding that a script has to show: this program, and the report without divergences of other signatures.
 
         A flaky failure is tried so often that the chance to miss it is at most `LOST`. A hang is given `HUNG_S`.
         """
-        raise NotImplementedError
 
     def larger(self) -> Iterator[MinifiedResult]:
         """Yield larger results that show the same failure, the smallest first."""

@@ -199,7 +199,7 @@ def _require_known(what: str, names: tuple[str, ...], known: tuple[str, ...]) ->
 
 
 def require_positive(name: str, value: float | None) -> None:
-    """Raise UsageError if a limit is not a finite number above 0; None is no limit. `name` is for the message."""
+    """Raise UsageError if a limit is neither a finite number above 0 nor None; `name` stands in the message."""
     if value is not None and not 0 < value < math.inf:  # False for NaN
         raise UsageError(f"{name} is a number above 0, not {value:g}")
 
