@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from torch.fx import GraphModule
+
+from torchdelta._torch.graphs.nodes import takes_tangents
 from torchdelta._torch.process import runtime, versions
 from torchdelta.check import casts, decisions, graphwise, other_inputs, overflows, semantic, steadiness
 from torchdelta.check.baseline import Baseline
@@ -103,7 +106,9 @@ class Check(JudgingSteps[Observation]):
         stages = self._doubt_few(self._doubt_unsteady(stages))
         self._note_generators()
         fine = steadiness.fine_gradients(stages)
-        stages = [steadiness.doubt_coarse(stage, fine) for stage in stages]
+        call = baseline.program.call
+        has_gradients = isinstance(call, GraphModule) and takes_tangents(call)
+        stages = [steadiness.doubt_coarse(stage, fine, has_gradients=has_gradients) for stage in stages]
         self.notes += [*steadiness.vouched_for(stages), *steadiness.judged_by_gradients(stages)]
         stages = [tell_kinds(stage, self._lifted_sides(stage.name), self._accepted) for stage in stages]
         return Report(

@@ -58,20 +58,21 @@ def fine_gradients(stages: Sequence[Stage]) -> frozenset[str]:
     )
 
 
-def doubt_coarse(stage: Stage, fine: Collection[str] = ()) -> Stage:
+def doubt_coarse(stage: Stage, fine: Collection[str] = (), *, has_gradients: bool = False) -> Stage:
     """Return the stage with the leaves inconclusive that passed only because their noise is as large as their values.
 
-    So are outputs and state that are rounding errors themselves. Only equivalent leaves whose values differ are looked
-    at, natively or in float64. A leaf that is coarse natively
-    alone, and passed in float64, stays equivalent. So does a leaf that is zero in exact arithmetic, as `_is_zero`
-    tells, and a gradient or an optimizer's state after a step of a parameter in `fine`: an optimizer that steps by the
-    sign of a gradient takes correct programs apart, so its parameters are judged by their first gradients.
+    So are outputs and state that are rounding errors themselves, unless `has_gradients`: then gradients are among the
+    outputs. Only equivalent leaves whose values differ are looked at, natively or in float64. A leaf that is coarse
+    natively alone, and passed in float64, stays equivalent. So does a leaf that is zero in exact arithmetic, as
+    `_is_zero` tells, and a gradient or an optimizer's state after a step of a parameter in `fine`: an optimizer that
+    steps by the sign of a gradient takes correct programs apart, so its parameters are judged by their first gradients.
     """
+    is_exact_by_purpose = stage.name == "forward" and not has_gradients
     scales = [float(each.details["rms_of_truth"]) for each in stage.comparisons if "rms_of_truth" in each.details]
     largest = max((scale for scale in scales if math.isfinite(scale)), default=0.0)
 
     def doubt(comparison: Comparison) -> Comparison:
-        if stage.name == "forward" and comparison.verdict is Verdict.EQUIVALENT and _is_rounding_alone(comparison):
+        if is_exact_by_purpose and comparison.verdict is Verdict.EQUIVALENT and _is_rounding_alone(comparison):
             reason = f"{comparison.reason}, but the values of the reference are rounding errors themselves"
             return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason)
         # noise that small beside the stage's values is that of a leaf which is zero in float64

@@ -177,6 +177,11 @@ def has_inductor_randoms(graph_module: GraphModule) -> bool:
     return any(op_name(node).startswith(INDUCTOR_RANDOMS) for node in every_node(graph_module))
 
 
+def takes_tangents(graph_module: GraphModule) -> bool:
+    """Tell whether a graph is a joint or backward graph of AOTAutograd, whose outputs are gradients too."""
+    return any(node.name.startswith("tangents_") for node in graph_module.graph.find_nodes(op="placeholder"))
+
+
 def needs_other_processes(graph_module: GraphModule) -> bool:
     """Tell whether a graph has collectives, so that other processes would have to run it at the same time.
 
