@@ -17,9 +17,10 @@ _COMPILERS = ("_torchdynamo", "_dynamo", "_is_torch_compile", "_compiled_call_im
 
 
 def own_attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module by name, without its registries, and without those that a compiler added.
+    """Return the attributes of a module by name, without torch's registries and without those that a compiler added.
 
-    Of a traced graph only its tensors are returned: the rest is the graph itself, which no run changes.
+    So parameters, buffers, submodules and hooks are left out, and `training` is not. Of a `GraphModule` only tensors
+    are returned: the rest is the graph itself, which no run changes.
     """
     is_graph = isinstance(module, torch.fx.GraphModule)
     return {
@@ -35,6 +36,6 @@ def is_of_compiler(name: str) -> bool:
 
 
 def hooks_of(module: torch.nn.Module) -> list[Callable[..., Any]]:
-    """Return the hooks that are registered on the module itself."""
+    """Return all hooks of every kind that are registered on the module itself, not those of its submodules."""
     registries = (vars(module).get(name) or {} for name in _HOOKS)
     return [hook for hooks in registries for hook in hooks.values() if callable(hook)]

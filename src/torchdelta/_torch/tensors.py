@@ -87,9 +87,9 @@ def element(tensor: torch.Tensor, index: tuple[int, ...]) -> bool | int | float 
 def components(tensor: torch.Tensor) -> list[Component] | None:
     """Return (name, value) pairs of a tensor whose elements cannot be read from one buffer; None for an ordinary one.
 
-    Such a tensor is nested, sparse, quantized, of a dtype without arithmetic, or a wrapper of others. A name is the
-    expression behind the tensor, such as `.indices()`; a value is a tensor or a fact such as a scale or a dtype.
-    ValueError if the tensor is not initialized.
+    Such a tensor is nested, sparse, quantized, of a dtype without arithmetic, or of a subclass that wraps others or has
+    no memory. A name is the expression behind the tensor, such as `.indices()`; a value is a tensor or a fact such as a
+    scale or a dtype. Raise ValueError if the tensor is an uninitialized parameter.
     """
     is_plain = type(tensor) in _PLAIN
     if is_plain and tensor.layout is torch.strided and tensor.dtype not in _SPECIAL and not tensor.is_nested:
@@ -114,7 +114,10 @@ def components(tensor: torch.Tensor) -> list[Component] | None:
 
 
 def attributes(tensor: torch.Tensor) -> list[Component]:
-    """Return the named attributes of an instance of a subclass; none for a plain or fake tensor."""
+    """Return (name, value) pairs of the attributes of an instance of a subclass; a name begins with a dot.
+
+    The list is empty for a plain tensor, a parameter and a fake tensor.
+    """
     if type(tensor) in _PLAIN or _is_fake(tensor):
         return []
     return [(f".{name}", item) for name, item in vars(tensor).items()]
@@ -126,7 +129,10 @@ def has_values(tensor: torch.Tensor) -> bool:
 
 
 def has_own_buffer(tensor: torch.Tensor) -> bool:
-    """Tell whether the tensor is a plain strided view of one storage, with values in it."""
+    """Tell whether the tensor has values and is ordinary: strided, initialized, and all elements in one storage.
+
+    False for a tensor that `components` takes apart, and for a meta or fake tensor.
+    """
     return tensor.layout is torch.strided and has_values(tensor) and not is_lazy(tensor) and components(tensor) is None
 
 
@@ -136,12 +142,15 @@ def version(tensor: torch.Tensor) -> int:
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor that this one is a view of; None if it is not a view."""
+    """Return the tensor that this one is a view of for autograd (`_base`); None if it is not such a view."""
     return tensor._base
 
 
 def copy_hooks(tensor: torch.Tensor, duplicate: torch.Tensor, copied: Callable[[Any], Any]) -> None:
-    """Register a copy of each hook of a leaf tensor on its duplicate; `copied` takes a hook and returns its copy."""
+    """Register a copy of each gradient hook of a leaf tensor on its duplicate; `copied` returns the copy of a hook.
+
+    These are the hooks on the gradient and those after its accumulation.
+    """
     for hook in (tensor._backward_hooks or {}).values():
         duplicate.register_hook(copied(hook))  # type: ignore[no-untyped-call]
     for hook in (tensor._post_accumulate_grad_hooks or {}).values():
@@ -174,7 +183,10 @@ def _components_by_layout(tensor: torch.Tensor) -> list[Component]:
 
 
 def _quantizer_parameters(tensor: torch.Tensor) -> list[Component]:
-    """Return (name, value) pairs of a quantized tensor: its scale and zero point; those by channel, and the axis."""
+    """Return (name, value) pairs of a quantized tensor: its scale and zero point.
+
+    If it is quantized by channel, return the scales and zero points of all channels, and the axis.
+    """
     if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
         return [(".q_scale()", tensor.q_scale()), (".q_zero_point()", tensor.q_zero_point())]
     return [
@@ -185,7 +197,7 @@ def _quantizer_parameters(tensor: torch.Tensor) -> list[Component]:
 
 
 def _outer_facts(tensor: torch.Tensor) -> list[Component]:
-    """Return dtype, device and `requires_grad` of a wrapper, which may differ from those of its parts."""
+    """Return (name, value) pairs of a wrapper's dtype, device and `requires_grad`: its parts may have others."""
     return [(".dtype", tensor.dtype), (".device", tensor.device), (".requires_grad", tensor.requires_grad)]
 
 
@@ -194,6 +206,7 @@ def _is_fake(tensor: torch.Tensor) -> bool:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor has a storage with an address; torch raises RuntimeError for one without."""
     try:
         tensor.untyped_storage().data_ptr()
     except RuntimeError:
@@ -218,5 +231,8 @@ def storage_reference(tensor: torch.Tensor) -> StorageWeakRef:
 
 
 def resolve(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with its values in memory: torch may keep a conjugate or a negative as a bit of the view."""
+    """Return the tensor with its values in memory: torch may keep a conjugate or a negative as a bit of the view.
+
+    A tensor with neither bit is returned itself, any other as a copy.
+    """
     return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor

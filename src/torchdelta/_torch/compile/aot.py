@@ -137,6 +137,7 @@ def _drop_strides_beyond(count: int) -> None:
     """Drop the strides that a compiler reported for outputs beyond the first `count`, those of the graph itself.
 
     A graph with taps has more outputs, and AOTAutograd takes the last strides for those of the backward's inputs.
+    Nothing happens if no strides were reported.
     """
     context = TracingContext.try_get()
     if context is not None and context.output_strides is not None:

@@ -139,6 +139,7 @@ class AotTrace:
         return returned
 
     def _count_and_run(self, graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Count a traced graph in the witness, and return its own forward, uncompiled, to be run."""
         self.witness.captured += 1
         return run_uncompiled(graph_module, inputs)
 

@@ -82,10 +82,12 @@ class _Substitute:
     """
 
     def __init__(self, original: Any, wrapped: Backend) -> None:
+        """Copy the attributes of the original, and keep the backend that is called in its place."""
         vars(self).update(vars(original))
         self._wrapped = wrapped
 
     def __call__(self, graph_module: Any, example_inputs: Any, **options: Any) -> Any:
+        """Compile a graph with the wrapped backend, and return its result."""
         return self._wrapped(graph_module, example_inputs, **options)
 
 

@@ -91,7 +91,7 @@ def backend_named(name: str) -> Backend:
 
 
 def backend_names() -> list[str]:
-    """Return the names of all registered backends, debugging ones included."""
+    """Return the sorted names of all registered backends, debugging ones included."""
     return sorted(torch._dynamo.list_backends(exclude_tags=()))
 
 
@@ -114,7 +114,10 @@ def config_of(*, mode: str | None = None, options: Mapping[str, Any] | None = No
 
 
 def hint_of(value: Any) -> Any:
-    """Return the value that a symbolic number had when its graph was captured; any other value unchanged."""
+    """Return the value that a symbolic number had when its graph was captured, or None if that is not known.
+
+    Any other value is returned unchanged.
+    """
     is_symbolic = isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
     return getattr(value.node, "hint", value) if is_symbolic else value
 
@@ -254,7 +257,10 @@ def unfit_reason(error: BaseException) -> str | None:
 
 
 def witnessed(backend: Backend, witness: Witness) -> Backend:
-    """Return a backend that compiles with the given one; the witness counts its graphs and the compiled calls."""
+    """Return a backend that compiles with the given one; the witness counts its graphs and the compiled calls.
+
+    The witness also gets the form of each graph, and that of the graph that the backend made of it.
+    """
 
     def counting_backend(graph_module: torch.fx.GraphModule, example_inputs: list[Any], **options: Any) -> Any:
         witness.captured += 1
@@ -288,7 +294,7 @@ def _at_seam(backend: Backend, seam: Seam) -> Backend:
 
 
 def _lifting(backend: Backend) -> Backend:
-    """Return a backend that lifts each graph to float64 before the given backend gets it."""
+    """Return a backend that lifts each graph to float64, in place, before the given backend gets it."""
 
     def lifting_backend(graph_module: torch.fx.GraphModule, example_inputs: list[Any], **options: Any) -> Any:
         return backend(lift_graph(graph_module), example_inputs, **options)

@@ -107,7 +107,7 @@ class Chain:
             )
 
     def end(self) -> None:
-        """Drop the reference to the graph itself, which is compiled next."""
+        """Drop the references to the graph, which is compiled next, and to its nodes; the versions stay."""
         self.module = None
         self._handles, self._parts = {}, []
 

@@ -76,7 +76,7 @@ def watching(done: Callable[[Chain], None], failed: Failed) -> Iterator[None]:
 
 
 def is_watching() -> bool:
-    """Tell whether a `watching` context is open."""
+    """Tell whether a `watching` context is open in this process."""
     return hasattr(vars(GraphTransformObserver)["__enter__"], _MARK)
 
 
@@ -139,7 +139,7 @@ def empty_input(node: Node, inputs: Sequence[Node], values: Mapping[str, Any]) -
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """Switch autocast off, because graphs of AOTAutograd have its casts as nodes already."""
+    """Switch autocast off while the body runs: graphs of AOTAutograd have its casts as nodes already."""
     with torch._C._DisableAutocast():
         yield
 
@@ -244,13 +244,17 @@ class _PassRecorder:
         self._look(f"what comes before {name}" if len(self.names) == 1 else " > ".join(self.names[:-1]))
 
     def _leave(self) -> None:
+        """Note that the innermost pass ends, and add a version of the graph to the chain if it was changed."""
         try:
             self._look(" > ".join(self.names))
         finally:
             self.names.pop()
 
     def _look(self, name: str) -> None:
-        """Add a version of a changed graph to the innermost chain, if any, by this name or that of the pass."""
+        """Add a version to the innermost chain if its graph was changed; do nothing outside of a phase.
+
+        The version has this name, or if that is empty, the names of the passes that are running.
+        """
         if self.chains:
             self.chains[-1].look(name or " > ".join(self.names) or "what comes between two passes")
 

@@ -33,7 +33,7 @@ class HandedGraph:
     """`dynamo`, `export`, or after AOTAutograd `forward`, `backward` or `inference`."""
 
     def on(self) -> Callable[..., Any]:
-        """Return the callable that is made of the graph itself."""
+        """Call `make` with the graph itself and its example inputs, and return the callable that it makes."""
         return self.make(self.graph, self.example_inputs)
 
 
@@ -44,6 +44,7 @@ class BoxedCall:
         self.boxed = run
 
     def __call__(self, *args: Any) -> Any:
+        """Call the function with the arguments in a new list, and return its result."""
         return self.boxed(list(args))
 
 
@@ -56,7 +57,7 @@ Seam = Callable[[HandedGraph], Callable[..., Any]]
 
 
 def hand_on(handed: HandedGraph) -> Callable[..., Any]:
-    """Return the callable of the graph unchanged: the seam that does nothing."""
+    """Return the callable that is made of the graph itself: the seam that does nothing."""
     return handed.on()
 
 

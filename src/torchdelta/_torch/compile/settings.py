@@ -70,7 +70,10 @@ def apply(settings: Mapping[str, Any]) -> None:
 
 @contextmanager
 def applied(settings: Mapping[str, Any]) -> Iterator[None]:
-    """Set settings, each by its full name, while the context is open, and put the old values back; all must exist."""
+    """Set settings, each by its full name, while the context is open, and put the old values back afterwards.
+
+    All settings must exist in this torch.
+    """
     with ExitStack() as stack:
         for full, value in settings.items():
             name = next(name for name in _CONFIGS if full.startswith(f"{name}."))

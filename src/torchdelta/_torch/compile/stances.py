@@ -47,11 +47,12 @@ class _ThreadStance:
         self.thread: int | None = threading.get_ident()
 
     def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the eager stance to the thread that created this, to others of the one below."""
         return getattr(_EAGER if self.thread == threading.get_ident() else self.others, name)
 
 
 def _without_ended(stance: Any) -> Any:
-    """Return the first stance, from the top, that has not ended."""
+    """Return the topmost stance that has not ended: the given one, or one below it."""
     while isinstance(stance, _ThreadStance) and stance.thread is None:
         stance = stance.others
     return stance

@@ -99,6 +99,7 @@ class _StoredPlace(Source):
 
     @property
     def _name_template(self) -> str:
+        """The text as the name of the place."""
         return self.text
 
 
@@ -225,7 +226,8 @@ def describe_convention(graph: Graph, encode: Callable[[Any], Any]) -> Any:
 
     The dict has the `names` of the arguments, the tree of the inputs as `taken`, and as `returned` a dict with the
     `tree` of the outputs, or None if that is not known. `encode` encodes the context of a tree's node. Raise ValueError
-    if the code generator is unknown, or if a graph that takes pytrees has a default for an input.
+    if the code generator is unknown or has its code changed by a function, if a class in a tree has no name to find it
+    by, or if a graph that takes pytrees has a default for an input.
     """
     codegen = graph._codegen
     if codegen._body_transformer is not None:
@@ -248,8 +250,9 @@ def describe_convention(graph: Graph, encode: Callable[[Any], Any]) -> Any:
 def set_convention(graph: Graph, data: Any, decode: Callable[[Any], Any], find: Callable[[str], Any]) -> None:
     """Give a graph the calling convention that `describe_convention` described as `data`; `"values"` changes nothing.
 
-    `decode` and `find` are those of `rebuild_tree`. Raise ValueError if an input has a default, or if the name of an
-    argument is not a plain name, because it becomes code. A damaged description may raise other errors.
+    `decode` and `find` are those of `rebuild_tree`, which may raise LookupError. Raise ValueError if an input has a
+    default, or if the name of an argument is not a plain name, because it becomes code. A damaged description may raise
+    other errors.
     """
     if data == "values":
         return
@@ -277,7 +280,7 @@ def _refuse_defaults(graph: Graph) -> None:
 
 
 def is_plain_name(name: Any) -> bool:
-    """Tell whether a value is text that can be nothing but a name in code."""
+    """Tell whether a value is a text that is an identifier of Python and not a keyword."""
     return isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
 
 

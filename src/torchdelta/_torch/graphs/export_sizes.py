@@ -25,9 +25,9 @@ class Size:
 def dynamic_shapes(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], axes: Collection[int]
 ) -> Any:
-    """Return what `torch.export` takes to leave sizes of its inputs open, where the program allows it.
+    """Return the `dynamic_shapes` for `torch.export` that leave sizes of the inputs open, where the program allows it.
 
-    These are the sizes above 1 on the given axes, or on all if none is given.
+    These are the sizes above 1 of every tensor on the given axes, or on all axes if none is given.
     """
     shapes = ShapesCollection()  # type: ignore[no-untyped-call]
     for leaf in tree_leaves((args, dict(kwargs))):
@@ -41,7 +41,8 @@ def dynamic_shapes(
 def open_sizes(program: ExportedProgram) -> list[list[Size | None]]:
     """Return for each flat input of an exported program the open size of each axis, or None for a fixed one.
 
-    A symbol that another size is computed from counts as fixed, because both would have to change together.
+    A size that is computed from a symbol, and the symbol itself, count as fixed, because both would have to change
+    together. An input that is not a tensor has an empty list.
     """
     names = program.graph_signature.user_inputs
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
@@ -52,6 +53,10 @@ def open_sizes(program: ExportedProgram) -> list[list[Size | None]]:
 
 
 def _open_size(size: int | torch.SymInt, program: ExportedProgram, computed: Collection[Any]) -> Size | None:
+    """Return a size with its bounds if it is a symbol that is not in `computed`; None if it is fixed or an expression.
+
+    Without bounds in the program they are 2 and `_UNBOUNDED`.
+    """
     if not isinstance(size, torch.SymInt) or not size.node.expr.is_symbol or size.node.expr in computed:
         return None
     symbol = size.node.expr
@@ -61,4 +66,5 @@ def _open_size(size: int | torch.SymInt, program: ExportedProgram, computed: Col
 
 
 def _as_int(bound: Any) -> int:
+    """Return a bound as an integer; `_UNBOUNDED` if it is not one, such as infinity."""
     return int(bound) if isinstance(bound, int) or getattr(bound, "is_Integer", False) else _UNBOUNDED

@@ -46,7 +46,10 @@ def as_callable(result: Any, graph_module: GraphModule) -> Callable[..., Any]:
 
 
 def _is_boxed(function: Any) -> bool:
-    """Tell whether a function takes its arguments as one list."""
+    """Tell whether a function is marked as one that takes its arguments as one list.
+
+    False for one with `*args`: AOTAutograd marks such functions too.
+    """
     # AOTAutograd also marks the function that it returns to dynamo, which takes its arguments one by one
     code = getattr(function, "__code__", None)
     takes_any_number = code is not None and bool(code.co_flags & inspect.CO_VARARGS)
@@ -54,6 +57,7 @@ def _is_boxed(function: Any) -> bool:
 
 
 def _unbox(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:
+    """Return a function that takes its arguments one by one, and passes them to the given one as a list."""
     return lambda *args: function(list(args))
 
 
@@ -136,7 +140,8 @@ def flatten_signature(graph_module: GraphModule) -> GraphModule:
 def flat_inputs(graph_module: GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> list[Any]:
     """Return the value of each placeholder for a call with these arguments.
 
-    A graph that takes no pytrees takes `kwargs` by the names of its placeholders; the others have their defaults.
+    If the graph takes pytrees, these are all leaves of the arguments. Otherwise they are `args`, and with `kwargs` also
+    one value for each further placeholder: that of its name, or else its default or None.
     """
     if isinstance(graph_module.graph._codegen, _PyTreeCodeGen):
         return tree_leaves((tuple(args), dict(kwargs or {})))
@@ -169,19 +174,22 @@ def bytes_of(node: Node) -> int:
 
 
 def attribute(graph_module: GraphModule, target: str) -> Any:
-    """Return the attribute of a graph module at a dotted path, as a `get_attr` node reads it."""
+    """Return the attribute of a graph module at a dotted path; AttributeError if there is none."""
     return functools.reduce(getattr, target.split("."), graph_module)
 
 
 def known_value(node: Node, graph_module: GraphModule) -> Any:
-    """Return the value of a node: the attribute itself, or the fake tensor of its metadata, or None if unknown."""
+    """Return the attribute that a `get_attr` node reads; of any other node the value in its metadata, or None.
+
+    A tensor in the metadata is fake.
+    """
     if node.op == "get_attr":
         return attribute(graph_module, str(node.target))
     return node.meta.get("val", node.meta.get("example_value"))
 
 
 def has_fixed_float(node: Node, graph_module: GraphModule) -> bool:
-    """Tell whether a node's value is a float tensor without symbolic sizes."""
+    """Tell whether `known_value` of a node is a float tensor without symbolic sizes."""
     value = known_value(node, graph_module)
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
     return is_float and all(isinstance(size, int) for size in value.shape)

@@ -38,7 +38,7 @@ def graph_of(program: Handled) -> GraphModule:
 
 
 def graphs_in(program: Handled) -> Iterator[tuple[str, GraphModule]]:
-    """Yield a program's graph and the graphs nested in it, each with its path."""
+    """Yield a program's graph and the graphs nested in it, each behind its path, which is empty for the outermost."""
     for path, module in graph_of(program).named_modules():
         if isinstance(module, GraphModule):
             yield path, module
@@ -53,7 +53,8 @@ def handled_nodes(program: Handled) -> Iterator[Node]:
 def assign_handles(program: Handled) -> None:
     """Give every node without a handle a new one, in nested graphs too, except for placeholders and outputs.
 
-    Ids start at a random number, so that those of two calls, also in other processes, hardly ever meet.
+    An observer of a node with handles has those already: see `handles_of`. Ids start at a random number, so that those
+    of two calls, also in other processes, hardly ever meet.
     """
     bare = [node for node in handled_nodes(program) if not handles_of(node)]
     # random, not the highest id plus one, because two copies of a graph must not give new nodes the same ids
@@ -78,12 +79,13 @@ def handles_of(node: Node) -> frozenset[int]:
 
 
 def write_handles(node: Node, handles: Iterable[int]) -> None:
-    """Replace the handles of a node."""
+    """Replace the handles of a node by these, in its metadata."""
     # a new dict, because copies of a graph share it; a list, because `export.save` rejects sets
     node.meta[_CUSTOM] = {**(node.meta.get(_CUSTOM) or {}), _key_of(node): sorted(handles)}
 
 
 def _key_of(node: Node) -> str:
+    """Return the metadata key of a node's handles, which is another one for a `get_attr` node."""
     return _CONSTANT_KEY if node.op == "get_attr" else _KEY
 
 
@@ -93,7 +95,10 @@ def merge_handles(into: Node, *sources: Node) -> None:
 
 
 def observed_by(node: Node) -> Node | None:
-    """Return the first node that an observer, or a node that `is_quantizing` accepts, takes; None for other nodes."""
+    """Return the first node among the positional arguments of an observer, or of a node that `is_quantizing` accepts.
+
+    None for other nodes, and if there is no such argument.
+    """
     if not (is_observer(node) or is_quantizing(node)):
         return None
     return next((argument for argument in node.args if isinstance(argument, Node)), None)
@@ -114,17 +119,17 @@ def is_observer(node: Node) -> bool:
 
 
 def is_quantizing(node: Node) -> bool:
-    """Tell whether a node quantizes, dequantizes, or chooses the parameters for that."""
+    """Tell whether a node quantizes, dequantizes, or chooses parameters for that, by an operator not of aten."""
     return _quantizing_operator(node).startswith(("quantize", "dequantize", "choose_qparams"))
 
 
 def is_dequantizing(node: Node) -> bool:
-    """Tell whether a node turns quantized values back into floats."""
+    """Tell whether a node turns quantized values back into floats, by an operator that is not one of aten's."""
     return _quantizing_operator(node).startswith("dequantize")
 
 
 def _quantizing_operator(node: Node) -> str:
-    """Return the name of a node's operator without its namespace; empty if it is one of aten's, or not an operator."""
+    """Return a node's operator without namespace and overload; empty if it is one of aten's, or not an operator."""
     # aten's operators of these names return quantized tensors, whose type shows it
     if not isinstance(node.target, OpOverload) or node.target.namespace == "aten":
         return ""
@@ -132,12 +137,19 @@ def _quantizing_operator(node: Node) -> str:
 
 
 def observed_handles(prepared: GraphModule) -> dict[str, frozenset[int]]:
-    """Return the handles of every observer by its name, before the conversion removes the observed nodes."""
+    """Return the handles of every observer in a graph by the name of its node.
+
+    It is called before a conversion, which removes the observed nodes.
+    """
     return {node.name: handles_of(node) for node in handled_nodes(prepared) if is_observer(node)}
 
 
 def restore_handles(converted: GraphModule, observed: Mapping[str, frozenset[int]]) -> None:
-    """Give the nodes that a conversion made from observers their handles, as `observed_handles` returned them."""
+    """Replace the handles of the nodes that a conversion made from observers, in place, by those of the observers.
+
+    `observed` is the result of `observed_handles`; the metadata `from_node` tells from which observer a node was made.
+    Other nodes stay as they are.
+    """
     for node in handled_nodes(converted):
         for source in node.meta.get("from_node") or ():
             if handles := observed.get(source.name):

@@ -59,7 +59,10 @@ class ObservingInterpreter(Interpreter):
         self.extra_traceback = False
 
     def run_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the graph on the arguments of a call of its module, and return what the call would."""
+        """Run the graph on the arguments of a call of its module, and return what the call would.
+
+        Raise UsageError if the graph does not take these arguments.
+        """
         flat = flat_inputs(self.module, args, kwargs)  # type: ignore[arg-type]
         return self.graph.process_outputs(self.run(*flat, enable_io_processing=False))
 
@@ -186,13 +189,14 @@ def flat_inputs(graph_module: GraphModule, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _written_by_schema(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Yield the arguments that an operator's schema declares as written to."""
+    """Yield the values of the arguments that an operator's schema declares as written to; None for one left out."""
     for index, argument in enumerate(target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield kwargs[argument.name] if argument.name in kwargs else args[index] if index < len(args) else None
 
 
 def _is_inplace(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether a call passes a true argument `inplace`; False if the function has no readable signature."""
     try:
         return bool(inspect.signature(target).bind(*args, **kwargs).arguments.get("inplace", False))
     except (TypeError, ValueError):  # a method's name, or a builtin without a signature: neither has the flag
@@ -200,7 +204,10 @@ def _is_inplace(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 
 
 def _is_of_torch(target: Any) -> bool:
-    """Tell whether a function belongs to torch or Python and is not a higher-order operator: its name is telling."""
+    """Tell whether a function is defined in torch, `operator`, `builtins` or `math`: its name then says if it writes.
+
+    Builtins without a module and operator packets count too; higher-order operators do not.
+    """
     module = getattr(target, "__module__", None)
     if module is None:  # torch's builtins and operator packets have no module
         return isinstance(target, torch._ops.OpOverloadPacket) or type(target).__name__.startswith("builtin")
@@ -208,6 +215,7 @@ def _is_of_torch(target: Any) -> bool:
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested values, or in the values that an iterator yields."""
     items = list(values) if isinstance(values, Iterator) else values
     for leaf in tree_leaves(items):
         if isinstance(leaf, torch.Tensor):

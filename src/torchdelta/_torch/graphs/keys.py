@@ -72,6 +72,7 @@ def _describe_attribute(value: Any) -> str:
 
 
 def _target(node: Node) -> str:
+    """Return the target of a node as text: the name of an operator, method or attribute, or a function with its id."""
     # by id, because two functions may have the same name; both live as long as their graph
     return str(node.target) if isinstance(node.target, (str, OpOverload)) else f"{node.target!r} {id(node.target)}"
 
@@ -86,5 +87,5 @@ class _NodePlace(str):
 
 
 def plain_arguments(value: Any, places: dict[Node, int] | None = None) -> str:
-    """Return arguments as text, with the place of a node instead of its name, or a plain % without places."""
+    """Return nested arguments as text; a node is `%` with its number in `places`, or `%` alone if `places` is None."""
     return repr(map_arg(value, lambda node: _NodePlace("%" if places is None else f"%{places[node]}")))

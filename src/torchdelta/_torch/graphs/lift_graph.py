@@ -48,10 +48,11 @@ def lift_graph(graph_module: GraphModule) -> GraphModule:
 
 
 def form_of(graph_module: GraphModule) -> tuple[str, ...]:
-    """Return the operations of a graph in order, each with its plain arguments, but without casts, dtypes and autocast.
+    """Return the calls of functions and methods in a graph as texts, in order, each with its plain arguments.
 
-    A program that is captured natively and in float64 has one form, unless it branches on its dtype or computes with
-    numbers that depend on it, such as `torch.finfo(x.dtype).eps`.
+    Graphs inside of it are included. Casts, dtypes, autocast and calls of modules are left out. A program that is
+    captured natively and in float64 has one form, unless it branches on its dtype or computes with numbers that depend
+    on it, such as `torch.finfo(x.dtype).eps`.
     """
     form = []
     for module in graph_module.modules():
@@ -134,20 +135,24 @@ def _widen_before(node: Node, dtype: torch.dtype) -> None:
 
 
 def _is_elementwise(node: Node) -> bool:
+    """Tell by its name whether a node is one of `_ON_NUMBERS`: elementwise, and floats for integers."""
     # an index or a mask must stay an integer; arithmetic on integers may be done on floats
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return name.strip("_") in _ON_NUMBERS
 
 
 def _names_dtype(node: Node) -> bool:
+    """Tell whether a node has a dtype among its arguments, or is the method `double` or `cdouble`."""
     are_dtypes = []
     map_aggregate((node.args, node.kwargs), lambda value: are_dtypes.append(isinstance(value, torch.dtype)))
     return any(are_dtypes) or (node.op == "call_method" and node.target in _METHODS.values())
 
 
 def _widened(value: Any) -> Any:
+    """Return the wide dtype in place of a narrow one; any other value unchanged."""
     return widened(value) if isinstance(value, torch.dtype) else value
 
 
 def _value_of(node: Node) -> Any:
+    """Return a node's value by the graph's metadata, as a fake tensor, or None if there is none."""
     return node.meta.get("example_value", node.meta.get("val"))

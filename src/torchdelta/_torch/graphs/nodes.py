@@ -64,12 +64,19 @@ def source_line(node: Node) -> str:
 
 
 def arguments(node: Node) -> dict[str, Any]:
-    """Return the arguments of an operator's node by the names of the schema; one that is left out has its default."""
+    """Return the arguments of an operator's node by the names of the schema.
+
+    An argument that the node leaves out has its default, or None without one.
+    """
     return {name: value for name, (value, _) in _bound(node).items()}
 
 
 def set_argument(node: Node, name: str, value: Any) -> None:
-    """Change one argument of an operator's node, positional or not, by the name in the schema."""
+    """Change one argument of an operator's node in place, positional or not, by its name in the schema.
+
+    KeyError if the schema has no such name. All arguments are written to the node anew, also those that it left out,
+    with their defaults.
+    """
     bound = {**_bound(node)}
     bound[name] = (value, bound[name][1])
     node.args = tuple(value for value, is_keyword in bound.values() if not is_keyword)
@@ -164,7 +171,10 @@ def may_write(node: Node) -> frozenset[Node]:
 
 
 def has_effect(node: Node) -> bool:
-    """Tell whether a node does more than return a value: it writes, draws, asserts or sets a mode."""
+    """Tell whether a node does more than return a value: it writes, draws, asserts or sets a mode.
+
+    Placeholders, outputs and calls of modules always count.
+    """
     return writes_to(node) or node.is_impure()
 
 
@@ -173,17 +183,20 @@ INDUCTOR_RANDOMS = ("prims.inductor_random", "prims.inductor_randint", "prims.in
 
 
 def has_inductor_randoms(graph_module: GraphModule) -> bool:
-    """Tell whether a graph has inductor's own operators for random numbers."""
+    """Tell whether a graph, or one inside of it, has inductor's own operators for random numbers."""
     return any(op_name(node).startswith(INDUCTOR_RANDOMS) for node in every_node(graph_module))
 
 
 def takes_tangents(graph_module: GraphModule) -> bool:
-    """Tell whether a graph is a joint or backward graph of AOTAutograd, whose outputs are gradients too."""
+    """Tell whether a graph is a joint or backward graph of AOTAutograd, whose outputs are gradients too.
+
+    That is so if the name of an input begins with `tangents_`.
+    """
     return any(node.name.startswith("tangents_") for node in graph_module.graph.find_nodes(op="placeholder"))
 
 
 def needs_other_processes(graph_module: GraphModule) -> bool:
-    """Tell whether a graph has collectives, so that other processes would have to run it at the same time.
+    """Tell whether a graph, or one inside of it, has collectives, so that other processes would have to run it too.
 
     False unless torch.distributed is initialised with more than one process.
     """
@@ -216,12 +229,15 @@ def widens(node: Node) -> bool:
 
 
 def is_unset(node: Node) -> bool:
-    """Tell whether a node returns uninitialised memory."""
+    """Tell by its name whether a node returns uninitialised memory, as `empty` and `new_empty` do."""
     return _short_name(node) in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 
 
 def writes_to_first(node: Node) -> bool:
-    """Tell whether a node may write to its first argument; False for modules, and for norms, which write to others."""
+    """Tell whether a node may write to an input, and is neither a module nor a norm that may update statistics.
+
+    Such a node is taken to write to its first argument, although one with `out=` does not.
+    """
     return writes_to(node) and not updates_statistics(op_name(node)) and node.op != "call_module"
 
 
@@ -246,22 +262,26 @@ def returns_what_it_writes(node: Node) -> bool:
 
 
 def _is_function_of_torch(target: Any) -> bool:
+    """Tell whether a function is defined in torch; one without a `__module__` counts too."""
     module = getattr(target, "__module__", None)
     return module is None or str(module).partition(".")[0] == "torch"
 
 
 def reads_memory(node: Node) -> bool:
-    """Tell whether a node's result depends on the memory layout of its first argument, not only on the elements."""
+    """Tell whether a node's result depends on the memory layout of its first argument, not only on the elements.
+
+    Only the `as_strided` operations count.
+    """
     return _short_name(node).startswith("as_strided")
 
 
 def is_bounded(node: Node) -> bool:
-    """Tell whether a node computes a function whose absolute value is bounded by a constant, such as tanh."""
+    """Tell whether a node computes cos, erf, erfc, sigmoid, sin or tanh, which are bounded by a constant."""
     return _short_name(node) in ("cos", "erf", "erfc", "sigmoid", "sin", "tanh")
 
 
 def is_wide_float(node: Node) -> bool:
-    """Tell whether a node's value, or one of its values, is a tensor of floats of at least 32 bits."""
+    """Tell by its metadata whether a node's value, or one of several, is a tensor of floats of 32 bits or more."""
     value = node.meta.get("val", node.meta.get("example_value"))
     values = value if isinstance(value, (tuple, list)) else (value,)
     return any(isinstance(each, torch.Tensor) and each.is_floating_point() and each.itemsize >= 4 for each in values)
@@ -273,7 +293,11 @@ def is_item_assignment(node: Node) -> bool:
 
 
 def may_share(node: Node) -> bool:
-    """Tell whether a node's result may share memory with its first argument."""
+    """Tell whether a node's result may share memory with its first argument.
+
+    An operator may if it is a view, writes, or is one of `_MAYBE_VIEWS`, such as `reshape`. A method always may. A
+    function may if it writes or is named like one of these, or `getitem`. A module does not count.
+    """
     if isinstance(node.target, OpOverload):
         return node.target.is_view or node.target._schema.is_mutable or _short_name(node) in _MAYBE_VIEWS
     return node.op == "call_method" or writes_to_first(node) or _short_name(node) in (*_MAYBE_VIEWS, "getitem")
@@ -285,9 +309,13 @@ _MAYBE_VIEWS = frozenset(
 
 
 def short_name(name: str) -> str:
-    """Return an operation's name as all kinds of graphs share it: `relu` for `aten.relu_.default` and for `relu`."""
+    """Return an operation's name as all kinds of graphs share it: `relu` for `aten.relu_.default` and for `relu`.
+
+    Underscores at both ends are dropped. Of an operator outside of aten, the namespace is all that is left.
+    """
     return name.removeprefix("aten.").partition(".")[0].strip("_")
 
 
 def _short_name(node: Node) -> str:
+    """Return the `short_name` of what a node calls."""
     return short_name(op_name(node))

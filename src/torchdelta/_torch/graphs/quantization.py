@@ -36,7 +36,10 @@ class Levels:
         return parameter.reshape(shape)
 
     def axes_in(self, values: torch.Tensor) -> tuple[int, ...]:
-        """Return the dimensions of these values along which the scale varies."""
+        """Return the dimensions of these values along which the scale varies, counted from the first.
+
+        These are all but the last if `axes` is None.
+        """
         if self.axes is None:
             return tuple(range(values.dim() - 1))
         return tuple(axis % max(values.dim(), 1) for axis in self.axes)

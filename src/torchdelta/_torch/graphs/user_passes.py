@@ -22,8 +22,9 @@ _INPUT_NAMES = ("example_inputs", "inputs", "args", "example_args")
 def run_pass(each: Pass, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Run a pass on a graph that it may change in place; return the graph or callable that it leaves, ready to run.
 
-    The given graph is returned if the pass returns None, a bool or an int; of torch's `PassResult` the module is
-    taken. Raise TypeError for anything else that is neither callable nor a `Graph`.
+    The given graph is returned if the pass returns None, a bool or an int; of torch's `PassResult` the module is taken.
+    A graph is sorted and recompiled: ValueError if it has a cycle. Raise TypeError for any other result that is neither
+    callable nor a `Graph`. Exceptions of the pass are raised.
     """
     wants_graph, with_inputs = wanted_by(each)
     result = each(graph.graph if wants_graph else graph, *((list(inputs),) if with_inputs else ()))
@@ -56,7 +57,7 @@ def wanted_by(each: Pass) -> tuple[bool, bool]:
 def _wants_graph(parameter: inspect.Parameter, *, is_alone: bool) -> bool:
     """Tell whether a parameter is a `Graph` and not a `GraphModule`, by its annotation.
 
-    Without an annotation its name decides if it `is_alone`: what takes inputs too is written as a backend is.
+    Without an annotation it is one if its name is in `_GRAPH_NAMES` and `is_alone` says that the pass takes no inputs.
     """
     annotation = parameter.annotation
     if annotation is inspect.Parameter.empty:

@@ -39,15 +39,18 @@ It serves a replay, which knows the dtype's unit of rounding and no measured noi
 
 
 def _distance_of_operands(first: torch.Tensor, second: Any) -> torch.Tensor:
+    """Return how far two operands are apart: the margin of a comparison."""
     distance: torch.Tensor = (first - second).abs()
     return distance
 
 
 def _distance_from_whole(values: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Return how far each value is from the nearest whole number; other arguments are ignored."""
     return (values - values.round()).abs()
 
 
 def _distance_from_half(values: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Return how far each value is from the nearest half, where `round` jumps; other arguments are ignored."""
     return 0.5 - (values - values.round()).abs()
 
 
@@ -134,7 +137,7 @@ class Choice:
 
     @property
     def rows(self) -> torch.Tensor:
-        """The values in float64, one row after the other."""
+        """The values in float64 as a matrix, with one row for each set of values that was chosen among."""
         wide = self.values.double()
         if self.dim is None or wide.dim() == 0:
             return wide.reshape(1, -1)
@@ -142,7 +145,7 @@ class Choice:
 
     @property
     def index_rows(self) -> torch.Tensor:
-        """The indices, one row for each row of the values."""
+        """The indices as a matrix, with one row for each row of the values."""
         if self._index_dim is None:
             return self.indices.reshape(-1, 1)
         return _as_rows(self.indices, self._index_dim)
@@ -336,18 +339,20 @@ class MarginWatch(OperationMode):
     def _keep(self, decided: torch.Tensor, margins: torch.Tensor | None, name: str) -> None:
         """Keep the margins of a decided tensor, and the operation's name, for `margin_of`; do nothing if they are None.
 
-        Nothing is kept either if the margins have another shape than the tensor.
+        Nothing is kept either if the margins have another shape than the tensor. Margins of freed tensors are dropped.
         """
         if margins is not None and margins.shape == decided.shape:
             self._drop_expired()
             self.margins[view_key(decided)] = margins, name
 
     def _drop_expired(self) -> None:
+        """Drop the margins of tensors whose memory is freed."""
         for key in [key for key in self.margins if key[0].expired()]:  # type: ignore[no-untyped-call]
             del self.margins[key]
 
 
 def _name_of(func: OpOverload) -> str:
+    """Return the name of an operation without namespace and overload, such as `argmax`."""
     return func._schema.name.partition("::")[2]
 
 
@@ -369,7 +374,10 @@ def _as_rows(tensor: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _decided_output(func: OpOverload, result: Any) -> torch.Tensor | None:
-    """Return the first tensor of a result that is not of floats, or the first of any dtype if the operation rounds."""
+    """Return the first tensor of a result that is not of floats, or the first of any dtype if the operation rounds.
+
+    None if there is none.
+    """
     outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     decider = _decider_of(func)
     takes_floats = decider is not None and decider.returns_floats

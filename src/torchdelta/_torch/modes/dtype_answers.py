@@ -50,6 +50,7 @@ class _DtypeQuestions:
         """Return the result of one cast of the program; `run` casts the tensor."""
 
     def __enter__(self) -> Any:
+        """Replace the attributes and methods of `torch.Tensor` that tell a dtype or cast; return this object."""
         self._thread = threading.get_ident()
         for name in _ATTRIBUTES:
             setattr(torch.Tensor, name, property(self._reader(name)))
@@ -60,14 +61,20 @@ class _DtypeQuestions:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Put torch's own attributes and methods back."""
         # they are inherited from the base class again
         for name in (*_ATTRIBUTES, *_METHODS, *_CASTS):
             delattr(torch.Tensor, name)
 
     def _is_asked_by_program(self) -> bool:
+        """Tell whether the question comes from the program: from its thread, and not from inside of an operation."""
         return threading.get_ident() == self._thread and not is_inside_operation()
 
     def _reader(self, name: str) -> Callable[[torch.Tensor], Any]:
+        """Return the getter that replaces an attribute of tensors: it passes questions of the program to `answer`.
+
+        Other questions are answered by the tensor itself.
+        """
         read = getattr(torch._C.TensorBase, name).__get__
 
         def reader(tensor: torch.Tensor) -> Any:
@@ -76,6 +83,10 @@ class _DtypeQuestions:
         return reader
 
     def _method(self, name: str) -> Callable[..., Any]:
+        """Return the method that replaces one of tensors: it passes questions of the program to `answer`.
+
+        Other questions are answered by the tensor itself. A call with arguments is a cast, which is run unchanged.
+        """
         call = getattr(torch._C.TensorBase, name)
 
         def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -87,6 +98,10 @@ class _DtypeQuestions:
         return method
 
     def _caster(self, name: str) -> Callable[..., Any]:
+        """Return the method that replaces a cast of tensors: it passes casts of the program to `cast`.
+
+        Other casts run unchanged.
+        """
         call = getattr(torch._C.TensorBase, name)
 
         def caster(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -105,13 +120,16 @@ class DtypeRecord(_DtypeQuestions):
         self.answers: list[Answer] = []
 
     def answer(self, name: str, ask: Callable[[], Any]) -> Any:
-        """Ask the tensor, keep its answer and return it."""
+        """Ask the tensor, append the question's name and the answer to `answers`, and return the answer."""
         answer = ask()
         self.answers.append((name, answer))
         return answer
 
     def cast(self, name: str, tensor: torch.Tensor, run: Callable[[], Any]) -> Any:
-        """Cast the tensor, keep whether it came back itself, and return the result."""
+        """Cast the tensor, add to `answers` whether the tensor itself came back, and return the result.
+
+        The entry comes before those of questions that the cast asked.
+        """
         place = len(self.answers)
         result = run()
         # before the answers to questions that the cast itself asked
@@ -138,17 +156,24 @@ class DtypeReplay(_DtypeQuestions):
         return f"it asked {self.count} questions of {len(self.answers)}"
 
     def answer(self, name: str, ask: Callable[[], Any]) -> Any:
-        """Return the recorded answer, or the tensor's own if the record has another question here."""
+        """Return the recorded answer, or the tensor's own if this or an earlier question is not the recorded one."""
         recorded, answer = self._next(name)
         return answer if recorded else ask()
 
     def cast(self, name: str, tensor: torch.Tensor, run: Callable[[], Any]) -> Any:
-        """Return the tensor itself if the recorded cast did, or else cast it."""
+        """Return the tensor itself if the recorded cast did, or else cast it and return the result.
+
+        It is also cast if this or an earlier question is not the recorded one.
+        """
         recorded, is_same = self._next(name)
         return tensor if recorded and is_same else run()
 
     def _next(self, name: str) -> tuple[bool, Any]:
-        """Return whether the record has this question next, and the answer to it."""
+        """Return whether the record has this question next, and the recorded answer; (False, None) if it has not.
+
+        A recorded question is counted. The first one that the record does not have next is described in `astray`; after
+        it, the result is always (False, None).
+        """
         if self.astray:
             return False, None
         if self.count == len(self.answers) or self.answers[self.count][0] != name:

@@ -45,7 +45,7 @@ def is_narrowing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
 
 
 def coarser(first: torch.dtype | None, second: torch.dtype) -> torch.dtype:
-    """Return the dtype that holds fewer digits; the second if the first is None."""
+    """Return the dtype that holds fewer digits; the first if both hold as many, the second if the first is None."""
     return second if first is None or torch.finfo(second).eps > torch.finfo(first).eps else first
 
 
@@ -104,7 +104,11 @@ class Elide(OperationMode):
         return exact if exact.dtype == result.dtype else self._keep(exact.to(result.dtype), exact, places)
 
     def _keep(self, narrow: torch.Tensor, wide: torch.Tensor, places: frozenset[str]) -> torch.Tensor:
-        """Keep the wide value of a narrow tensor and the places of its casts, unless shapes differ; return `narrow`."""
+        """Keep the wide value of a narrow tensor and the places of its casts in `wide`; return `narrow`.
+
+        Nothing is kept if the shapes differ or the narrow tensor has no plain memory. From time to time, values of
+        freed tensors are dropped.
+        """
         if narrow.shape == wide.shape and (key := _key(narrow)) is not None:
             self.kept += 1
             if self.kept % _SWEEP == 0:
@@ -113,7 +117,10 @@ class Elide(OperationMode):
         return narrow
 
     def _prepare_writes(self, written: list[torch.Tensor]) -> None:
-        """Drop the wide values of memory that is written to next; copy those that lie in such memory themselves."""
+        """Drop the wide values of memory that is written to next; copy those that lie in such memory themselves.
+
+        Wide values of freed tensors are dropped too.
+        """
         storages = {storage_reference(tensor) for tensor in written if storage_key(tensor)}
         self._drop_freed()
         for key, (wide, places) in list(self.wide.items()):
@@ -128,7 +135,7 @@ class Elide(OperationMode):
             del self.wide[key]
 
     def _widened(self, value: Any) -> Any:
-        """Return a tensor as it was before its cast; any other value unchanged."""
+        """Return the wide value of a tensor that has one in `wide`; any other value unchanged."""
         if isinstance(value, torch.Tensor) and (key := _key(value)) in self.wide:
             return self.wide[key][0]
         return value
@@ -143,6 +150,7 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
 
 
 def _draws(func: Any) -> bool:
+    """Tell by its tags whether an operation draws random numbers."""
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
@@ -159,6 +167,7 @@ def _at_least(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _place_of_cast(narrow: torch.Tensor) -> frozenset[str]:
+    """Return a set of one text: the source line of the present call, and the dtype of the narrow tensor."""
     return frozenset({f"{place_of_call()} (to {dtype_name(narrow.dtype)})"})
 
 

@@ -56,8 +56,8 @@ Products are what a program spends its time on, and in float64 they take twice a
 def run_beside_float64(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
     """Run an operation; return its result, and for each output its value in float64, or None if that is not known.
 
-    It is not known if the operation draws random numbers or has no float64, for a product of float32 that
-    `_may_be_exact` rules out, and for results that are in float64 already.
+    It is not known if the operation draws random numbers, fails in float64 or has an operand in float64 already, and
+    for a product of float32 that `_may_be_exact` rules out.
     """
     wide = _run_in_float64(func, args, kwargs)
     result = func(*args, **kwargs)
@@ -116,8 +116,8 @@ def long_elements(tensor: torch.Tensor) -> torch.Tensor | None:
 def _run_in_float64(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on float64 copies of its operands and return the result, or None if that says nothing.
 
-    That is so if all floats are in float64 already, if the operation draws random numbers, raises in float64, or
-    returns lower floats even there, and if `_may_be_exact` rules an exact element out. The operands stay as they are.
+    None if an operand is in float64 already, if the operation draws random numbers or raises in float64, and if
+    `_may_be_exact` rules an exact element out. The operands stay as they are.
     """
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if torch.Tag.nondeterministic_seeded in func.tags or any(tensor.dtype is torch.float64 for tensor in tensors):
@@ -138,8 +138,8 @@ def _run_in_float64(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def _converter(*, has_floats: bool, copies: bool) -> Callable[[Any], Any]:
     """Return a function that lifts tensors and dtypes to float64, and returns any other value unchanged.
 
-    Integers are lifted only without floats among the operands: beside floats they may be indices. `copies` copies
-    every tensor, because the operation writes to its operands.
+    Tensors of other types than floats are lifted only if there are no floats among the operands (`has_floats`): beside
+    floats they may be indices. `copies` copies every tensor, because the operation writes to its operands.
     """
 
     def convert(value: Any) -> Any:

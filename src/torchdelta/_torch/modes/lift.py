@@ -142,13 +142,18 @@ class Lift(OperationMode):
 
 
 def is_computing_factory(name: str) -> bool:
-    """Tell whether a function that makes a tensor of plain numbers computes its elements, and so rounds them."""
+    """Tell whether a function that makes a tensor of plain numbers computes its elements, and so rounds them.
+
+    These are linspace, logspace and the windows, by name.
+    """
     return name in ("linspace", "logspace") or name.endswith("_window")
 
 
 def _as_float64(value: Any) -> Any:
+    """Return a tensor of any dtype cast to float64; any other value unchanged."""
     return value.to(torch.float64) if isinstance(value, torch.Tensor) else value
 
 
 def _widen(value: Any) -> Any:
+    """Return a tensor of a narrow dtype cast to the wide one; any other value unchanged."""
     return value.to(widened(value.dtype)) if isinstance(value, torch.Tensor) and value.dtype in _WIDE else value

@@ -132,7 +132,10 @@ class Noisy(OperationMode):
         """The coarsest dtype that the program casts something finer to."""
 
     def depend_on(self, sources: Iterable[torch.Tensor]) -> None:
-        """Round values anew that are computed from the sources; the sources themselves stay exact."""
+        """Round values anew, from now on, that are computed from the sources; the sources themselves stay exact.
+
+        A source without plain memory, such as a sparse tensor, has no effect.
+        """
         for tensor in sources:
             self._mark(tensor)
 
@@ -141,8 +144,8 @@ class Noisy(OperationMode):
 
         This is for values that another correct program may have rounded otherwise, such as the output of another node.
         Elements of few digits, such as whole numbers, stay: see `long_elements`. A source is rounded in its whole
-        storage, and once, even if several sources share it. Sources that are not strided floats of two or more bytes
-        are not rounded, but results that depend on them are.
+        storage, and once: not again if its storage depends on a source already. Sources that are not strided floats of
+        two or more bytes are not rounded, but results that depend on them are.
         """
         for tensor in sources:
             if tensors.storage_key(tensor) and tensors.storage_reference(tensor) not in self.dependent:
@@ -207,7 +210,8 @@ class Noisy(OperationMode):
 
         S_k are the partial sums, term by term. `kind` says what the output is of its terms: their `sum`, their `mean`,
         or a `root` of the sum of their squares. With terms of mean μ and variance σ², E S_k² = k²μ² + kσ², so the sum
-        itself need not be run. Fewer than two terms give no error.
+        itself need not be run. Nothing is added for fewer than two terms, or for terms that are not floats. `rounded`
+        is a mask; None is all elements.
         """
         terms = args[0]
         count = terms.numel() // output.numel()
@@ -342,12 +346,15 @@ def _draw_pool(
 
 
 def _loops_for(piece: torch.Tensor) -> ModuleType | None:
-    """Return the compiled loops for a piece, or None if torch steps it."""
+    """Return the compiled loops for a flat piece; None if it is not flat, or `compiled_loops` has none for it."""
     return compiled_loops(piece) if piece.dim() == 1 else None
 
 
 def _laid_out_like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return the other tensor, of the same shape, with the strides of the first: both are cut into the same pieces."""
+    """Return the other tensor, of the same shape, with the strides of the first: both are cut into the same pieces.
+
+    It is a copy, or the other tensor itself if it has these strides.
+    """
     if other.stride() == tensor.stride():
         return other
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=other.dtype, device=other.device).copy_(other)
@@ -375,5 +382,6 @@ def _reduced_dims(name: str, args: tuple[Any, ...], rank: int) -> list[int]:
 
 
 def _is_rounded(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is strided, not empty, and of floats of two or more bytes, which arithmetic rounds."""
     # a float of a single byte has no arithmetic: it was cast from a wider one
     return tensor.is_floating_point() and tensor.itemsize > 1 and tensor.layout == torch.strided and tensor.numel() > 0

@@ -43,9 +43,9 @@ def step_beside(values: Array, wide: Array, factors: Array) -> None:
 
 @_compile
 def has_short_row(bits: Array, digits: int) -> bool:
-    """Tell whether a row of floats, given by their bits, has no element with one of these digits, and is not zero.
+    """Tell whether there is a row of floats, not all zero, in which no element has a bit of the mask `digits`.
 
-    `bits` has three dimensions, of which the last is that of a row. A row is left at its first such element.
+    `bits` has the bits of the floats as integers, in three dimensions; a row lies along the last.
     """
     for batch in range(bits.shape[0]):
         for row in range(bits.shape[1]):

@@ -27,10 +27,10 @@ class Overflows(OperationMode):
         """The dtype of each operation that overflowed, by its name and line, in the order of the run."""
 
     def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Run one operation and return its result; add it to `places` if it overflows.
+        """Run one operation and return its result; if it overflows, add its name and line with the dtype to `places`.
 
-        It overflows if all of its operands are finite and a result is not, although all are in float64. The latter is
-        not asked of an operation that writes to its operands.
+        It overflows if it has float operands, all of them are finite, and a result is not, although all results are
+        finite in float64. An operation that writes to its operands is not tried in float64.
         """
         kwargs = kwargs or {}
         # before the operation runs, which may write to them
@@ -51,13 +51,16 @@ def _floats_in(values: Any) -> list[torch.Tensor]:
 
 
 def _has_non_finite(values: Any) -> bool:
-    """Tell whether a number, or an element of a float tensor, within nested values is NaN or infinite."""
+    """Tell whether a Python float, or an element of a float tensor, within nested values is NaN or infinite."""
     numbers = (leaf for leaf in tree_leaves(values) if isinstance(leaf, float))
     return not all(map(math.isfinite, numbers)) or not all(bool(leaf.isfinite().all()) for leaf in _floats_in(values))
 
 
 def _is_finite_in_float64(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether an operation is finite on its operands in float64; False if it has no float64."""
+    """Tell whether all results of an operation are finite on its operands in float64; False if it raises there.
+
+    The operation runs once more for that.
+    """
     try:
         return not _has_non_finite(func(*tree_map(_lifted, args), **tree_map(_lifted, kwargs)))
     except (RuntimeError, NotImplementedError):
@@ -65,12 +68,13 @@ def _is_finite_in_float64(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _lifted(value: Any) -> Any:
-    """Return a float tensor, or the name of a float dtype, as float64; any other value unchanged."""
+    """Return a float tensor cast to float64, and float64 for a float dtype; any other value unchanged."""
     if isinstance(value, torch.dtype):
         return torch.float64 if value.is_floating_point else value
     return value.double() if isinstance(value, torch.Tensor) and _is_float(value) else value
 
 
 def _is_float(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is of floats of more than one byte, with values in a buffer of its own."""
     # a float of a single byte has no arithmetic
     return tensor.is_floating_point() and tensor.itemsize > 1 and has_own_buffer(tensor)

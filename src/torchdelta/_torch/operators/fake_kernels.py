@@ -106,7 +106,10 @@ class Symbolic:
         return tuple(_evaluate(size, numbers) for size in fake.shape)
 
     def _numbers(self, tensors: Sequence[torch.Tensor]) -> dict[Any, int]:
-        """Return the number of each symbol that is an input's size, by the symbol, for inputs of these sizes."""
+        """Return the number of each symbol that is an input's size, by the symbol, for inputs of these sizes.
+
+        The first number counts if a symbol stands for several sizes. Fixed sizes and expressions are left out.
+        """
         numbers: dict[Any, int] = {}
         for symbolic, tensor in zip(self.inputs, tensors, strict=True):
             for size, number in zip(symbolic.shape, tensor.shape, strict=True):
@@ -121,7 +124,10 @@ def is_unknown(size: Any) -> bool:
 
 
 def lacks_fake_kernel(error: BaseException | None) -> bool:
-    """Tell whether an error, or one that caused it or was being handled, was raised for want of a fake kernel."""
+    """Tell whether an error, or one that caused it or was being handled, was raised for want of a fake kernel.
+
+    Its class or its message tells. False for None.
+    """
     while error is not None:
         if isinstance(error, UnsupportedOperatorException) or "no fake impl" in str(error):
             return True
@@ -151,6 +157,7 @@ def silent() -> Iterator[None]:
 
 
 def _mode() -> FakeTensorMode:
+    """Return a new mode of fake tensors, in which sizes and numbers that depend on data become symbols."""
     env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
     return FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
 
@@ -164,11 +171,12 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor, **options: Any) -> FakeTen
 
 
 def _replace_symbols(returned: Any, value_of: Callable[[Any], Any]) -> Any:
-    """Return the results with a number in the place of each symbol, so that they can be compared with real numbers."""
+    """Return nested results with `value_of(symbol)` in the place of each symbolic number; the rest is unchanged."""
     return tree_map_only((torch.SymInt, torch.SymFloat, torch.SymBool), value_of, returned)
 
 
 def _hint(symbol: Any) -> Any:
+    """Return the value that a symbolic number had in the call, or `Unknown.VALUE` if it depends on data."""
     return symbol.node.hint if symbol.node.has_hint() else Unknown.VALUE
 
 

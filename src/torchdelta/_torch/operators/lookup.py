@@ -33,7 +33,7 @@ def is_operator(target: Any) -> bool:
 
 
 def is_built_in(target: OpOverload) -> bool:
-    """Tell whether an operator is torch's own."""
+    """Tell by its namespace whether an operator is torch's own; one that begins with an underscore is, too."""
     return target.namespace in _BUILT_IN or target.namespace.startswith("_")
 
 
@@ -41,8 +41,8 @@ def registered_by(target: Any) -> str | None:
     """Return the name of the module or package that registered an operator, so that importing it makes it known.
 
     It is the module of a custom operator's Python function, or else the operator's namespace if a module of that name
-    is imported. None for torch's own operators and for anything that is not an overload or a packet. LookupError if the
-    module is unknown.
+    is imported; for `quantized_decomposed`, torch's module. None for other operators of torch, and for anything that is
+    not an overload or a packet. LookupError if the module is unknown.
     """
     if not isinstance(target, (OpOverload, OpOverloadPacket)):
         return None
@@ -196,7 +196,10 @@ _NAMESPACES = (
 
 
 def _public_name(op: Any) -> str | None:
-    """Return the public path of a function of torch whose last part is its own name, or None if there is none."""
+    """Return the path of a function in one of torch's public `_NAMESPACES`, such as `torch.linalg.inv`, or None.
+
+    None if no namespace has the function under its own name.
+    """
     own = str(getattr(op, "__name__", ""))
     # the C++ function of torch.linalg.inv calls itself linalg_inv
     places = [(path, space, own.removeprefix(f"{path.rpartition('.')[2]}_")) for path, space in _NAMESPACES]
@@ -209,14 +212,15 @@ class _Fits(BaseException):
 
 class _BeforeAnyKernel(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, *_: Any, **__: Any) -> Any:
+        """Raise `_Fits` in place of any operation."""
         raise _Fits
 
 
 def require_fitting(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise UsageError if the arguments do not fit the operator's schema; it is called only as far as its first kernel.
 
-    The arguments of a Python function must fit its signature, if it has one. Usual errors that are not about the fit
-    are ignored here, because running the operator will show them.
+    The arguments of a Python function must fit its signature, if it has one. RuntimeError, TypeError and ValueError
+    that are not about the fit are ignored here, because running the operator will show them.
     """
     if not is_registered(op):
         return _require_binding(op, args, kwargs)
@@ -278,8 +282,10 @@ def _names_of_overloads(packet: OpOverloadPacket) -> list[str]:
 
 
 def _is_out_form(op: OpOverload) -> bool:
+    """Tell whether an overload has an `out` argument."""
     return any(argument.is_out for argument in op._schema.arguments)
 
 
 def _has_kernel(name: str, key: str) -> bool:
+    """Tell whether an operator of this name has a kernel of its own for a dispatch key."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))

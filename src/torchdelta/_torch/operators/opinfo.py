@@ -71,7 +71,10 @@ class OperatorOffer:
 
 
 def operators() -> dict[str, tuple[str, ...]]:
-    """Return the dtypes that each operator of the database supports, by the operator's name."""
+    """Return the names of the dtypes that each operator of the database supports on the CPU, by the operator's name.
+
+    EnvironmentUnfit if a module that the database needs is not installed.
+    """
     return {
         name: tuple(sorted(_name_of(dtype) for dtype in entry.supported_dtypes(DEVICE)))
         for name, entry in _database().items()
@@ -82,7 +85,8 @@ def draw_samples(name: str, dtype: str, *, seed: int) -> OperatorOffer:
     """Return the samples of an operator in a dtype (`float32`), drawn anew from the seed; generators are restored.
 
     Inputs may require grad if the operator has gradients in this dtype. Samples that cannot be checked are only
-    counted, in `left_out`. KeyError if the database has no such operator; also raises what the database raises.
+    counted, in `left_out`. KeyError if the database has no such operator, EnvironmentUnfit if it cannot be imported;
+    also raises what the database raises.
     """
     entry = _database()[name]
     of_dtype = getattr(torch, dtype)
@@ -118,7 +122,7 @@ def choose(samples: Sequence[OpSample], most: int) -> tuple[OpSample, ...]:
 
 
 def _spread(samples: Sequence[OpSample], most: int) -> Iterator[OpSample]:
-    """Yield at most so many samples at equal distances."""
+    """Yield at most `most` of the samples, in their order and at equal distances."""
     many = min(most, len(samples))
     for index in range(many):
         yield samples[(2 * index + 1) * len(samples) // (2 * many)]
@@ -148,6 +152,7 @@ def _database() -> dict[str, Any]:
 
 
 def _call_unchanged(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call an operator and return its result; replaces a function of the database that sets a seed first."""
     return operator(*args, **kwargs)
 
 
@@ -158,6 +163,7 @@ def _full_name(entry: Any) -> str:
 
 
 def _name_of(dtype: torch.dtype) -> str:
+    """Return `float32` for torch.float32."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -172,6 +178,7 @@ def _sample_of(entry: Any, drawn: Any, number: int) -> OpSample:
 
 
 def _as_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an autograd leaf as it is; of any other tensor a detached one, with the same memory and requires_grad."""
     return tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad)
 
 

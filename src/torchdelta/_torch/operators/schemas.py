@@ -73,6 +73,7 @@ class DeclaredEffects(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return returned
 
     def _is_in_question(self, func: OpOverload) -> bool:
+        """Tell whether an overload is `op`, or one of its overloads if `op` is a packet."""
         return func is self.op or func.overloadpacket is self.op
 
     def _note(self, sentence: str) -> None:
@@ -112,6 +113,7 @@ class _Span:
             self.end = self.begin + (last + 1) * tensor.element_size()
 
     def overlaps(self, other: _Span) -> bool:
+        """Tell whether both spans lie in one storage and have bytes in common."""
         return (
             bool(self.storage) and self.storage == other.storage and self.begin < other.end and other.begin < self.end
         )
@@ -138,7 +140,7 @@ def has_autograd_kernel(op: Any, device: str) -> bool:
 
 @contextmanager
 def without_autograd_fallback() -> Iterator[None]:
-    """Switch off torch's fallback for operators without an autograd kernel while the body runs.
+    """Switch off torch's fallback for operators without an autograd kernel, and restore it after the body.
 
     So their results come as the kernel returned them.
     """
@@ -151,18 +153,24 @@ def without_autograd_fallback() -> Iterator[None]:
 
 
 def written_by(op: Any) -> frozenset[str]:
-    """Return the names of the arguments that an operator declares to change; those of any overload of a packet."""
+    """Return the names of the arguments that an operator declares to change; those of any overload of a packet.
+
+    The set is empty for a Python function.
+    """
     declared = (argument for overload in overloads_of(op) for argument in overload._schema.arguments)
     return frozenset(each.name for each in declared if each.alias_info is not None and each.alias_info.is_write)
 
 
 def positions_of(op: Any) -> dict[str, int]:
-    """Return the position of each argument of an operator, by its name."""
+    """Return the position of each argument of an operator, by its name; empty for a Python function.
+
+    If overloads of a packet differ, the last one counts.
+    """
     return {each.name: place for overload in overloads_of(op) for place, each in enumerate(overload._schema.arguments)}
 
 
 def _overload_for(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OpOverload:
-    """Return the overload that the dispatcher would call with these arguments."""
+    """Return the overload that the dispatcher would call with these arguments; torch raises if none fits."""
     if isinstance(op, OpOverload):
         return op
     packet = op._opoverload.overloadpacket if isinstance(op, CustomOpDef) else op
@@ -170,6 +178,7 @@ def _overload_for(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 def _is_written(argument: Any) -> bool:
+    """Tell whether the schema declares an argument as written to."""
     return argument.alias_info is not None and bool(argument.alias_info.is_write)
 
 
@@ -225,6 +234,7 @@ def _may_alias(some: Any, other: Any) -> bool:
 
 
 def _storages_of(value: Any) -> set[int]:
+    """Return the `storage_key` of each tensor in nested values; tensors without one are left out."""
     return {key for tensor in _tensors_in(value) if (key := storage_key(tensor))}
 
 
@@ -233,7 +243,10 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return dtype, sizes, strides and offset of a tensor, as far as its layout has them, to compare by equality."""
+    """Return a description of a tensor's layout, to compare by equality: dtype, sizes, strides and offset.
+
+    Of a nested tensor it is layout and dtype, of any other that is not strided layout and sizes.
+    """
     if tensor.is_nested:
         return (tensor.layout, tensor.dtype)
     if tensor.layout is not torch.strided:

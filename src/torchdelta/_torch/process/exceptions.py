@@ -53,7 +53,7 @@ def place_of(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an exception means that an allocation failed."""
+    """Tell whether an exception means that an allocation failed: by its class, or by a RuntimeError's message."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
         isinstance(error, RuntimeError) and any(words in message_of(error) for words in _OUT_OF_MEMORY)
     )
@@ -66,21 +66,28 @@ def names_out_of_memory(name: str, message: str) -> bool:
 
 
 def is_lack_of_machine(error: BaseException) -> bool:
-    """Tell whether an exception means that memory, a device or a kernel for it is missing here."""
+    """Tell whether an exception means that memory, a device or a kernel for it is missing here.
+
+    Every `torch.AcceleratorError` counts; other errors of torch are judged by their messages.
+    """
     is_of_torch = isinstance(error, (RuntimeError, NotImplementedError, AssertionError))
     is_missing = is_of_torch and any(words in message_of(error).lower() for words in _NO_KERNEL)
     return is_out_of_memory(error) or is_missing or isinstance(error, torch.AcceleratorError)
 
 
 def is_of_compiler(kind: type[BaseException]) -> bool:
-    """Tell whether a class of exceptions is a compiler's own: it failed to compile, or wraps what a backend raised."""
+    """Tell whether a class of exceptions, or a base of it, is defined in a module of a compiler (`_COMPILERS`).
+
+    Such an exception means that compiling failed, or wraps what a backend raised.
+    """
     return any(f"{base.__module__}.".startswith(_COMPILERS) for base in kind.__mro__)
 
 
 def kinds_of(error: BaseException) -> tuple[type[BaseException], ...]:
     """Return the class of an exception, and of those that it wraps if it is a compiler's own, the outermost first.
 
-    A compiler wraps an exception with and without a `__cause__`, or keeps it as an `inner_exception`.
+    Each class comes once; the first that is not a compiler's own is the last. A compiler wraps an exception with and
+    without a `__cause__`, or keeps it as an `inner_exception`.
     """
     kinds: dict[type[BaseException], None] = {}
     current: BaseException | None = error
@@ -93,7 +100,10 @@ def kinds_of(error: BaseException) -> tuple[type[BaseException], ...]:
 
 
 def without_frames(error: Exception) -> Exception:
-    """Remove the frames of an exception and of its causes, which keep local variables alive; return the exception."""
+    """Remove the frames of an exception, and of the causes and contexts behind it, in place; return the exception.
+
+    The frames would keep local variables alive.
+    """
     current: BaseException | None = error
     while current is not None:
         current = current.with_traceback(None).__cause__ or current.__context__

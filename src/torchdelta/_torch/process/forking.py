@@ -32,7 +32,10 @@ _PROBE_TIMEOUT_S = 60
 
 
 def probe() -> None:
-    """Find the vector instructions that inductor may use; inductor remembers them for every later compile."""
+    """Find the vector instructions that inductor may use; inductor remembers them for every later compile.
+
+    Each kind is tried in a fork of this process.
+    """
     with mock.patch.object(VecISA, "_probe_load", _is_loaded):
         pick_vec_isa()
 
@@ -118,4 +121,5 @@ def _prepare_kernel(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _small(x: torch.Tensor) -> torch.Tensor:
+    """Return relu(x) + 1; this is the function that `warm_up` compiles."""
     return torch.relu(x) + 1

@@ -31,7 +31,7 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.has_drawn = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operation, note by its tags whether it draws, and return its result."""
+        """Run one operation and return its result; set `has_drawn` if its tags say that it draws."""
         self.has_drawn |= torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         return func(*args, **(kwargs or {}))
 
@@ -95,7 +95,7 @@ GeneratorStates = tuple[torch.Tensor, ...]
 
 
 def generator_states() -> GeneratorStates:
-    """Return the present states of torch's generators."""
+    """Return the present states of torch's generators: that of the CPU, then one for each accelerator device."""
     return torch.get_rng_state(), *_accelerator_states()
 
 
@@ -131,7 +131,7 @@ def autocast() -> tuple[str, str] | None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the generators of torch (on every device), random and numpy."""
+    """Seed the generators of torch (on every device), random and numpy; numpy takes the lower 32 bits."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -146,13 +146,13 @@ def random_state() -> tuple[Any, ...]:
 
 
 def synchronise() -> None:
-    """Wait for the accelerator, so that an error is raised in the run that caused it."""
+    """Wait for the accelerator, so that an error is raised in the run that caused it; do nothing without one."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
 
 
 def release_memory() -> None:
-    """Free the cached memory of the accelerator."""
+    """Free the cached memory of the accelerator; do nothing without one."""
     if torch.accelerator.is_available():
         torch.accelerator.memory.empty_cache()
 
@@ -181,7 +181,10 @@ def preserved_flags() -> Iterator[None]:
 
 
 def use_deterministic() -> None:
-    """Switch deterministic algorithms on, with the workspace that cuBLAS needs for them."""
+    """Switch deterministic algorithms on, and set the environment variable of the workspace that cuBLAS needs for them.
+
+    A variable that is set already stays.
+    """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
@@ -232,8 +235,8 @@ def _read_flags() -> dict[str, Any]:
     """Return torch's global flags by name, as `_restore_flags` takes them.
 
     They are deterministic algorithms, filling of uninitialised memory, default dtype and device, grad mode, anomaly
-    mode, the precision of matrix products, flags of cuDNN and MKLDNN, the kernels of attention, and the number of
-    threads.
+    mode, the precision of matrix products, flags of cuDNN and MKLDNN, the kernels and the fast path of attention, and
+    the number of threads.
     """
     return {
         "deterministic": (
