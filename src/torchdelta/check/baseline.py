@@ -100,9 +100,10 @@ class Baseline:
         """Run a copy of the program eagerly within these modes, and return the observation of its stages.
 
         With `lifted` it runs in float64, and draws random numbers in the dtype `draws`, or in `drawn_in` if that is
-        None. With `noise` its roundings are moved. `plan` is used in place of the baseline's
-        own; `keeps` and `before_step` are those of `stages.observe`. Raise SideFailed if the program raises, or if in
-        float64 it asks for other dtypes than the reference did, because then it takes another path, or if `is_touched`.
+        None. With `noise` its roundings are moved. `plan` replaces the baseline's own; `keeps` and `before_step` are
+        those of `stages.observe`. Raise SideFailed if the program raises, or if in float64 it asks for other dtypes
+        than the reference did, because then it takes another path. Raise YardstickTouched if a candidate changed how
+        this process runs it.
         """
         self._require_untouched()
         replay = self._replay() if lifted else None
@@ -116,7 +117,8 @@ class Baseline:
     def outputs(self, *modes: Mode, lifted: bool = False, noise: Noisy | None = None) -> Leaves:
         """Call a copy of the program once, as `observe` would; return the leaves of its outputs by path, not copied.
 
-        An exception of the program is raised as it is, and not as SideFailed.
+        The plan's seed is set before the call. An exception of the program is raised as it is, and not as SideFailed.
+        Raise YardstickTouched if a candidate changed how this process runs the program.
         """
         self._require_untouched()
         replay = self._replay() if lifted else None
@@ -141,12 +143,13 @@ class Baseline:
         is_eager: bool = False,
         answers: Sequence[Answer] = (),
     ) -> CandidateRun:
-        """Apply a transform to a copy of the program, in float64 if `lifted`, and return how its run went.
+        """Apply a transform to a copy of the program, in float64 if `lifted`, and return the candidate's run.
 
-        If the candidate raises, the returned run has the failure. `draws_random` says whether the candidate has to draw
-        the reference's random numbers; None asks the reference, which then has to run. `plan` is used in place of the
-        baseline's own. With `is_eager`, a program that compiles parts of itself runs these parts eagerly. `answers` are
-        those that the candidate's native run got when it asked for dtypes; a lifted run is told them again.
+        If the candidate raises, the run has the failure. `draws_random` says whether the candidate has to draw the
+        reference's random numbers; None asks the reference, which then has to run. `plan` replaces the baseline's own.
+        With `is_eager`, a program that compiles parts of itself runs these parts eagerly. `answers` are the dtypes that
+        the candidate's native run was told; a lifted run is told them again. Sets `has_run_candidate` if the reference
+        has run before.
         """
         if draws_random is None:
             draws_random = self.reference.draws_random
@@ -178,8 +181,9 @@ class Baseline:
     ) -> tuple[Side, Convert, Scope]:
         """Return a fresh copy of the program, the conversion of its dtypes, and a maker of the context to run it in.
 
-        The copy is in float64 if `lifted`, and `noise` knows its parameters and inputs. The context
-        has the flags of the case, float64 if `lifted`, the noise and the modes.
+        The copy is in float64 if `lifted`, and `noise` knows its parameters and inputs. The context has the flags of
+        the case, the noise, the modes, and float64 if `lifted`, with random numbers drawn in `draws`, or in `drawn_in`
+        if that is None.
         """
         convert = lift.widened if lifted else _unchanged
         outer = self.lifted_scope(draws or self.drawn_in) if lifted else self.eager_scope
@@ -210,7 +214,10 @@ class Baseline:
 
     @cached_property
     def reference(self) -> Observation:
-        """The program run eagerly."""
+        """The observation of the program run eagerly, which runs once; raise EagerFails if its first iteration raises.
+
+        `_run_reference` says what else a failure does.
+        """
         with self.timed("reference"):
             return self._run_reference()
 
@@ -230,7 +237,7 @@ class Baseline:
 
     @cached_property
     def second_reference(self) -> Observation:
-        """The program run eagerly once more: where it differs from the first run, it is not deterministic."""
+        """The observation of one more eager run, made once; it differs from the first if the program is unsteady."""
         with self.timed("second reference"):
             return self._run_again()
 
@@ -238,8 +245,9 @@ class Baseline:
     def is_touched(self) -> bool:
         """Whether a candidate changed how this process runs the program, as an overridden kernel does.
 
-        Then two runs after it agree with each other, but not with the first. A program whose runs all differ is not
-        deterministic instead.
+        It did if two more runs of the reference agree with each other, but not with the first; a note then says so. If
+        the two differ as well, the program is not deterministic, and the answer is False. The answer is found once and
+        kept.
         """
         if not steadiness.differing_runs(self.reference, self.second_reference):
             return False
@@ -251,7 +259,7 @@ class Baseline:
         return True
 
     def _run_again(self) -> Observation:
-        """Run the reference once more, even in a process that a candidate changed."""
+        """Run the reference once more, even in a process that a candidate changed, and return its observation."""
         has_run, self.has_run_candidate = self.has_run_candidate, False
         try:
             return self._run_reference()
@@ -259,14 +267,18 @@ class Baseline:
             self.has_run_candidate = has_run
 
     def _require_untouched(self) -> None:
-        """Raise YardstickTouched if a candidate changed how this process runs the program."""
+        """Raise YardstickTouched if a candidate changed how this process runs the program.
+
+        If a candidate ran after the reference, the reference runs again to tell. Otherwise nothing happens.
+        """
         if self.has_run_candidate and self.is_touched:
             raise YardstickTouched("forward", 0, Observation(), ProgramError(TOUCHED))
 
     def measure_ahead(self, *, lowered_to: torch.dtype | None = None) -> None:
-        """Make the runs that most verdicts rest on, before a candidate can change anything: truth and noise.
+        """Make the runs that most verdicts rest on before a candidate can change anything: the truth and a noisy run.
 
-        `lowered_to` is the dtype that the candidate computes in on purpose, if it does.
+        `lowered_to` is the dtype that the candidate computes in on purpose, if it does. Without a truth there is no
+        noisy run.
         """
         if self.truth is not None:
             _ = self.lifted_reference
@@ -292,7 +304,7 @@ class Baseline:
     def lifted_reference(self) -> Observation | None:
         """The truth with random numbers drawn as a lifted candidate draws them; None if the program does not run so.
 
-        It is the truth itself if the program draws none.
+        It is the truth itself if the program draws none, or draws in float64 already.
         """
         if self.truth is None or self.lifted_draws == self.drawn_in:
             return self.truth
@@ -314,13 +326,16 @@ class Baseline:
 
     @property
     def drawn_in(self) -> torch.dtype:
-        """The dtype in which the program probably draws random numbers: that of its first tensor of floats."""
+        """The dtype in which the program probably draws random numbers: that of its first tensor of floats.
+
+        It is torch's default dtype if the program is given no floats.
+        """
         floats = (tensor.dtype for tensor in started_from(self.original) if tensor.is_floating_point())
         return next(floats, torch.get_default_dtype())
 
     @cached_property
     def _is_large(self) -> bool:
-        """Whether the tensors that the program is given take more memory than `_LARGE`."""
+        """Whether the tensors that the program is given take more than `_LARGE` bytes of memory."""
         return sum(tensor.nbytes for tensor in started_from(self.original) if has_own_buffer(tensor)) > _LARGE
 
     @property
@@ -331,7 +346,10 @@ class Baseline:
 
     @property
     def coarsest_dtype(self) -> torch.dtype:
-        """The coarsest dtype of floats that the program is given, or casts finer values to."""
+        """The coarsest dtype of floats that the program is given, or casts finer values to.
+
+        It is torch's default dtype if there is none.
+        """
         coarsest = self.narrowed_to
         for tensor in started_from(self.original):
             if tensor.is_floating_point():
@@ -340,7 +358,10 @@ class Baseline:
 
     @property
     def rounding_of_inputs(self) -> float:
-        """How far a few roundings of the arguments, in the coarsest dtype, may take a result."""
+        """How far a few roundings of the arguments may take a result: a few units of rounding of the largest one.
+
+        The unit is that of `coarsest_dtype`. Only finite elements count; without an argument of floats it is 0.
+        """
         sizes = (
             float(torch.nan_to_num(leaf.detach().double(), 0.0, 0.0, 0.0).abs().max())
             for leaf in leaves_of((self.program.args, dict(self.program.kwargs)), "inputs").values()
@@ -350,7 +371,7 @@ class Baseline:
 
     @property
     def lifted_draws(self) -> torch.dtype:
-        """The dtype in which a lifted candidate draws random numbers, if it draws any."""
+        """The dtype in which a lifted candidate draws: float64 if the reference draws at all, or else `drawn_in`."""
         return torch.float64 if self.reference.draws_random else self.drawn_in
 
     def _run_reference(self) -> Observation:
@@ -358,8 +379,8 @@ class Baseline:
 
         If a backward raises, the reference runs again, and from then on only outputs have cotangents, with a note: the
         state that a program keeps may be overwritten where its gradient needs it. If the reference raises in a later
-        iteration, it is taken to reject random inputs: `plan` is cut to the iterations before that, `shortfall` says
-        so, and the reference runs again. Raise ProgramError if the run changes a tensor that all copies share.
+        iteration, `plan` is cut to the iterations before, `shortfall` says so, and the reference runs again. Raise
+        ProgramError if the run changes a tensor that all copies share. Sets `recorded_answers`.
         """
         try:
             name = self.program.name
@@ -441,7 +462,7 @@ class Baseline:
 
     @contextmanager
     def eager_scope(self) -> Iterator[None]:
-        """Hold the same flags, and keep a program that compiles parts of itself from doing so."""
+        """Run the block with the flags of `scope`, and keep a program that compiles parts of itself from doing so."""
         with self.scope(), stances.eager_here():
             yield
 
@@ -482,4 +503,5 @@ class Baseline:
 
 
 def _unchanged(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype itself: the conversion of a native run."""
     return dtype

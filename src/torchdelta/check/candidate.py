@@ -71,7 +71,7 @@ class CandidateRun:
         return ""
 
     def unchanged(self) -> str:
-        """Return that a pass changed none of its graphs; empty if it changed one, or if that does not matter."""
+        """Return a text that a pass changed none of its graphs; empty if it changed one, or if that does not matter."""
         if self.changes and not any(self.changes):
             graphs = "its graph is" if len(self.changes) == 1 else f"each of its {len(self.changes)} graphs is"
             return f"the transform changed nothing: {graphs} as it was (-O unchanged=ok accepts that)"
@@ -139,7 +139,7 @@ def run_candidate(
 
 
 def _combined(outer: Scope, inner: AbstractContextManager[Any]) -> Scope:
-    """Return a maker of contexts that enter both."""
+    """Return a function that makes a context: it enters what `outer` makes, and `inner` within that."""
 
     @contextmanager
     def scope() -> Iterator[None]:
@@ -150,15 +150,17 @@ def _combined(outer: Scope, inner: AbstractContextManager[Any]) -> Scope:
 
 
 def _unchanged(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype itself: the conversion of a native run."""
     return dtype
 
 
 def _count_calls(transformed: TransformedSide, run: CandidateRun, watch: Callable[[Side], Observation]) -> None:
     """Run the side through `watch`, which returns its observation, and write observation and counts to the run.
 
-    The counts are of captured graphs and of calls that ran transformed or not. The run also gets notes on parts that
-    ran eagerly, and whether the recompile limit was reached. If `watch` raises, the counts are written, and its
-    exception passes through.
+    The counts are of captured graphs and of calls that ran transformed or not. The run also gets the forms of its
+    graphs, which of them a pass changed, whether the recompile limit was reached, and notes on parts that ran eagerly
+    and on graphs that a pass left unchanged. If `watch` raises, all but the observation and the eager parts is written,
+    and its exception passes through.
     """
     witness = transformed.witness
     untransformed = 0

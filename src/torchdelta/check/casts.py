@@ -58,8 +58,8 @@ def _add_breaches(
 ) -> Stage:
     """Return the stage with a breach of the clause `casts` at every leaf that elided casts explain.
 
-    A breach that the terms do not excuse makes the leaf diverged. `elided` is the run without narrowing casts, and
-    `mode` has their places.
+    A breach that the terms do not excuse makes the leaf diverged; any other leaf stays as it is. `elided` is the run
+    without narrowing casts, and `mode` has their places.
     """
     if not stage.comparisons:
         return stage
@@ -78,9 +78,9 @@ def _add_breaches(
 def _is_explained(reference: object, candidate: object, elided: object) -> bool:
     """Tell whether the candidate's leaf is much nearer to the run without casts, `elided`, than to the reference.
 
-    That is: it differs from the reference, and its distance to `elided` is less than `NEARER` times that to the
-    reference; or fewer NaN and Inf are misplaced between it and `elided`. Return False unless all three are tensors of
-    one shape and layout, and the reference's is of floats.
+    It is if fewer NaN and Inf are misplaced between it and `elided` than between it and the reference. It also is if it
+    differs from the reference, and its rms distance to `elided` is less than `NEARER` times that to the reference.
+    Return False unless all three are tensors of one shape and layout, and the reference's is of floats.
     """
     sides = [side for side in (reference, candidate, elided) if isinstance(side, torch.Tensor)]
     if len(sides) < 3 or len({(side.shape, side.layout) for side in sides}) > 1 or not sides[0].is_floating_point():
@@ -92,15 +92,17 @@ def _is_explained(reference: object, candidate: object, elided: object) -> bool:
 
 
 def _has_elided(comparison: Comparison, mode: Elide) -> bool:
+    """Tell whether a comparison has the breach that `_add_breaches` adds for the casts of this mode."""
     return any(breach.clause == "casts" and breach.reference == _rounding(mode) for breach in comparison.contract)
 
 
 def _rounding(mode: Elide) -> str:
+    """Return the words for the reference's side of a breach: `rounds at` and the places of the elided casts."""
     return f"rounds at {_names(mode)}"
 
 
 def _names(mode: Elide) -> str:
-    """Return the places of the elided casts in a few words."""
+    """Return the places of up to three elided casts, sorted, and the number of the others, as a text."""
     places = sorted(mode.elided)
     more = f" and {len(places) - _NAMED} more" if len(places) > _NAMED else ""
     return ", ".join(places[:_NAMED]) + more

@@ -69,8 +69,9 @@ class Check(JudgingSteps[Observation]):
     def run(self) -> Report:
         """Run the check and return its report; a failure of the candidate is in the report.
 
-        Mistakes of the user and lacks of the machine are raised, as TorchDeltaError. Global state of the process is
-        restored afterwards. With deterministic algorithms, a note says that this is not the native run.
+        If the transform is meant for other inputs too, `baseline` gets an iteration on such inputs first. Mistakes of
+        the user and lacks of the machine are raised, as TorchDeltaError. Global state of the process is restored
+        afterwards. With deterministic algorithms, a note says that this is not the native run.
         """
         versions.require_supported()
         if self.case.deterministic:
@@ -85,9 +86,10 @@ class Check(JudgingSteps[Observation]):
     def _report(self) -> Report:
         """Run reference, truth and noise, then the candidate, natively and in float64; judge it and return the report.
 
-        After the steps of `judge`, decisions are followed, and leaves become inconclusive if the reference differs in
-        them between two runs, or if their noise is as large as their values. The verdict is the worst of the stages.
-        Without a truth, the semantic question is not asked.
+        After the steps of `judge`, decisions within rounding are followed. Leaves become inconclusive if the reference
+        differs in them between two runs, if their noise is as large as their values, or by `steadiness.doubt_few`;
+        those that still diverge get their kind. The verdict is the worst of the stages. Without a truth, the semantic
+        question is not asked.
         """
         baseline = self.baseline
         self.unmatched = []
@@ -126,10 +128,11 @@ class Check(JudgingSteps[Observation]):
 
     @property
     def _accepted(self) -> float:
-        """How many times the noise a candidate may be off that is the same function."""
+        """How many times the noise a candidate may be off that is the same function; 1 unless the policy is `Noise`."""
         return self.policy.accepted if isinstance(self.policy, Noise) else 1.0
 
     def _lifted_sides(self, stage: str) -> LiftedSides:
+        """Return the answers of float64 for one stage, with both whole lifted runs and whether the graphs agree."""
         return LiftedSides(
             answers=self.answers.get(stage, {}),
             reference=self.lifted.reference,
@@ -138,15 +141,17 @@ class Check(JudgingSteps[Observation]):
         )
 
     def _ask(self, transform: Transform) -> Report:
-        """Return the report on another transform of the same program."""
+        """Return the report on another transform of the same program, by a copy of this check on the same baseline."""
         return replace(self, transform=transform, notes=[], candidate=CandidateRun())._report()
 
     @property
     def _judging_policy(self) -> Policy:
+        """The policy that judges: the verdict of the layers if they are observed, or else the policy of the case."""
         return self.layers.policy or self.policy
 
     @property
     def _terms(self) -> Terms:
+        """The terms of the contract: the clauses that case or transform excuse, the strict ones, the lowered dtype."""
         return Terms(
             ignore=frozenset(self.case.ignore) | self.transform.traits.excused_clauses,
             strict=frozenset(self.case.strict),
@@ -154,6 +159,7 @@ class Check(JudgingSteps[Observation]):
         )
 
     def _why_no_truth(self) -> str:
+        """Return in words why there is no truth, for the question that was therefore not asked."""
         if self.layers.policy is not None:
             return "a quantized program is judged layer by layer"
         if not self.policy.needs_truth:
@@ -183,20 +189,24 @@ class Check(JudgingSteps[Observation]):
         """Return None: two programs that round to the same bits may still be two functions in float64."""
 
     def truth(self) -> Observation | None:
-        """Return the program run in float64, or None if it is not needed or does not run there."""
+        """Return the program run in float64, or None if it is not needed or does not run there.
+
+        It is not needed if the policy uses none, or if the candidate failed before its first stage.
+        """
         is_needed = self._judging_policy.needs_truth and self.candidate.observation.stages
         return self.baseline.truth if is_needed else None
 
     def noisy(self, count: int) -> list[Observation]:
-        """Return the first `count` noisy runs, or nothing if noise is not needed."""
+        """Return the first `count` noisy runs, without those that failed; an empty list if noise is not needed."""
         return self.baseline.noisy(count, lowered_to=self.transform.traits.lowered_to) if self.needs_noise else []
 
     def compare_stages(self, yardstick: Yardstick[Observation]) -> list[Stage]:
         """Return the stages of the case, compared for the first time, up to the one in which the candidate failed.
 
         That last stage is `crashed`, without comparisons. A stage is at best inconclusive if nothing with elements was
-        compared, if calls ran untransformed, or if fewer iterations ran than planned. Stages that cannot be compared
-        become what `_without_gradients` returns, or are left out with a note. Adds to `unmatched` and `notes`.
+        compared, if calls ran untransformed, if a pass changed nothing, or if fewer iterations ran than planned. Stages
+        that cannot be compared become what `_without_gradients` returns, or are left out with a note. Adds to
+        `unmatched` and `notes`.
         """
         candidate, baseline, keeps_names = self.candidate, self.baseline, self.transform.traits.keeps_names
         stages: list[Stage] = []
@@ -228,7 +238,10 @@ class Check(JudgingSteps[Observation]):
         return stages
 
     def _note_uncompared(self, leaves: Sequence[UnmatchedLeaf]) -> None:
-        """Add a note on the state of another implementation with another name, and one on that with other values."""
+        """Add a note on how many leaves have a name on one side only, and one on how many have other initial values.
+
+        The leaves are state of another implementation that was not compared. A count of 0 gets no note.
+        """
         other_starts = self.candidate.observation.other_starts
         restarted = [leaf for leaf in leaves if state_name(leaf.path) in other_starts]
         if count := len(leaves) - len(restarted):
@@ -256,17 +269,18 @@ class Check(JudgingSteps[Observation]):
         return [Stage(name=name, verdict=Verdict.INCONCLUSIVE, reason=f"{why}, so there is nothing to compare")]
 
     def compare(self, stage: str, yardstick: Yardstick[Observation]) -> list[Comparison]:
-        """Compare the candidate's leaves of one stage with those of the yardstick."""
+        """Return the comparisons of the candidate's leaves of one stage with those of the yardstick."""
         return self._compare_and_match(stage, yardstick, self.candidate.observation)[0]
 
     def _compare_and_match(
         self, stage: str, yardstick: Yardstick[Observation], candidate: Observation
     ) -> tuple[list[Comparison], list[UnmatchedLeaf], list[UnmatchedLeaf]]:
-        """Return the comparisons of a stage, the leaves without a partner, and the state that only one side has.
+        """Return the comparisons of a stage, the leaves without a partner, and the state that is not compared.
 
-        A leaf without a partner has a comparison, which diverged; state of one side has none. In the stage
-        `steps`, elements of parameters whose gradient is within noise of zero are not judged, if there are a truth and
-        noisy runs; the comparison says how many.
+        A leaf without a partner has a comparison, which diverged; state that only one side has, or that starts from
+        other values, has none. In the stage `steps`, elements of parameters whose gradient is within noise of zero are
+        not judged, if there are a truth and noisy runs; the comparison says how many. Unchanged state is added to the
+        runs, in place.
         """
         judge = Judge(policy=self._judging_policy, terms=self._terms, is_stepped=stage == "steps")
         reference, truth = yardstick.reference, yardstick.truth
@@ -289,15 +303,16 @@ class Check(JudgingSteps[Observation]):
         return [with_count(comparison, undecided) for comparison in comparisons], unmatched, renamed
 
     def excuse_integers(self, stages: list[Stage], yardstick: Yardstick[Observation]) -> list[Stage]:
-        """Return the stages; integers that rounding may have decided become inconclusive."""
+        """Return the stages; integers that rounding may have decided, by the first noisy run, become inconclusive."""
         # by the first noisy run alone, whether or not a leaf near the threshold needed more
         return decisions.excuse_integers(stages, self.baseline, self.candidate.observation, list(yardstick.noisy[:1]))
 
     def ask_in_float64(self, stages: list[Stage], yardstick: Yardstick[Observation]) -> list[Stage]:
-        """Return the stages with the answers to the semantic question; set `semantic_question` and `answers`.
+        """Return the stages with the answers to the semantic question, of the whole program or graph by graph.
 
         Before that, leaves whose noise is nearly as large as their values are judged with replayed choices, and
-        narrowing casts that the candidate left out are noticed, because an answer in float64 replaces neither.
+        narrowing casts that the candidate left out are noticed, because an answer in float64 replaces neither. Sets
+        `semantic_question`, and `answers` if the whole program was asked.
         """
         stages = self._notice_casts(self._replay_choices(stages, yardstick), yardstick)
         if self.lifted.is_by_graph:
@@ -313,7 +328,8 @@ class Check(JudgingSteps[Observation]):
         """Make diverged `answers` inconclusive if each graph of the compiler is the same function by itself.
 
         Then the compiler has captured other values than the program computes: a table that the program has cached, or
-        that numpy computed in float32, is computed in float64 by the graph.
+        that numpy computed in float32, is computed in float64 by the graph. Nothing changes for a transform that is not
+        a compiler with a seam.
         """
         traits = self.transform.traits
         if (
@@ -335,7 +351,8 @@ class Check(JudgingSteps[Observation]):
     def _ask_graphs(self, stages: list[Stage]) -> list[Stage]:
         """Ask the semantic question of each captured graph by itself; return the stages with the answers.
 
-        `GraphwiseAnswer.add_to` adds them. Sets `semantic_question`, and adds a note if a graph was asked.
+        `GraphwiseAnswer.add_to` adds them. Sets `semantic_question` and `graphs_agree`, and adds a note if a graph was
+        asked.
         """
         answer = graphwise.ask_graphs(self.baseline, self.transform)
         self.semantic_question = answer.question
@@ -350,7 +367,8 @@ class Check(JudgingSteps[Observation]):
 
         A coarse leaf differs, and its noise is nearly as large as its values. The new comparison counts only if it is
         equivalent with a finer resolution; a note says how many do. The stages are returned unchanged if no leaf is
-        coarse, if the transform lowers precision, or if `replay_reference` has nothing to replay.
+        coarse, if the program chooses nothing, if the transform lowers precision, or if `replay_reference` has nothing
+        to replay.
         """
         is_coarse = any(steadiness.is_coarse(comparison) for stage in stages for comparison in stage.comparisons)
         if not is_coarse or not self.baseline.has_chosen or self.transform.traits.lowered_to is not None:
@@ -376,12 +394,12 @@ class Check(JudgingSteps[Observation]):
         return sharper
 
     def _notice_casts(self, stages: list[Stage], yardstick: Yardstick[Observation]) -> list[Stage]:
-        """Return the stages with a breach at each leaf where the candidate seems to lack a narrowing cast; add notes.
+        """Return the stages with a breach of `casts` at each leaf in which the candidate keeps values wider; add notes.
 
-        So has a leaf in which the reference overflows and the candidate does not, whether or not there is a cast. The
-        stages are returned unchanged if the transform lowers precision, or if no stage of the candidate ran. The casts
-        are not looked at if no noisy run showed one, the program is not given in a narrow dtype, and the clause `casts`
-        is not strict.
+        `overflows.notice` finds leaves in which the reference alone overflows, `casts.notice` those without the
+        rounding of narrowing casts. The second is left out if no noisy run showed such a cast, the program is not given
+        in a narrow dtype, and the clause is not strict. The stages are returned unchanged if the transform lowers
+        precision, or if no stage of the candidate ran.
         """
         if self.transform.traits.lowered_to is not None or not self.candidate.observation.stages:
             return stages
@@ -425,9 +443,10 @@ class Check(JudgingSteps[Observation]):
     def _doubt_unsteady(self, stages: list[Stage]) -> list[Stage]:
         """Return the stages; leaves in which two runs of the reference differ become inconclusive.
 
-        The reference runs a second time only if a verdict rests on its steadiness; else the stages are returned
-        unchanged. A note names up to four of the leaves. `steadiness.excuse` says which of them keep their verdict.
-        Unregistered state is left out instead, and another note names it.
+        The stages are returned unchanged if no verdict rests on the steadiness of the reference, which then does not
+        run again, or if a candidate changed how this process runs the program. A note names up to four of the leaves;
+        `steadiness.excuse` says which of them keep their verdict. Unregistered state is left out instead, and another
+        note names it.
         """
         rests = any(steadiness.rests_on_steadiness(comparison) for stage in stages for comparison in stage.comparisons)
         if not rests or self.baseline.is_touched:
@@ -459,7 +478,11 @@ class Check(JudgingSteps[Observation]):
             )
 
     def _doubt_few(self, stages: list[Stage]) -> list[Stage]:
-        """Return the stages; leaves of few elements that only the candidate rounds become inconclusive."""
+        """Return the stages; diverged leaves of few elements that only the candidate rounds become inconclusive.
+
+        `steadiness.doubt_few` says which. The stages are returned unchanged if none diverged, or without answers in
+        float64.
+        """
         if not any(stage.verdict is Verdict.DIVERGED for stage in stages) or not self.answers:
             return stages
         unit, reach = unit_roundoff(self.baseline.coarsest_dtype), self.baseline.rounding_of_inputs
@@ -469,15 +492,20 @@ class Check(JudgingSteps[Observation]):
 
 
 def _first_four(paths: Sequence[str]) -> str:
+    """Return the first four paths, with commas, and the number of the others."""
     return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
 
 
 def _is_gradient(comparison: Comparison) -> bool:
+    """Tell whether a leaf is the gradient of a tensor, by its path."""
     return comparison.path.endswith(".grad")
 
 
 def _sharper(comparison: Comparison, replayed: Comparison) -> Comparison:
-    """Return the replayed comparison if it is equivalent and resolves more than a coarse one, or else the first one."""
+    """Return a copy of the replayed comparison if the first one is coarse and it is equivalent and resolves more.
+
+    Its details say that it is replayed. Otherwise return the first one itself.
+    """
     resolves_more = (replayed.resolution or 0.0) < (comparison.resolution or 0.0)
     if not steadiness.is_coarse(comparison) or replayed.verdict is not Verdict.EQUIVALENT or not resolves_more:
         return comparison

@@ -120,6 +120,7 @@ class _CloseRow:
     operation: str
 
     def __str__(self) -> str:
+        """Return the operation, its margin and its noise in words."""
         return f"{self.operation} by a margin of {self.margin:.3g}, which rounding moves by {self.noise:.3g}"
 
 
@@ -336,18 +337,22 @@ def _is_suspect(comparison: Comparison) -> bool:
 
 
 def _breaks_contract(comparison: Comparison) -> bool:
+    """Tell whether a comparison has a breach that is not excused."""
     return any(not breach.excused for breach in comparison.contract)
 
 
 def _has_suspects(stage: Stage) -> bool:
+    """Tell whether `_is_suspect` holds for a leaf of the stage."""
     return any(_is_suspect(comparison) for comparison in stage.comparisons)
 
 
 def _has_diverged(comparisons: Iterable[Comparison]) -> bool:
+    """Tell whether a comparison is DIVERGED."""
     return any(comparison.verdict is Verdict.DIVERGED for comparison in comparisons)
 
 
 def _is_like(leaf: object, value: object) -> TypeGuard[torch.Tensor]:
+    """Tell whether both are tensors, of one shape."""
     return isinstance(leaf, torch.Tensor) and isinstance(value, torch.Tensor) and leaf.shape == value.shape
 
 
@@ -382,9 +387,9 @@ def excuse_integers(
 ) -> list[Stage]:
     """Return the stages; diverged integers and booleans become inconclusive if rounding may explain them.
 
-    The evidence is its margin, or without one the number of elements in which correct runs differ: see `_excuse_leaf`.
-    For the margins the program runs again. `noisy` are noisy runs of the reference. Without a truth the stages are
-    returned unchanged.
+    The evidence is the margin of a decision, or without one the number of elements in which correct runs differ: see
+    `_excuse_leaf`. For the margins the program runs again; if that fails, the baseline gets a note. `noisy` are noisy
+    runs of the reference. Without a truth the stages are returned unchanged.
     """
     return [_excuse_stage(stage, baseline, candidate, noisy) for stage in stages]
 
@@ -416,7 +421,7 @@ def _excuse_stage(stage: Stage, baseline: Baseline, candidate: Observation, nois
 
 
 def _is_suspect_integer(comparison: Comparison) -> bool:
-    """Tell whether the values of integers or booleans diverged."""
+    """Tell whether the values of integers or booleans diverged, without a broken contract."""
     dtype = comparison.dtype
     is_exact = dtype is not None and not dtype.startswith(("float", "bfloat", "complex"))
     is_measured = comparison.verdict is Verdict.DIVERGED and comparison.measurement is not None
@@ -428,8 +433,9 @@ def _excuse_leaf(comparison: Comparison, leaves: list[Any], known: _LeafMargins 
 
     `leaves` are those of truth, reference, candidate and noisy runs, in this order. It is inconclusive if the candidate
     equals the truth. Otherwise, with `known` margins, it is so if the largest margin of the elements that differ is at
-    most `CLOSE_INTEGER` times its noise. Without them, it is so if the candidate differs from the truth in fewer than
-    twice as many elements as a correct run does. Without a truth of the same shape it is unchanged.
+    most `CLOSE_INTEGER` times its noise; reason and details get both numbers in any case. Without them, it is so if the
+    candidate differs from the truth in fewer than twice as many elements as a correct run does. If truth and reference
+    differ in shape it is unchanged.
     """
     truth, reference, candidate, *noisy = leaves
     if not isinstance(truth, torch.Tensor) or truth.shape != reference.shape:
@@ -501,13 +507,15 @@ class SignFlips:
     generator: torch.Generator = field(init=False)
 
     def __post_init__(self) -> None:
+        """Set the generator of random signs, by the seed."""
         self.generator = torch.Generator().manual_seed(self.seed)
 
     def flip(self, step: int, gradients: Mapping[str, torch.Tensor]) -> None:
         """Multiply each undecided element of the gradients by a random 1 or −1, in place.
 
         `gradients` has them by parameter name. An element is undecided if the truth's gradient of that step is within
-        noise of zero. Nothing changes without a truth, nor in a gradient that truth or reference do not have.
+        noise of zero. Nothing changes without a truth, nor in a gradient that truth or reference lack or have in
+        another shape.
         """
         if self.truth is None:
             return
@@ -652,7 +660,7 @@ def reach_of_steps(starts: Mapping[str, torch.Tensor], runs: Sequence[Observatio
 
 
 def with_count(comparison: Comparison, counts: Mapping[str, int]) -> Comparison:
-    """Return the comparison with the number of its elements that `settle_steps` replaced, in its reason and details.
+    """Return the comparison with the number of its undecided elements, of `settle_steps`, in its reason and details.
 
     `counts` has the numbers by path; a comparison whose path it lacks is returned unchanged.
     """
@@ -664,9 +672,10 @@ def with_count(comparison: Comparison, counts: Mapping[str, int]) -> Comparison:
 
 
 def _with_truth(leaf: object, truth: torch.Tensor, where: torch.Tensor, reach: float) -> object:
-    """Return a copy of a tensor with the truth's elements where the mask `where` is set and both are within reach.
+    """Return a copy of a tensor with the truth's elements where the mask `where` is set and the truth is near.
 
-    It has the tensor's dtype and `requires_grad`. A leaf that is not a tensor of the truth's shape is returned itself.
+    Near is a distance of at most `reach` and a few roundings. The copy has the tensor's dtype and `requires_grad`. A
+    leaf that is not a tensor of the truth's shape is returned itself.
     """
     if not isinstance(leaf, torch.Tensor) or leaf.shape != truth.shape:
         return leaf

@@ -30,8 +30,8 @@ _NAMED = 3
 def run(check: Check) -> Report:
     """Run a check and return its report; if the program raises eagerly, compare that with what the candidate does.
 
-    Raise EagerFails if the candidate raises the same or fails to compile, if the machine is the reason, or if the
-    program does not raise each time it runs.
+    Raise EagerFails if the candidate raises the same, fails to compile or runs out of memory, if the machine is the
+    reason, or if the program does not raise the same each time it runs.
     """
     try:
         return check.run()
@@ -43,10 +43,10 @@ def run(check: Check) -> Report:
 
 
 def _raises_by_itself(check: Check, failed: EagerFails) -> bool:
-    """Tell whether the program raises again without flags of the case, and neither the machine nor the plan is why.
+    """Tell whether the program raises the same class in the same stage again, without the flags of the case.
 
-    Deterministic algorithms and anomaly detection raise by themselves. A transform without a backward cannot be
-    compared in a later stage than `forward`.
+    These are deterministic algorithms and anomaly detection, which raise by themselves. Also False if a lack of the
+    machine is the cause, or if it raises after the forward and the transform has no backward to compare.
     """
     error = failed.__cause__
     if error is None or is_lack_of_machine(error):
@@ -66,7 +66,7 @@ def _compare(check: Check, failed: EagerFails) -> Report:
     """Return the report on a program that raises eagerly: the stages before that, and the one that compares exceptions.
 
     If the candidate fails in a stage before, the report ends there. Raise EagerFails if the candidate raises the same,
-    or fails to compile.
+    fails to compile or runs out of memory.
     """
     baseline, plan, transform = check.baseline, check.baseline.plan, check.transform
     place = STAGES.index(failed.stage)
@@ -106,7 +106,7 @@ def _judge(candidate: CandidateRun, failed: EagerFails) -> Comparison:
     """Return the comparison of the reference's exception with the candidate's, or with what the candidate returned.
 
     It is DIVERGED, or INCONCLUSIVE if the candidate returned and did not run transformed. Raise EagerFails if the
-    candidate raises the same, or fails to compile.
+    candidate raises the same, fails to compile or runs out of memory.
     """
     expected, failure = failed.__cause__, candidate.failure
     assert expected is not None
@@ -126,7 +126,10 @@ def _judge(candidate: CandidateRun, failed: EagerFails) -> Comparison:
 
 
 def _require_another_kind(candidate: CandidateRun, failed: EagerFails) -> None:
-    """Raise EagerFails if a candidate that failed raised what the reference did, by itself or wrapped by a compiler."""
+    """Raise EagerFails if the candidate raised the same kind as the reference, by itself or wrapped by a compiler.
+
+    Nothing happens if the candidate did not fail.
+    """
     expected = failed.__cause__
     own = [kind for kind in candidate.raised if not is_of_compiler(kind)]
     if expected is None or candidate.failure is None:
@@ -137,15 +140,15 @@ def _require_another_kind(candidate: CandidateRun, failed: EagerFails) -> None:
 
 
 def _is_same_kind(kind: type[BaseException], expected: type[BaseException]) -> bool:
-    """Tell whether the class that a candidate raised is the expected one, or one of both is a subclass of the other.
+    """Tell whether the class that a candidate raised is the expected one, a subclass of it, or a base class of it.
 
-    `Exception` is the same kind as itself alone, because every class is a subclass of it.
+    As a base class, `Exception` and `BaseException` do not count, because every class is a subclass of them.
     """
     return issubclass(kind, expected) or (issubclass(expected, kind) and kind not in (Exception, BaseException))
 
 
 def _text(name: str, message: str) -> str:
-    """Return class and message of an exception in one line, without the words of a wrapper."""
+    """Return class and message of an exception in one short line, without the words of a wrapper."""
     return brief(f"{name}: {essence(message)}" if message else name)
 
 

@@ -85,6 +85,7 @@ class RecordedTransform(ObservedTransform):
     """A transform whose graphs are recorded while the program is called, and not while a backward runs."""
 
     def __init__(self, inner: Transform, recorder: GraphRecorder) -> None:
+        """Put the recorder before the inner transform, as its seam."""
         super().__init__(inner, recorder)
         self.recorder = recorder
 
@@ -117,7 +118,8 @@ class RecordedTransform(ObservedTransform):
 def capture_graphs(baseline: Baseline, transform: Transform, level: str = DYNAMO) -> list[CapturedGraph]:
     """Return the graphs that the transform would be given; ProgramError if torch makes none of the program.
 
-    At the level `aot` these are the forward and backward graphs that a compiler's own backend is given.
+    A compiler gets several; at the level `aot` these are the forward and backward graphs that its own backend is given.
+    Any other transform gets the whole program as one graph, whatever the level. The transform itself is not applied.
     """
     return _record(baseline, transform, level) if transform.traits.is_compiler else [_trace(baseline, transform)]
 
@@ -147,7 +149,10 @@ def _record(baseline: Baseline, transform: Transform, level: str) -> list[Captur
 
 
 def _capturing_like(transform: Transform) -> Compiler:
-    """Return a compiler that captures as this transform does, and changes nothing; ProgramError if it is unknown."""
+    """Return a compiler that captures as this transform does, and changes nothing.
+
+    ProgramError if the transform is neither a compiler nor a pass.
+    """
     while isinstance(transform, ObservedTransform):
         transform = transform.inner
     if isinstance(transform, Compiler):
@@ -211,7 +216,7 @@ def write_graphs(captured: Sequence[CapturedGraph], directory: Path) -> None:
 
 
 def read_graphs(directory: Path) -> ProgramGraphs | None:
-    """Return the graphs that `write_graphs` wrote; ReportUnreadable if the file of a graph or its inputs is damaged.
+    """Return the graphs that `write_graphs` wrote; ReportUnreadable if one of the files is damaged.
 
     None if there is no index, which `write_graphs` writes last. A graph that calls the user's own functions or
     operators can be read only once their modules are imported here.

@@ -43,22 +43,22 @@ class GraphwiseAnswer:
 
     @property
     def question(self) -> str:
-        """Whether the question was asked of every graph, or why not."""
+        """The text `asked` if there are graphs and every one was asked, or else why not."""
         if not self.unasked:
             return ASKED if self.count else "not asked: there is no graph"
         return f"not asked of {len(self.unasked)} of {self.count + len(self.unasked)} graphs: {self.unasked[0]}"
 
     @property
     def are_same(self) -> bool:
-        """Whether every graph was asked, and is the same function."""
+        """Whether every graph was asked, and every answer is equivalent."""
         answers = [each.verdict for stage in self.answers.values() for each in stage]
         return self.question == ASKED and all(verdict is Verdict.EQUIVALENT for verdict in answers)
 
     def add_to(self, stage: Stage) -> Stage:
-        """Return the stage with a comparison for each value of a graph that is another function.
+        """Return the stage with one more comparison for each value of a graph that diverged in float64.
 
-        If every graph was asked and none is another function, its leaves get the largest error, noise and resolution
-        of any graph in their details, as those of an answer in float64. A stage without comparisons stays as it is.
+        If `are_same`, the stage's own leaves get the largest error, noise and resolution of any graph in their details,
+        as those of an answer in float64. A stage without comparisons is returned unchanged.
         """
         if not stage.comparisons:
             return stage
@@ -67,7 +67,7 @@ class GraphwiseAnswer:
         return Stage.of(stage.name, (*comparisons, *diverged), stage.reason)
 
     def _details(self) -> dict[str, Scalar]:
-        """Return the largest numbers of all graphs; nothing if a graph was not asked or is another function."""
+        """Return the largest error, noise and resolution of all graphs by name; an empty dict unless `are_same`."""
         comparisons = [comparison for stage in self.answers.values() for comparison in stage]
         if not self.are_same:
             return {}
@@ -111,7 +111,11 @@ def ask_graphs(baseline: Baseline, transform: Transform) -> GraphwiseAnswer:
 
 
 def _ask_graph(graph: CapturedGraph, number: int, baseline: Baseline, transform: Transform) -> tuple[str, Answers]:
-    """Return whether the question was asked of one graph, or why not, and its answers by stage and path."""
+    """Return the text `asked`, or why one graph was not asked, and its answers by stage and path.
+
+    The graph is a program of its own, with its recorded inputs; the stage `steps` is left out. If the check of it
+    raises a TorchDeltaError, that is the reason, without answers.
+    """
     stages = tuple(stage for stage in baseline.plan.stages if stage != "steps") or ("forward",)
     whole = Baseline(
         program=Program(

@@ -41,7 +41,8 @@ class LiftedSides:
 def tell_kinds(stage: Stage, lifted: LiftedSides, accepted: float) -> Stage:
     """Return the stage; each leaf that diverged has its kind, and one that is less accurate says so in its reason.
 
-    If a leaf is the same function, and off by at most `accepted` times the noise, it is equivalent instead.
+    A leaf that is the same function, and off by at most `accepted` times the noise, becomes equivalent. If no leaf
+    diverged, the stage is returned unchanged.
     """
     if not any(comparison.verdict is Verdict.DIVERGED for comparison in stage.comparisons):
         return stage
@@ -50,6 +51,11 @@ def tell_kinds(stage: Stage, lifted: LiftedSides, accepted: float) -> Stage:
 
 
 def _tell_kind(comparison: Comparison, stage: str, lifted: LiftedSides, accepted: float) -> Comparison:
+    """Return the comparison with its kind if it diverged, or else unchanged.
+
+    The reason of one that is less accurate says how many times the noise it is off; at most `accepted` times make it
+    equivalent.
+    """
     if comparison.verdict is not Verdict.DIVERGED:
         return comparison
     kind = _kind_of(comparison, stage, lifted)
@@ -65,7 +71,11 @@ def _tell_kind(comparison: Comparison, stage: str, lifted: LiftedSides, accepted
 
 
 def _kind_of(comparison: Comparison, stage: str, lifted: LiftedSides) -> str:
-    """Return the kind of a leaf that diverged."""
+    """Return the kind of a leaf that diverged, by its contract, by its answer in float64, or by that of the graphs.
+
+    A broken contract is CONTRACT, and a leaf that was not measured is UNKNOWN otherwise. Without any answer it is
+    UNKNOWN too, unless both sides have integers that differ in float64 as well, which is ANOTHER_FUNCTION.
+    """
     if any(not breach.excused for breach in comparison.contract) or comparison.measurement is None:
         return CONTRACT if comparison.contract else UNKNOWN
     answer = lifted.answers.get(comparison.path)
@@ -83,10 +93,11 @@ def _kind_of(comparison: Comparison, stage: str, lifted: LiftedSides) -> str:
 
 
 def _kind_by(answer: Comparison, native: Comparison) -> str:
-    """Return the kind of a divergence by what float64 says about the leaf.
+    """Return the kind of a divergence by what float64 says about the leaf: less accurate, another function or unknown.
 
     An unstable formula is less accurate in float64 too, but only by as many units of rounding as it is natively; a
-    difference that does not shrink with the unit is another function.
+    difference that does not shrink with the unit is another function. An inconclusive or coarse answer is unknown, and
+    so is an equivalent one if the native error is too large for rounding.
     """
     if answer.verdict is Verdict.EQUIVALENT:
         return LESS_ACCURATE if (answer.resolution or 0.0) <= COARSE and _may_be_rounding(native) else UNKNOWN
@@ -100,9 +111,10 @@ def _kind_by(answer: Comparison, native: Comparison) -> str:
 
 
 def _may_be_rounding(native: Comparison) -> bool:
-    """Tell whether rounding could be so far off; otherwise a kernel is wrong, in one dtype alone.
+    """Tell whether rounding could make a native error so large; otherwise a kernel is wrong, in one dtype alone.
 
-    A formula may lose half of the digits of its dtype, or round to bfloat16.
+    A formula may lose half of the digits of its dtype, or round to bfloat16: the error is at most the root of the unit
+    of rounding, or `ROUNDED` if that is more, times the values.
     """
     scale, unit = (float(native.details.get(name, 0.0)) for name in ("rms_of_truth", "roundoff"))
     error = float(native.details.get("native_error", native.error or 0.0))
@@ -110,7 +122,7 @@ def _may_be_rounding(native: Comparison) -> bool:
 
 
 def _agreement(comparison: Comparison, lifted: LiftedSides) -> str:
-    """Return how well both sides agree in float64, relative to the values; empty if that is not known."""
+    """Return the words for how far apart both sides are in float64, relative to the values; empty if not known."""
     answer = lifted.answers.get(comparison.path)
     scale = float(comparison.details.get("rms_of_truth", 0.0))
     if answer is None or answer.error is None or not scale:

@@ -36,8 +36,9 @@ ATTEMPTS = 20
 def extend(baseline: Baseline, transform: Transform, notes: list[str]) -> Baseline:
     """Return the baseline with one more iteration on other inputs, if the transform is meant for them, and add a note.
 
-    The note says what is other about them, or why the candidate was not asked about other inputs; the baseline itself
-    is returned then, and also if it has other inputs already.
+    The note says what is other about the inputs. If no other inputs can be made or the program accepts none, the
+    baseline itself is returned, and the note says why. Without a note, it is returned itself if the transform is not
+    meant for other inputs, if the plan has some already, or if the program raises eagerly.
     """
     kind = transform.traits.other_inputs
     if kind is None or baseline.plan.further:
@@ -74,7 +75,10 @@ class NotApplicable(Exception):
 
 
 def _tries(baseline: Baseline, transform: Transform) -> Iterator[Program]:
-    """Return programs with other inputs, the best first, as many as there are; NotApplicable if there can be none."""
+    """Return programs with other inputs, the best first; there may be any number of them.
+
+    NotApplicable if no input can be other: it has no elements, no size above 1, or no size that the result leaves open.
+    """
     program, seed = baseline.program, baseline.plan.seed + 1
     apart = _with_own_memory(program)
     if transform.traits.other_inputs is OtherInputs.VALUES:
@@ -92,7 +96,10 @@ def _tries(baseline: Baseline, transform: Transform) -> Iterator[Program]:
 
 
 def _with_own_memory(program: Program) -> Program:
-    """Return the program with inputs that do not share memory, and of which none is passed twice."""
+    """Return the program with copies of its inputs that do not share memory, and of which none is passed twice.
+
+    A program whose inputs are so already is returned itself.
+    """
     if not are_shared(program) and not _is_passed_twice(program):
         return program
 
@@ -104,12 +111,13 @@ def _with_own_memory(program: Program) -> Program:
 
 
 def _is_passed_twice(program: Program) -> bool:
+    """Tell whether one tensor is passed at two places of the inputs."""
     tensors = [id(leaf) for leaf in input_leaves(program).values() if isinstance(leaf, torch.Tensor)]
     return len(set(tensors)) < len(tensors)
 
 
 def _forward(baseline: Baseline, program: Program) -> list[torch.Tensor] | None:
-    """Return the tensors that the program returns eagerly, or None if it raises."""
+    """Return the tensors that the program returns in one eager call, or None if it fails."""
     plan = replace(baseline.plan, stages=("forward",), iterations=1, further=())
     runs = Baseline(program=program, plan=plan, deterministic=baseline.deterministic)
     try:
@@ -120,11 +128,12 @@ def _forward(baseline: Baseline, program: Program) -> list[torch.Tensor] | None:
 
 
 def _is_finite(outputs: list[torch.Tensor]) -> bool:
+    """Tell whether all outputs of floats are finite; other outputs do not count."""
     return all(bool(torch.isfinite(output).all()) for output in outputs if output.is_floating_point())
 
 
 def _told(program: Program, other: Program) -> str:
-    """Return in a few words what is other about the inputs."""
+    """Return in words which inputs have other shapes, up to three of them, or else that they have other values."""
     before, after = _shapes(program), _shapes(other)
     changed = [f"{path} {list(before[path])} → {list(after[path])}" for path in before if before[path] != after[path]]
     if changed:
@@ -134,5 +143,6 @@ def _told(program: Program, other: Program) -> str:
 
 
 def _shapes(program: Program) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the input tensors by path."""
     leaves = input_leaves(program).items()
     return {path: tuple(leaf.shape) for path, leaf in leaves if isinstance(leaf, torch.Tensor)}

@@ -51,9 +51,9 @@ def notice(
 ) -> tuple[list[Stage], str]:
     """Return the stages with each leaf judged anew in which the candidate avoids an overflow, and a note on them.
 
-    Of such a leaf, the elements that overflow in the reference are judged by themselves, and all others by `compare`.
-    If both pass, the leaf gets a breach of the clause `casts`. Without such a leaf the stages are returned unchanged,
-    with an empty note.
+    Of such a leaf, the elements that overflow in the reference are judged by themselves, and all others by `compare`;
+    `_combined` puts both together. The leaf gets a breach of the clause `casts`, unless its verdict is that of elements
+    that overflow and are not near the truth. Without such a leaf the stages are returned unchanged, with an empty note.
     """
     masks = _avoided(stages, yardstick, candidate)
     if not masks:
@@ -89,9 +89,10 @@ def notice(
 
 
 def _avoided(stages: Sequence[Stage], yardstick: Yardstick[Observation], candidate: Observation) -> Masks:
-    """Return where the reference is NaN or Inf, and candidate and truth are finite; only leaves with such elements.
+    """Return masks, by stage and path, of where the reference is NaN or Inf, and candidate and truth are finite.
 
-    Elements at which the truth is a mask constant are not among them.
+    Leaves without such elements have none, and elements at which the truth is a mask constant are not among them. Empty
+    without a truth.
     """
     masks: Masks = {}
     if yardstick.truth is None:
@@ -163,9 +164,11 @@ def _judge_overflowed(
 def _combined(
     comparison: Comparison, others: Comparison, overflowed: Comparison, breach: Breach, count: int
 ) -> Comparison:
-    """Return a leaf as its elements that overflow and all others together say.
+    """Return the comparison of a whole leaf from those of its `count` elements that overflow and of all `others`.
 
-    `comparison` is that of the whole leaf, whose measurement stays if the elements that overflow decide.
+    If `others` is not equivalent, and no better than `overflowed`, it decides. Otherwise, if `overflowed` is not
+    equivalent, its verdict is taken. If both are equivalent, the leaf is too if the breach is excused, and else
+    diverged. The breach is added in the first and in the last case.
     """
     if others.verdict is not Verdict.EQUIVALENT and others.verdict.severity >= overflowed.verdict.severity:
         return replace(others, contract=(*comparison.contract, breach))
@@ -198,7 +201,7 @@ def _described(comparison: Comparison, mask: torch.Tensor, mode: Overflows) -> s
 
 
 def _names(dtype: str | None, places: Mapping[str, torch.dtype]) -> str:
-    """Return the operations that overflow in a few words; without any, the dtype of the leaf."""
+    """Return in words up to three operations that overflow, and the number of others; without any, the dtype."""
     if not places:
         return f"an overflow of {dtype}"
     more = f" and {len(places) - _NAMED} more" if len(places) > _NAMED else ""
@@ -206,7 +209,10 @@ def _names(dtype: str | None, places: Mapping[str, torch.dtype]) -> str:
 
 
 def _note(stages: Sequence[Stage], masks: Masks, mode: Overflows) -> str:
-    """Return a note on the leaves in which the candidate avoids an overflow; an empty text if it is wrong in all."""
+    """Return a note on the leaves in which the candidate avoids an overflow and that have a breach of `casts`.
+
+    It names up to three of them. It is empty if no leaf with a mask has such a breach.
+    """
     leaves = [
         f"{int(mask.sum())} of {mask.numel()} elements of {stage.name} {comparison.path}"
         for stage in stages

@@ -29,9 +29,10 @@ def pair_stage(
 ) -> tuple[Leaves, Leaves, list[UnmatchedLeaf]]:
     """Return the leaves of a stage to compare, of reference and candidate, and the state that is not compared.
 
-    With `keeps_names` these are all leaves, and the list is empty, unless some state of the candidate starts from other
-    values and neither side writes to it: a pass may have weights of its own, but must not touch state that the program
-    keeps. Otherwise state that `common_state` does not find on both sides is left out of the leaves.
+    Without `keeps_names`, state that `common_state` does not find on both sides, or that starts from other values in
+    the candidate, is left out of the leaves. With `keeps_names`, only state is left out that starts from other values
+    and that neither side writes to: a pass may have weights of its own, but must not touch state that the program
+    keeps. If there is none, all leaves are returned, with an empty list.
     """
     own = candidate.other_starts
     if keeps_names:
@@ -49,14 +50,14 @@ def complete(stage: str, observations: Sequence[Observation]) -> None:
 
 
 def is_state(path: str) -> bool:
-    """Tell whether a path is one of unregistered state."""
+    """Tell whether a path is one of unregistered state, such as `attributes['cache'][0]`."""
     return (state_name(path) or "").startswith("attributes")
 
 
 def has_differences(reference: Observation, candidate: Observation) -> bool:
-    """Tell whether two tensors of the same stage and path differ, or may: without a difference no noise is needed.
+    """Tell whether two tensors or floats of the same stage and path differ, or may; if none does, no noise is needed.
 
-    Leaves that are not numbers or have no partner do not count. Tensors that `_is_equal` does not compare count as
+    Other leaves, and those without a partner, do not count. Tensors that `_is_equal` does not compare count as
     different. State that only one observation changed is added to the other, in place.
     """
     for stage in reference.stages:
@@ -70,7 +71,10 @@ def has_differences(reference: Observation, candidate: Observation) -> bool:
 
 
 def _differs(leaf: Any, other: Any) -> bool:
-    """Tell whether two leaves are tensors that differ, or numbers that do."""
+    """Tell whether two leaves are tensors that are not `_is_equal`, or unequal floats or complex numbers.
+
+    Any other pair, such as two integers, is False. A NaN differs from everything.
+    """
     if isinstance(leaf, torch.Tensor) and isinstance(other, torch.Tensor):
         return not _is_equal(leaf, other)
     return isinstance(leaf, (float, complex)) and isinstance(other, (float, complex)) and leaf != other
@@ -97,8 +101,8 @@ def common_state(
     """Return the leaves of reference and candidate without the state that only one side has, and that state.
 
     State means parameters, buffers, attributes and optimizer state, and what is below their paths, such as `.grad`. A
-    side has it if its name is in `state_names`; names in `own` are of state that is not the same on both sides.
-    Other leaves, such as outputs, are returned even without a partner.
+    side has it if its name is in `state_names`; names in `own` count as if neither side had them. Other leaves, such as
+    outputs, are returned even without a partner.
     """
     common: list[Leaves] = []
     renamed: list[UnmatchedLeaf] = []
@@ -119,8 +123,8 @@ def common_state(
 def state_name(path: str) -> str | None:
     """Return the name of the parameter, buffer or attribute at a path, or None for a leaf of another kind.
 
-    It is the start of the path without the iteration or step, such as `buffers['mean']`. Optimizer state has the name
-    of its parameter.
+    It is the start of the path without the iteration or step, such as `buffers['mean']`. The gradient of a step and the
+    optimizer's state have the name of their parameter.
     """
     match = _STATE.match(path)
     if match is None:

@@ -82,7 +82,7 @@ class LayerwiseCheck:
 
     @property
     def transform(self) -> Transform:
-        """The transform, observed at its seam."""
+        """The transform, observed at its seam, or as it is if the layers are not observed."""
         return self.inner if self.seam is None else ObservedTransform(self.inner, self.seam)
 
     @cached_property
@@ -107,7 +107,7 @@ class LayerwiseCheck:
 
     @property
     def asked(self) -> str:
-        """Whether every layer was judged by itself, or why not."""
+        """The text `asked` if the layers are observed, or else that no node was looked at by itself."""
         return Questions.local if self.seam is None else "asked"
 
 
@@ -115,6 +115,7 @@ class NoQuantizedLayer(ObservedTransform):
     """A quantizer that is stopped before it quantizes: the graph that it would quantize runs."""
 
     def __init__(self, inner: Transform) -> None:
+        """Put a seam before the quantizer that runs its graph as it is; by its traits nothing is rounded to levels."""
         super().__init__(inner, lambda handed: handed.graph)
         self.traits = replace(inner.traits, rounds_to_levels=False)
 
@@ -156,4 +157,5 @@ def _describe(judgement: NodeJudgement) -> str:
 
 
 def _worst(judgement: NodeJudgement) -> Comparison:
+    """Return the comparison of a node that has the highest rank."""
     return max(judgement.local, key=lambda comparison: comparison.rank)

@@ -61,7 +61,7 @@ class LiftedRun:
 
     @property
     def differs(self) -> bool:
-        """Whether anything in float64 is not bitwise the same."""
+        """Whether anything in float64 is not bitwise the same, as `has_differences` tells."""
         return has_differences(self.reference, self.candidate)
 
 
@@ -69,8 +69,8 @@ def run_lifted(baseline: Baseline, transform: Transform, native: CandidateRun | 
     """Apply the transform to the program in float64, and run both; return the runs, or why there are none.
 
     Without runs, `asked` has the reason, such as that the transform lowers precision, that something has no float64, or
-    that the candidate fails or runs untransformed there. `native` is the candidate's native run. If it has parts
-    between a compiler's graphs, several graphs of which one fails in float64, or graphs of another form than in
+    that the candidate fails or runs untransformed there. `native` is the candidate's native run. If parts of it ran
+    between a compiler's graphs, if it has several graphs and there are no runs, or if its graphs have another form in
     float64, the graphs have to be asked one by one, and `is_by_graph` says so.
     """
     if transform.traits.lowered_to is not None:
@@ -85,7 +85,12 @@ def run_lifted(baseline: Baseline, transform: Transform, native: CandidateRun | 
 
 
 def _run_whole(baseline: Baseline, transform: Transform, native: CandidateRun | None) -> LiftedRun:
-    """Run the whole program and its candidate in float64, as `run_lifted` says."""
+    """Run the whole program and its candidate in float64; return both runs, or an empty one whose `asked` says why not.
+
+    There are no runs if the program or a part of it has no float64, or if the candidate fails there, runs
+    untransformed, or has other operations than in its `native` run. With other operations `is_by_graph` is set if the
+    transform has a seam.
+    """
     reference = baseline.lifted_reference
     if reference is None:
         why = baseline.no_truth or "the program does not run in float64 when it draws in it"
@@ -117,8 +122,8 @@ def _run_whole(baseline: Baseline, transform: Transform, native: CandidateRun | 
 def judge_lifted(lifted: LiftedRun, baseline: Baseline, *, keeps_names: bool) -> tuple[str, Answers]:
     """Return the text `asked`, or why the semantic question was not asked, and its answers by stage and path.
 
-    Without runs in `lifted` there are no answers. Noisy runs in float64 are made only if something diverges by the
-    noise of a native run. Without `keeps_names`, differences as small as the rounding of constants pass.
+    Without runs in `lifted` there are no answers. Noisy runs in float64 are made only if, by the noise of a native run,
+    an answer diverges or is coarse. Without `keeps_names`, differences as small as the rounding of constants pass.
     """
     # natively compared are the contract and integers; another implementation may have constants in float32
     policy = Semantic(0.0 if keeps_names else _rounding_of_constants(lifted, baseline))
@@ -153,8 +158,8 @@ def _without_float64(run: Observation) -> Observation:
 def _rounding_of_constants(lifted: LiftedRun, baseline: Baseline) -> float:
     """Return the relative error that the constants of another implementation may have in float64.
 
-    They are kept in float32, or, if it has other tensors than the program, in the dtype of the program: a fold has
-    rounded those that it left out into the others.
+    It is that of float32. If one side has state that the other lacks or starts with other values, it is that of the
+    program's dtype if that is coarser: a fold has rounded tensors that it left out into the others.
     """
     reference, candidate = lifted.reference, lifted.candidate
     own = candidate.other_starts | (candidate.state_names ^ reference.state_names)
@@ -276,7 +281,10 @@ def _add_answer(
 
 
 def _doubt_foreign(native: Comparison, details: Mapping[str, Scalar], is_foreign: Callable[[str], bool]) -> Comparison:
-    """Return a comparison with these details; inconclusive if it passed, and its truth is that of another program."""
+    """Return a comparison with these details; inconclusive if it passed, and its truth is that of another program.
+
+    That is so if its reference is many roundings away from its truth, and `is_foreign` says so of its path.
+    """
     reference_error, floor = (float(native.details.get(name, 0.0)) for name in ("reference_error", "floor"))
     # the floor is half a unit of rounding
     is_far = reference_error > 2.0 * FOREIGN_NARROW * floor

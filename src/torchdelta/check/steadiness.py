@@ -61,11 +61,11 @@ def fine_gradients(stages: Sequence[Stage]) -> frozenset[str]:
 def doubt_coarse(stage: Stage, fine: Collection[str] = (), *, has_gradients: bool = False) -> Stage:
     """Return the stage with the leaves inconclusive that passed only because their noise is as large as their values.
 
-    So are outputs and state that are rounding errors themselves, unless `has_gradients`: then gradients are among the
-    outputs. Only equivalent leaves whose values differ are looked at, natively or in float64. A leaf that is coarse
-    natively alone, and passed in float64, stays equivalent. So does a leaf that is zero in exact arithmetic, as
-    `_is_zero` tells, and a gradient or an optimizer's state after a step of a parameter in `fine`: an optimizer that
-    steps by the sign of a gradient takes correct programs apart, so its parameters are judged by their first gradients.
+    Only equivalent leaves whose values differ are looked at, natively or in float64. Equivalent stay: a leaf that is
+    coarse natively and not in float64; a leaf that is zero in exact arithmetic (`_is_zero`); and, with a detail, a
+    gradient or an optimizer's state after a step of a parameter in `fine`, which is judged by its first gradient. In
+    the stage `forward`, leaves that are rounding errors themselves are inconclusive too, unless `has_gradients`: then
+    gradients are among the outputs.
     """
     is_exact_by_purpose = stage.name == "forward" and not has_gradients
     scales = [float(each.details["rms_of_truth"]) for each in stage.comparisons if "rms_of_truth" in each.details]
@@ -93,7 +93,7 @@ def doubt_coarse(stage: Stage, fine: Collection[str] = (), *, has_gradients: boo
 
 
 def _is_rounding_alone(comparison: Comparison) -> bool:
-    """Tell whether a leaf that differs has no value in the reference but its rounding, as a compensated sum's rest.
+    """Tell whether a leaf differs, and its truth is small beside the reference's error, as a compensated sum's rest is.
 
     Then any candidate of that size passes. Many correct gradients are such; an output or a state is so on purpose.
     """
@@ -150,11 +150,11 @@ def judged_by_gradients(stages: Sequence[Stage]) -> list[str]:
 
 
 def doubt_few(stage: Stage, answers: Mapping[str, Comparison], *, unit: float, reach: float) -> Stage:
-    """Return the stage with the leaves inconclusive whose few elements no correct run rounds, and the candidate does.
+    """Return the stage with the diverged leaves inconclusive whose few elements only the candidate rounds.
 
     Another order of the same sum rounds where the reference, by chance, does not, and no noisy run shows that. Only
-    leaves of at most `FEW` elements are looked at whose noise is below the rounding `unit` of the program, that are the
-    same function in float64, by `answers`, and off by at most `reach`.
+    leaves of at most `FEW` elements without a broken contract are looked at, whose noise is below the rounding `unit`
+    of the program, that are the same function in float64, by `answers`, and off by at most `reach`.
     """
 
     def doubt(comparison: Comparison) -> Comparison:
@@ -174,11 +174,12 @@ def doubt_few(stage: Stage, answers: Mapping[str, Comparison], *, unit: float, r
 
 
 def is_coarse(comparison: Comparison) -> bool:
-    """Tell whether noise nearly as large as the values would let anything pass."""
+    """Tell whether the values of a leaf differ, and its noise would let an error of `COARSE` times the values pass."""
     return _differs(comparison) and (comparison.resolution or 0.0) > COARSE
 
 
 def _differs(comparison: Comparison) -> bool:
+    """Tell whether the values of a leaf were measured, and differ."""
     return comparison.measurement is not None and comparison.measurement.mismatches > 0
 
 
@@ -205,7 +206,8 @@ def drop_unsteady(
     """Return the stage without the unregistered state in which two runs of the reference differ, and its paths.
 
     `unsteady` has the comparisons of these runs that differ, by stage and path. If one of the runs lacks a leaf, such
-    as an entry by a timestamp, leaves of the same name that the reference lacks are left out as well.
+    as an entry by a timestamp, leaves of the same name that the reference lacks are left out as well. If no leaf
+    remains, the stage is inconclusive; if none is left out, it is returned itself.
     """
     known = reference.stages.get(stage.name, {})
     paths = {path for name, path in unsteady if name == stage.name and is_state(path)}
@@ -258,7 +260,7 @@ def _is_negligible(comparison: Comparison, between_runs: Comparison) -> bool:
 
 
 def _map_comparisons(stage: Stage, change: Callable[[Comparison], Comparison]) -> Stage:
-    """Return the stage with each of its comparisons changed."""
+    """Return the stage with each of its comparisons changed, and a verdict to match; without any, the stage itself."""
     if not stage.comparisons:
         return stage
     return Stage.of(stage.name, tuple(map(change, stage.comparisons)), stage.reason)

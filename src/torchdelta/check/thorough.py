@@ -42,8 +42,9 @@ def node_walk(
 ) -> NodeWalk:
     """Return a walk over the nodes of a check's two sides, natively or in float64; it does not start yet.
 
-    `mapping` has the user's matches, from names of the reference's nodes to the candidate's. `limit_bytes` is the
-    memory that taps may hold. The walk appends its notes to the list `notes`, or to a new one if it is None.
+    Only the reference runs here, if it has not run before. `mapping` has the user's matches, from names of the
+    reference's nodes to the candidate's. `limit_bytes` is the memory that taps may hold. The walk appends its notes to
+    the list `notes`, or to a new one if it is None.
     """
     notes = notes if notes is not None else []
 

@@ -17,7 +17,7 @@ from torchdelta.records.codec import decode, encode
 
 
 def get_ready() -> None:
-    """Assume that all objects are frozen before workers fork (`program.memory`), so that no check has to count them."""
+    """Tell `program.memory` that all objects are frozen before workers fork, so that no check has to count them."""
     expect_frozen()
 
 

@@ -24,7 +24,11 @@ class Terms:
     """Floating-point leaves of the candidate may have this dtype: the transform lowers precision on purpose."""
 
     def excuses(self, clause: str) -> bool:
-        """Tell whether a breach of this clause is only reported, and does not make a candidate diverge."""
+        """Tell whether a breach of this clause is only reported, and does not make a candidate diverge.
+
+        So are clauses in `ignore`, `casts` and `stride` unless they are in `strict`, and `aliasing` if precision is
+        lowered.
+        """
         if clause == "aliasing" and self.lowered_to is not None:
             return True  # a cast to another dtype copies, and a cast to the same dtype does not
         return clause in self.ignore or (clause in STRICT and clause not in self.strict)
@@ -68,7 +72,7 @@ def breaches(reference: torch.Tensor, candidate: torch.Tensor, terms: Terms) -> 
 
 
 def _used_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of the dimensions with two or more elements: any other stride has no effect."""
+    """Return the strides of the dimensions with two or more elements; none for a tensor without elements."""
     if tensor.numel() == 0:
         return ()
     return tuple(stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)

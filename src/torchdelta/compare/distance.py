@@ -79,21 +79,27 @@ def with_other_last_bits(tensor: torch.Tensor, sign: int) -> torch.Tensor:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a detached dense tensor in float64, or in complex128 if it is complex."""
     # torch has no arithmetic for the narrowest dtypes
     return tensor.detach().to_dense().to(torch.complex128 if tensor.dtype.is_complex else torch.float64)
 
 
 def _differs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return a mask of the elements that are unequal; two NaNs are equal."""
     return (one != other) & ~(one.isnan() & other.isnan())
 
 
 def _largest(tensor: torch.Tensor) -> float:
+    """Return the largest finite |element|, or 0 without any."""
     finite = tensor[tensor.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def _as_tensor(value: Any) -> Any:
-    """Return a number as a tensor, and any other value as it is."""
+    """Return a number as a tensor, and any other value as it is.
+
+    A float or complex number becomes complex64, an integer int64, and a boolean bool.
+    """
     if isinstance(value, (bool, int)):
         return torch.tensor(value)
     # a single number may have been rounded to the dtype of a tensor
@@ -116,6 +122,7 @@ def _describe_gap(first: torch.Tensor, second: torch.Tensor, gap: float) -> str:
 
 
 def _kind(value: Any) -> str:
+    """Return dtype and shape of a tensor as a text, or the `repr` of any other value."""
     return (
         f"{value.dtype}{list(value.shape)}".removeprefix("torch.") if isinstance(value, torch.Tensor) else repr(value)
     )

@@ -128,6 +128,7 @@ class Judge:
         )
 
     def _judge(self, sample: Sample) -> Judgement:
+        """Return the policy's judgement if both are floats or the policy judges integers, or else `_judge_exact`'s."""
         are_inexact = is_inexact(sample.reference.dtype) and is_inexact(sample.candidate.dtype)
         if are_inexact or self.policy.judges_integers:
             return self.policy.judge(sample)
@@ -152,7 +153,10 @@ class Judge:
         )
 
     def _aliasing(self, path: str, aliases: tuple[Aliases, Aliases]) -> tuple[Breach, ...]:
-        """Return the breach of a leaf that shares memory with other values than in the reference, or an empty tuple."""
+        """Return the breach of a leaf that shares memory with other values than in the reference, or an empty tuple.
+
+        The terms may excuse it.
+        """
         of_reference, of_candidate = aliases[0].get(path, _NONE), aliases[1].get(path, _NONE)
         if of_reference == of_candidate:
             return ()
@@ -165,15 +169,17 @@ _UNTOUCHED = Judgement(
 
 
 def is_inexact(dtype: torch.dtype) -> bool:
-    """Tell whether values of the dtype are rounded."""
+    """Tell whether a dtype is floating-point or complex, so that its values are rounded."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 def _is_like(tensor: torch.Tensor, reference: torch.Tensor) -> bool:
+    """Tell whether a tensor has the reference's shape, and values: it is not a meta or fake tensor."""
     return tensor.shape == reference.shape and tensors.has_values(tensor)
 
 
 def _partners(paths: frozenset[str]) -> str:
+    """Return the words for with which of these paths a leaf shares memory; without any, that it has its own."""
     return f"shares memory with {', '.join(sorted(paths))}" if paths else "has memory of its own"
 
 
@@ -205,5 +211,6 @@ def _unravel(flat: int, shape: torch.Size) -> tuple[int, ...]:
 
 
 def _scalar(tensor: torch.Tensor, index: tuple[int, ...]) -> Scalar:
+    """Return the element at an index as a Python number; a complex one as a text."""
     value = tensors.element(tensor, index)
     return str(value) if isinstance(value, complex) else value

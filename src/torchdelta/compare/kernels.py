@@ -35,7 +35,7 @@ def compiled(name: str, elements: int) -> ModuleType | None:
     """Import and return a module of compiled loops, or None if numba is missing or torch is fast enough for `elements`.
 
     `name` is that of a module of this package. While it is not loaded, calls for at most `CPU_PIECE` elements return
-    None, until there were `_MANY` of them in the process.
+    None, until there were `_MANY` of them in the process, which are counted here.
     """
     module = f"{__package__}.{name}"
     if module not in sys.modules and elements <= CPU_PIECE:
@@ -127,6 +127,7 @@ def _measure_spans(reference: torch.Tensor, candidate: torch.Tensor, rtol: float
 
 
 def _cpu_measure(elements: int) -> SpanMeasure:
+    """Return the function that measures CPU tensors of so many elements: numba's, or torch's if `compiled` has none."""
     fused = compiled("numba_measure", elements)
     return torch_kernels.measure_span if fused is None else fused.measure_span
 

@@ -76,9 +76,9 @@ class Container:
     """The steps to the items of a mapping, in its order; other containers have none."""
 
     def is_same_as(self, other: object) -> bool:
-        """Tell whether the other is a container of the same kind and order.
+        """Tell whether the other is a container of the same kind whose common keys are in the same order.
 
-        An array would answer `==` with an array.
+        The other may be any object; an array would answer `==` with an array.
         """
         return isinstance(other, Container) and self.kind == other.kind and self.has_order_of(other)
 
@@ -90,6 +90,7 @@ class Container:
         return [key for key in self.keys if key in others] == [key for key in other.keys if key in own]
 
     def __str__(self) -> str:
+        """Return the kind."""
         return self.kind
 
 
@@ -101,6 +102,7 @@ class Unreadable:
     error: str
 
     def __str__(self) -> str:
+        """Return in words the kind of the value, and the error that it raised."""
         return f"a {self.kind} that cannot be taken apart ({self.error})"
 
 
@@ -176,12 +178,13 @@ def describe(value: Any) -> str:
 
 
 def brief(text: str, limit: int = 200) -> str:
-    """Return the first line of a text, cut to the limit."""
+    """Return the first line of a text; a longer one than the limit is cut and ends in `…`."""
     line = text.partition("\n")[0]
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
 def _unmatched(side: str, leaves: Leaves, others: Leaves) -> list[UnmatchedLeaf]:
+    """Return the leaves of one side whose paths the other side does not have."""
     return [
         UnmatchedLeaf(path=path, side=side, what=describe(value))
         for path, value in leaves.items()
@@ -264,6 +267,7 @@ def _entries(mapping: Any) -> Iterator[Child]:
 
 
 def _order(item: Any) -> tuple[int, Any]:
+    """Return the key by which the items of a set are sorted: numbers first, by size, then others by their `repr`."""
     # a set has no order: numbers are paired by size, so that rounding moves none, and other items by their text
     return (0, item) if isinstance(item, (int, float)) else (1, repr(item))
 

@@ -57,7 +57,7 @@ class Part(NamedTuple):
         return judgement._replace(error=error, noise=noise, allowed=allowed)
 
     def unscale(self, number: float) -> float:
-        """Return a number of the part in the units of the tensor."""
+        """Return a number of the part in the units of the tensor: multiplied by 2 to the power of `exponent`."""
         # in two steps, because 2 to the power of 1024 is beyond float64
         half = self.exponent // 2
         return number * 2.0**half * 2.0 ** (self.exponent - half)
@@ -66,8 +66,9 @@ class Part(NamedTuple):
 def parts_of(sample: Sample, by: torch.Tensor) -> list[Part]:
     """Return the parts of a sample, those of the smallest values first; `by` has the values that say which is where.
 
-    `by` has the sample's shape; it is its truth or its reference. Elements that are not finite there belong to no part.
-    Without a finite value other than zero there is one part, the whole sample.
+    `by` has the sample's shape; it is its truth or its reference. There is one part, the whole sample, if all values
+    are of about one size or zero, or if the reference has a dtype of one byte. Otherwise elements that are not finite
+    in `by` belong to no part, and zeros to the one with the most elements.
     """
     sizes = _components(by).abs()
     if sample.reference.itemsize == 1:  # so coarse a dtype is judged as a whole
@@ -104,9 +105,10 @@ def coarsest_resolution(parts: Sequence[Part], judgements: Sequence[Judgement]) 
 
 
 def _part(sample: Sample, sizes: torch.Tensor, mask: torch.Tensor, *, is_exceptional: bool) -> Part:
-    """Return the part of the elements in `mask`; of complex tensors the components are elements.
+    """Return the part of the elements in `mask`; all others are zero in its tensors.
 
-    `is_exceptional` says that another part has more elements.
+    Values too large or too small to be squared are scaled by a power of two. `is_exceptional` says that another part
+    has more elements. Of complex tensors the components are elements.
     """
     own = sizes[mask & (sizes > 0.0)]
     exponent = math.frexp(float(own.max()))[1] if own.numel() else 0
@@ -153,7 +155,10 @@ def _masks(sizes: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _components(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as real numbers: the components of a complex one along a new last dimension."""
+    """Return a detached tensor of real numbers: the components of a complex one are along a new last dimension.
+
+    A float of one byte becomes float32.
+    """
     detached = tensor.detach()
     if detached.is_complex():
         return torch.view_as_real(detached.resolve_conj())
@@ -183,8 +188,10 @@ def _sampled(sizes: torch.Tensor) -> torch.Tensor:
 
 
 def _quantile(ordered: torch.Tensor, share: float) -> float:
+    """Return the value at this share of sorted values, from 0 for the first to 1 for the last; 0 without any."""
     return float(ordered[int(share * (ordered.numel() - 1))]) if ordered.numel() else 0.0
 
 
 def _is_safe(size: float) -> bool:
+    """Tell whether float64 can hold the square of a number of this size."""
     return abs(math.frexp(size)[1]) <= _SAFE

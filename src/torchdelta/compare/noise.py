@@ -117,7 +117,7 @@ def _judge_part(part: Part, whole: Sample) -> Judgement:
 def _is_rounded_truth(sample: Sample) -> bool:
     """Tell whether each element of the candidate is the truth but for one rounding of its own size.
 
-    No correct program is closer, however much larger other elements of the tensor are.
+    No correct program is closer, however much larger other elements of the tensor are. False for complex tensors.
     """
     assert sample.truth is not None
     if sample.truth.is_complex():
@@ -196,19 +196,26 @@ class _Distances:
 
     @property
     def limit(self) -> float:
+        """How many times the noise an error may be; more for few elements."""
         return self.slack.limit * luck(self.numel)
 
     @property
     def floor(self) -> float:
+        """The least noise: half a unit of rounding of the truth's rms."""
         return 0.5 * self.unit * self.scale
 
     @property
     def rms_noise(self) -> float:
+        """The rms error of a correct program: the largest of the reference's, the noisy runs', and the floor.
+
+        Those of the noisy runs are divided by their exaggeration.
+        """
         exaggeration = self.slack.exaggeration
         return max(self.reference.rms, self.floor, *(run.rms / exaggeration for run in self.noisy), 0.0)
 
     @property
     def resolution(self) -> float | None:
+        """The smallest rms error that would diverge, relative to the truth's; None if that is zero or not finite."""
         return relative(self.limit * self.rms_noise, self.scale)
 
     def judgements(self) -> list[Judgement]:
@@ -259,7 +266,7 @@ class _Distances:
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """Return the largest relative error of rounding to the dtype."""
+    """Return the largest relative error of rounding to a floating-point or complex dtype: half of its eps."""
     return float(torch.finfo(dtype).eps) / 2.0
 
 
@@ -279,6 +286,7 @@ def _slack(sample: Sample) -> Slack:
 
 
 def _coarsest_roundoff(sample: Sample) -> float:
+    """Return the unit roundoff of the reference's dtype, or of `lowered_to` if that is coarser."""
     return max(unit_roundoff(dtype) for dtype in (sample.reference.dtype, sample.lowered_to) if dtype)
 
 
@@ -346,9 +354,9 @@ def _judge_non_finite(judgement: Judgement, sample: Sample) -> Judgement:
     """Return the judgement of the finite values, corrected by misplaced NaNs and infinities.
 
     It becomes DIVERGED, with an infinite error, if NaN or Inf are misplaced between reference and candidate at an
-    element where reference and truth agree. Unless it is DIVERGED already, it becomes
-    INCONCLUSIVE if the candidate has NaN or Inf elsewhere than both reference and truth, or if the truth is NaN or Inf
-    where the reference is finite. Otherwise it is returned unchanged.
+    element where reference and truth agree. Unless it is DIVERGED already, it becomes INCONCLUSIVE if NaN or Inf of the
+    candidate are misplaced against the reference and against the truth, or if the truth is NaN or Inf where the
+    reference is finite. Otherwise it is returned unchanged.
     """
     pair = sample.measurement
     assert sample.truth is not None

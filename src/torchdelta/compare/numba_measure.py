@@ -131,6 +131,7 @@ def _scan_contiguous(
 
 
 def _flat(tensor: torch.Tensor) -> Array:
+    """Return a contiguous CPU tensor as a flat array that shares its memory."""
     return tensor.numpy().reshape(-1)
 
 

@@ -78,13 +78,13 @@ def compare_objects(pair: Pair, terms: Terms) -> Comparison:
 
 
 def compare_alone(leaf: UnmatchedLeaf) -> Comparison:
-    """Return the comparison of a leaf without a partner, which is a difference of structure."""
+    """Return the comparison of a leaf without a partner: DIVERGED, by a difference of structure."""
     sides = {"reference": "nothing", "candidate": "nothing", leaf.side: leaf.what}
     return differing_structure(leaf.path, **sides)
 
 
 def differing_structure(path: str, reference: str, candidate: str) -> Comparison:
-    """Return the comparison of two leaves of different kinds."""
+    """Return the comparison, DIVERGED, of two leaves of different kinds, which are described in words."""
     breach = Breach(clause="structure", reference=reference, candidate=candidate)
     return Comparison(path=path, verdict=Verdict.DIVERGED, reason=str(breach), leaf="structure", contract=(breach,))
 
@@ -98,10 +98,12 @@ def _differing_order(path: str, reference: Container, candidate: Container, term
 
 
 def _object(pair: Pair, verdict: Verdict, reason: str, *contract: Breach) -> Comparison:
+    """Return the comparison of two leaves that are objects, with this verdict, reason and breaches."""
     return Comparison(path=pair.path, verdict=verdict, reason=reason, leaf="object", contract=contract)
 
 
 def _defines_equality(kind: Any) -> bool:
+    """Tell whether a class has another `__eq__` than that of `object`."""
     return kind.__eq__ is not object.__eq__
 
 
@@ -109,7 +111,7 @@ def _difference(reference: Any, candidate: Any, terms: Terms) -> Breach | None:
     """Return the breach by which two objects of one class differ, or None if they are the same, equal or both NaN.
 
     The clause is `dtype` for dtypes, `device` for devices, and otherwise `value`. The terms may excuse it, except
-    between arrays.
+    between arrays. Raise what `==` raises.
     """
     if reference is candidate:
         return None

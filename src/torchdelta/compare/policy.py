@@ -183,7 +183,7 @@ _BY_DTYPE = {
 
 @functools.cache
 def default_tolerance(*dtypes: torch.dtype) -> tuple[float, float]:
-    """Return torch.testing's rtol and atol for the coarsest of these dtypes."""
+    """Return torch.testing's rtol and atol for the coarsest of these dtypes; both are 0 for integers and float8."""
     return max(_BY_DTYPE.get(dtype, (0.0, 0.0)) for dtype in dtypes)
 
 
@@ -219,6 +219,7 @@ class Tolerance(Policy):
 
 @functools.cache  # formatting a float takes as long as all other arithmetic here
 def _format_tolerance(rtol: float, atol: float) -> str:
+    """Return both tolerances as a text."""
     return f"rtol={rtol:g}, atol={atol:g}"
 
 
@@ -273,20 +274,20 @@ class Threshold(Policy):
 
 
 def largest_error(pair: Measurement) -> float:
-    """Return the largest difference, or infinity if NaN or Inf is on one side only."""
+    """Return the largest difference, or infinity if a NaN or Inf is misplaced: not the same on both sides."""
     return math.inf if pair.misplaced else pair.max_abs
 
 
 def describe_misplaced(pair: Measurement) -> str:
-    """Return the words for elements that are NaN or Inf on one side only."""
+    """Return the words for how many elements are NaN or Inf on one side, and not the same on the other."""
     return f"NaN or Inf out of place at {pair.misplaced} of {pair.numel} elements"
 
 
 def luck(numel: int) -> float:
-    """Return the factor of a limit for a tensor of this size: the ratio of two statistics of few elements is luck."""
+    """Return the factor, above 1, of a limit for a tensor of this size: statistics of few elements vary by luck."""
     return 1.0 + 4.0 / math.sqrt(max(numel, 1))
 
 
 def relative(error: float, scale: float) -> float | None:
-    """Return error over scale, or None if the scale is zero or not finite."""
+    """Return error over scale, or None if the scale is not positive and finite."""
     return error / scale if scale > 0.0 and math.isfinite(scale) else None

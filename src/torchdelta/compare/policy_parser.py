@@ -22,8 +22,9 @@ FORMS = (
 def parse(text: str) -> Policy:
     """Return the policy that a text such as `noise`, `noise*10`, `bitwise`, `rtol=1e-5,atol=1e-6` or `sqnr>=35` names.
 
-    A metric may have `>=` or `<=`. Of `rtol` and `atol` one may be left out, which is then zero. UsageError if the text
-    is of none of these forms, or has an unknown metric or a bad number.
+    `close` stands for torch.testing's tolerances. A metric may have `>=` or `<=`. Of `rtol` and `atol` one may be left
+    out, which is then zero. UsageError if the text is of none of these forms, or has an unknown metric or a bad number,
+    such as `noise*K` with K below 1 or a bound that every value of the metric meets.
     """
     words = text.strip()
     fixed: dict[str, Policy] = {"noise": Noise(), "bitwise": Bitwise(), "close": Tolerance()}

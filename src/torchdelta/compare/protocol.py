@@ -105,22 +105,25 @@ class JudgingSteps(ABC, Generic[Run]):
 
     @abstractmethod
     def compare(self, stage: str, yardstick: Yardstick[Run]) -> Sequence[Comparison]:
-        """Compare the candidate's leaves of one stage with those of the yardstick."""
+        """Return the comparisons of the candidate's leaves of one stage with those of the yardstick."""
 
     @abstractmethod
     def excuse_integers(self, stages: list[Stage], yardstick: Yardstick[Run]) -> list[Stage]:
         """Return the stages; integers that rounding decides become inconclusive."""
 
     def compare_stages(self, yardstick: Yardstick[Run]) -> list[Stage]:
-        """Return every stage, compared for the first time."""
+        """Return every stage of `names`, compared for the first time."""
         return [Stage.of(name, tuple(self.compare(name, yardstick))) for name in self.names]
 
     def ask_in_float64(self, stages: list[Stage], yardstick: Yardstick[Run]) -> list[Stage]:  # noqa: ARG002 — see below
-        """Return the stages with the answers to the semantic question; a subject that does not ask it has none."""
+        """Return the stages unchanged; a subject that asks the semantic question returns them with its answers."""
         return stages
 
     def is_near(self, comparison: Comparison) -> bool:
-        """Tell whether more noisy runs may change the verdict."""
+        """Tell whether more noisy runs may change the verdict, because the error is near the allowed one.
+
+        That is between `NEAR` and `FAR` times the allowed error. False for a comparison that used no noisy run.
+        """
         return bool(comparison.details.get("noisy_runs")) and NEAR < comparison.ratio < FAR
 
     def _compare_again(self, stage: Stage, yardstick: Yardstick[Run]) -> Stage:
@@ -193,7 +196,7 @@ def is_coarse_answer(answer: Comparison, stage: str) -> bool:
 
 
 def has_diverged(answers: Answers) -> bool:
-    """Tell whether the semantic question found another function."""
+    """Tell whether an answer to the semantic question is DIVERGED: the candidate is another function."""
     return any(answer.verdict is Verdict.DIVERGED for stage in answers.values() for answer in stage.values())
 
 

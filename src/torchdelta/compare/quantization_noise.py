@@ -71,6 +71,7 @@ def step_for(values: torch.Tensor, levels: Levels) -> torch.Tensor:
 
 
 def _is_centred(levels: Levels) -> bool:
+    """Tell whether the zero point is known, and is the middle of the levels everywhere."""
     middle = (levels.low + levels.high + 1) // 2
     return levels.zero_point is not None and bool((levels.zero_point == middle).all())
 

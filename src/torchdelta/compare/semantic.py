@@ -53,7 +53,10 @@ class Semantic(Policy):
         return worst._replace(resolution=coarsest_resolution(parts, judgements))
 
     def _judge_part(self, part: Part) -> Judgement:
-        """Return the judgement of values of about one size, by the worst of its statistics; mask constants stay."""
+        """Return the judgement of values of about one size, by the worst of its statistics.
+
+        Mask constants are DIVERGED if one is not what it was, and otherwise EQUIVALENT.
+        """
         sample = part.sample
         if part.is_mask:
             lost = lost_masks(sample.reference, sample.reference, sample.candidate, self.floor)
@@ -106,6 +109,7 @@ def _noise(sample: Sample, error: Spread) -> tuple[Array, float, float]:
 
 
 def _diverged(reason: str) -> Judgement:
+    """Return a judgement that it is not the same function: DIVERGED, with an infinite error."""
     return Judgement(
         verdict=Verdict.DIVERGED, reason=f"not the same function: {reason}", error=math.inf, noise=0.0, allowed=0.0
     )

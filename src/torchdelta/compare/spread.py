@@ -114,7 +114,10 @@ def quartile_distance(truth: torch.Tensor, run: torch.Tensor) -> float:
 
 
 def sizes(truth: torch.Tensor, mask: float = MASK) -> Spread:
-    """Return the distances of the truth from zero."""
+    """Return the distances of the truth from zero: the mean squares of its blocks, and its largest |element|.
+
+    Elements beyond `mask` and those that are not finite count as zero.
+    """
     nothing = torch.zeros((), dtype=torch.complex64 if truth.is_complex() else torch.float32, device=truth.device)
     return spread(truth, nothing.expand(truth.shape), mask)
 
@@ -135,15 +138,21 @@ def lost_masks(truth: torch.Tensor, reference: torch.Tensor, candidate: torch.Te
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a detached tensor in float64; a complex one as its components along a new last dimension."""
     tensor = tensor.detach()
     return torch.view_as_real(tensor.to(torch.complex128)) if tensor.is_complex() else tensor.double()
 
 
 def _length(tensor: torch.Tensor) -> int:
+    """Return how many flat elements a block of a tensor has; the components of a complex tensor are elements."""
     return block_length(tensor.shape) * (2 if tensor.is_complex() else 1)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as flat real numbers on the CPU, in float32 unless it is float64, float32 or bfloat16.
+
+    Of a complex tensor these are its components.
+    """
     real = tensor.detach().resolve_conj().resolve_neg()
     real = torch.view_as_real(real) if real.is_complex() else real
     real = real.cpu() if real.dtype in _NATIVE else real.float().cpu()
@@ -154,6 +163,7 @@ Scan = Callable[[torch.Tensor, torch.Tensor, int, float, Array], tuple[float, in
 
 
 def _scan(elements: int) -> Scan:
+    """Return the function that scans tensors of so many elements: numba's, or torch's if numba is not loaded."""
     fused = kernels.compiled("numba_spread", elements)
     return scan_with_torch if fused is None else fused.scan
 

@@ -164,11 +164,13 @@ def _judge_gap(reference: Statistics, candidate: Statistics, policy: Policy) -> 
 
 
 def _gap(reference: float, candidate: float) -> float:
+    """Return |candidate − reference|, or 0 if that is not finite."""
     gap = abs(candidate - reference)
     return gap if math.isfinite(gap) else 0.0
 
 
 def _dtype(statistics: Statistics) -> torch.dtype:
+    """Return torch's dtype of the tensor that was measured."""
     dtype = getattr(torch, statistics.dtype)
     assert isinstance(dtype, torch.dtype)
     return dtype

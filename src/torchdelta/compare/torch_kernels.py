@@ -28,14 +28,17 @@ Index = tuple[int | slice, ...]
 
 
 def measure_span(reference: torch.Tensor, candidate: torch.Tensor, rtol: float, atol: float) -> Measurement:
-    """Return the measurement of two tensors of the same shape, which have elements."""
+    """Return the measurement of two tensors of the same shape, which have elements.
+
+    Of complex tensors the components are elements, and `worst` is the flat index of a component.
+    """
     by_value = not has_ulps(reference, candidate)
     measurements = (_measure_piece(*piece, by_value, rtol, atol) for piece in paired_pieces(reference, candidate))
     return functools.reduce(join, measurements)
 
 
 def has_ulps(reference: torch.Tensor, candidate: torch.Tensor) -> bool:
-    """Tell whether elements are compared by their bits too: both tensors have the same floating-point dtype."""
+    """Tell whether elements are compared by bits too: both tensors have the same floating-point or complex dtype."""
     return reference.dtype == candidate.dtype and (reference.is_floating_point() or reference.is_complex())
 
 
@@ -195,6 +198,7 @@ def _as_float64(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | floa
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits of floats as int64: those of a signed integer of their size, except of float8_e8m0fnu."""
     if tensor.dtype == torch.float8_e8m0fnu:
         return tensor.view(torch.uint8).long()  # it has no sign
     return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]).long()
