@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 else:  # hidden from a type checker, which would accept any name of a module that has `__getattr__`
 
     def __getattr__(name: str) -> Any:
-        """Return a public name that was not imported above."""
+        """Return the public object of a name, imported now and kept; AttributeError if it is not in `__all__`."""
         if name not in __all__:
             raise AttributeError(f"module 'torchdelta' has no attribute {name!r}")
         if name == "faults":
@@ -122,6 +122,7 @@ class _Face(ModuleType):
     """Keeps public functions: importing the subpackage `compare` would otherwise replace the function of that name."""
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; but ignore a module that has the name of a public object."""
         if not (name in __all__ and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 

@@ -217,15 +217,15 @@ def minify(
 ) -> MinifiedResult:
     """Return the smallest graph that is found to fail as the program does, a `MinifiedGraph`.
 
-    If no graph of it fails by itself, the result is a `WholeProgram`, whose script runs the program itself; raise
-    NothingToMinify if the program does not fail, or is alive and not named by its factory. Takes the keywords of
-    `check` too. Queries run in workers; without `isolated`, or if no other process can import the transform, in this
-    process. The best graph so far is kept in the directory `out`, and `resume` continues from there; UsageError if the
-    directory is in use, is about another question, or has files that torchdelta did not write. The first query may take
-    `timeout_s`. Of several failures, the first whose signature matches the regular expression `match` is followed. The
-    level `aot` makes graphs of AOTAutograd smaller instead of dynamo's. `workers` is a pool and `clean` a process that
-    were started earlier. The script is left to the result's `write`; if its path is given as `script`, a draft with or
-    without `data` is run while the last queries are.
+    If no graph of it fails by itself, the result is a `WholeProgram`, whose script runs the program itself. Raise
+    NothingToMinify if the program does not fail either, or if a script cannot build it, because it is not the name of a
+    factory. Takes the keywords of `check` too. Queries run in workers; without `isolated`, or if no other process can
+    import the transform, in this process. The best graph so far is kept in the directory `out`, and `resume` continues
+    from there; UsageError if the directory is in use, is about another question, or has files that torchdelta did not
+    write. The first query may take `timeout_s`. Of several failures, the first whose signature matches the regular
+    expression `match` is followed. The level `aot` makes graphs of AOTAutograd smaller instead of dynamo's. `workers`
+    is a pool and `clean` a process that were started earlier. The script is left to the result's `write`; if its path
+    is given as `script`, a draft with or without `data` is run while the last queries are.
     """
     check_options = complete(program, CheckOptions.read(**options))
     limits = SearchLimits(

@@ -162,7 +162,7 @@ class Diagnosis:
 
     @property
     def _settings(self) -> dict[str, Any]:
-        """The compiler's settings that a worker has to make."""
+        """The compiler's settings that were changed in this process and that a worker has to set too, by name."""
         return settings.plain_settings(settings.changed_settings())
 
     def _check(self) -> Report:
@@ -260,8 +260,9 @@ class Diagnosis:
 
         A group is the culprits of one operation and stage; without culprits there is one group. Without `does_all` only
         the first group is done, with a note if there are more. Results are appended to `minified`, and captured graphs
-        are kept in `captured`. If no graph shows a failure, or the program raises eagerly, the script is the program
-        itself; NothingToMinify if it has no name, and of a later group a note.
+        are kept in `captured`. If the program raises eagerly, or no graph shows the failure of the first group, the
+        script is the program itself; NothingToMinify if a script cannot build it. A later group that no graph shows
+        becomes a note.
         """
         self.report = report
         if compares_exceptions(report):
@@ -322,9 +323,11 @@ class Diagnosis:
         return replace(report, repro=repro) if number == 1 else report
 
     def _script(self, number: int) -> Path:
+        """Return the path of the script of a group: `repro.py` for the first, then `repro-2.py` and so on."""
         return self.out / (REPRO if number == 1 else f"repro-{number}.py")
 
     def _keep(self, report: Report) -> None:
+        """Write a report to `report.json` in the directory."""
         write_report(report, self.out / REPORT)
 
 
@@ -355,7 +358,10 @@ def groups_of(culprits: Sequence[Culprit]) -> list[Culprit]:
 
 
 def module_of(program: object) -> tuple[str, ...]:
-    """Return the module of a named program, or none of a live one: it may define operators that its graphs call."""
+    """Return the module or file of a named program in a tuple, to be imported for operators that its graphs call.
+
+    Of a recorded directory it is the directory itself; of a live program the tuple is empty.
+    """
     if not isinstance(program, str):
         return ()
     return (program if recording_of(program) is not None else program.rpartition(":")[0],)

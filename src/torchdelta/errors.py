@@ -21,6 +21,7 @@ class TorchDeltaError(Exception):
     """The root: its message says what is wrong, where, and what to do."""
 
     def __init__(self, message: str, *, report: Report | None = None) -> None:
+        """Keep the message, `shortened`, and the report that was complete before the error, if there is one."""
         super().__init__(shortened(message))
         self.report = report
 
@@ -116,7 +117,7 @@ def full_message_of(error: BaseException) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Return the class and the message of an exception of foreign code, for a sentence."""
+    """Return `CLASS: MESSAGE` of an exception of foreign code, the message `shortened`, or `CLASS (no message)`."""
     message = message_of(error)
     return f"{type(error).__name__}: {message}" if message else f"{type(error).__name__} (no message)"
 
@@ -124,7 +125,8 @@ def describe(error: BaseException) -> str:
 def shortened(text: str) -> str:
     """Return a text, or if it is much longer than `LONGEST` its first and last part, and the path of a file with all.
 
-    The file is in the directory of `keep_full_texts`, by default among the temporary files.
+    That file is written now, in the directory of `keep_full_texts`, by default among the temporary files. If it cannot
+    be written, the result says why in place of the path.
     """
     if len(text) <= LONGEST + _SLACK:
         return text
@@ -135,20 +137,20 @@ def shortened(text: str) -> str:
 
 
 def shortened_traceback(text: str) -> str:
-    """Return the text of a traceback, or its end if it is very long, as one that repeats a long message is."""
+    """Return the text of a traceback; if it is very long, its end, after a line that says how much is left out."""
     if len(text) <= _LONGEST_TRACEBACK:
         return text
     return f"[{len(text) - _LONGEST_TRACEBACK:,} characters are left out]\n{text[-_LONGEST_TRACEBACK:]}"
 
 
 def keep_full_texts(directory: Path) -> None:
-    """Write the full texts of long messages into this directory from now on; for workers, whose own is removed."""
+    """Set the directory for the full texts of long messages (`shortened`); for workers, whose own is removed."""
     global _full_texts
     _full_texts = directory
 
 
 def _keep(text: str) -> str:
-    """Write a text to a file that is named by its content, and return where it is, or why it is not."""
+    """Write a text to a file that is named by its content; return a clause that says where it is, or why it is not."""
     data = text.encode(errors="backslashreplace")
     directory = _full_texts or Path(tempfile.gettempdir())
     path = directory / f"torchdelta-message-{hashlib.sha256(data).hexdigest()[:12]}.txt"
@@ -160,11 +162,14 @@ def _keep(text: str) -> str:
 
 
 def caught_from_user_code() -> tuple[type[BaseException], ...]:
-    """Return the classes to catch around foreign code: `except errors.caught_from_user_code() as error`."""
+    """Return the classes to catch around foreign code: Exception and SystemExit, or BaseException in a worker.
+
+    It is used as `except errors.caught_from_user_code() as error`; `catch_everything` makes it BaseException.
+    """
     return _caught
 
 
 def catch_everything() -> None:
-    """Count every exception of foreign code in this process as its failure from now on; for workers."""
+    """Let `caught_from_user_code` return BaseException in this process from now on; for workers."""
     global _caught
     _caught = (BaseException,)

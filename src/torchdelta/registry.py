@@ -65,10 +65,12 @@ class Registry(Generic[T]):
         return name in self._known or name in self._installed
 
     def __iter__(self) -> Iterator[str]:
+        """Return an iterator over all names, sorted, those of installed packages included."""
         return iter(sorted({*self._known, *self._installed}))
 
     @cached_property
     def _installed(self) -> dict[str, EntryPoint]:
+        """The entry points of installed packages by name; nothing of them is imported yet."""
         return {entry.name: entry for entry in entry_points(group=f"torchdelta.{self.kind}s")}
 
     def _load(self, entry: EntryPoint) -> T:

@@ -135,6 +135,7 @@ class _Auditor:
 
     @cached_property
     def _exports(self) -> Exports:
+        """The traced programs, which all faults share."""
         return Exports()
 
     @cached_property

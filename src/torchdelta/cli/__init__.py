@@ -37,6 +37,7 @@ app.command("op")(op.command)
 
 
 def _print_version(wanted: bool) -> None:
+    """Print the version and raise typer.Exit if `wanted`; otherwise do nothing."""
     if wanted:
         print(f"torchdelta {__version__}")
         raise typer.Exit

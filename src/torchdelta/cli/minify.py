@@ -101,6 +101,6 @@ def command(
 
 
 def _report_of(small: MinifiedResult) -> Report:
-    """Return the report on what was minified, with its costs and all notes."""
+    """Return the result's report with its reduction and notes, and a note for each failure that was not followed."""
     also = [f"also seen, and not followed: {signature}" for signature in small.also_seen]
     return replace(small.report, reduction=small.reduction, notes=(*small.report.notes, *small.notes, *also))

@@ -179,7 +179,7 @@ def command(
 
 
 def _refuse(typed: Mapping[str, Any], of_what: str) -> None:
-    """Raise UsageError for the first option that was typed, because it belongs to something else."""
+    """Raise UsageError if a value in `typed` is not None: that option was typed, and belongs only to `of_what`."""
     for option, value in typed.items():
         if value is not None:
             raise UsageError(f"--{option} is an option of {of_what}")

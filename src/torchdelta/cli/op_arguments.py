@@ -145,6 +145,10 @@ class _Reader:
         )
 
     def _item(self, key: ast.expr | None, value: ast.expr, whole: ast.expr) -> list[Any]:
+        """Return [key, description of the value] of one item of a dict; UsageError if the key is not a text or number.
+
+        An unpacked dict, for which `key` is None, is a UsageError too; `whole` is the dict around it.
+        """
         if key is None:
             raise self._wrong(whole, "there is nothing to unpack in a dict")
         if not isinstance(key, ast.Constant) or not isinstance(key.value, (str, int, float)):
@@ -194,6 +198,7 @@ class _Reader:
         raise self._wrong(node, nearest(name, (*dict.fromkeys(DTYPES.values()), *_CONSTANTS)))
 
     def _device(self, node: ast.Call) -> Any:
+        """Return `{"device": NAME}` for a call `torch.device('NAME')`; UsageError if it has any other arguments."""
         match node:
             case ast.Call(args=[ast.Constant(value=str() as name)], keywords=[]):
                 return {"device": name}
@@ -268,10 +273,15 @@ class _Reader:
         return number
 
     def _sizes(self, node: ast.expr) -> list[int]:
+        """Return the sizes between the brackets of a tensor, or an empty list for `()`.
+
+        UsageError if one is not a whole number.
+        """
         sizes = node.elts if isinstance(node, ast.Tuple) else [node]
         return [self._size(each) for each in sizes]
 
     def _size(self, node: ast.expr) -> int:
+        """Return the size that a literal stands for; UsageError if it is not a whole number from 0."""
         match node:
             case ast.Constant(value=int() as size) if not isinstance(size, bool):
                 return size
@@ -296,10 +306,12 @@ class _Reader:
         return {**tensor, "requires_grad": name == "requires_grad"}
 
     def _wrong(self, node: ast.expr, why: str) -> UsageError:
+        """Return, and do not raise, a UsageError with the text of a node, its place, and why it cannot be read."""
         where = self._place(node.lineno, len(self._line(node.lineno).encode()[: node.col_offset].decode()))
         return UsageError(f"--args: {self._segment(node)!r} cannot be read {where}: {why}")
 
     def _segment(self, node: ast.expr) -> str:
+        """Return the text of a node, or the whole text if that is not known."""
         return ast.get_source_segment(self.source, node) or self.text
 
     def _place(self, line: int, column: int) -> str:
@@ -327,7 +339,7 @@ def _reads(text: str) -> bool:
 
 
 def _is_whole(root: ast.expr) -> TypeGuard[ast.Call]:
-    """Tell whether the brackets around the text match each other, and not brackets within the text."""
+    """Tell whether a parsed text is one call of a plain name: no bracket within the text closed that call too early."""
     return isinstance(root, ast.Call) and isinstance(root.func, ast.Name)
 
 

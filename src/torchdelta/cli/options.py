@@ -170,7 +170,10 @@ def running(transform: str, json_file: Path | None, *, verbose: bool) -> Iterato
 
 
 def require_torch(what: str) -> None:
-    """Raise EnvironmentUnfit if torch is not installed, without the seconds that importing it takes."""
+    """Raise EnvironmentUnfit if torch is not installed, without importing it, which takes seconds.
+
+    `what` names in the message what needs torch.
+    """
     with needing_torch(what):
         if importlib.util.find_spec("torch") is None:
             raise ModuleNotFoundError(name="torch")
@@ -178,7 +181,10 @@ def require_torch(what: str) -> None:
 
 @contextmanager
 def needing_torch(what: str) -> Iterator[None]:
-    """Turn the lack of a package, while torchdelta's modules are imported, into EnvironmentUnfit."""
+    """Return a context manager that turns a ModuleNotFoundError in its block into EnvironmentUnfit.
+
+    The message says that `what` needs the missing module.
+    """
     try:
         yield
     except ModuleNotFoundError as error:
@@ -186,12 +192,18 @@ def needing_torch(what: str) -> Iterator[None]:
 
 
 def read_options(texts: list[str] | None) -> dict[str, Scalar]:
-    """Return the options of a transform, each typed as `key=value`."""
+    """Return the options of a transform by name, each typed as `key=value`; an empty dict for None.
+
+    A name that was typed twice has the last value. UsageError if a text is not `key=value`.
+    """
     return dict(read_option(text) for text in texts or ())
 
 
 def read_option(text: str) -> tuple[str, Scalar]:
-    """Return name and value of `key=value`; a value that reads as a number or truth value is one."""
+    """Return name and value of `key=value`; a value that reads as a number or truth value is one, and any other a text.
+
+    UsageError if there is no `=` or no name.
+    """
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise UsageError(f"malformed option {text!r}: write -O key=value")
@@ -260,7 +272,10 @@ def _unique(items: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
 
 @contextmanager
 def counting_warnings(console: Console) -> Iterator[None]:
-    """Keep warnings from the terminal, and print their number afterwards."""
+    """Return a context manager that keeps warnings from the terminal, and at its end prints their number to `console`.
+
+    Nothing is printed if there was none, or if the block raises. A warning that one line of code repeats counts once.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         yield
@@ -268,7 +283,7 @@ def counting_warnings(console: Console) -> Iterator[None]:
 
 
 def print_warning_count(count: int, console: Console) -> None:
-    """Print how many warnings were not shown, if any."""
+    """Print how many warnings were not shown, with a hint at `--verbose`; print nothing if `count` is 0."""
     if count:
         text = "1 warning; --verbose shows it" if count == 1 else f"{count} warnings; --verbose shows them"
         console.print(text, style="dim", highlight=False)

@@ -31,7 +31,10 @@ class TolerantFile(io.FileIO):
     error: OSError | None = None
 
     def write(self, data: ReadableBuffer, /) -> int:
-        """Write what can be written, and return how much of the data is done with."""
+        """Write the data and return how many bytes were written; never raise OSError.
+
+        The first OSError is kept in `error`. From then on nothing is written, and the number of all bytes is returned.
+        """
         if self.error is None:
             try:
                 return super().write(data)
@@ -89,6 +92,7 @@ def tolerant_streams() -> Iterator[Callable[[], None]]:
 
 
 def _print_error_of(stdout: io.TextIOWrapper, stderr: io.TextIOWrapper) -> None:
+    """Print to `stderr` that the output could not be written, if a write to `stdout` failed; not for a closed pipe."""
     raw = getattr(stdout.buffer, "raw", None)
     error = raw.error if isinstance(raw, TolerantFile) else None
     if error is not None and error.errno != errno.EPIPE:
@@ -96,7 +100,7 @@ def _print_error_of(stdout: io.TextIOWrapper, stderr: io.TextIOWrapper) -> None:
 
 
 def _open_missing_descriptors() -> None:
-    """Open the null device in place of each standard stream that is closed."""
+    """Open the null device in place of each of the descriptors 0, 1 and 2 that is closed."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)

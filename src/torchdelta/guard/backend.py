@@ -109,6 +109,7 @@ class Guard:
         return self.findings.summary()
 
     def _guard_handed(self, handed: HandedGraph, settings: dict[str, Any]) -> Callable[..., Any]:
+        """Compile a graph that AOTAutograd hands on, guarded by `_guard_graph`, and return the callable."""
         return self._guard_graph(handed.graph, handed.example_inputs, handed.make, handed.level, settings)
 
     def _guard_graph(

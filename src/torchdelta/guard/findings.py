@@ -175,6 +175,7 @@ class GuardFindings:
 
     @staticmethod
     def _require_directory(out: Path) -> None:
+        """Make a directory and its parents, unless it is there; UsageError if it cannot be made."""
         try:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -126,7 +126,8 @@ def _read_location(record: GuardedGraphRecord, directory: Path) -> GuardedGraphR
 def _read_diagnosis(record: GuardedGraphRecord, directory: Path) -> GuardedGraphRecord:
     """Return the record with the first culprit and the path of the script from the report of `diagnose`.
 
-    Without a culprit there, the record's own stays. The record is returned unchanged if the report cannot be read.
+    Without a culprit there, the record's own stays; without a script, the path is None. The record is returned
+    unchanged if the report cannot be read.
     """
     try:
         report = read_report(directory / DIAGNOSIS / "report.json")

@@ -193,8 +193,9 @@ class GuardedGraph:
     def __call__(self, *args: Any) -> Any:
         """Check the call if it is due, then run it, and return its result.
 
-        If the compiled graph raises and the config says `on_failure="fallback"`, the original graph may take its place,
-        for this call and all later ones (see `_falls_back`). Otherwise the exception is raised.
+        The check may raise, or put the original graph in place of the compiled one (`check_call`). If the compiled
+        graph raises and the config says `on_failure="fallback"`, the original graph may take its place, for this call
+        and all later ones (`_falls_back`). Otherwise the exception is raised.
         """
         self._check_if_due(args)
         try:
@@ -372,8 +373,8 @@ class GuardedGraph:
     def _falls_back(self, error: Exception, args: Sequence[Any]) -> bool:
         """Check a call in which the compiled graph raised; return whether the original graph now stands in its place.
 
-        Without a check, return False unless the config says `fallback` and has checks on, or if it has fallen back
-        before, the error is that of compiling, or a node of the graph may write to its inputs.
+        Return False without a check if the config does not say `fallback` or has checks off, if the graph has fallen
+        back before, if the error is that of compiling, or if a node of the graph may write to its inputs.
         """
         is_final = self.config.on_failure != "fallback" or self.config.check == "off" or self.has_fallen_back
         # inputs may have been mutated, and then a second run would not be comparable
@@ -383,6 +384,7 @@ class GuardedGraph:
         return self.has_fallen_back
 
     def _fall_back(self) -> None:
+        """Run the original graph in place of the compiled one from now on."""
         self.run, self.has_fallen_back = self.original.forward, True
 
     def _free(self) -> None:
@@ -395,6 +397,7 @@ class GuardedGraph:
 
     @property
     def _has_failed(self) -> bool:
+        """Whether the verdict so far is a failure."""
         return self.record.verdict is not None and self.record.verdict.is_failure
 
     def _update(self, record: GuardedGraphRecord) -> None:
@@ -449,6 +452,7 @@ def _evidence(record: GuardedGraphRecord, report: Report) -> str:
 
 
 def _describe_error(error: Exception) -> str:
+    """Return the class and the message of an exception, only the first line of it."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
@@ -465,4 +469,5 @@ _EMPTY_GRAPH = GraphModule(torch.nn.Module(), torch.fx.Graph())
 
 
 def _refuse_to_compile(_: GraphModule, __: Sequence[Any]) -> Run:
+    """Raise AssertionError: this takes the place of `make` once a graph was freed."""
     raise AssertionError("the graph was freed, because no call of it will be checked again")

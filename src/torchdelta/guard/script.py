@@ -196,6 +196,7 @@ def _first_of_script(trace: TracebackType) -> TracebackType | None:
 
 
 def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
+    """Yield a traceback and all that follow it, from the outermost frame to the innermost."""
     while trace is not None:
         yield trace
         trace = trace.tb_next

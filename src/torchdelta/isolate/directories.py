@@ -71,20 +71,27 @@ class QueryDirectory:
         return self.directory / "cache"
 
     def create(self) -> None:
-        """Make the query's directory, its scratch and its cache, and the empty files of parts and output."""
+        """Make the query's directory, its scratch and its cache, and the empty files of parts and output.
+
+        Raise FileExistsError if the directory exists already.
+        """
         for directory in (self.directory, self.scratch, self.cache):
             directory.mkdir(mode=0o700)
         for file in (self.parts, self.output):
             file.touch(mode=0o600)
 
     def opened(self) -> QueryDirectory:
-        """Return this directory as the worker uses it: the file of parts is open, so that a task cannot delete it."""
+        """Open the file of parts for appending, and return a copy of this record that has its descriptor; for a worker.
+
+        A task that deletes the file cannot close it, so that `tell` works all the same. Raise OSError if the file is
+        missing.
+        """
         return QueryDirectory(
             directory=self.directory, parts_descriptor=os.open(self.parts, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         )
 
     def tell_begun(self) -> None:
-        """Write the first line of the file of parts: the worker is ready, and its task begins."""
+        """Write the first line of the file of parts by `tell`: the worker is ready, and its task begins."""
         self.tell(_BEGUN)
 
     def tell(self, part: str) -> None:
@@ -110,7 +117,7 @@ class QueryTraces:
     """The parts and the output of one query, as its parent reads them, whatever the task does to the files."""
 
     def __init__(self, place: QueryDirectory) -> None:
-        """Open both files of a directory that was just made."""
+        """Open the file of parts and that of output, in the directory of a query, for reading."""
         self._parts, self._output = place.parts.open("rb"), place.output.open("rb")
 
     def close(self) -> None:
@@ -120,17 +127,17 @@ class QueryTraces:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the task has begun: the worker was ready for it."""
+        """Whether the file of parts has a line: the worker was ready, and its task has begun."""
         return bool(self._lines())
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts that the task has begun, in their order."""
+        """The names of the parts that the task has begun, in their order; empty if there are none."""
         return tuple(self._lines()[1:])
 
     @property
     def output_bytes(self) -> int:
-        """How much the worker and its children have printed."""
+        """How many bytes the worker and its children have printed so far."""
         return os.fstat(self._output.fileno()).st_size
 
     def output_tail(self, max_bytes: int) -> str:
@@ -138,6 +145,7 @@ class QueryTraces:
         return _tail_of(self._output, max_bytes)
 
     def _lines(self) -> list[str]:
+        """Return the lines of the file of parts so far; the first only says that the task has begun."""
         self._parts.seek(0)
         return self._parts.read(_PARTS_BYTES).decode(errors="replace").splitlines()
 
@@ -152,6 +160,7 @@ def read_tail(path: Path, max_bytes: int) -> str:
 
 
 def _tail_of(file: IO[bytes], max_bytes: int) -> str:
+    """Return the last `max_bytes` of an open file as text; bytes that are not UTF-8 are replaced."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - max_bytes))
     return file.read().decode(errors="replace")
@@ -161,6 +170,7 @@ class PoolDirectory:
     """The directory of one pool: `with` makes and locks it, and removes it at the end."""
 
     def __init__(self, root: Path | None = None) -> None:
+        """Keep the root, by default one for this user among the temporary files; nothing is made before `with`."""
         self._root = root or _default_root()
         self._lock: IO[bytes] | None = None
         self.path = self._root
@@ -183,6 +193,7 @@ class PoolDirectory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Remove the directory with everything in it, and end the lock."""
         assert self._lock is not None
         _remove(self.path, self._lock)
         self._lock = None
@@ -197,12 +208,14 @@ def sweep(root: Path) -> None:
 
 
 def _default_root() -> Path:
+    """Return the path of the directory for this user's pools, among the temporary files; it is not made."""
     # one root for each user, so that no user can remove or prepare the files of another user's pools
     user = os.getuid() if hasattr(os, "getuid") else "user"
     return Path(tempfile.gettempdir()) / f"torchdelta-{user}"
 
 
 def _require_own(root: Path) -> None:
+    """Raise EnvironmentUnfit if a directory belongs to another user; do nothing on systems without user ids."""
     if hasattr(os, "getuid") and root.stat().st_uid != os.getuid():
         raise EnvironmentUnfit(f"{root} belongs to another user: remove it, or point TMPDIR to a directory of your own")
 

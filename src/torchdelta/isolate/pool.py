@@ -60,24 +60,30 @@ class Query:
 
     @property
     def part(self) -> str:
-        """The part of the task that began last, while it runs and afterwards."""
+        """The name of the part that the task began last, while it runs and afterwards; empty if no part has begun.
+
+        Raises what `result` raises, once the query has ended.
+        """
         if self.is_done():
             return self.result().part
         parts = read_tail(self._place.parts, _PARTS_BYTES).splitlines()[1:]
         return parts[-1] if parts else ""
 
     def is_done(self) -> bool:
-        """Tell whether there is an outcome."""
+        """Tell whether the query has ended: `result` will return an outcome, or raise, without waiting."""
         return self._future.done()
 
     def wait(self) -> None:
-        """Wait until the query has ended, with or without an outcome."""
+        """Wait until the query has ended, with or without an outcome; do not raise what `result` would raise."""
         # not `futures.wait`, which waits for a query that was cancelled before it began
         with suppress(CancelledError):
             self._future.exception()
 
     def cancel(self) -> None:
-        """End the query. Its outcome is the failure `cancelled`, unless another outcome comes first."""
+        """Have the query end soon, and return at once.
+
+        Its outcome is the failure `cancelled`, unless another outcome comes first.
+        """
         self._is_cancelled.set()
         self._future.cancel()
 
@@ -94,7 +100,7 @@ class Query:
 
 
 def wait_for_any(queries: Iterable[Query]) -> None:
-    """Wait until one of several queries has an outcome."""
+    """Wait until at least one of the queries has ended; return at once if there are none."""
     wait([query._future for query in queries], return_when=FIRST_COMPLETED)
 
 
@@ -161,6 +167,7 @@ class Pool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Cancel all queries, end the workers and the zygote, and remove the pool's directory."""
         self._stack.close()
 
     @property
@@ -171,10 +178,10 @@ class Pool:
     def submit(self, task: str, request: Message, *, deadline_s: float, memory_bytes: int | None = None) -> Query:
         """Queue a task, named `package.module:function`, and return its query at once.
 
-        The deadline counts from the start of its worker. Without `memory_bytes` the limit is three quarters of the
-        machine's memory. Raise UsageError if the name has no function, its module is `__main__` or a limit is not
-        positive, and ValueError or TypeError if the request is not strict JSON. A task that cannot be imported fails in
-        the worker.
+        The deadline counts from the start of its worker. With None or 0 for `memory_bytes` the limit is three quarters
+        of the machine's memory. Raise UsageError if the name has no function, its module is `__main__` or a limit is
+        not positive, and ValueError or TypeError if the request is not strict JSON. A task that cannot be imported
+        fails in the worker.
         """
         module, _, function = task.partition(":")
         if not function or module == "__main__":
@@ -251,8 +258,9 @@ class Pool:
     ) -> tuple[Outcome, bool]:
         """Make the query's directory, run the query in a worker, and return (outcome, whether the query was lost).
 
-        A query is lost if there is no answer, and the zygote ended before it reported the worker's end, or the worker
-        ended before the task began, unless by a limit of time.
+        A query without an answer is lost in two cases: the zygote ended before it reported the worker's end; or the
+        worker ended before the task began, and neither the deadline nor a cancellation ended it. Raise OSError if the
+        query's files cannot be written.
         """
         place.create()
         place.request.write_bytes(question)

@@ -29,12 +29,12 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def terminate(group: int) -> None:
-    """Send SIGTERM to every process of a group."""
+    """Send SIGTERM to every process of a group; do nothing if the group is gone or belongs to another user."""
     _send(group, signal.SIGTERM)
 
 
 def kill(group: int) -> None:
-    """Send SIGKILL to every process of a group."""
+    """Send SIGKILL to every process of a group; do nothing if the group is gone or belongs to another user."""
     _send(group, signal.SIGKILL)
 
 
@@ -69,22 +69,25 @@ def default_memory_bytes() -> int | None:
 
 
 def children_of(parent: int) -> list[int]:
-    """Return the ids of a process's children, including those that it adopted."""
+    """Return the ids of a process's children, including those that it adopted; an empty list without /proc."""
     return [process for process in _processes() if _parent_of(process) == parent]
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, and exit at once if the parent has ended already."""
+    """Have the kernel kill this process when its parent ends; exit with status 1 if the parent has ended already.
+
+    `parent` is the parent's process id. On systems other than Linux nothing is done.
+    """
     if sys.platform == "linux" and _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) and os.getppid() != parent:
         os._exit(1)
 
 
 @contextmanager
 def no_process_left() -> Iterator[None]:
-    """Kill, when the block ends, every descendant of this process that began in the block, also daemons.
+    """Return a context manager that, when it ends, kills the children that this process got in it, daemons included.
 
-    A zygote ends the daemons of its workers. If one of them kills the zygote, this process adopts the daemon. Without
-    that ability (systems other than Linux) nothing is killed.
+    In it, a descendant whose own parent ends becomes a child of this process (`adopt_orphans`); so daemons are found
+    too. Processes of other users are left. On systems other than Linux nothing is killed.
     """
     before = set(children_of(os.getpid()))
     can_adopt = adopt_orphans()
@@ -135,6 +138,7 @@ def exit_when_closed(descriptor: int) -> None:
 
 
 def _send(group: int, number: int) -> None:
+    """Send a signal to a group; do nothing if the group is gone or belongs to another user."""
     try:
         os.killpg(group, number)
     except (ProcessLookupError, PermissionError):
@@ -147,6 +151,7 @@ def _processes() -> list[int]:
 
 
 def _group_of(process: int) -> int | None:
+    """Return the id of a process's group, or None if the process has ended."""
     try:
         return os.getpgid(process)
     except ProcessLookupError:  # it ended meanwhile

@@ -20,7 +20,7 @@ def line_of(message: Message) -> bytes:
 
 
 def message_in(text: bytes | str) -> Message:
-    """Return the message that a line or a file holds; raise ValueError if it holds none."""
+    """Return the message that a line or a file holds; raise ValueError if it is not a JSON object."""
     message = from_text(text)
     if not isinstance(message, dict):
         raise ValueError(f"expected a JSON object, found {type(message).__name__}")
@@ -28,7 +28,10 @@ def message_in(text: bytes | str) -> Message:
 
 
 def write_message(path: Path, message: Message) -> None:
-    """Write a message to a file; a reader never sees a part of it."""
+    """Write a message to a file, or replace the file by it, in one step: a reader never sees a part of it.
+
+    Raise ValueError or TypeError if strict JSON cannot hold the message, and OSError if the file cannot be written.
+    """
     line = line_of(message)
     replace_file(path, lambda file: file.write_bytes(line))
 

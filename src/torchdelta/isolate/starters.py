@@ -86,7 +86,10 @@ def start_log(directory: Path) -> Path:
 
 
 def read_start_log(directory: Path) -> str:
-    """Return the last `_LOG_BYTES` of the file `start_log`, which say why a process did not start."""
+    """Return the last `_LOG_BYTES` of the file `start_log`, which say why a process did not start.
+
+    Return an empty string if there is no such file.
+    """
     return read_tail(start_log(directory), _LOG_BYTES)
 
 
@@ -97,6 +100,7 @@ class ForkingStarter:
     """Starts workers through a zygote, and starts a new zygote when one dies."""
 
     def __init__(self, directory: Path, readiness: Readiness, *, from_here: bool = False) -> None:
+        """Start the first zygote, as a fork of this process if `from_here`, and do not wait until it is ready."""
         self._directory, self._readiness = directory, readiness
         self._lock = threading.Lock()
         self._is_closed = False
@@ -104,7 +108,11 @@ class ForkingStarter:
         self._zygote = _ZygoteHandle(directory, readiness, from_here=from_here)
 
     def start(self, order: Order) -> ForkedWorker:
-        """Have a worker forked, by a new zygote if the last one died."""
+        """Have the zygote fork a worker for an order, and return the worker; a zygote that died is replaced before.
+
+        This waits until the zygote is ready. Raise CancelledError if a new zygote is needed and the starter is closed,
+        and EnvironmentUnfit if zygotes do not start.
+        """
         while True:
             worker = self._ready_zygote().start(order)
             if worker is not None:
@@ -120,7 +128,10 @@ class ForkingStarter:
         self._zygote.close()
 
     def _ready_zygote(self) -> _ZygoteHandle:
-        """Return a zygote that takes orders; wait for it, and replace it if it died."""
+        """Wait until the zygote takes orders, and return it; one that has died is replaced.
+
+        Raises what `_replace` raises.
+        """
         with self._lock:
             while not self._zygote.is_ready():
                 self._replace()
@@ -129,8 +140,9 @@ class ForkingStarter:
     def _replace(self) -> None:
         """Start a new zygote in place of the one that died, without waiting until it is ready.
 
-        If the dead one was never ready, new ones do not warm up a compiler. If it had none to warm up, raise
-        EnvironmentUnfit with the end of the log. Raise CancelledError if this starter is closed.
+        If the dead one never got ready although it had no compiler to warm up, raise EnvironmentUnfit with the end of
+        the log. If it had one, the new zygote and all later ones do not warm it up. Raise CancelledError if this
+        starter is closed.
         """
         if self._is_closed:
             raise CancelledError
@@ -155,17 +167,26 @@ class ForkedWorker:
         self.group: int | None = None
 
     def wait(self, seconds: float) -> int | None:
-        """Return the exit status, or -9 for a lost worker, once its end is known; None if that takes longer."""
+        """Return the exit status once the zygote has reported the worker's end; None if that takes over `seconds`.
+
+        The status of a worker that was lost with its zygote is -9.
+        """
         if not self._has_ended.wait(seconds):
             return None
         return -9 if self._status is None else self._status
 
     def end(self) -> None:
-        """Have the zygote end the group: only the parent of a process knows that the id is not in use again."""
+        """Tell the zygote to end the worker's group, and return at once.
+
+        The zygote does it, because only the parent of a process knows that the id is not in use again.
+        """
         self._zygote.send({"end": self._number})
 
     def dismiss(self) -> bool:
-        """Have the zygote watch the exit, because freeing a worker's memory can take longer than the query."""
+        """Tell the zygote to watch the exit, and return True: the caller need not wait for it.
+
+        Freeing a worker's memory can take longer than the query.
+        """
         self._zygote.send({"dismiss": self._number})
         return True
 
@@ -295,6 +316,7 @@ class SpawningStarter:
     """Starts workers as new Pythons, and each one before it is needed, while the last one works."""
 
     def __init__(self, directory: Path, readiness: Readiness) -> None:
+        """Start the first worker in reserve, and do not wait until it is ready."""
         self._directory, self._readiness = directory, readiness
         self._lock = threading.Lock()
         self._is_closed = False
@@ -412,6 +434,7 @@ class SpawnedWorker:
         return False
 
     def _kill(self) -> None:
+        """Kill the worker's group at once; on Windows, the worker and its children."""
         if _HAS_GROUPS:
             process_groups.kill(self._process.pid)
         else:
@@ -419,6 +442,7 @@ class SpawnedWorker:
             subprocess.run(kill_tree, check=False, capture_output=True)
 
     def _send(self, line: bytes) -> None:
+        """Write a line to the worker's stdin; do nothing if the worker has ended."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(line)

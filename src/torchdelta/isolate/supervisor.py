@@ -47,6 +47,7 @@ class Outcome:
     """The name of the class, if the task raised one of torchdelta's own errors."""
 
     def __post_init__(self) -> None:
+        """Raise ValueError unless exactly one of `answer` and `failure` is set."""
         if (self.answer is None) == (self.failure is None):
             raise ValueError("an outcome is either an answer or a failure")
 
@@ -94,22 +95,25 @@ class Outcome:
         return self.parts[-1] if self.parts else ""
 
     def is_in(self, candidate_parts: Collection[str] | None) -> bool:
-        """Tell whether the worker ended in one of these parts; None means any."""
+        """Tell whether the part that the task reported last is one of these; True if `candidate_parts` is None."""
         return candidate_parts is None or self.part in candidate_parts
 
     def _has_run(self, candidate_parts: Collection[str] | None) -> bool:
-        """Tell whether one of these parts had begun when the worker ended; None means any."""
+        """Tell whether the task reported any of these parts; True if `candidate_parts` is None."""
         # memory that the candidate damaged may end the process only later
         return candidate_parts is None or any(part in candidate_parts for part in self.parts)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The texts of the warnings that a task returned with its answer."""
+        """The texts of the warnings that a task returned with its answer; empty if there is no answer or no warning."""
         return tuple((self.answer or {}).get("warnings", ()))
 
     @property
     def last_words(self) -> str:
-        """The last line that the worker printed, as the end of a message; empty if it printed none."""
+        """The text `; the last line that it printed: …`, for the end of a message; empty if the worker printed nothing.
+
+        Blank lines, and Python's list of extension modules after a crash, do not count.
+        """
         # Python ends its report of a crash with the names of all loaded libraries
         lines = [
             line for line in self.output.splitlines() if line.strip() and not line.startswith("Extension modules:")
@@ -219,8 +223,9 @@ class _WorkerEnd:
     def outcome(self, token: str, *, seconds: float) -> Outcome:
         """Return the outcome: the content of the answer's file if there is one, or else the failure of the ending.
 
-        The file has an answer, the exception of the task, or that memory ran out. If it is damaged, or lacks the
-        `token` because the task itself wrote it, that is a failure of the kind `files`.
+        The file has an answer, the exception of the task, or that memory ran out. It is a failure of the kind `files`
+        if the file is damaged or lacks the `token`, or if the task raised an exception that is not torchdelta's own and
+        the query's files were deleted or are on a full disk.
         """
         parts = self.traces.parts
         stage = parts[-1] if parts else ""
@@ -285,6 +290,7 @@ def _read_answer(path: Path, token: str) -> Message | None:
 
 
 def _signal_name(number: int) -> str:
+    """Return the name of a signal, such as SIGSEGV, or `signal NUMBER` if it has none."""
     try:
         return signal.Signals(number).name
     except ValueError:  # real-time signals have no name

@@ -113,8 +113,8 @@ def main() -> NoReturn:
 def _answer(question: Message, place: QueryDirectory, order: Order) -> Message:
     """Call the task with its request and `place`; return `{"answer": …}`, or what `_describe` says about its exception.
 
-    `question` has the name of the task and the request. An answer that is not a dict, or not strict JSON, counts as an
-    exception of the task. SystemExit is passed on.
+    `question` has the name of the task, the request, and directories that are trusted from now on. An answer that is
+    not a dict, or not strict JSON, counts as an exception of the task. SystemExit is passed on.
     """
     try:
         for directory in question.get("trusted", ()):  # its zygote may have been started before
@@ -178,9 +178,9 @@ def _redirect_output(output: Path) -> None:
 def _set_limits(order: Order) -> None:
     """Print Python's stack on a crash or SIGTERM, write no core dumps, and limit the address space.
 
-    The limit is what is mapped now plus twice `memory_bytes`, but not more than the system allows (`ulimit -Hv`); there
-    is no new one if that is None or the system has no /proc.
-    On Windows only a crash prints the stack, and nothing is limited.
+    The limit is what is mapped now plus twice the order's `memory_bytes`, or the present limit (`ulimit -v`) if that is
+    lower. It is not changed if `memory_bytes` is None or the system has no /proc. On Windows only a crash prints the
+    stack, and nothing is limited.
     """
     faulthandler.enable()
     if sys.platform == "win32":
@@ -198,6 +198,7 @@ def _set_limits(order: Order) -> None:
 
 
 def _set_up_compiler(place: QueryDirectory) -> None:
+    """Let compilers of this process work in threads, and keep caches and temporary files in the query's directory."""
     from torchdelta._torch.process import forking
 
     forking.compile_in_threads()
@@ -211,7 +212,10 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _exit_status(error: SystemExit) -> int:
-    """Return the status that `sys.exit` asked for, and print its message if it was given text, as Python does."""
+    """Return the exit status of a SystemExit as Python does: 0 for None, and the lowest 8 bits of an int.
+
+    Any other code, such as a text, is printed to stderr, and the status is 1.
+    """
     if error.code is None or isinstance(error.code, int):
         return (error.code or 0) & 0xFF
     print(error.code, file=sys.stderr)

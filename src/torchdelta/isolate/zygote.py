@@ -221,7 +221,7 @@ class _Zygote:
     def _kill_overdue_and_report_ended(self) -> None:
         """Send SIGKILL to groups whose time is up; report and forget the workers whose whole group is gone.
 
-        If there are any, `_do_idle_work` looks for strays.
+        If any worker was reported, `_do_idle_work` will look for strays.
         """
         now = time.monotonic()
         for child in list(self._workers.values()):
@@ -302,6 +302,7 @@ def _ignore_signal(*_: Any) -> None:
 
 
 def _drain(descriptor: int) -> None:
+    """Read and drop everything that is in a non-blocking pipe."""
     try:
         while os.read(descriptor, 1 << 10):
             pass

@@ -53,7 +53,10 @@ def start_zygote(log: Path) -> subprocess.Popen[bytes]:
 
 
 def fork_zygote(log: Path) -> subprocess.Popen[bytes] | ForkedZygote:
-    """Fork a zygote from this process, or start a new Python if this process has several threads by now."""
+    """Fork a zygote from this process, or start a new Python if this process has several threads by now; return it.
+
+    It prints to the file `log`; orders go to its `stdin`, and reports come from its `stdout`.
+    """
     return ForkedZygote(log) if _has_one_thread() else start_zygote(log)
 
 
@@ -84,7 +87,7 @@ class ForkedZygote:
         self._is_gone = False
 
     def kill(self) -> None:
-        """End it at once."""
+        """Send SIGKILL to the zygote; do nothing once its end is known."""
         with self._lock:
             if not self._is_gone:
                 os.kill(self.pid, signal.SIGKILL)

@@ -101,11 +101,19 @@ class Capture:
     """The directory of the tensor files; None if the values are in memory."""
 
     def leaves(self, batch: int, node: str) -> Leaves:
-        """Return the leaves of a node's value in a batch, by path; an empty dict if the node did not run."""
+        """Return the leaves of a node's value in a batch, by path; an empty dict if the node did not run.
+
+        Tensors on disk are read now. Raise ReportUnreadable if that fails, and EnvironmentUnfit if their device is
+        missing.
+        """
         return self._load(self.batches[batch].values.get(node, {}))
 
     def outputs(self, batch: int) -> Leaves:
-        """Return the leaves of the graph's outputs for a batch, by path."""
+        """Return the leaves of the graph's outputs for a batch, by path.
+
+        Tensors on disk are read now. Raise ReportUnreadable if that fails, and EnvironmentUnfit if their device is
+        missing.
+        """
         return self._load(self.batches[batch].results)
 
     @property
@@ -116,8 +124,8 @@ class Capture:
     def _load(self, leaves: Leaves) -> Leaves:
         """Return the leaves with a tensor, read from its file, in the place of each `StoredTensor`.
 
-        Leaves of one call that were views of one storage share it again. Raise ReportUnreadable if a tensor cannot be
-        read, and EnvironmentUnfit if this machine lacks its device.
+        Without any, `leaves` itself is returned. Leaves of one call that were views of one storage share it again.
+        Raise ReportUnreadable if a tensor cannot be read, and EnvironmentUnfit if this machine lacks its device.
         """
         rows: dict[int, list[int]] = {}
         for leaf in leaves.values():
@@ -158,13 +166,16 @@ class CaptureWriter:
             raise UsageError(f"{directory} is not empty: give a capture a directory of its own")
 
     def add(self, leaves: Leaves, path: str, tensor: torch.Tensor) -> None:
-        """Plan to write the tensor that `leaves` has, or will have, at this path."""
+        """Plan that `flush` writes the tensor which is then in `leaves` at this path; nothing is written yet.
+
+        `tensor` only tells how many bytes that will be.
+        """
         self._waiting.append((leaves, path))
         self._waiting_bytes += tensor.numel() * tensor.itemsize
 
     @property
     def is_due(self) -> bool:
-        """Whether enough tensors wait to be written."""
+        """Whether the planned tensors have `GROUP_BYTES` or more, so that it is time for `flush`."""
         return self._waiting_bytes >= GROUP_BYTES
 
     def flush(self) -> None:
@@ -252,6 +263,7 @@ class _Header:
 
 
 def _name_file(directory: Path, number: int) -> Path:
+    """Return the path of the tensor file with this number."""
     return directory / f"values-{number:05}.safetensors"
 
 
@@ -267,6 +279,7 @@ def _prepare(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _encode_batch(batch: Batch) -> dict[str, Any]:
+    """Return a batch as JSON's own types; raise Unwritable if a leaf, such as a tensor, has no encoding."""
     return {
         "values": {node: _encode_leaves(leaves) for node, leaves in batch.values.items()},
         "results": _encode_leaves(batch.results),
@@ -292,6 +305,7 @@ def _decode_batch(data: Any, where: str, header: _Header) -> Batch:
 
 
 def _encode_leaves(leaves: Leaves) -> dict[str, Any]:
+    """Return leaves as JSON's own types, by path; raise Unwritable if a leaf, such as a tensor, has no encoding."""
     return {path: encode_value(_strip_subclass(leaf), _refer) for path, leaf in leaves.items()}
 
 
@@ -317,6 +331,7 @@ def _decode_leaves(data: Any, where: str, header: _Header) -> Leaves:
 
 
 def _refer(leaf: Any) -> dict[str, Any] | None:
+    """Return a leaf that is one of `_RECORDS` as `{tag: encoded record}`, or None for any other leaf."""
     tag = next((tag for tag, record in _RECORDS.items() if isinstance(leaf, record)), None)
     return None if tag is None else {tag: encode(leaf)}
 

@@ -126,6 +126,10 @@ class ModuleWriter:
         return {name: encode_value(value, self._refer) for name, value in own.items()}
 
     def _add_tensor(self, value: Any) -> int | None:
+        """Add a tensor to the file and return the number of its row; None for None.
+
+        Raise Unwritable if no file can hold it.
+        """
         return None if value is None else self._tensors.add(value)
 
     def _refer(self, value: Any) -> dict[str, Any] | None:
@@ -294,6 +298,7 @@ def _refuse_hooks(module: torch.nn.Module, where: str) -> None:
 
 
 def _is_of_export(value: Any) -> bool:
+    """Tell whether a class or function is defined in a module of `torch.export`."""
     return str(getattr(value, "__module__", "")).startswith("torch.export.")
 
 

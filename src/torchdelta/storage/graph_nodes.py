@@ -157,6 +157,7 @@ def _write_node(node: Node, where: str, written: Set[Node]) -> dict[str, Any]:
 
 
 def _refer(value: Any) -> dict[str, Any] | None:
+    """Return `{"node": NAME}` for a node, and what `refer_to_callable` returns for any other value."""
     return {"node": value.name} if isinstance(value, Node) else refer_to_callable(value)
 
 
@@ -239,6 +240,7 @@ def _write_annotation(annotation: Any) -> str | None:
 
 
 def _read_annotation(data: Any, where: str, find: Find) -> Any:
+    """Return the class that `_write_annotation` named; None for None. Raise ReportUnreadable if it cannot be found."""
     return None if data is None else find(expect(data, str, where), where)
 
 
@@ -266,7 +268,7 @@ def _write_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _name_class(place: Any) -> Any:
-    """Return an entry of a module stack, which is a path and a class, with the class by its name."""
+    """Return an entry of a module stack, (path, class), with the class by its full name; one that is a text stays."""
     path, kind = place
     return path, kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
 

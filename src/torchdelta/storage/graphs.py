@@ -135,17 +135,20 @@ def _make_finder(allow: tuple[str, ...]) -> Callable[[str, str], Any]:
 
 
 def write_values(values: Any, path: str | os.PathLike[str]) -> None:
-    """Write tensors and plain values in tuples, lists and dicts; raise UsageError if one cannot be written."""
+    """Write tensors and plain values, also in tuples, lists and dicts, to the two files that `write_graph` writes.
+
+    Raise UsageError if one cannot be written.
+    """
     write_graph(_graph_returning(values), path)
 
 
 def read_values(path: str | os.PathLike[str], *, allow: Iterable[str] = ()) -> Any:
-    """Return the values that `write_values` wrote; raise ReportUnreadable if the file is damaged."""
+    """Return the values that `write_values` wrote; takes `allow`, and raises, as `read_graph` does."""
     return read_graph(path, allow=allow)()
 
 
 def require_writable(value: Any) -> None:
-    """Raise Unwritable if `write_values` could not write a value, a tensor or plain data; write nothing to a file."""
+    """Raise Unwritable if `write_values` could not write this value; otherwise do nothing. No file is written."""
 
     def refer(inner: Any) -> dict[str, Any] | None:
         if not isinstance(inner, torch.Tensor):

@@ -75,9 +75,10 @@ class RunDirectory:
     def __enter__(self) -> RunDirectory:
         """Make and lock the directory, move the results of an earlier run away or continue them; return this object.
 
-        UsageError if the directory cannot be made or written to, if another run has locked it, if it has files of our
-        names without `run.json`, or if `resume` is set and the earlier run was asked something else. ReportUnreadable
-        if `run.json` is damaged or not ours.
+        `is_continued` and `notes` tell which. UsageError if the directory cannot be made or written to, if another run
+        has locked it, if it has results without `run.json`, or something of another kind under the name of a result, or
+        if `resume` is set and the earlier run was asked something else. ReportUnreadable if `run.json` is damaged or
+        not ours.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -98,15 +99,21 @@ class RunDirectory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """End the lock and remove its file; the results stay."""
         self._unlock()
 
     def _unlock(self) -> None:
+        """End the lock and remove its file."""
         assert self._lock is not None
         remove_locked(self._lock)
         self._lock = None
 
     def _take_over(self) -> None:
-        """Continue the earlier run, or move its results away and write `run.json`; the lock is held."""
+        """With `resume`, continue the earlier run: set `is_continued`. Else move its results away and write `run.json`.
+
+        Without an earlier run, only `run.json` is written. Unfinished files of an earlier run are removed. Raise
+        UsageError if there are results without `run.json`, or if the run to continue was asked something else.
+        """
         results = self._results()
         run = self.path / _RUN
         if run.exists():
@@ -130,9 +137,9 @@ class RunDirectory:
         _FORMAT.write(run, encode(self._question), indent=1)
 
     def _results(self) -> list[Path]:
-        """Return what is in the directory under the names of results, sorted.
+        """Return the paths in the directory that have names of results, sorted.
 
-        UsageError if one of them is a directory in place of a file, or the other way around: no run made that.
+        UsageError if one of them is a link, a directory in place of a file, or the other way around: no run made that.
         """
         results = []
         for path in sorted(self.path.iterdir()):
@@ -145,7 +152,10 @@ class RunDirectory:
         return results
 
     def _move_away(self, paths: list[Path]) -> None:
-        """Move results to a new directory `earlier-N`, and note where they are; `run.json` alone is only removed."""
+        """Move results and `run.json`, the last of `paths`, to a new directory `earlier-N`, and set `notes` to say so.
+
+        If `run.json` is the only one, it is removed instead. UsageError if they cannot be moved.
+        """
         *results, run = paths
         if not results:
             run.unlink()
@@ -162,11 +172,12 @@ class RunDirectory:
         self.notes = (f"the results of an earlier run are in {place}",)
 
     def _sweep_unfinished(self) -> None:
-        """Remove the unfinished files of a run that was killed while it wrote them."""
+        """Remove the files here and in `minify*` that a run was still writing when it was killed."""
         for path in [*self.path.iterdir(), *self.path.glob("minify*/*")]:
             if is_unfinished(path):
                 path.unlink(missing_ok=True)
 
 
 def _earlier_number(path: Path) -> re.Match[str] | None:
+    """Return the match of a name `earlier-N`, whose first group is N; None for any other name."""
     return re.fullmatch(r"earlier-(\d+)", path.name)

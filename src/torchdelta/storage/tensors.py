@@ -185,7 +185,7 @@ def _find_span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _read_bytes(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Return some bytes of a tensor's storage; on the CPU they are not copied."""
+    """Return the bytes from `start` to `stop` of a tensor's storage, on the CPU; a CPU tensor's are not copied."""
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     return whole[start:stop].cpu().contiguous()
 
@@ -262,7 +262,7 @@ def _build_tensor(where: str, row: TensorRow, memory: dict[int, torch.UntypedSto
 
 
 def _count_elements(row: TensorRow) -> int:
-    """Return how many elements lie from the first of a tensor to its last, gaps included."""
+    """Return how many elements lie from the first of a tensor to its last, gaps included; 0 if the tensor is empty."""
     if 0 in row.shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(row.shape, row.stride, strict=True))

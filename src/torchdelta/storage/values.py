@@ -47,11 +47,11 @@ class Unwritable(ValueError):
 
 
 def refer_to_nothing(_: Any) -> None:
-    """Make no references: the value must be plain data."""
+    """Return None for every value: there are no references, so a value that `encode_value` gets must be plain data."""
 
 
 def fetch_nothing(tag: str, _: Any, where: str) -> NoReturn:
-    """Refuse every reference, because the value must be plain data."""
+    """Raise ReportUnreadable for every reference, because the value must be plain data."""
     raise ReportUnreadable(f"{where}: {tag!r} is not a kind of plain data")
 
 
@@ -59,7 +59,8 @@ def encode_value(value: Any, refer: Refer = refer_to_nothing) -> Any:
     """Return a value as JSON's own types; raise Unwritable if it, or a value inside it, has no encoding.
 
     `refer` is asked about every value but None and plain booleans, integers, floats and texts; a reference that it
-    returns stands for the value. Sets, bytes, named tuples and most objects have no encoding.
+    returns stands for the value. A subclass of tuple, list or dict is encoded as that. Sets, bytes, named tuples and
+    most objects have no encoding.
     """
     if value is None or type(value) in (bool, int):
         return value
@@ -126,7 +127,7 @@ def is_plain(value: Any) -> bool:
 
 
 def expect(data: Any, kind: type, where: str) -> Any:
-    """Return the data if it is of that kind; raise ReportUnreadable with its place otherwise."""
+    """Return the data itself if it is of that kind; otherwise raise ReportUnreadable with its place `where`."""
     if not isinstance(data, kind):
         raise ReportUnreadable(f"{where}: expected a {kind.__name__}, found {reprlib.repr(data)}")
     return data
@@ -152,6 +153,7 @@ def _encode_atom(value: Any) -> dict[str, Any]:
 
 
 def _decode_dict(pairs: Sequence[Any]) -> dict[Any, Any]:
+    """Return the dict of these [key, value] pairs; raise ValueError if a key comes twice."""
     entries = dict(pairs)
     if len(entries) != len(pairs):
         raise ValueError("a key is there twice")
@@ -159,6 +161,7 @@ def _decode_dict(pairs: Sequence[Any]) -> dict[Any, Any]:
 
 
 def _decode_complex(parts: Sequence[Any]) -> complex:
+    """Return the complex number of [real, imaginary]; raise TypeError or ValueError if these are not two numbers."""
     real, imaginary = parts
     if not isinstance(real, (int, float)) or not isinstance(imaginary, (int, float)):
         raise TypeError("its parts are not numbers")

@@ -28,11 +28,13 @@ _CHEAPER: dict[object, Callable[..., torch.Tensor]] = {
 
 
 def _swap_gelu(node: Node) -> None:
+    """Change an exact gelu in the graph to the tanh approximation, and an approximated one to the exact one."""
     is_exact = arguments(node)["approximate"] == "none"
     set_argument(node, "approximate", "tanh" if is_exact else "none")
 
 
 def _has_gelu_coefficient(node: Node) -> bool:
+    """Tell whether the node multiplies by the constant `GELU_CUBIC`, as its second argument."""
     return is_call(node, aten.mul.Tensor) and isinstance(node.args[1], float) and node.args[1] == GELU_CUBIC
 
 

@@ -36,11 +36,12 @@ def _drop_residual(node: Node) -> None:
 
 
 def _drop_negation(node: Node) -> None:
+    """Replace a negation in the graph by a copy of its operand."""
     _replace_by_operand(node, node.all_input_nodes[0])
 
 
 def _replace_by_operand(node: Node, operand: Node) -> None:
-    """Let a node return a copy of one of its operands."""
+    """Change a node in the graph so that it returns a copy of one of its operands."""
     node.target = aten.clone.default
     node.args = (operand,)
 
@@ -53,7 +54,7 @@ def _has_bias(node: Node) -> bool:
 
 
 def _drop_bias(node: Node) -> None:
-    """Remove the bias of a node."""
+    """Remove the bias of a node: an addmm gets `beta=0`, a linear or convolution `bias=None`."""
     if is_call(node, aten.addmm.default):
         set_argument(node, "beta", 0)
     else:
@@ -92,15 +93,18 @@ def _elements_per_mean(node: Node) -> int:
 
 
 def _divide_by_one_less(node: Node) -> None:
+    """Add a node after a mean of n elements that multiplies it by n / (n - 1)."""
     number = _elements_per_mean(node)
     add_after(node, (aten.mul.Tensor, number / (number - 1)))
 
 
 def _is_clamped(node: Node) -> bool:
+    """Tell whether the node is a clamp, clamp_min or clamp_max by numbers, of a floating-point tensor."""
     return is_call(node, *_CLAMPS) and is_floating(node)
 
 
 def _move_bounds(node: Node) -> None:
+    """Change all bounds of a clamp in the graph by `_moved_bound`."""
     node.args = (node.args[0], *(_moved_bound(bound) for bound in node.args[1:]))
 
 

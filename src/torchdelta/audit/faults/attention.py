@@ -45,6 +45,7 @@ def _is_scaled(node: Node) -> bool:
 
 
 def _drop_scale(node: Node) -> None:
+    """Set the scale of an attention, or the constant that scales a matmul, to 1."""
     if is_call(node, _SDPA):
         set_argument(node, "scale", 1.0)
     else:
@@ -80,6 +81,7 @@ def _look_ahead(node: Node) -> None:
 
 
 def _has_another_dimension(node: Node) -> bool:
+    """Tell whether the node is a softmax of a tensor with two dimensions or more."""
     tensor = tensor_of(node)
     return is_call(node, aten.softmax.int) and tensor is not None and tensor.dim() >= 2
 
@@ -93,7 +95,10 @@ def _mistake_dimension(node: Node) -> None:
 
 
 def _repeats_heads(node: Node) -> bool:
-    """Tell whether the node seems to repeat key and value heads: a reshape of an expand to five dimensions."""
+    """Tell whether the node seems to repeat key and value heads: a reshape of an expand to five dimensions.
+
+    The sizes of the second and the third dimension have to be above 1.
+    """
     if not (is_call(node, aten.reshape.default) and is_call(node.args[0], aten.expand.default)):
         return False
     heads = tensor_of(node.args[0])

@@ -59,7 +59,7 @@ class Fault:
 
 
 def eligible_places(fault: Fault, graph_module: GraphModule) -> tuple[Place, ...]:
-    """Return every place in an exported program at which the fault can be planted."""
+    """Return every place in an exported program at which the fault can be planted; empty if there is none."""
     return tuple(place_of(fault, node) for node in eligible_nodes(fault, graph_module.graph))
 
 
@@ -160,7 +160,8 @@ def is_arithmetic(node: Node) -> bool:
 def is_sum_of_two(node: Node) -> bool:
     """Tell whether the node adds the floating-point tensors of two different nodes, as a residual connection does.
 
-    They have the same shape, of two dimensions or more, and the same dtype. The sum may be in place.
+    They have the same shape, of two dimensions or more, and the same dtype. The sum may be in place, but has no keyword
+    arguments such as `alpha`.
     """
     if not is_call(node, aten.add.Tensor, aten.add_.Tensor) or node.kwargs:
         return False
@@ -212,7 +213,7 @@ def add_before(node: Node, index: int, operator: Any, *arguments: Any) -> None:
 
 
 def _new_call(origin: Node, operator: Any, *arguments: Any) -> Node:
-    """Return a new call at the graph's insertion point, with the origin's source line and module."""
+    """Return a new call at the graph's insertion point, with the origin's metadata except that of its value."""
     call = origin.graph.call_function(operator, arguments)
     # the metadata of the source stays true; that of the value does not
     call.meta = {key: value for key, value in origin.meta.items() if key not in ("val", "tensor_meta")}
@@ -244,10 +245,9 @@ def needs_result(without: torch.dtype | None = None) -> str:
 
 
 def has_result(without: torch.dtype | None = None) -> Callable[[Node], bool]:
-    """Return a function for `Fault.is_eligible`: whether a node `is_arithmetic`, with a result of another dtype.
+    """Return a function for `Fault.is_eligible`: whether a node `is_arithmetic` and its dtype is not `without`.
 
-    So the node computes a floating-point tensor of two elements or more, and not one of dtype `without` (None: any
-    dtype).
+    So the node computes a floating-point tensor of two elements or more; with None for `without`, of any dtype.
     """
 
     def is_eligible(node: Node) -> bool:

@@ -79,7 +79,7 @@ def _reorders_before_reshape(node: Node) -> bool:
 
 
 def _reshape_instead(node: Node) -> None:
-    """Replace a transpose by a reshape to the same shape."""
+    """Replace a transpose, permute or t in the graph by a reshape of its operand to the same shape."""
     after = tensor_of(node)
     assert after is not None
     node.target = aten.reshape.default
@@ -111,6 +111,7 @@ def _mistake_padding(node: Node) -> None:
 
 
 def _is_padded(node: Node) -> bool:
+    """Tell whether the node is a convolution with a padding above 0 in any dimension."""
     return is_call(node, *_CONVOLUTIONS) and any(size > 0 for size in arguments(node)["padding"])
 
 

@@ -95,7 +95,10 @@ _LOW_PRECISION: dict[object, Callable[..., torch.Tensor]] = {
 
 
 def _is_product(node: Node) -> bool:
-    """Tell whether the node multiplies floating-point matrices and has a version in low precision."""
+    """Tell whether the node is a linear, addmm, matmul or bmm of floating-point tensors.
+
+    Both factors have two dimensions or more.
+    """
     if not is_call(node, *_LOW_PRECISION):
         return False
     factors = [tensor_of(factor) for factor in node.args[1 if is_call(node, aten.addmm.default) else 0 :][:2]]

@@ -40,6 +40,7 @@ def _is_inactive(node: Node) -> bool:
 
 
 def _activate(node: Node) -> None:
+    """Let a dropout in the graph drop elements as in training, with its own probability, or 0.1 if that is 0."""
     set_argument(node, "train", True)
     set_argument(node, "p", arguments(node)["p"] or 0.1)
 

@@ -37,7 +37,7 @@ _STYLE = {
 
 
 def print_audit(audit: Audit, console: Console | None = None, *, verbose: bool = False) -> None:
-    """Print the audit; `verbose` lists every fault that was not caught, with its place."""
+    """Print the audit, by default on stdout; `verbose` lists every fault that was not caught, with its place."""
     console = console or console_for_stdout()
     audit = printable(audit)
     console.print(Group(*_parts(audit, verbose=verbose)), highlight=False)
@@ -120,5 +120,6 @@ def _counts(trials: Sequence[FaultTrial], shown: Sequence[TrialOutcome]) -> Iter
 
 
 def _trial_line(trial: FaultTrial) -> Text:
+    """Return a line with the outcome and the place of a trial, and its reason if there is one."""
     reason = f": {trial.reason}" if trial.reason else ""
     return Text.assemble((f"{trial.outcome.value:<12}", _STYLE[trial.outcome]), f"  {trial.place}{reason}")

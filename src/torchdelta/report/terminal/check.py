@@ -179,10 +179,12 @@ def _comparison_lines(comparison: Comparison) -> RenderableType:
 
 
 def _index(worst: Worst) -> str:
+    """Return the index of the worst element as text, such as `1,2`."""
     return ",".join(map(str, worst.index))
 
 
 def _mark(comparison: Comparison) -> Text:
+    """Return the mark of a comparison's verdict, in the verdict's colour."""
     return Text(MARK[comparison.verdict], style=STYLE[comparison.verdict])
 
 
@@ -266,7 +268,7 @@ def _appendix(report: Report) -> Iterator[Text]:
 
 
 def _first_statement(text: str) -> str:
-    """Return the first line of a text, with the second line if the first ends in a colon."""
+    """Return the first line of a text that is not blank; if it ends in a colon, together with the next such line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
@@ -279,4 +281,5 @@ def _three_values(worst: Worst) -> list[str]:
 
 
 def _is_same_text(worst: Worst, digits: int) -> bool:
+    """Tell whether reference and candidate look the same with that many digits."""
     return number(worst.reference, digits) == number(worst.candidate, digits)

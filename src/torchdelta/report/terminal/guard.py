@@ -58,7 +58,7 @@ def print_guard_summary(
 
 
 def console_for_summary(stream: TextIO | None) -> Console:
-    """Return a console of at most `_MOST_COLUMNS` on a stream."""
+    """Return a console on a stream, `_MOST_COLUMNS` wide, or as wide as the terminal if that is narrower."""
     width = console_for(stream).width if stream is not None and stream.isatty() else _MOST_COLUMNS
     return console_for(stream, width=min(_MOST_COLUMNS, width))
 
@@ -138,15 +138,18 @@ def _finding_part(graph: GuardedGraphRecord) -> RenderableType:
 
 
 def _pass_part(finding: PassFinding) -> RenderableType:
+    """Return a pass that changes what is computed: a line with the pass, and its culprit or else its reason."""
     subject = f"  pass {finding.name}, {finding.phase}, of {finding.graph}"
     return Group(_verdict_line(Verdict.DIVERGED, subject), _indent(_reason_remarks(finding.culprit, finding.reason)))
 
 
 def _verdict_line(verdict: Verdict, subject: str) -> Text:
+    """Return a line with the mark and the name of a verdict in its colour, and then the subject."""
     return Text.assemble((f"{MARK[verdict]} {verdict.value}", STYLE[verdict]), subject)
 
 
 def _reason_remarks(culprit: Culprit | None, reason: str) -> list[Remark]:
+    """Return the remarks on the culprit; without one, a remark with the reason, or nothing if that is empty."""
     if culprit is None:
         return [("why", reason)] if reason else []
     return [*culprit_remarks([culprit], show_all=True)]
@@ -166,10 +169,12 @@ def _closing_remarks(summary: GuardSummary, watched: PassSummary | None) -> Iter
 
 
 def _index_path(summary: GuardSummary) -> str:
+    """Return the path of the index of findings, relative to the working directory if below it; empty without `out`."""
     return relative_path(os.path.join(summary.out, "index.jsonl")) if summary.out is not None else ""
 
 
 def _limit_remarks(remarks: Sequence[Remark]) -> Iterator[Remark]:
+    """Yield the first `_MOST_REMARKS` remarks, and one that says how many more there are, if there are."""
     yield from remarks[:_MOST_REMARKS]
     if len(remarks) > _MOST_REMARKS:
         yield "", f"and {len(remarks) - _MOST_REMARKS} more"
@@ -188,4 +193,5 @@ def _first_findings(findings: Sequence[RenderableType], where: str) -> Iterator[
 
 
 def _indent(remarks: Iterator[Remark] | Sequence[Remark]) -> RenderableType:
+    """Return the remarks as a table, moved two columns to the right."""
     return Padding(remark_table(remarks), (0, 0, 0, 2), expand=False)

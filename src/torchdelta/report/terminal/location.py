@@ -209,11 +209,13 @@ def _row_lines(row: Row, location: Location) -> RenderableType:
 
 
 def _mark(row: Row) -> Text:
+    """Return the mark of a pair's own verdict, in the verdict's colour."""
     verdict = own_verdict(row)
     return Text(MARK[verdict], style=STYLE[verdict])
 
 
 def _name(row: Row) -> str:
+    """Return the name of a pair: that of both nodes if it is the same, otherwise `REFERENCE → CANDIDATE`."""
     same = row.reference.name == row.candidate.name
     return row.reference.name if same else f"{row.reference.name} → {row.candidate.name}"
 
@@ -257,12 +259,14 @@ def _closing_remarks(location: Location, *, show_all: bool) -> Iterator[Remark]:
 
 
 def _names(records: Sequence[NodeRecord], *, show_all: bool) -> str:
+    """Return names and operations of nodes as text; without `show_all` of the first few, and how many are left out."""
     shown = records if show_all else records[:_MOST_NAMES]
     names = ", ".join(f"{record.name} ({record.op})" for record in shown)
     return names + (f" and {len(records) - len(shown)} more {_MORE}" if len(records) > len(shown) else "")
 
 
 def _cost_text(location: Location) -> str:
+    """Return how often was compiled, as text, and if the cost is known, how long it took and the peak of memory."""
     compiles = count(location.compiles, "compile")
     if location.cost is None:
         return compiles
@@ -321,7 +325,10 @@ class _DrawnNode:
 
     @property
     def is_informative(self) -> bool:
-        """Whether the node helps to understand an error; inputs and weights are mostly equal on both sides."""
+        """Whether the node may help to understand an error: an unmatched one, or a judged one.
+
+        Of judged `get_attr` nodes, such as weights, only those with a difference count.
+        """
         if self.row is None:
             return self.is_unmatched
         return self.record.op != "get_attr" or has_difference(self.row)
@@ -395,6 +402,7 @@ class _Neighbourhood:
 
     @property
     def has_edges(self) -> bool:
+        """Whether the inputs of any node are known."""
         return any(node.record.inputs for node in self.nodes)
 
     def above(self) -> list[_DrawnLine]:
@@ -409,12 +417,16 @@ class _Neighbourhood:
         return [_DrawnLine(line.stem.replace("└", "┌"), line.node, line.more) for line in reversed(lines)]
 
     def below(self) -> list[_DrawnLine]:
-        """Return the lines for the nodes that read the culprit, or for the two after it if no edges are known."""
+        """Return the lines for the nodes that read the culprit, or for the two after it if no node has known inputs.
+
+        Where there is room, informative nodes that read these are shown too.
+        """
         if not self.has_edges:
             return [_DrawnLine("", node) for node in self.nodes[self.place + 1 : self.place + 3]]
         return _branches(self.centre, self._consumers)
 
     def _producers(self, node: _DrawnNode) -> list[_DrawnNode]:
+        """Return the nodes that a node reads, judged ones first; an unknown name becomes a node without operation."""
         producers = [
             self._nearest_node(name) or _DrawnNode(NodeRecord(name=name, op="")) for name in node.record.inputs
         ]
@@ -438,11 +450,13 @@ class _Neighbourhood:
         return consumers
 
     def _nearest_node(self, name: str) -> _DrawnNode | None:
+        """Return the node of a name before the culprit and nearest to it, or else after it; None if there is none."""
         places = [place for place, node in enumerate(self.nodes) if node.record.name == name]
         # a producer comes before its reader, so a node before the culprit is preferred
         return self.nodes[min(places, key=lambda each: (each > self.place, abs(each - self.place)))] if places else None
 
     def _place_of(self, node: _DrawnNode) -> int:
+        """Return the position of a node among all nodes, or -1 if it is not there."""
         return next((place for place, other in enumerate(self.nodes) if other is node), -1)
 
 
@@ -625,7 +639,7 @@ def _rank(row: Row) -> tuple[tuple[float, ...], float, float]:
 
 
 def _signal_loss(comparison: Comparison) -> float:
-    """Return the loss of signal in dB, which is minus the SQNR.
+    """Return the loss of signal in dB, which is minus the SQNR; infinity if the SQNR is NaN.
 
     A comparison without a measurement, or with a misplaced NaN or Inf, has minus infinity if it is equivalent,
     otherwise infinity.
@@ -637,6 +651,10 @@ def _signal_loss(comparison: Comparison) -> float:
 
 
 def _is_identical(comparison: Comparison) -> bool:
+    """Tell whether a comparison is equivalent without any different element, or any breach that `_is_relevant`.
+
+    Without a measurement, no element counts as different.
+    """
     if any(map(_is_relevant, comparison.contract)):
         return False
     if comparison.measurement is None:
@@ -645,5 +663,8 @@ def _is_identical(comparison: Comparison) -> bool:
 
 
 def _is_relevant(breach: Breach) -> bool:
-    """Tell whether a breach is worth showing; `requires_grad` inside of a graph depends on how the graph is run."""
+    """Tell whether a breach is worth showing: one of dtype or shape always, any other unless it is excused.
+
+    One of `requires_grad` never is, because that depends on how the graph is run.
+    """
     return breach.clause in ("dtype", "shape") or not (breach.excused or breach.clause == "requires_grad")

@@ -93,11 +93,13 @@ def _sweep_parts(sweep: Sweep, *, verbose: bool) -> Iterator[RenderableType]:
 
 
 def _swept_count(sweep: Sweep) -> str:
+    """Return how many rows a sweep has, as text; if it ended early, also out of how many."""
     done = len(sweep.swept)
     return f"{done}" if done == sweep.total else f"{done} of {sweep.total}"
 
 
 def _verdicts_by_dtype(sweep: Sweep) -> Iterator[tuple[str, Counter[Verdict]]]:
+    """Yield (dtype, counts) for each dtype: how many rows of a sweep have each verdict; then ("all", counts)."""
     for dtype in dict.fromkeys(each.dtype for each in sweep.swept):
         yield dtype, sweep.by_verdict(dtype)
     yield "all", sweep.by_verdict()

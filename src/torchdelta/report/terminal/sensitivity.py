@@ -78,10 +78,12 @@ def _table(measured: list[LayerEffect]) -> Table:
 
 
 def _module_name(layer: LayerEffect) -> str:
+    """Return the path of a module, or "(outside of any module)" if it is empty."""
     return layer.module_path or "(outside of any module)"
 
 
 def _decibels(value: float | None) -> str:
+    """Return an SQNR as text: "-" for None, "untouched" for infinity, otherwise with one decimal."""
     if value is None:
         return "-"
     # an infinite SQNR means that quantization did not change the output

@@ -72,7 +72,7 @@ def relative_path(path: str) -> str:
 def headline(report: Report | Location) -> RenderableType:
     """Return two lines: the verdict with program and transform, and the settings of the run with the version of torch.
 
-    A comparison of two values has no transform to show.
+    A comparison of two values has no transform to show. A report of a candidate that is only less accurate says so.
     """
     case = report.case
     verdict = (report.verdict.value, f"bold {STYLE[report.verdict]}")
@@ -139,7 +139,7 @@ def number(value: Scalar | None, digits: int = 4) -> str:
 
 
 def count(many: int, one: str, others: str = "") -> str:
-    """Return a number with its noun, such as "1 leaf" or "3 leaves"."""
+    """Return a number with its noun, such as "1 leaf" or "3 leaves"; without `others` the plural is `one` with "s"."""
     return f"{many} {one if many == 1 else others or one + 's'}"
 
 
@@ -171,6 +171,7 @@ def _culprit_line(culprit: Culprit) -> Text:
 
 
 def _rung_suffix(culprit: Culprit) -> str:
+    """Return the text ", on the rung NAME", or an empty text if the culprit has no rung."""
     return f", on the rung {culprit.rung}" if culprit.rung else ""
 
 
