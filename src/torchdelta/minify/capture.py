@@ -40,7 +40,11 @@ def subjects_of(check: Check, level: str = DYNAMO) -> list[Subject]:
 
 
 def graphs_of(check: Check, level: str) -> list[CapturedGraph]:
-    """Capture the graphs that the transform would be given, without applying it; raises as `subjects_of` says."""
+    """Capture the graphs that the transform would be given at a level, without applying it, and return them.
+
+    Raise UsageError if the transform is given none of the level `aot`, or is another implementation of the program, and
+    ProgramError if torch makes no graph of the program. Graphs that compute nothing are returned too.
+    """
     transform = check.transform
     is_behind_aot = isinstance(transform, Compiler) or (isinstance(transform, FxPass) and transform.graph == "aten")
     if level == AOT and not is_behind_aot:
@@ -67,12 +71,18 @@ class ProgramSubjects:
 
     @classmethod
     def of(cls, captured: ProgramGraphs) -> ProgramSubjects:
-        """Return the subjects of a program's graphs."""
+        """Return the subjects of a program's graphs, with its settings and flags.
+
+        Graphs that compute nothing are left out.
+        """
         return cls(subjects=as_subjects(captured.graphs), settings=captured.settings, flags=captured.flags)
 
 
 def capture_here(check: Check, level: str) -> ProgramSubjects:
-    """Capture the graphs of a check in this process, and return them as subjects; raises what `subjects_of` raises."""
+    """Capture the graphs of a check in this process, and return them as subjects.
+
+    The result has the settings and flags of this process. Raises what `subjects_of` raises.
+    """
     with runtime.preserved():
         subjects = subjects_of(check, level)
     state = ProgramGraphs.captured_here(())
@@ -85,8 +95,9 @@ def capture_isolated(
     """Load a named program in a worker of the pool, capture its graphs there, and return them as subjects.
 
     Code of the program does not run in this process, unless a graph calls functions or operators that its module
-    defines: then the module is imported here too. `settings` are compiler settings that the worker has meanwhile.
-    Raises what `subjects_of` and `prepare` raise, and ProgramError if the program ends the worker.
+    defines: then the module is imported here too. `settings` are compiler settings that the worker has meanwhile. There
+    are no subjects if no graph computes. Raises what `graphs_of` and `prepare` raise, and ProgramError if the program
+    ends the worker.
     """
     request = {
         "program": program,
@@ -108,9 +119,10 @@ def capture_isolated(
 
 
 def read_captured(program: str, directory: Path) -> ProgramGraphs:
-    """Return the graphs of a named program that a worker wrote; if that takes its modules, import them first.
+    """Return the graphs of a named program that a worker wrote to a directory.
 
-    ReportUnreadable if they cannot be read even so, or if there are none.
+    If they cannot be read at first, the program's modules are imported here and they are read again. ReportUnreadable
+    if they cannot be read even then, or if there are none.
     """
     try:
         captured = read_graphs(directory)

@@ -93,11 +93,10 @@ class Minifier:
     def run(self) -> MinifiedResult:
         """Return the smallest failing graph that is found, or the program itself if no graph of it fails by itself.
 
-        NothingToMinify if the program does not fail either, or has no name by which a script can build it; ProgramError
-        if torch makes no graph of it then. With `is_resumed`, the reduction continues from the best subject in `out`;
-        if there is none, because the earlier run ended before it found one, it begins anew, with a note. If the failure
-        turns out to be flaky, the reduction begins again, and asks several times about each subject, unless it is too
-        rare for that. With `out`, the best subject is kept there; `notes` are added to.
+        With `is_resumed`, the reduction continues from the best subject in `out`; if there is none, it begins anew,
+        with a note. If the failure turns out to be flaky, the reduction begins again and asks several times about each
+        subject. With `out`, the best subject is kept there; `notes` are added to. If `whole_program` has no result
+        either, or `out` had a reduction to resume, raise NothingToMinify, or ProgramError if torch makes no graph.
         """
         self.started = time.monotonic()
         if (recording := recording_of(self.case.program)) is not None:
@@ -113,9 +112,10 @@ class Minifier:
             return replace(whole, notes=tuple(self.notes))
 
     def _minify(self) -> MinifiedGraph:
-        """Return the smallest failing graph that is found; NothingToMinify if no graph of the program fails by itself.
+        """Return the smallest failing graph that is found, as `run` describes.
 
-        ProgramError if torch makes no graph of it. `run` explains the rest.
+        Raise NothingToMinify if no graph fails by itself, if the failure is too rare, or if a resumed graph does not
+        show its failure any more; ProgramError if torch makes no graph of the program; and what `_resumed` raises.
         """
         entry: Entry | None = None
         # workers warm up while the graphs are captured
@@ -153,9 +153,11 @@ class Minifier:
                 return self._reduced(chosen, oracle, entry)
 
     def whole_program(self, pool: Pool | None = None) -> WholeProgram | None:
-        """Return the user's own program as a result, or None if it has no name or does not fail as is meant.
+        """Return the user's own program as a result, or None if no script can build it or it does not fail as is meant.
 
-        Without a `report` it is checked, by the workers of `pool` or of a new one.
+        It must have a name that is not a recording, and named options; one of its failures must be one that `limits`
+        accept. Without a `report` the program is checked, by the workers of `pool` or of a new one, and `report` is
+        set.
         """
         options = self.options
         if self.program is None or recording_of(self.program) is not None or options is None or not options.is_named:
@@ -193,7 +195,7 @@ class Minifier:
 
     @property
     def _settings(self) -> dict[str, Any]:
-        """The settings of the compiler under which the graphs were captured, or those of this process before that."""
+        """The compiler's settings under which the graphs were captured; before that, those changed in this process."""
         if self.captured is not None:
             return dict(self.captured.settings)
         return settings.plain_settings(settings.changed_settings())
@@ -202,8 +204,8 @@ class Minifier:
         """Return the best subject of an earlier reduction, and its entry in the journal in `out`.
 
         `subjects` are those of the program: the best subject may call functions of their modules. Raise UsageError if
-        `out` is None, or its graph is of another level or was made of other graphs, and ReportUnreadable if the journal
-        or the subject cannot be read.
+        `out` is None, or if the journal is about another level or other graphs than `subjects`, and ReportUnreadable if
+        the journal or the best subject cannot be read.
         """
         best, entry = self._journal.read(allow=[name for subject in subjects for name in subject.modules])
         level = self.limits.level
@@ -217,15 +219,20 @@ class Minifier:
         return best, entry
 
     def _hand_state_to_workers(self) -> None:
-        """Let workers have the settings and flags under which the graphs were captured."""
+        """Give an oracle of workers the settings and flags under which the graphs were captured.
+
+        Nothing happens if the oracle asks in this process, or before the capture.
+        """
         if isinstance(self.ask, WorkerOracle) and self.captured is not None:
             self.ask.settings, self.ask.flags = self.captured.settings, self.captured.flags
 
     def _told(self, progress: Progress) -> None:
+        """Pass a progress on to `tell`, with the number of workers' queries that have no outcome yet."""
         self.tell(replace(progress, workers=len(self.ask.at_work) if isinstance(self.ask, WorkerOracle) else 0))
 
     @property
     def _expected(self) -> Sequence[Signature]:
+        """The failures of the program as a whole, for graphs of dynamo; empty for graphs of AOTAutograd."""
         # a failure in the backward of a program is one in the forward of its backward graph
         return self.expected if self.limits.level == DYNAMO else ()
 
@@ -255,10 +262,10 @@ class Minifier:
         return predict
 
     def report_death(self) -> Report | None:
-        """Return the report of the first graph whose candidate ends its worker, or None if no graph does.
+        """Return the report of the first graph that fails otherwise than by an exception, or None if no graph does.
 
-        An exception does not end a worker. The report has the case of the whole program. None also if the program's
-        graphs cannot be captured.
+        Its candidate ends the worker, hangs or takes too much memory. The report has the case of the whole program.
+        None also if the program's graphs cannot be captured.
         """
         try:
             subjects = self._capture()
@@ -352,7 +359,8 @@ class Minifier:
     def _fallbacks(self, reducer: Reducer, chosen: FailingGraph, entry: Entry | None) -> Iterator[MinifiedResult]:
         """Yield results for the case that the script of the smallest one does not fail in a clean process.
 
-        They are earlier subjects, each about twice as many steps back as the one before, and then the whole program.
+        They are earlier best subjects, each about twice as many steps back as the one before, up to the first; and then
+        the whole program, if it has a result. A note in each says that it is not the smallest.
         """
         back, is_last = 1, False
         while not is_last and len(self.history) > 1:
@@ -416,17 +424,21 @@ class Minifier:
                 self.draft = small.begin(self.script, data=self.with_data)
 
     def _drop_script(self) -> None:
+        """End the run of the script that was begun and remove its files; nothing happens if there is none."""
         if self.draft is not None:
             self.draft.drop()
             self.draft = None
 
     def _nodes_before(self, chosen: FailingGraph, entry: Entry | None) -> int:
+        """Return the number of nodes before the reduction: of a resumed run's entry, or else of the chosen graph."""
         return entry.nodes_before if entry is not None else chosen.subject.size
 
     def _seconds(self, entry: Entry | None) -> float:
+        """Return how long the reduction has taken since `run` began, plus the seconds of a resumed run's entry."""
         return (entry.seconds if entry is not None else 0.0) + time.monotonic() - self.started
 
     def _queries(self, entry: Entry | None) -> int:
+        """Return how many queries were begun, plus those of a resumed run's entry."""
         return self.ask.begun + (entry.queries if entry is not None else 0)
 
     def _keeping(self, reducer: Reducer, before: int, resumed: Entry | None) -> Callable[[Subject, Answer], None]:
@@ -458,10 +470,12 @@ class Minifier:
 
     @property
     def _journal(self) -> Journal:
+        """The journal in `out`; UsageError if `out` is None."""
         if self.out is None:
             raise UsageError("`resume` needs the directory `out` of the earlier run")
         return Journal(directory=self.out)
 
 
 def _calls(subject: Subject) -> str:
+    """Return the short names of the operations in a subject, with commas between them."""
     return ", ".join(short_name(op_name(node)) for node in subject.nodes)

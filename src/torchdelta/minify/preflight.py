@@ -79,11 +79,11 @@ class Preflight:
     def choose(self, subjects: Sequence[Subject]) -> FailingGraph:
         """Return the first graph that shows a failure to follow, and that failure; raise NothingToMinify if none does.
 
-        A failure is followed if `limits.match` allows it and it is one of `expected`; if none is expected, any is. If
-        only others show, the first of them is followed, with a note; if none shows but some are expected, the graphs
-        are asked about again several times. The semantic question is asked in a second round only; a small error is
-        looked for there, because it may be a loss of accuracy, which no reduction may take for another function.
-        Afterwards the case of `ask` has only the stages that the failure needs.
+        A failure is followed if `limits.match` allows it and it is like one of `expected`, or none is expected. If only
+        others show, the first of them is followed, with a note; if none shows but some are expected, all graphs are
+        asked again several times. If the case has the semantic question, the first round leaves it out and ignores
+        small errors, which may be a loss of accuracy. NothingToMinify also if no graph runs eagerly or no query is
+        left. Afterwards the case of `ask` has only the stages that the failure needs.
         """
         case = self.ask.case
         others: list[tuple[int, FailingGraph]] = []
@@ -143,7 +143,8 @@ class Preflight:
     def _wanted(self, subject: Subject, meant: Sequence[Signature]) -> Signature:
         """Return the first failure of `meant` that the culprit alone shows too, or else the first of `meant`.
 
-        The culprit is cut out and asked about only if `meant` has several failures; `culprit_answer` keeps the answer.
+        The culprit is cut out and asked about only if it is known, `meant` has several failures and a query is left;
+        `culprit_answer` keeps the answer.
         """
         has_budget = self.limits.queries is None or self.ask.begun < self.limits.queries
         is_open = self.culprit is not None and len(meant) > 1 and has_budget

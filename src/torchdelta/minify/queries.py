@@ -50,7 +50,7 @@ class PendingQuery:
         self._error: Exception | None = None
 
     def is_done(self) -> bool:
-        """Tell whether the worker has ended, with or without an answer."""
+        """Tell whether the query has ended, with or without an answer."""
         return self.query.is_done()
 
     def __call__(self) -> Answer:
@@ -122,7 +122,10 @@ class WorkerOracle:
 
     @property
     def deadline_s(self) -> float:
-        """How long the next query may take."""
+        """How long the next query may take: `PATIENCE` times the slowest one so far, but at least `LEAST_S`.
+
+        It is `timeout_s` as long as `slowest_s` is unknown.
+        """
         return self.timeout_s if self.slowest_s is None else max(LEAST_S, PATIENCE * self.slowest_s)
 
     @property
@@ -131,7 +134,10 @@ class WorkerOracle:
         return len(self.ahead)
 
     def __call__(self, subject: Subject) -> Answer:
-        """Return the answer about a subject, which may have been asked about ahead."""
+        """Wait for the answer about a subject and return it; the question may have been asked ahead.
+
+        If it was not, the questions ahead that are still running are cancelled.
+        """
         return self._needed(subject)()
 
     def ask(self, subject: Subject, predict: Predictor, case: Case | None = None) -> Answer:
@@ -172,7 +178,7 @@ class WorkerOracle:
         return next((question for question in of_subject if question.case == (case or self.case)), None)
 
     def remember(self, subject: Subject, answer: Answer) -> None:
-        """Keep an answer for the next question about its subject."""
+        """Keep an answer in `ahead` for the next question about its subject under the oracle's present case."""
         self.ahead[subject.key] = AnswerCache(case=self.case, answer=answer)
 
     def begin(self, subject: Subject, case: Case | None = None) -> PendingQuery:
@@ -257,7 +263,8 @@ class InProcessOracle:
     def __call__(self, subject: Subject) -> Answer:
         """Check a subject in this process, count it in `begun`, and return the answer.
 
-        The answer has no failure if the check raises ProgramError, as for a subject that does not run eagerly.
+        If the check raises ProgramError, as for a subject that does not run eagerly, the answer has no failure, and the
+        error's text is in `rejected`. Other exceptions are raised.
         """
         self.begun += 1
         try:
@@ -296,7 +303,7 @@ def answer_of(outcome: Outcome, case: Case) -> Answer:
     """Return the answer about a subject that a worker's outcome gives: that of its report, if it has one.
 
     A death or timeout of the candidate is a failure in the answer. The answer has no failure if the subject fails or
-    hangs eagerly. Any other error of the worker's task is raised.
+    hangs eagerly; if it fails, the error's text is in `rejected`. Any other error of the worker's task is raised.
     """
     try:
         result = outcome.read(Report, "report", program="a subject", candidate_parts=CANDIDATE_PARTS)

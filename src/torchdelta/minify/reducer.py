@@ -68,6 +68,7 @@ class Progress:
     """The number of workers that are busy, besides the one that gets the next query."""
 
     def __str__(self) -> str:
+        """Return one line: the best subject's nodes, the queries, the workers (`workers` and one more) and the pass."""
         at_work = self.workers + 1
         return (
             f"best so far {self.nodes} nodes, {self.queries} {'query' if self.queries == 1 else 'queries'}, "
@@ -143,7 +144,8 @@ class Reducer:
 
         `answer` is the one about `subject`, which shows the failure; `culprits` are names of suspected nodes. After the
         strategies, queries ask whether the failure shows again; raise FlakyFailure if it does not. If the budget is
-        spent, the best subject so far is returned, and `is_minimal` is false.
+        spent, the best subject so far is returned. `is_minimal` is set to true only if all passes came to their end and
+        no query about an edit broke.
         """
         self.search = Search(subject=subject, answer=answer, wanted=self.wanted, culprits=tuple(culprits))
         self.passes = passes
@@ -277,14 +279,16 @@ class Reducer:
         return shows
 
     def _query(self, subject: Subject, predict: Predictor | None) -> Answer:
+        """Return the answer about a subject; with a pool and `predict`, predicted queries are started meanwhile."""
         return self.pool.ask(subject, predict) if self.pool is not None and predict is not None else self.ask(subject)
 
     def _begin_repeats(self) -> None:
         """Start the queries that ask whether the failure shows again, and keep them in `repeats`.
 
-        There are `REPEATS` of them, less the strategies' queries if all of those showed the failure; none for a failure
-        that is known to be flaky. They are not bound by the budget, because without them an intermittent failure would
-        be reported as steady, but only `most_repeats` are started.
+        There are `REPEATS` of them, less the strategies' queries that showed it if none was refused, and at most
+        `most_repeats`; none for a failure that is known to be flaky. They count in `queries`, but are not bound by the
+        budget, because without them an intermittent failure would be reported as steady. A query that cannot be started
+        is skipped.
         """
         subject = self.search.subject
         missing = REPEATS if self.has_refusals else max(0, REPEATS - self.strategy_hits)
@@ -295,6 +299,7 @@ class Reducer:
                 self.repeats.append((subject, query))
 
     def _begin_query(self, subject: Subject) -> QueryHandle:
+        """Start a query about a subject in the pool and return its handle; without a pool, reading it asks."""
         return self.pool.begin(subject) if self.pool is not None else _LazyQuery(partial(self.ask, subject))
 
     def _check_repeats(self, *, wait: bool = False) -> None:

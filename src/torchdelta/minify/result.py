@@ -100,7 +100,7 @@ class MinifiedResult(ABC):
         """
 
     def larger(self) -> Iterator[MinifiedResult]:
-        """Yield larger results that show the same failure, the smallest first."""
+        """Yield larger results that show the same failure, the smallest first; here none, but subclasses have some."""
         yield from ()
 
     def begin(self, path: str | os.PathLike[str], *, data: bool = True) -> Draft:
@@ -153,7 +153,8 @@ class MinifiedResult(ABC):
     def _write(self, path: str | os.PathLike[str], *, data: bool, deadline_s: float) -> Repro:
         """Write and run the script of this result alone; return its path and whether the failure showed.
 
-        An unfinished `draft` of the same path and `data` is finished instead of a new run, and any other is dropped.
+        A `draft` of the same path and `data` whose run is not over is finished instead, and one of another path or
+        `data` is dropped. Raise ReproUnwritable if no script of torch alone can show the failure.
         """
         draft = self.draft
         if draft is not None and (draft.path, draft.data) != (Path(path), data):
@@ -163,11 +164,18 @@ class MinifiedResult(ABC):
         return draft.finish(deadline_s=deadline_s)
 
     def issue(self, path: str | os.PathLike[str], *, data: bool = True) -> str:
-        """Return the text of an issue with the script at that path, which was written with or without `data`."""
+        """Return the text of an issue with the script at that path, which was written with or without `data`.
+
+        The script is read, so it must exist. Raise ReproUnwritable if no script of torch alone can show the failure.
+        """
         return issue_text(self.finding, Path(path), data=data)
 
     def _words(self) -> dict[str, Any]:
-        """Return the arguments that every kind of finding takes."""
+        """Return the keyword arguments of a finding that do not depend on its kind.
+
+        They are the case, the report without divergences of other signatures, the compiler's settings, the number of
+        tries of a flaky failure, `HUNG_S` as deadline for a hang, and the memory limit if there is one.
+        """
         rate = self.reduction.rate if self.reduction is not None else 1.0
         failure = self.report.failure
         limits: dict[str, Any] = {"deadline_s": HUNG_S} if failure is not None and failure.kind == "timeout" else {}
@@ -197,7 +205,11 @@ class WholeProgram(MinifiedResult):
         return ProgramFinding(program=self.program, is_anew=self.is_anew, **self._words())
 
     def larger(self) -> Iterator[MinifiedResult]:
-        """Yield the program once more: modules that register operators cannot be imported twice."""
+        """Yield this program once more with `is_anew` false, or nothing if it is false already.
+
+        Its script then imports the user's modules only once, because modules that register operators cannot be imported
+        twice.
+        """
         if self.is_anew:
             yield replace(self, is_anew=False, draft=None)
 
@@ -238,7 +250,11 @@ class MinifiedGraph(MinifiedResult):
         )
 
     def larger(self) -> Iterator[MinifiedResult]:
-        """Yield this graph with imports that may register a backend, with its names kept, and then the `fallbacks`."""
+        """Yield this graph with imports that may register a backend, then with its names kept, then the `fallbacks`.
+
+        The first is left out if there are no such imports or some are made already, the second if names are kept
+        already.
+        """
         if self.registering and not self.imports:
             yield replace(self, imports=self.registering, draft=None)
         if not self.keeps_names:

@@ -84,9 +84,9 @@ class Speculation:
     def _test(self, edit: Edit, edited: Subject, replay: _Replay, *, is_strategy: bool) -> bool:
         """Tell whether the reducer accepts the edit: by its answer, or by the edit's guess while the query runs.
 
-        If accepted, `edited`, the edited subject, becomes the replay's best one. A guess sets `is_guessed`. Raise
-        _EndOfReplay with the subject as prediction if it has no query yet, and without one if neither an answer nor a
-        guess can be relied on.
+        If accepted, `edited`, the edited subject, becomes the replay's best one. A guess sets `is_guessed`. False for a
+        subject that only `outcomes` knows. Raise _EndOfReplay with the subject as prediction if it has no query yet;
+        and without one if neither an answer nor a guess can be relied on, or if a pass comes after a guess.
         """
         answer = self.answers.get(edited.key)
         if answer is None and edited.key in self.outcomes:

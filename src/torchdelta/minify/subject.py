@@ -185,13 +185,19 @@ class Subject:
         return digest.hexdigest()
 
     def write(self, directory: Any) -> None:
-        """Write graph and inputs to a directory; nothing is pickled."""
+        """Write graph and inputs to `graph.json` and `inputs.json` in a directory that exists; nothing is pickled.
+
+        `drawn` and `origin` are not written.
+        """
         write_graph(self.graph, directory / "graph.json")
         write_values(self.inputs, directory / "inputs.json")
 
     @classmethod
     def read(cls, directory: Any, *, allow: Sequence[str] = ()) -> Subject:
-        """Return the subject that `write` wrote; `allow` names the modules whose functions it may call."""
+        """Return the subject that `write` wrote, without `drawn` and `origin`; ReportUnreadable if a file is damaged.
+
+        `allow` names the modules whose functions it may call.
+        """
         graph = read_graph(directory / "graph.json", allow=allow)
         return cls(graph=graph, inputs=tuple(read_values(directory / "inputs.json", allow=allow)))
 
@@ -316,20 +322,27 @@ def _find_needed(
 
 
 def _has_effect(node: Node) -> bool:
+    """Tell whether a node does more than return a value: it writes, draws random numbers, asserts, or calls a module.
+
+    False for placeholders, attributes and the output.
+    """
     return node.op not in ("placeholder", "output", "get_attr") and has_effect(node)
 
 
 def _is_constant(node: Node, graph_module: GraphModule) -> bool:
+    """Tell whether a node reads an attribute of the graph module that is a tensor."""
     return node.op == "get_attr" and isinstance(graphs.attribute(graph_module, str(node.target)), torch.Tensor)
 
 
 def _output_names(graph: Graph) -> tuple[str, ...]:
+    """Return the names of the nodes that a graph returns, each once, in order; literals have none."""
     names: dict[str, None] = {}
     map_arg(graph.output_node().args, lambda node: names.setdefault(node.name, None))
     return tuple(names)
 
 
 def _provenance(node: Node) -> dict[str, Any]:
+    """Return the metadata of a node that says where in the user's code it comes from: stack trace and module stack."""
     return {key: node.meta[key] for key in ("stack_trace", "nn_module_stack") if key in node.meta}
 
 

@@ -23,7 +23,8 @@ from torchdelta.records.codec import decode, encode
 def capture_program(request: Mapping[str, Any], place: QueryDirectory) -> dict[str, Any]:
     """Load the program of a request, capture its graphs, and write them into the directory that the request names.
 
-    `capture_isolated` wrote the request. `place` is told the name of each part.
+    Return `{"directory": …}` with that directory. `capture_isolated` wrote the request; its compiler settings hold
+    meanwhile. `place` is told the name of each part.
     """
     options = decode(CheckOptions, request["options"], "options")
     with settings.applied(request["settings"]), warnings.catch_warnings():

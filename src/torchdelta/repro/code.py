@@ -152,6 +152,7 @@ def _reads(graph_module: GraphModule, prefix: str) -> Iterator[tuple[str, Node, 
 
 
 def _is_guard(node: Node) -> bool:
+    """Tell whether a node is the call of export's assertions about the inputs, with a result that no node reads."""
     return node.op == "call_module" and node.target == _GUARDS and not node.users
 
 
@@ -253,6 +254,7 @@ class _Body:
             yield f"{INDENT}{line}"
 
     def _refer(self, value: Any) -> str | None:
+        """Return the name or expression of a node that is written already, or None if the value is not a node."""
         return self.text[value] if isinstance(value, Node) else None
 
 
@@ -356,6 +358,7 @@ def _import_registration(target: Any, imports: set[str]) -> None:
 
 
 def _operand(text: str) -> str:
+    """Return the text of an operand, in parentheses if it begins with a minus or has a space before any parenthesis."""
     return f"({text})" if text.startswith("-") or " " in text.split("(")[0] else text
 
 
@@ -450,6 +453,7 @@ class Names:
         return f"{wish}_{number}"
 
     def _is_free(self, name: str) -> bool:
+        """Tell whether a name is not taken, reserved, a keyword or a builtin other than `input`."""
         # `input` is allowed, because a graph never reads from the terminal
         is_built_in = hasattr(builtins, name) and name != "input"
         return name not in self._taken and not keyword.iskeyword(name) and not is_built_in
@@ -487,7 +491,7 @@ def wishes_for_path(path: str) -> Iterator[str]:
 
 
 def _roles(node: Node) -> Iterator[str]:
-    """Yield the schema's name of each operator argument that is this placeholder, shortened by `_ROLES`."""
+    """Yield the schema's name of each operator argument that is this placeholder, or its short form in `_ROLES`."""
     for user in node.users:
         if is_operator(user.target):
             for name, value in nodes.arguments(user).items():
@@ -496,5 +500,9 @@ def _roles(node: Node) -> Iterator[str]:
 
 
 def _identifier(raw: str) -> str:
+    """Return a text as an identifier: other characters become underscores, and none is left at its ends.
+
+    `value` if nothing is left; an underscore is put before a digit at the beginning.
+    """
     name = re.sub(r"\W+", "_", raw).strip("_") or "value"
     return f"_{name}" if name[0].isdigit() else name

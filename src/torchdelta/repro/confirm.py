@@ -62,7 +62,7 @@ class ScriptOutcome:
 
     @property
     def is_there(self) -> bool:
-        """Whether the script showed the bug."""
+        """Whether the script showed the bug: it exited with 1 and printed `THERE`."""
         return self.status == 1 and THERE in self.output
 
 
@@ -150,7 +150,11 @@ def begin(path: Path, clean: CleanProcess | None = None) -> CleanProcess:
 
 
 def confirm(path: Path, *, deadline_s: float, clean: CleanProcess | None = None) -> ScriptOutcome:
-    """Run a script in a clean process and return its outcome."""
+    """Run a script in a clean process, wait for its end, and return its outcome.
+
+    The status is None if it took longer than `deadline_s`. The process is `clean` if that still waits for a script, or
+    a new one.
+    """
     return begin(path, clean).wait(deadline_s=deadline_s)
 
 

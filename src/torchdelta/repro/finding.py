@@ -104,13 +104,16 @@ class Divergence:
 
     @property
     def clause(self) -> str | None:
-        """The first broken clause of the contract that is not about values, or None if only values differ."""
+        """The first clause of the contract that is broken, not excused and not about values; None if there is none."""
         broken = (breach.clause for breach in self.comparison.contract if not breach.excused)
         return next((clause for clause in broken if clause not in _OF_VALUES), None)
 
     @property
     def is_exact(self) -> bool:
-        """Whether the values are neither floats nor complex numbers, and so have no rounding."""
+        """Whether the values are neither floats nor complex numbers, and so have no rounding.
+
+        True also if the dtype is unknown.
+        """
         return not (self.comparison.dtype or "").startswith(_INEXACT)
 
     @property
@@ -178,7 +181,10 @@ def bound_of(divergence: Divergence, error: float) -> Bound:
 
 
 def key_of(failure: Failure) -> str:
-    """Return the longest piece of an exception's message without numbers, paths and addresses, at most 80 letters."""
+    """Return the longest piece of an exception's message without numbers, paths and addresses, at most 80 letters.
+
+    Only the part that says what is wrong (`essence`) counts. Empty if nothing is left of it.
+    """
     pieces = [piece.strip() for piece in _VOLATILE.split(essence(failure.message))]
     return max(pieces, key=len, default="")[:80].strip()
 

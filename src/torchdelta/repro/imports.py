@@ -51,8 +51,9 @@ class ScriptImports:
     def of_object(self, spec: str) -> ImportLines:
         """Return the lines by which the script imports the object that `spec` names, and the expression for it.
 
-        `spec` is `path/file.py:name` or `package.module:name`, where the name may be dotted. Raise ReproUnwritable if
-        there is no such file or module; the name in it is not looked up.
+        `spec` is `path/file.py:name` or `package.module:name`, where the name may be dotted. Files of the user's that
+        have to be copied are added to `copies`. Raise ReproUnwritable if there is no such file or module, or if two
+        copies would have one path; the name in the module is not looked up.
         """
         place, _, name = spec.rpartition(":")
         first, _, rest = name.partition(".")
@@ -73,9 +74,10 @@ class ScriptImports:
     def of_module(self, module: str) -> tuple[str, ...]:
         """Return the lines that import a module, named by `package.module` or by a path to a `.py` file.
 
-        A line that extends `sys.path` comes first, unless the module is installed or has no source file. Raise
-        ReproUnwritable for `__main__`, for what does not exist, and for a file whose name cannot be that of a module,
-        or is that of a standard module or of a name in the script.
+        A line that extends `sys.path` comes first, unless the module is installed or has no source file. Files to copy
+        are added to `copies`. Raise ReproUnwritable for `__main__`, for a module that does not exist, for a file whose
+        name cannot be that of a module, or is that of a standard module or of a name in the script, and if two copies
+        would have one path.
         """
         if module.endswith(".py"):
             path = Path(module).resolve()
@@ -93,7 +95,7 @@ class ScriptImports:
         return (*self._search_path(module), f"import {module}")
 
     def copy_all(self) -> tuple[Path, ...]:
-        """Make the copies, and return the paths of those that were not there before."""
+        """Copy all files of `copies`, over existing ones too; return the paths of the copies that did not exist."""
         added = tuple(copy for copy in self.copies if not copy.exists())
         for copy, source in self.copies.items():
             copy.parent.mkdir(parents=True, exist_ok=True)
@@ -136,16 +138,20 @@ class ScriptImports:
         return (self._add_to_path(*own),) if own is not None else ()
 
     def _add_to_path(self, file: Path, root: Path) -> str:
-        """Return the line that adds the folder of a file's copy to `sys.path`; the file's place counts from `root`."""
+        """Return the line that adds the folder of a file's copy to `sys.path`; the files to copy are added to `copies`.
+
+        The file's place in that folder is its place below `root`. Raises what `_folder_for` raises.
+        """
         relative = _relative(self._folder_for(file, root), self.script)
         here = "pathlib.Path(__file__).resolve().parent"
         return f"sys.path.insert(0, str({here}{'' if relative == '.' else f' / {json.dumps(relative)}'}))"
 
     def _folder_for(self, file: Path, root: Path) -> Path:
-        """Return the folder that stands for `root` beside the script, and list the copies that it needs.
+        """Return the folder that stands for `root` beside the script, and add the files that it needs to `copies`.
 
-        It is one that is named after the script, so that no copy replaces a file of the user's, or the script's own
-        folder if that is `root`: then there is nothing to copy.
+        It is one that is named after the script, so that no copy replaces a file of the user's; or the script's own
+        folder if that is `root`: then there is nothing to copy. Raise ReproUnwritable if another file has the path of a
+        copy already.
         """
         beside = self.script.resolve().parent
         if beside == root:
@@ -176,13 +182,16 @@ def _sources(file: Path, root: Path) -> list[Path]:
 
 
 def _packages(file: Path, root: Path) -> tuple[str, ...]:
-    """Return the dotted name of the package that a file belongs to, or nothing if it lies in `root` itself."""
+    """Return a tuple of one dotted name, that of the package a file is in; empty if the file lies in `root` itself."""
     parts = file.relative_to(root).parts[:-1]
     return (".".join(parts),) if parts else ()
 
 
 def _imported_names(file: Path, root: Path) -> Iterator[str]:
-    """Yield the dotted names that a file imports, as seen from `root`; of `from a import b` both `a` and `a.b`."""
+    """Yield the dotted names that a file imports, as seen from `root`; of `from a import b` both `a` and `a.b`.
+
+    Nothing is yielded for a file that this Python cannot parse.
+    """
     package = file.relative_to(root).parts[:-1]
     try:
         tree = ast.parse(file.read_bytes())
@@ -246,10 +255,12 @@ def _module_names(file: Path, root: Path) -> tuple[str, ...]:
 
 
 def _is_importable(file: Path) -> bool:
+    """Tell whether a file's name can be that of a module, and is not that of a standard module or in `RESERVED`."""
     return file.stem.isidentifier() and file.stem not in {*sys.stdlib_module_names, *RESERVED}
 
 
 def _relative(target: Path, script: Path) -> str:
+    """Return a path relative to the script's folder, with forward slashes; on another drive, the path itself."""
     try:
         return Path(os.path.relpath(target, script.resolve().parent)).as_posix()
     except ValueError:  # on another drive

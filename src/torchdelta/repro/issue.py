@@ -35,8 +35,7 @@ def issue_text(finding: Evidence, path: Path, *, data: bool = True) -> str:
     """Return the Markdown text of an issue: headline, details, evidence, the script, and versions.
 
     The script at `path` and the user's code beside it are quoted, so they must have been written before, with the same
-    `data`. Raise ReproUnwritable if
-    no script of torch alone can show the finding.
+    `data`. Raise ReproUnwritable if no script of torch alone can show the finding.
     """
     path = Path(path)
     question = question_of(finding, path, data=data)
@@ -96,14 +95,17 @@ def _row(comparison: Comparison) -> str:
 
 
 def _place(copy: Path, script: Path) -> str:
+    """Return the path of a copy relative to the script's folder, with forward slashes."""
     return copy.relative_to(script.resolve().parent).as_posix()
 
 
 def _quote(path: Path) -> str:
+    """Return the content of a file as a block of Python code in Markdown."""
     return f"```python\n{path.read_text(encoding='utf-8').rstrip()}\n```"
 
 
 def _beside(path: Path) -> str:
+    """Return a sentence that names the script's `.pt` file, with a space before it; empty if there is no such file."""
     tensors = path.with_suffix(".pt")
     return f" Its tensors are in {tensors.name}, which belongs beside it." if tensors.exists() else ""
 
@@ -211,4 +213,5 @@ def _ops(question: Question) -> str:
 
 
 def _escape(text: str) -> str:
+    """Return a text that can be put into a docstring: backslashes are doubled, and triple quotes become `'''`."""
     return text.replace("\\", "\\\\").replace('"""', "'''")

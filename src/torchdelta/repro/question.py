@@ -166,7 +166,7 @@ class GraphQuestion(Question):
                 yield path, f'call.get_{kind}("{name.replace("[", ".").replace("]", "")}")'
 
     def _sides(self) -> ScriptSides:
-        """Return the source of the calls of `run` for reference, candidate and truth; without a truth that is None.
+        """Return the source of the calls of `run` for reference, candidate and truth, or None for a missing truth.
 
         A transform that casts is written as a run of the program in its dtype.
         """
@@ -196,8 +196,8 @@ class GraphQuestion(Question):
     def _has_truth(self) -> bool:
         """Tell whether the script can compute and print the value in float64.
 
-        False unless the report has a truth at the divergence's worst element; and for a divergence in float64 only,
-        complex tensors, shared memory and a graph that names a dtype below float64.
+        The report must have a truth at the divergence's worst element. False for a divergence that shows in float64
+        only, and if tensors are complex or share memory, or the graph names a dtype below float64.
         """
         divergence = self.divergence
         if divergence is None or divergence.is_lifted:
@@ -213,7 +213,10 @@ class GraphQuestion(Question):
 
 
 def shown_divergence(finding: Finding) -> Divergence:
-    """Return the divergence that a script of the finding shows; its expression for state is only a placeholder."""
+    """Return the divergence that a script of the finding shows; its expression for state is only a placeholder.
+
+    Raise ReproUnwritable if a script can reach no leaf that diverged.
+    """
     names = (*dict(finding.graph.named_parameters()), *dict(finding.graph.named_buffers()))
     return graph_divergence(finding.report, outputs_of(finding.graph), dict.fromkeys(names, "call"))
 
@@ -225,7 +228,7 @@ def _in_float64(finding: Finding) -> Finding:
 
 
 def _names_narrow(graph_module: GraphModule) -> bool:
-    """Tell whether an argument of a node, or an item of one, is a dtype that the lifted program has wider."""
+    """Tell whether an argument of a node, or an item of one, is a dtype that lifting to float64 would widen."""
 
     def flatten(values: Any) -> Iterator[Any]:
         if isinstance(values, (list, tuple)):
@@ -495,6 +498,7 @@ def _death(failure: Failure) -> str:
 
 
 def _both(sides: ScriptSides) -> tuple[str, str]:
+    """Return the two statements that run reference and candidate."""
     return f"reference = {sides.reference}", f"candidate = {sides.candidate}"
 
 
@@ -548,11 +552,19 @@ def write_run(
 
 
 def _backward_of_one(seeds: Mapping[str, int]) -> Iterator[str]:
+    """Yield the statement that runs backward from the only output.
+
+    `seeds` has one entry: the seed of the output's cotangent by the output's expression.
+    """
     ((output, seed),) = seeds.items()
     yield f"{output}.backward(cotangent({output}, {seed}))"
 
 
 def _backward(seeds: Mapping[str, int]) -> Iterator[str]:
+    """Yield the statements that run backward from every output that is a tensor and requires grad, if there are any.
+
+    `seeds` has the seed of each output's cotangent by the output's expression.
+    """
     yield f"seeded = [{', '.join(f'({output}, {seed})' for output, seed in seeds.items())}]"
     yield "roots = [pair for pair in seeded if torch.is_tensor(pair[0]) and pair[0].requires_grad]"
     yield "if roots:"

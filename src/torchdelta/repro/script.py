@@ -84,15 +84,24 @@ class _Script:
         self.embeds_data = False
 
     def _definitions(self) -> Iterator[list[str]]:
-        """Yield the functions and classes that build the program and its inputs, each as a list of lines."""
+        """Yield the functions and classes that build the program and its inputs, each as a list of lines.
+
+        Subclasses implement it; here NotImplementedError is raised.
+        """
         raise NotImplementedError
 
     def _run(self) -> list[str]:
-        """Return the lines that define `run`, which takes one side to the value that is compared."""
+        """Return the lines that define `run`, which takes one side to the value that is compared.
+
+        Subclasses implement it; here NotImplementedError is raised.
+        """
         raise NotImplementedError
 
     def _describe_origin(self) -> str:
-        """Return sentences that say whether the script has values of the user's, and which files are their code."""
+        """Return sentences that say whether the script has values of the user's, and which files are their code.
+
+        Subclasses implement it; here NotImplementedError is raised.
+        """
         raise NotImplementedError
 
     def text(self) -> str:
@@ -185,10 +194,12 @@ class _GraphScript(_Script):
         self.embeds_data = question.inputs.embeds_data or question.state.embeds_data
 
     def _definitions(self) -> Iterator[list[str]]:
+        """Yield the definition of `inputs`, and then that of the program, each as a list of lines."""
         yield self._inputs()
         yield self._program()
 
     def _run(self) -> list[str]:
+        """Return the lines that define `run`, with a backward if the script's stage is `gradients`."""
         question = self.question
         return write_run(
             question.outputs,
@@ -251,12 +262,15 @@ class _ProgramScript(_Script):
     question: ProgramQuestion
 
     def _definitions(self) -> Iterator[list[str]]:
+        """Yield the functions that build the program and reach its state, each as a list of lines."""
         return self.question.definitions()
 
     def _run(self) -> list[str]:
+        """Return the lines that define `run` for the user's own program."""
         return self.question.run_lines()
 
     def _describe_origin(self) -> str:
+        """Return sentences that say where the program comes from, and which files are the user's code."""
         return self.question.describe()
 
 

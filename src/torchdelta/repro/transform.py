@@ -46,8 +46,7 @@ def write_transform(case: Case, imports: ScriptImports, device: str) -> Transfor
     """Return the source by which a script applies the transform of a case; raise ReproUnwritable if a script cannot.
 
     `imports` writes the script's imports, and `device` is the type of device on which its inputs are, for autocast. A
-    script cannot quantize, replace the module, or use a pass that it cannot import by a
-    name.
+    script cannot quantize, replace the module, run AOTAutograd alone, or use a pass that it cannot import by a name.
     """
     name, colon, argument = case.transform.partition(":")
     writers: dict[str, Callable[[], TransformSource]] = {
@@ -102,8 +101,9 @@ def _compiled(backend: str, name: str, options: Mapping[str, Any]) -> TransformS
 def _fx_pass(case: Case, imports: ScriptImports) -> TransformSource:
     """Return the source that imports a user's pass and applies it to the graph that the option `graph` names.
 
-    The case's transform names the pass. It runs as a backend of `torch.compile`, or on the module that `torch.export`
-    or `torch.fx.symbolic_trace` makes. Raise ReproUnwritable if there is no such file or module.
+    The case's transform names the pass, which is loaded here to see which arguments it takes. The script runs it as a
+    backend of `torch.compile`, or on the module that `torch.export` or `torch.fx.symbolic_trace` makes. Raise
+    ReproUnwritable if there is no such file or module, and UsageError or ProgramError if the pass cannot be loaded.
     """
     imported = imports.of_object(case.transform)
     options = dict(case.options)

@@ -178,7 +178,8 @@ def _write_random(tensor: torch.Tensor) -> str:
 def _add_kind(expression: str, tensor: torch.Tensor) -> str:
     """Return the expression with code behind or around it for the tensor's device, `requires_grad` and Parameter class.
 
-    It is returned unchanged for a plain tensor on the CPU that does not require grad.
+    It is returned unchanged for a plain tensor on the CPU that does not require grad. A saved tensor gets no code for
+    its device, because the file has it.
     """
     if tensor.device.type != "cpu" and not expression.startswith("saved"):
         expression = f"{_parenthesise(expression)}.to({str(tensor.device)!r})"
@@ -192,10 +193,12 @@ def _add_kind(expression: str, tensor: torch.Tensor) -> str:
 
 
 def _parenthesise(expression: str) -> str:
+    """Return the expression in parentheses if it is a comparison (` < `), else unchanged."""
     return f"({expression})" if " < " in expression else expression
 
 
 def _is_inline(tensor: torch.Tensor, data: bool) -> bool:
+    """Tell whether a tensor is written into the script: it is small, its elements are equal, or `data` is false."""
     return not data or tensor.numel() <= INLINE or is_constant(tensor)
 
 
@@ -221,6 +224,7 @@ def _is_permuted(tensor: torch.Tensor) -> bool:
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor with the same strides, in memory of its own and without a gradient."""
     duplicate = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return duplicate.copy_(tensor.detach())
 
@@ -286,11 +290,15 @@ def is_trivial(tensor: torch.Tensor) -> bool:
 
 
 def is_constant(tensor: torch.Tensor) -> bool:
-    """Tell whether all elements have the same bits, so that one number describes them."""
+    """Tell whether all elements have the same bits, so that one number describes them.
+
+    True also for a tensor of one element or none.
+    """
     return tensor.numel() < 2 or _is_constant(tensor.detach().cpu().contiguous())
 
 
 def _is_constant(plain: torch.Tensor) -> bool:
+    """Tell whether all elements of a contiguous CPU tensor, at least one, have the same bits."""
     cells = plain.reshape(-1, 1).view(torch.uint8)
     return bool((cells == cells[0]).all())
 
@@ -305,10 +313,12 @@ def _write_constant(plain: torch.Tensor) -> str:
 
 
 def _write_elements(plain: torch.Tensor) -> str:
+    """Return `torch.tensor(…)` with all elements of a CPU tensor as nested lists."""
     return f"torch.tensor({_nested(_texts(plain.reshape(-1)), plain.shape)}{_keyword(plain.dtype)})"
 
 
 def _keyword(dtype: torch.dtype) -> str:
+    """Return `, dtype=…` for a dtype that torch does not infer from Python numbers, or else an empty text."""
     return "" if dtype in _INFERRED else f", dtype={dtype}"
 
 
@@ -353,6 +363,7 @@ def _shortened(value: float, dtype: torch.dtype) -> float:
 
 
 def _read(expression: str) -> torch.Tensor:
+    """Evaluate an expression that this module wrote, and return its tensor."""
     # safe, because this module has just written it from numbers
     tensor = eval(expression, {"torch": torch})
     assert isinstance(tensor, torch.Tensor)
@@ -405,7 +416,7 @@ def write_value(value: Any, refer: Refer = lambda _: None) -> str:
 
 
 def write_text(value: str) -> str:
-    """Return a string literal, in double quotes unless it needs escapes."""
+    """Return a string literal, in double quotes unless the text has quotes, backslashes or unprintable characters."""
     return repr(value) if any(char in value for char in "\"'\\") or not value.isprintable() else f'"{value}"'
 
 
@@ -461,11 +472,15 @@ def write_callable(target: Any, imports: set[str] | None = None) -> str:
 
 
 def attribute_path(base: str, target: str) -> str:
-    """Return the expression of a module's part at a dotted path, with numbers as indices: `layers[0].weight`."""
+    """Return the expression of a part of `base` at a dotted path, with numbers as indices: `base.layers[0].weight`.
+
+    If `base` is empty, the expression begins with the dot or the index.
+    """
     return base + _INDEXED.sub(r"[\1]", f".{target}")
 
 
 def _write_slice(part: slice, refer: Refer) -> str:
+    """Return a slice as the text between brackets, `start:stop` or `start:stop:step`; nothing is written for None."""
     start, stop, step = (
         "" if edge is None else write_value(edge, refer) for edge in (part.start, part.stop, part.step)
     )
@@ -493,4 +508,5 @@ def _write_atom(value: Any) -> str:
 
 
 def _joined(values: Any, refer: Refer) -> str:
+    """Return the expressions of several values, with commas between them; ReproUnwritable if one has none."""
     return ", ".join(write_value(value, refer) for value in values)

@@ -80,7 +80,10 @@ class ProgramQuestion(Question):
     finding: ProgramFinding
 
     def __init__(self, finding: ProgramFinding, path: Path) -> None:
-        """Write the parts of the script; raise ReproUnwritable if no script can show the finding."""
+        """Write the parts of the script; raise ReproUnwritable if no script can show the finding.
+
+        `path` is the script's path, to which its imports are relative; no file is written.
+        """
         if finding.case.loss is not None:
             raise ReproUnwritable(f"the gradients are those of {finding.case.loss}: make that a part of the program")
         self.finding = finding
@@ -108,9 +111,10 @@ class ProgramQuestion(Question):
         return any("inputs()" in text for text in (self.applied.call, *self.applied.lines))
 
     def _divergence(self) -> Divergence:
-        """Return the divergence that the script shows; raise ReproUnwritable if a script can reach none.
+        """Return the divergence that the script shows; ReproUnwritable if it can reach none, or if it needs float64.
 
         Of state with another structure, the script compares the whole attribute, because one side may lack the leaf.
+        Values with rounding are turned into tensors first, because they may be plain numbers.
         """
         divergence = divergence_of(self.finding.report, self._reach)
         if divergence.is_lifted:
@@ -122,7 +126,11 @@ class ProgramQuestion(Question):
         return divergence
 
     def _reach(self, path: str) -> str | None:
-        """Return the script's expression for a leaf at a path of the report, or None if a script cannot reach it."""
+        """Return the script's expression for a leaf at a path of the report, or None if a script cannot reach it.
+
+        State is looked up by its name (`_reach_state`). Outputs and arguments, and the exception that a side raises,
+        have their path as expression. None for any other path, and if the expression is not valid Python.
+        """
         if path == EXCEPTION:
             return path
         match = _STATE.fullmatch(path)
@@ -136,6 +144,10 @@ class ProgramQuestion(Question):
         return expression
 
     def _reach_state(self, name: str, rest: str) -> str:
+        """Return the script's expression for state: a call that looks up `name`, a quoted text, followed by `rest`.
+
+        It is looked up in the candidate if the transform makes a new module, and else in the program.
+        """
         owner = "call" if self.applied.is_rebuilt else "program"
         return f"state({owner}, {name}){rest}"
 
@@ -150,7 +162,11 @@ class ProgramQuestion(Question):
             yield list(_LEAVES)
 
     def _built(self) -> list[str]:
-        """Return the lines that define `built`, which builds the program and transforms it."""
+        """Return the lines that define `built`, which builds the program by the factory and transforms it.
+
+        `built` returns the transformed program, the program itself and its arguments. With `is_anew` it first makes
+        Python forget the user's modules, so that they are imported anew.
+        """
         *_, import_line = self.factory.lines
         modules = ", ".join(f'"{name}"' for name in self.factory.modules)
         anew = [
@@ -167,7 +183,11 @@ class ProgramQuestion(Question):
         return ["def built(transform=lambda program: program):", *(f"{INDENT}{line}" for line in body)]
 
     def run_lines(self) -> list[str]:
-        """Return the lines that define `run(call, program, args, kwargs)`."""
+        """Return the lines that define `run(call, program, args, kwargs)`; they end with the statements `main.returns`.
+
+        `run` seeds torch and calls; in the stage `gradients` it then runs backward from every output that requires
+        grad, with seeded cotangents.
+        """
         seed = self.finding.case.seed
         lines = [
             "def run(call, program, args, kwargs={}):",
@@ -199,7 +219,10 @@ class ProgramQuestion(Question):
 
 
 def _ask_raised(sides: ScriptSides) -> ScriptMain:
-    """Return the source of a `main` that tells whether the candidate raises another exception than the reference."""
+    """Return the source of a `main` that tells whether candidate and reference raise exceptions of different types.
+
+    Types are compared by name; a side that raises nothing counts as a type of its own.
+    """
     return ScriptMain(
         definitions=_RAISED,
         statements=(

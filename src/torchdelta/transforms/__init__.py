@@ -51,7 +51,11 @@ TRANSFORMS.add("module", TransformFactory(OtherModule, "FACTORY"))
 
 
 def is_pass(spec: object) -> bool:
-    """Tell whether a name, function or transform stands for a pass of the user's; a named one is not loaded."""
+    """Tell whether a name, function or transform stands for a pass of the user's; nothing is loaded.
+
+    A text does if it has a colon and the part before it is not a name in `TRANSFORMS`; a transform if it is an
+    `FxPass`; any other value if it is callable.
+    """
     if isinstance(spec, str):
         name, colon, _ = spec.partition(":")
         return bool(colon) and name not in TRANSFORMS

@@ -72,9 +72,10 @@ class TransformedSide:
 
     @classmethod
     def counting_calls(cls, side: Side, *, captured: int = 0, changes: list[bool] | None = None) -> TransformedSide:
-        """Return the side with a call that counts as transformed each time; `captured` is the number of graphs.
+        """Return the side as a transformed one, with a witness that counts each of its calls as transformed.
 
-        `changes` has for each graph whether a pass changed it; None if that does not matter.
+        The witness starts with `captured`, the number of graphs, and with `changes`: for each graph, whether a pass
+        changed it. None or an empty list means that it does not matter.
         """
         witness = Witness(captured=captured, changes=changes or [])
         return cls(side=replace(side, call=counted(side.call, witness)), witness=witness)
@@ -98,16 +99,16 @@ class Transform(ABC):
         """
 
     def open_sizes(self, side: Side) -> dict[str, list[Size | None]] | None:
-        """Return the sizes of a side's inputs that the result leaves open, by the path of the input.
+        """Return the sizes of a side's inputs that the result leaves open, by the path of the input; here None.
 
-        Each axis has its symbol, or None if the result is made for that size alone. The whole is None if the result can
-        be made anew for any size, as a compiler does.
+        None means that the result can be made anew for any size, as by a compiler. A subclass that overrides this
+        returns for each axis of an input its symbol, or None if the result is made for that size alone.
         """
         return None
 
 
 def require_known(transform: str, options: Options, known: Iterable[str]) -> None:
-    """Raise UsageError for the first option that is not among the `known` ones, which it lists; otherwise do nothing.
+    """Raise UsageError for the first option whose name is not in `known`; the message lists the known names.
 
     `transform` is the transform's name for the message.
     """

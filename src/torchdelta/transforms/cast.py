@@ -18,6 +18,7 @@ class Cast(Transform):
     """`cast:bfloat16`: every float tensor that the program starts from is rounded to the dtype."""
 
     def __init__(self, dtype: str, options: Options) -> None:
+        """Read the dtype's name; UsageError if it is not a floating-point dtype, or if any option is given."""
         require_known("cast", options, ())
         self.dtype = dtype_named(dtype)
         self.traits = Traits(lowered_to=self.dtype)

@@ -22,9 +22,11 @@ SAME_RANDOM = (
 
 
 def split_settings(options: Options) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Return inductor's settings by name, those of other parts by their full name, and all other options.
+    """Split options into inductor's settings (`config.NAME`), those of dynamo and functorch, and all other options.
 
-    UsageError if dynamo or functorch has no such setting, or if its value has another type.
+    Return three dicts: the first by NAME alone, the second by the setting's full name in torch, the third by the
+    option's own name. UsageError if dynamo or functorch has no such setting, or if its value has another type;
+    inductor's settings are not checked.
     """
     inductor: dict[str, Any] = {}
     others: dict[str, Any] = {}
@@ -89,8 +91,9 @@ class Compiler(Transform):
     ) -> Iterator[TransformedSide]:
         """Yield the side with its call compiled afresh; it is compiled in its first call, while the context is open.
 
-        If `draws_random`, inductor's `fallback_random` is on, so that it draws the numbers of eager, and a note says
-        so. If `lifted`, each captured graph is rewritten to compute in float64. Then the `seam` gets it.
+        The compiler's settings hold while the context is open. If `draws_random`, inductor's `fallback_random` is on
+        too, so that the candidate draws the numbers of eager, and a note says so. If `lifted`, each captured graph is
+        rewritten to compute in float64 before the `seam` gets it.
         """
         config = {**self.config, "fallback_random": True} if draws_random else self.config
         held = settings.applied(self.other_settings)

@@ -33,6 +33,10 @@ class Decompose(ExportBase):
     traits = replace(ExportBase.traits, has_seam=True)
 
     def __init__(self, options: Options) -> None:
+        """Read the options `dynamic`, `strict`, `unchanged`, and `table`, which is loaded at once.
+
+        UsageError if an option is unknown or wrong; UsageError or ProgramError if the table cannot be loaded.
+        """
         require_known("decompose", options, ("dynamic", "strict", "table", "unchanged"))
         super().__init__(options)
         self.must_change = not accepts_unchanged("decompose", options)
@@ -44,8 +48,8 @@ class Decompose(ExportBase):
     ) -> Iterator[TransformedSide]:
         """Yield the side with its call exported and decomposed; its calls count as transformed, with one graph.
 
-        The `seam` gets the exported graph, and the graph that it hands on is exported once more and decomposed. The
-        other keywords are not used.
+        A `seam` other than `hand_on` gets the exported graph, and the graph that it hands on is exported once more and
+        decomposed. The other keywords are not used.
         """
         changes: list[bool] = []
         if seam is hand_on:
@@ -64,7 +68,8 @@ class Decompose(ExportBase):
         """Export a side and decompose the exported program by the table; return the side that runs it.
 
         In its graph, updated buffers and inputs are read through copies (`graphs.read_before_update`), so that a
-        backward can run. `changes` gets an entry, unless the user accepts that nothing changed.
+        backward can run. Whether the decomposition changed the graph is appended to `changes`, unless the user accepts
+        an unchanged graph.
         """
 
         def decompose(program: ExportedProgram) -> ExportedProgram:

@@ -34,7 +34,11 @@ class ExportBase(Transform):
     traits = Traits(other_inputs=OtherInputs.VALUES)
 
     def __init__(self, options: Options) -> None:
-        """Read the options `strict`, and `dynamic`: true, or the axes of all inputs whose sizes are left open."""
+        """Read the options `strict` and `dynamic`, which is true, or the axes of all inputs whose sizes are left open.
+
+        With `dynamic`, the traits say that the result is meant for other sizes. UsageError if a value is wrong; unknown
+        options are not looked for.
+        """
         self.strict = bool(flag(options, "strict"))
         self.axes = _dynamic_axes(options.get("dynamic"))
         if self.axes is not None:
@@ -43,11 +47,18 @@ class ExportBase(Transform):
     def export(
         self, side: Side, then: Callable[[ExportedProgram], ExportedProgram] = lambda program: program
     ) -> tuple[GraphModule, Side]:
-        """Export a side with the options, as `export_side` does."""
+        """Export a side with this transform's options; return the exported module and the side that runs it.
+
+        `then` takes the exported program and returns the one to use; see `export_side`.
+        """
         return export_side(side, strict=self.strict, axes=self.axes, then=then)
 
     def open_sizes(self, side: Side) -> dict[str, list[Size | None]] | None:
-        """Return the sizes that the exported program leaves open; UsageError if the side cannot be exported."""
+        """Export the side, and return for each tensor input, by its path, a list with one entry for each axis.
+
+        The entry is the symbol of a size that the exported program leaves open, or None if it is made for that size
+        alone. UsageError if the side cannot be exported.
+        """
         found: dict[int, list[Size | None]] = {}
 
         def look(program: ExportedProgram) -> ExportedProgram:
@@ -64,7 +75,10 @@ class ExportBase(Transform):
 
 
 def _dynamic_axes(value: Scalar | None) -> frozenset[int] | None:
-    """Return the axes whose sizes an export leaves open: none (None), all (an empty set), or those of the option."""
+    """Return the set of axes whose sizes the option `dynamic` leaves open, which is empty for all, or None for no axis.
+
+    The option's value is true for all, false or None for none, or text such as `0,1`; UsageError for any other.
+    """
     if value is None or value is False:
         return None
     if value is True:
@@ -79,6 +93,7 @@ class Export(ExportBase):
     """`torch.export.export(program).module()`."""
 
     def __init__(self, options: Options) -> None:
+        """Read the options `dynamic` and `strict`; UsageError if an option is unknown or has a wrong value."""
         require_known("export", options, ("dynamic", "strict"))
         super().__init__(options)
 
@@ -141,7 +156,12 @@ class _FunctionModule(torch.nn.Module):
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:
-        """Register what the function refers to, as `held_0` and so on; `names` has the program's names of tensors."""
+        """Register each module and tensor that the function refers to as `held_0`, `held_1` and so on.
+
+        A tensor that is a leaf and requires grad becomes a parameter, any other a buffer. `names` has the program's
+        name of each parameter and buffer by its name in this module; `slots` the places where the function holds its
+        tensors.
+        """
         super().__init__()
         self.call = call
         self.names: dict[str, str] = {}
@@ -163,6 +183,7 @@ class _FunctionModule(torch.nn.Module):
         ]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function and return its result; unless dynamo compiles it, it reads the module's own tensors."""
         if torch.compiler.is_dynamo_compiling():  # it finds the registered tensors by itself
             return self.call(*args, **kwargs)
         with self.bound():
@@ -170,7 +191,7 @@ class _FunctionModule(torch.nn.Module):
 
     @contextmanager
     def bound(self) -> Iterator[None]:
-        """Let the function refer to the module's own tensors while the block runs; in an export these are traced."""
+        """Let the function refer to the module's registered tensors while the block runs, and to its own afterwards."""
         before = [(holder, key, _read(holder, key)) for holder, key, _ in self.slots]
         for holder, key, name in self.slots:
             _write(holder, key, getattr(self, name))
@@ -182,10 +203,12 @@ class _FunctionModule(torch.nn.Module):
 
 
 def _read(holder: Any, key: Any) -> Any:
+    """Return the content of a closure's cell, or the item `key` of any other holder, such as a dict of globals."""
     return holder.cell_contents if isinstance(holder, CellType) else holder[key]
 
 
 def _write(holder: Any, key: Any, value: Any) -> None:
+    """Replace the content of a closure's cell, or the item `key` of any other holder, such as a dict of globals."""
     if isinstance(holder, CellType):
         holder.cell_contents = value
     else:

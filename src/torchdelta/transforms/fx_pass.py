@@ -39,7 +39,8 @@ class FxPass(Transform):
 
         A named pass is loaded when it is first applied, because its module may change torch, and the yardstick must be
         known by then. The other options are those of torch.compile; they are checked here, except for one graph, where
-        they are ignored. UsageError if the pass is not callable, or if an option is unknown or wrong.
+        they are ignored. UsageError if the pass is not callable, or if an option is unknown or wrong; ProgramError if
+        the file or module of a named pass does not exist.
         """
         if isinstance(function, str):
             require_module(function, what="pass")
@@ -70,7 +71,8 @@ class FxPass(Transform):
         """Yield the side that runs, in place of each captured graph, the callable that the pass makes of it.
 
         The `seam` gets each graph before the pass. As a backend of torch.compile the pass runs when the side is first
-        called; on one graph it runs at once. UsageError if `symbolic_trace` cannot trace the side.
+        called; on one graph it runs at once. UsageError or ProgramError if a named pass cannot be loaded; UsageError if
+        `symbolic_trace` cannot trace the side.
         """
         _ = self.function  # loaded here, because inside of a compiler its error would be the compiler's
         changes: list[bool] = []
@@ -88,14 +90,18 @@ class FxPass(Transform):
         yield TransformedSide.counting_calls(side, captured=1, changes=changes)
 
     def trace(self, side: Side) -> tuple[GraphModule, Side]:
-        """Return the one graph that the pass gets, exported or traced, and the side that runs it."""
+        """Return the one graph that the pass gets, and the side that runs it.
+
+        It is exported if `graph` is `export`, and else traced symbolically; UsageError if `torch.fx.symbolic_trace`
+        cannot.
+        """
         return export_side(side, strict=False) if self.graph == "export" else _trace_side(side)
 
     def _compiler(self, seam: Seam, changes: list[bool]) -> Compiler:
         """Return a compiler whose backend is the pass, with this seam before it; UsageError if an option is wrong.
 
-        `changes` is filled as `_run_pass` does.
         With `graph=aten` the pass gets the forward, backward and inference graphs of AOTAutograd, otherwise dynamo's.
+        When it runs, it adds to `changes` whether it changed each graph, as `_run_pass` does.
         """
 
         def backend(graph_module: GraphModule, example_inputs: list[Any], **_: Any) -> Any:

@@ -58,6 +58,11 @@ class Quantize(Transform):
     )
 
     def __init__(self, quantizer: str, options: Options) -> None:
+        """Read the quantizer's name, which is loaded at once, and the option `only`.
+
+        UsageError if an option or the name is unknown, UsageError or ProgramError if a factory cannot be loaded;
+        EnvironmentUnfit if torchao is not installed.
+        """
         require_known("quantize", options, ("only",))
         self.quantizer_factory = quantizer_factory(quantizer)
         self.only = str(options["only"]) if "only" in options else None
@@ -68,9 +73,9 @@ class Quantize(Transform):
     ) -> Iterator[TransformedSide]:
         """Yield the side with its call exported and quantized, after a calibration on the side's own inputs.
 
-        It runs under `no_grad`. Of the program's state only buffers are kept; a note says so about the weights. The
-        `seam` gets the exported graph with its handles. Calls count as transformed only if the graph has quantizing
-        nodes.
+        It runs under `no_grad`. Of the program's state only buffers are kept, and a note says that weights are not
+        compared. The `seam` gets the exported graph with its handles. Calls count as transformed only if the quantized
+        graph has quantizing nodes.
         """
         graph, names = export_with_handles(side)
         witness = Witness(captured=1)
@@ -129,7 +134,10 @@ def quantizer_factory(name: str) -> Callable[[], Quantizer]:
 
 
 def is_within(node: Node, path: str) -> bool:
-    """Tell whether a node was traced in the module of that path, or in one of its parts."""
+    """Tell whether a node was traced in the module of that path, or in one of its parts.
+
+    For the empty path, only nodes that belong to no module count.
+    """
     return f"{module_path(node)}.".startswith(f"{path}.")
 
 
@@ -144,8 +152,9 @@ def quantize(
     """Return a quantized copy of a graph, calibrated by one run on a copy of the side's inputs.
 
     `only` is the path of the one module to quantize, None for all, and `is_inside` tells which nodes belong to it. The
-    graph's buffers are as before the calibration, and nodes carry the handles of the nodes that they come from.
-    UsageError if no node is in that module or `factory` does not return a quantizer; ProgramError if `factory` raises.
+    copy's buffers are as before the calibration, and its nodes carry the handles of the nodes that they come from.
+    UsageError if no node was traced in that module or `factory` does not return a quantizer; ProgramError if `factory`
+    raises.
     """
     pt2e = _import_torchao(f"{_PT2E}.quantize_pt2e")
     quantizer = _build_quantizer(factory)
@@ -174,6 +183,7 @@ class QuantizedSubset:
         self.is_inside = is_inside
 
     def __getattr__(self, name: str) -> Any:
+        """Return the attribute of the quantizer inside, for every name that this object does not have."""
         return getattr(self.quantizer, name)
 
     def annotate(self, model: GraphModule) -> GraphModule:
@@ -214,12 +224,13 @@ def _drop_dangling(nodes: list[Node]) -> bool:
 
 
 def _sources(spec: Any) -> set[Any]:
-    """Return the places that a spec takes its scale and zero point from; empty for a spec of its own."""
+    """Return the nodes and edges that a quantizer's spec takes scale and zero point from; empty if it has its own."""
     shared = getattr(spec, "edge_or_node", None)
     return set(getattr(spec, "derived_from", None) or ()) | ({shared} if shared is not None else set())
 
 
 def _default_x86() -> Quantizer:
+    """Return torchao's quantizer for x86 with its default config; EnvironmentUnfit if torchao is not installed."""
     x86 = _import_torchao(_X86)
     return x86.X86InductorQuantizer().set_global(x86.get_default_x86_inductor_quantization_config())
 
@@ -288,7 +299,8 @@ def _share_handles_with_new_nodes(converted: GraphModule) -> None:
     """Give nodes that quantizing added the handles of the nodes that they were added for, so that they are matched.
 
     A quantizing node without handles gets those of its reader if it has only one. Then its sources without handles,
-    such as scales and zero points, get those of the quantizing node. Nodes with handles keep theirs.
+    such as scales and zero points but not placeholders, get those of the quantizing node. Nodes with handles keep
+    theirs.
     """
     quantizing = [node for node in handles.handled_nodes(converted) if handles.is_quantizing(node)]
     for node in reversed(quantizing):
@@ -301,9 +313,9 @@ def _share_handles_with_new_nodes(converted: GraphModule) -> None:
 
 
 def _with_buffers(side: Side, call: Callable[..., Any], graph: GraphModule, names: Mapping[str, str]) -> Side:
-    """Return the side with this call, the graph as the owner of its state, and of that the buffers that are in `names`.
+    """Return the side with this call, and with the graph as the owner of its state, of which only buffers are named.
 
-    `names` has the program's name of each tensor by its name in the graph.
+    `names` has the program's name of each tensor by its name in the graph; buffers that are not in it are left out.
     """
     buffers = {name: names[name] for name, _ in graph.named_buffers() if name in names}
     return replace(side, call=call, owner=graph, names=buffers)

@@ -33,6 +33,7 @@ class Replacement(Transform):
     traits = Traits(keeps_names=False, reads_program=False)
 
     def __init__(self, call: Callable[..., Any]) -> None:
+        """Take the candidate; UsageError if it is not callable."""
         if not callable(call):
             raise UsageError(f"a candidate must be callable, and {type(call).__name__} is not")
         self.call = call
@@ -72,11 +73,12 @@ class OtherModule(Transform):
     traits = Traits(keeps_names=False)
 
     def __init__(self, factory: str, options: Options) -> None:
-        """Read the names of the factory and, in the option `state`, of a mapping, which is loaded.
+        """Read the name of the factory and, in the option `state`, that of a mapping of state dicts, which is loaded.
 
         The factory is loaded when it is first applied, because its module may change torch, and the yardstick must be
-        known by then. `state=same`, the default, takes the state dict as it is; `state=none` takes none. UsageError or
-        ProgramError if a name cannot be loaded.
+        known by then. `state=same`, the default, takes the state dict as it is; `state=none` takes none. UsageError if
+        an option is unknown; UsageError or ProgramError if the mapping cannot be loaded or the factory's file or module
+        does not exist.
         """
         require_known("module", options, ("state",))
         require_module(factory, what="module factory")
@@ -97,9 +99,10 @@ class OtherModule(Transform):
     ) -> Iterator[TransformedSide]:
         """Yield a side that runs the module, built anew with the reference's state, on the inputs of this one.
 
-        If the factory returns a tuple, its first item is the module; another callable than a module gets no state.
-        Raise ProgramError if the factory raises, or if there is no state dict that fits. If `lifted`, the module is
-        copied to float64; TypeError if torch.compile made it. `draws_random` and `seam` are not used.
+        If the factory returns a tuple, its first item is the module; another callable than a module gets no state. A
+        copy of the module runs, or the module itself if it cannot be copied. ProgramError if the factory raises, or if
+        the program is not a module or its state dict does not fit. If `lifted`, the copy is in float64; TypeError if
+        torch.compile made the module. `draws_random` and `seam` are not used.
         """
         factory = self.factory
         try:

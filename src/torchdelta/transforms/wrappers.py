@@ -29,6 +29,7 @@ class AppliedOnce(Transform):
     """
 
     def __init__(self, inner: Transform, transformed: TransformedSide) -> None:
+        """Take the result of applying `inner` to the first side; the traits are those of `inner`, without a seam."""
         self.transformed = transformed
         # the graphs have passed the seam already, when the first side was transformed
         self.traits = replace(inner.traits, has_seam=False)

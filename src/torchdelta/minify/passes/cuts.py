@@ -81,7 +81,10 @@ def isolate_operations(search: Search) -> Proposals:
 
 
 def _isolate(subject: Subject, names: list[str], *, is_detached: bool = False) -> Edit:
-    """Return the edit that cuts every edge with a tensor or number, and returns the named operations."""
+    """Return the edit that cuts every edge with a tensor or number, and returns the named operations.
+
+    With `is_detached`, no input requires grad any more.
+    """
     cut = cuttable(subject, (node.name for node in subject.nodes))
     return Edit(cut=cut, outputs=tuple(names), is_detached=is_detached)
 
@@ -142,7 +145,10 @@ def _keep_outputs(subject: Subject, names: Collection[str], *, guess: bool | Non
 
 
 def _is_mentioned(search: Search, name: str) -> bool:
-    """Tell whether the candidate's error message mentions the operation of the named node."""
+    """Tell whether the candidate's error message has the short name of the named node's operation.
+
+    Names of one or two letters do not count.
+    """
     node = next(node for node in search.subject.nodes if node.name == name)
     word = short_name(op_name(node))
     return len(word) > 2 and word in search.answer.message
@@ -179,6 +185,7 @@ def _kind(subject: Subject, node: Node) -> str:
 
 
 def _describe(value: object) -> str:
+    """Return dtype and number of axes of a tensor as text, or the name of another value's type."""
     return f"{value.dtype}{value.dim()}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
@@ -208,13 +215,19 @@ def _bisect(total: int, keep: Callable[[int], Edit]) -> Proposals:
 
 
 def _keep_first(subject: Subject, count: int) -> Edit:
-    """Return the edit that keeps the first `count` nodes, and returns those tensors of them that are read later."""
+    """Return the edit that keeps the first `count` nodes, and drops the effects of the others.
+
+    The graph then returns the tensors of kept nodes that it returned before or that later nodes read.
+    """
     names = [node.name for node in subject.nodes]
     return Edit(outputs=region_outputs(subject, names[:count]), dropped=frozenset(names[count:]))
 
 
 def _keep_last(subject: Subject, count: int) -> Edit:
-    """Return the edit that keeps the last `count` nodes, which read the reference's values as inputs."""
+    """Return the edit that keeps the last `count` nodes, which read the reference's values as inputs.
+
+    The other nodes are not returned any more; one whose value is neither a tensor nor a number stays if it is read.
+    """
     nodes = subject.nodes
     removed = frozenset(node.name for node in nodes[: len(nodes) - count])
     return Edit(cut=cuttable(subject, removed), removed_outputs=removed, dropped=removed)

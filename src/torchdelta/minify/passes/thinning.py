@@ -47,7 +47,10 @@ def cut_edges(search: Search) -> Proposals:
 
 
 def drop_effects(search: Search) -> Proposals:
-    """Propose to drop each node that is there for its effect: a write, a random draw, an assertion."""
+    """Propose to drop each node that has an effect, such as a write, a random draw or an assertion.
+
+    All at once, then by halves, the last nodes first. A dropped node stays if its value is needed.
+    """
     names = [node.name for node in reversed(search.subject.nodes) if has_effect(node)]
     yield from propose_by_halves([Edit(dropped=frozenset({name})) for name in names])
 
@@ -66,6 +69,7 @@ def skip_operations(search: Search) -> Proposals:
 
 
 def _skip(name: str, operand: str) -> Edit:
+    """Return the edit by which the readers of the node `name` read its operand instead, and its effect is dropped."""
     return Edit(replacements={name: Name(operand)}, dropped=frozenset({name}))
 
 

@@ -36,7 +36,7 @@ def fix_shapes(search: Search) -> Proposals:
 
 
 def plain_strides(search: Search) -> Proposals:
-    """Propose to make inputs contiguous."""
+    """Propose to make non-contiguous inputs contiguous: all at once, then by halves."""
     strided = {name: value for name, value in _tensor_inputs(search).items() if not value.is_contiguous()}
     yield from propose_by_halves(_change_each(strided, torch.Tensor.contiguous))
 
@@ -68,17 +68,26 @@ def _tensor_inputs(search: Search) -> dict[str, torch.Tensor]:
 
 
 def plain_values(search: Search) -> Proposals:
-    """Propose random numbers, zeros and small sizes for all inputs at once."""
+    """Propose one edit for all inputs: random numbers for floats, zeros for integers and booleans, and small sizes.
+
+    Inputs that are drawn already, or cannot be, keep their values.
+    """
     yield merge_edits([*_draw_random(search), *_draw_constant(search, "zeros"), _shrink_all(search)])
 
 
 def random_numbers(search: Search) -> Proposals:
-    """Propose seeded random numbers for the floating-point and complex inputs that `_is_drawable` allows."""
+    """Propose seeded random numbers for the floating-point and complex inputs that are not drawn yet.
+
+    All inputs that `_is_drawable` allows at once, then by halves.
+    """
     yield from propose_by_halves(list(_draw_random(search)))
 
 
 def plain_constants(search: Search) -> Proposals:
-    """Propose zeros, then ones, for each integer or boolean input."""
+    """Propose zeros, then ones, for the contiguous integer and boolean inputs that are not drawn yet.
+
+    Each of both for all inputs at once, then by halves.
+    """
     for function in ("zeros", "ones"):
         yield from propose_by_halves(list(_draw_constant(search, function)))
 
@@ -133,7 +142,7 @@ def shrink_sizes(search: Search) -> Proposals:
 
 
 def _shrink_all(search: Search) -> Edit:
-    """Return the edit that makes every size small."""
+    """Return the edit that makes every size of the inputs above `SMALL` equal to `SMALL`."""
     return Edit(sizes=dict.fromkeys(_large_sizes(search), SMALL))
 
 
@@ -146,8 +155,10 @@ def _shrink_further(size: int) -> Proposals:
 
 
 def _large_sizes(search: Search) -> list[int]:
+    """Return the sizes of the inputs' axes that are above `SMALL`, the largest first."""
     return sorted((size for size in input_sizes(search.subject) if size > SMALL), reverse=True)
 
 
 def _half(size: int) -> int:
+    """Return half of a size, rounded down, but at least `SMALL`."""
     return max(SMALL, size // 2)
