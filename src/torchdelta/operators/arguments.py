@@ -23,8 +23,8 @@ _INTEGERS_BELOW = 10
 def build(description: Sequence[Any], seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the args and kwargs that `cli.op_arguments.read_arguments` described, with values drawn by the seed.
 
-    The description is a pair: a list for the args, and a dict by name for the kwargs. UsageError if a tensor or a
-    device in it cannot be made on this machine.
+    The description is a pair: a list for the args, and a dict by name for the kwargs. UsageError if a tensor in it
+    cannot be made on this machine, or if torch does not know a device.
     """
     args, kwargs = description
     generator = torch.Generator().manual_seed(seed)
@@ -73,6 +73,7 @@ def _join_some(texts: list[str]) -> str:
 
 
 def _after_dot(value: object) -> str:
+    """Return a value such as a dtype as text, without `torch.` in front."""
     return str(value).removeprefix("torch.")
 
 
@@ -80,7 +81,7 @@ def _build_value(description: Any, generator: torch.Generator) -> Any:
     """Return the value that a description stands for; ValueError if it is of an unknown kind.
 
     A plain value describes itself, and a list is built element by element. A dict has one item: the kind (`tensor`,
-    `tuple`, `device`, …) and what it is built from. UsageError if a tensor or device cannot be made.
+    `tuple`, `device`, …) and what it is built from. UsageError if a tensor cannot be made or a device is unknown.
     """
     if isinstance(description, list):
         return [_build_value(each, generator) for each in description]
@@ -106,7 +107,7 @@ def _build_value(description: Any, generator: torch.Generator) -> Any:
 
 
 def _device(name: str) -> torch.device:
-    """Return the device of that name; UsageError if there is none."""
+    """Return the device of that name, even if this machine lacks it; UsageError if torch cannot read the name."""
     try:
         return torch.device(name)
     except RuntimeError as error:
@@ -154,4 +155,5 @@ def _draw_values(
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype to draw floats of a dtype in: float64 for float64, and float32 for any other."""
     return dtype if dtype is torch.float64 else torch.float32

@@ -178,7 +178,7 @@ class OpCheck:
         """Yield the answers of the wanted probes that apply, in the order of the table.
 
         If a condition of a probe is not met, or if its answer is a text, the reason is noted in `unasked`. An answer of
-        None is dropped.
+        None is dropped. `progress` gets the name of each probe before it is asked.
         """
         for entry in probes_with(self.backends):
             if not self._is_wanted(entry):

@@ -52,7 +52,7 @@ def call_on_copies(side: Side, baseline: Baseline, *, seed: int | None = None) -
     """Call a side eagerly on copies of its inputs; return copies of its outputs and of its input tensors afterwards.
 
     They are leaves by path, which starts with `outputs`, `args` or `kwargs`. The generators are seeded with `seed`, or
-    with that of the baseline's plan if it is None.
+    with that of the baseline's plan if it is None. What the call raises is raised.
     """
     args, kwargs = copy_together((side.args, side.kwargs), name=baseline.program.name)
     runtime.seed_everything(baseline.plan.seed if seed is None else seed)
@@ -133,7 +133,11 @@ class OpInputs:
 
     @cached_property
     def fresh(self) -> list[Baseline]:
-        """The operator with fresh values of the same sizes, in a list of one; empty if it accepts none or has none."""
+        """The operator with fresh values of the same sizes, after an eager run, as a list of one baseline.
+
+        It is empty if the operator rejects all that were drawn, or if none differ from the user's. If only the backward
+        raises for them, the baseline is of the forward alone, and `other_backward_error` is set.
+        """
         accepted = self._first_accepted(examples.redraw(self.own.program, seed=self.seed + 1))
         return [accepted] if accepted else []
 
@@ -170,7 +174,7 @@ class OpInputs:
 
     @property
     def why_no_layouts(self) -> str:
-        """Why `laid_out` is empty."""
+        """Why `laid_out` is empty; it has a meaning only then."""
         if self.are_shared:
             return "its inputs share memory, so they have no other layout"
         return self.layout_error or "no input has another layout in memory"
@@ -196,17 +200,17 @@ class OpInputs:
 
     @property
     def can_be_resized(self) -> bool:
-        """Whether any input has a size to change."""
+        """Whether any input tensor has a size above 1, which could change."""
         return examples.can_be_resized(self.own.program)
 
     @property
     def can_vary(self) -> bool:
-        """Whether any input has values that a trace could depend on."""
+        """Whether any input is a tensor with elements, whose values a trace could depend on."""
         return examples.can_vary(self.own.program)
 
     @property
     def are_shared(self) -> bool:
-        """Whether two of the inputs have the same memory."""
+        """Whether two different input tensors share memory."""
         return examples.are_shared(self.own.program)
 
     @property
@@ -220,7 +224,7 @@ class OpInputs:
 
     @property
     def floats(self) -> list[torch.Tensor]:
-        """The input tensors of floating-point or complex numbers."""
+        """The input tensors of floating-point or complex numbers, also those in lists and dicts."""
         tensors = (leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor))
         return [leaf for leaf in tensors if leaf.is_floating_point() or leaf.is_complex()]
 
@@ -257,6 +261,7 @@ class OpInputs:
         return baseline
 
     def _baseline(self, program: Program, stages: tuple[str, ...] | None = None) -> Baseline:
+        """Return a baseline of the program, which was not run yet; `stages` are those of this record if None."""
         plan = Plan(
             stages=stages or self.stages, seed=self.seed, iterations=1, steps=1, optimizer=OPTIMIZERS.get("adamw")
         )
@@ -269,15 +274,16 @@ def describe_error(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message."""
+    """Return the first line of an error's message; empty if it has none."""
     return str(error).strip().partition("\n")[0]
 
 
 def _cause_of(error: ProgramError) -> str:
+    """Return type and first line of the exception behind an error, or of the error itself if there is none."""
     return describe_error(error.__cause__ or error)
 
 
 def _kinds_of(program: Program) -> list[Any]:
-    """Return dtype and number of dimensions of each tensor input, and the text of each other input."""
+    """Return dtype and number of dimensions of each tensor input, and the `repr` of each other input, in order."""
     leaves = tree_leaves((program.args, dict(program.kwargs)))
     return [(leaf.dtype, leaf.dim()) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]

@@ -65,6 +65,7 @@ class SweepFile:
         self._append(encode(swept))
 
     def _append(self, data: Any) -> None:
+        """Append data to the file as one line of strict JSON."""
         with self._path.open("a", encoding="utf-8") as file:
             file.write(to_text(data) + "\n")
 
@@ -167,7 +168,10 @@ class SweepRequest:
 
     @property
     def asks(self) -> tuple[str, ...]:
-        """The beginnings of the names of the probes that are asked: `probes`, or those of a sweep if it is empty."""
+        """The beginnings of the names of the probes that are asked: `probes`, or the default ones if it is empty.
+
+        The default ones are `PROBES`, and with backends also those of backends.
+        """
         return self.probes or (*PROBES, *(("backend",) if self.backends else ()))
 
     @property
@@ -223,7 +227,7 @@ def sweep(
     checked again. A worker that dies, or exceeds `timeout_s` or `memory_bytes`, is a row too. A given `pool` stays
     open; without one, `workers` are started for this sweep. `task` is the module whose functions they run. `tell` gets
     the progress. Ctrl-C while operators are checked ends the sweep early, with the rows so far and a note. UsageError
-    if the request makes no sense or if `out` cannot be used.
+    if the request makes no sense or if `out` cannot be used; RuntimeError if a worker fails to read the database.
     """
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="torchdelta-sweep-") as nowhere:
@@ -248,7 +252,7 @@ def sweep(
 
 
 def pool_for_sweep(workers: int = 2, task: str = WORKER) -> Pool:
-    """Return a pool whose workers import the database and trace a program before the first query."""
+    """Return a new pool whose workers import the database and compile once with aot_eager before the first query."""
     return Pool(workers=workers, preload=(f"{task}:get_ready",), warm="aot_eager")
 
 

@@ -58,6 +58,7 @@ def named_op(op: str, *, imports: Sequence[str], arguments: Any, inputs: str | N
 
 
 def _is_in_a_file(name: str) -> bool:
+    """Tell whether a name has a single colon, as `file.py:function` has, and not only `namespace::operator`."""
     return ":" in name.replace("::", "")
 
 
@@ -98,7 +99,8 @@ SAMPLES = "its samples"
 def get_ready() -> None:
     """Import the database, load the compiled loops and check a sine, so that forked workers have this behind them.
 
-    If the database cannot be imported, return without an error.
+    Objects are assumed to be frozen from then on (`memory.expect_frozen`). If the database cannot be imported, return
+    without an error, and do none of it.
     """
     try:
         opinfo.operators()
@@ -127,7 +129,8 @@ def sweep_operator(request: Mapping[str, Any], place: QueryDirectory) -> dict[st
     """Check an operator of the database in one dtype, on some of its samples; return its row as `swept`, encoded.
 
     At most `request["samples"]` samples are checked. `place` is told the part that begins. If the database raises
-    instead of giving samples, the row is inconclusive and says so. This process has one thread of torch afterwards.
+    instead of giving samples, the row is inconclusive and says so; only errors of torchdelta's own are raised. This
+    process has one thread of torch afterwards.
     """
     began = time.monotonic()
     # workers run side by side, and samples are small
@@ -207,7 +210,7 @@ class _Findings:
             self.reports.append(report)
 
     def by_probe(self) -> dict[str, Verdict]:
-        """Return the worst verdict of each probe over all reports, by the probe's name."""
+        """Return the worst verdict of each probe over all reports, by the probe's name; empty without reports."""
         by_name: dict[str, list[Verdict]] = {}
         for report in self.reports:
             for probe in report.probes:

@@ -51,9 +51,9 @@ def copy_together(values: Any, *, name: str, convert: Convert = lambda dtype: dt
     """Return a copy of any value, which shares no state with it; `convert` may change the dtypes of its tensors.
 
     Objects that are shared within the original are shared within the copy, and so is memory of plain tensors of one
-    dtype; tensors become leaves. Python modules, classes, functions that reach no state, and captured values without
-    state are not copied. `name` is for error messages. Raise ProgramError if the value cannot be copied, or if copies
-    would share tensors that require grad.
+    dtype; tensors become autograd leaves. Python modules, classes, functions that reach no state, and captured values
+    without state are not copied; nor is a captured value that cannot be and reaches no tensor. `name` is for error
+    messages. Raise ProgramError if the value cannot be copied, or if copies would share tensors that require grad.
     """
     objects = everything_in(values)
     _refuse_shared(objects, name)
@@ -95,7 +95,8 @@ _LARGE = 2**26
 def shared_state_unchanged(value: Any, *, name: str) -> Iterator[None]:
     """Run the block, and raise ProgramError if it wrote in place to a tensor that every copy of the value shares.
 
-    `shared_state` says which tensors these are. Nothing is looked at if the block raises.
+    `shared_state` says which tensors these are. Only writes that torch counts are noticed, and nothing is put back. If
+    the block raises, nothing is checked.
     """
     shared = shared_state(everything_in(value))
     before = {path: (tensor, tensors.version(tensor)) for path, tensor in shared.items()}
@@ -110,11 +111,11 @@ def shared_state_unchanged(value: Any, *, name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def originals_unchanged(originals: Sequence[torch.Tensor], *, name: str) -> Iterator[None]:
-    """Run the block on a copy of a program, and raise ProgramError if it wrote to the program's own tensors.
+    """Run the block on a copy of a program; raise ProgramError if it wrote to the program's own tensors, `originals`.
 
-    A weak reference, a cached method or a hook that closes over its module leads from the copy to the original. The
-    tensors are put back, unless they are larger than `_LARGE` together: then only writes that torch counts are noticed.
-    Nothing is looked at if the block raises.
+    The tensors get their old values back before. If they have more than `_LARGE` bytes together, they stay changed, and
+    only writes that torch counts are noticed. Tensors without a plain buffer are not watched. If the block raises,
+    nothing is checked or put back.
     """
     plain = [tensor for tensor in originals if tensors.has_own_buffer(tensor)]
     versions = [tensors.version(tensor) for tensor in plain]
@@ -143,6 +144,7 @@ def _has_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor as a flat tensor of bytes."""
     # by bytes, because NaN is not equal to itself
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
@@ -199,7 +201,10 @@ def _match_kind(tensor: torch.Tensor, duplicate: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_special(tensor: torch.Tensor, convert: Convert) -> torch.Tensor:
-    """Return a clone of a tensor that is a subclass, a lazy conjugate, or has no memory of its own."""
+    """Return a clone of a tensor as a leaf with the converted dtype; `requires_grad` stays, and a Parameter stays one.
+
+    It is for subclasses, lazy conjugates and tensors without a plain buffer.
+    """
     duplicate = tensor.detach().clone()
     if convert(tensor.dtype) != tensor.dtype:
         duplicate = duplicate.to(convert(tensor.dtype))
@@ -207,11 +212,11 @@ def _copy_special(tensor: torch.Tensor, convert: Convert) -> torch.Tensor:
 
 
 def _function_shells(objects: list[Any], memo: dict[int, Any]) -> list[tuple[FunctionType, FunctionType]]:
-    """Return each function that reaches state, with a shell: a copy of it whose closure and defaults are still empty.
+    """Return (function, shell) for each function to copy; a shell is a copy whose closure and defaults are still empty.
 
-    The shells are added to the memo by the function's id. If a function uses globals with state, its shell has a copy
-    of its module's globals, which the shells of all functions of that module share, because one may read what another
-    writes; else it has the original globals.
+    These are the functions that reach state, and all that use globals of a module in which one of `objects` uses
+    globals with state. The shells of such a module share one copy of its globals, because one function may read what
+    another writes; any other shell has the original globals. The shells are added to the memo by the function's id.
     """
     functions = [function for function in objects if isinstance(function, FunctionType)]
     copied = {
@@ -236,6 +241,7 @@ def _function_shells(objects: list[Any], memo: dict[int, Any]) -> list[tuple[Fun
 
 
 def _reaches_state(function: FunctionType) -> bool:
+    """Tell whether a function captures a value with state, or has a closure and is not of an installed package."""
     # a call may replace any value in a closure, a counter for example
     has_own_closure = bool(function.__closure__) and not is_installed(function)
     return has_own_closure or any(has_state(value) for _, value in captured_by(function))
@@ -279,9 +285,10 @@ def _copy_captured(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _rebind_methods(duplicate: Any, memo: dict[int, Any]) -> Any:
-    """Give bound methods that are attributes within the duplicate their copied functions, in place, and return it.
+    """Replace bound methods among the attributes of all objects in the duplicate, in place, and return the duplicate.
 
-    `deepcopy` copies the object to which a method is bound, but not its function.
+    They get the copy of their function, if the memo has one: `deepcopy` copies only the object to which a method is
+    bound.
     """
     for holder in everything_in(duplicate):
         for name, value in list(getattr(holder, "__dict__", {}).items()):
@@ -339,11 +346,11 @@ def children(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def tensor_slots(value: Any) -> Iterator[tuple[Any, Any, torch.Tensor]]:
-    """Yield (holder, key, tensor) for places from which a value reaches a tensor, and where it can be replaced.
+    """Yield (holder, key, tensor) for the places within a value where a tensor can be replaced by assigning to them.
 
-    The holder is a cell of a closure (its key is None), a list, or a dict of items, attributes or used globals. Direct
-    attributes of modules are left out, but not the dicts and lists in them, such as `_parameters`. So are attributes
-    and defaults of functions.
+    The holder is a cell of a closure (its key is None), a list, or a dict of items, attributes or used globals. Other
+    places are left out: direct attributes of modules (but not the dicts and lists in them, such as `_parameters`),
+    attributes and defaults of functions, tuples and slots.
     """
     for holder in everything_in(value):
         if isinstance(holder, FunctionType):
@@ -363,15 +370,15 @@ def tensor_slots(value: Any) -> Iterator[tuple[Any, Any, torch.Tensor]]:
 
 
 def has_tensors(value: Any) -> bool:
-    """Tell whether the value reaches a tensor, module, generator or numpy array."""
+    """Tell whether the value is or reaches a tensor, `nn.Module`, torch generator or numpy array."""
     return any(isinstance(inner, _STATE) for inner in everything_in(value))
 
 
 def has_state(value: Any) -> bool:
     """Tell whether two runs that share the value could affect each other.
 
-    That is so if it is a container, a random generator or an object of the user's, or if it reaches tensors. A tuple, a
-    bound method or a partial has state if one of its parts has.
+    That is so if it is a list, dict, set, deque, random generator or object of the user's, or if it reaches tensors. A
+    tuple, frozenset, bound method or partial has state if one of its parts, functions aside, has.
     """
     if isinstance(value, (*_CONTAINERS, *_GENERATORS, SimpleNamespace)):
         return True
@@ -408,14 +415,17 @@ def is_filled(cell: CellType) -> bool:
 
 
 def used_globals(function: FunctionType) -> dict[str, Any]:
-    """Return the globals that a function mentions, by name, or an empty dict if it belongs to an installed package."""
+    """Return the globals that a function or one within it mentions, by name, as far as they exist.
+
+    The dict is empty if the function belongs to an installed package or to Python itself.
+    """
     if is_installed(function):
         return {}
     return {name: function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__}
 
 
 def written_globals(function: FunctionType) -> set[str]:
-    """Return the names of the globals that a function or one within it assigns to, whether or not they exist yet."""
+    """Return the names of the globals that a function or one within it assigns or deletes, if they exist or not."""
     return set(_names(function.__code__, _WRITES))
 
 
@@ -427,9 +437,9 @@ def is_installed(function: FunctionType) -> bool:
 def shared_state(values: list[Any]) -> dict[str, torch.Tensor]:
     """Return the tensors, by name, that every copy of the values would share; `values` is everything a program reaches.
 
-    Classes and modules are never copied, so copies share the tensors in class attributes, those that methods except
-    `__init__` read from module level, and those that functions read as `other.tensor` from another module. Where that
-    is an `nn.Module`, its parameters count. Installed packages do not count.
+    Classes and Python modules are never copied. So copies share the tensors in attributes of the user's classes, those
+    that their methods except `__init__` use as globals, and those that functions read as `other.tensor` from another
+    module of the user's. Of an `nn.Module` found there, the parameters count.
     """
     shared: dict[str, torch.Tensor] = {}
     for kind in {kind for value in values for kind in type(value).__mro__ if not is_installed_class(kind)}:
@@ -463,7 +473,7 @@ def _state_of_other_modules(function: FunctionType) -> dict[str, torch.Tensor]:
 
 
 def _tensors_in(value: Any, name: str) -> dict[str, torch.Tensor]:
-    """Return the tensors that a value reaches, by names that begin with `name`; of a module, its parameters only."""
+    """Return the tensors that a value reaches, by names that begin with `name`; of an `nn.Module`, only parameters."""
     if isinstance(value, torch.nn.Module):
         return {f"{name}.{inner}": parameter for inner, parameter in value.named_parameters()}
     tensors = (inner for inner in everything_in(value) if isinstance(inner, torch.Tensor))
@@ -471,20 +481,26 @@ def _tensors_in(value: Any, name: str) -> dict[str, torch.Tensor]:
 
 
 def is_installed_class(kind: type) -> bool:
-    """Return whether a class belongs to an installed package or to Python itself."""
+    """Tell whether a class belongs to an installed package or to Python itself; False if its module is not loaded."""
     module = sys.modules.get(kind.__module__)
     return module is not None and is_installed_module(module)
 
 
 def is_installed_module(module: ModuleType) -> bool:
-    """Tell whether a module belongs to an installed package or to Python itself."""
+    """Tell whether a module belongs to an installed package or to Python itself.
+
+    A module without a file counts as built in; `__main__` never counts.
+    """
     # a module without a file is built in
     return (getattr(module, "__file__", None) or _INSTALLED[0]).startswith(_INSTALLED) and module.__name__ != "__main__"
 
 
 @functools.lru_cache(maxsize=4096)
 def _names(code: CodeType, operations: frozenset[str] = _USES) -> tuple[str, ...]:
-    """Return the global names that a function's code uses, including its inner functions, each once."""
+    """Return the names of the globals that code and its inner functions use, each once.
+
+    `operations` are the bytecode operations that count as a use; by default those that read, write or delete a global.
+    """
     names = [str(each.argval) for each in dis.get_instructions(code) if each.opname in operations]
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

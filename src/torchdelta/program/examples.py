@@ -60,10 +60,11 @@ def resize(program: Program, *, seed: int) -> Iterator[Iterator[Program]]:
 
 
 def resize_symbols(program: Program, symbols: Mapping[str, Sequence[Size | None]], *, seed: int) -> Iterator[Program]:
-    """Yield tries in which sizes with a symbol change, all sizes of one symbol together; all other sizes stay.
+    """Yield programs in which sizes with a symbol change, all sizes of one symbol alike; all other sizes stay.
 
-    `symbols` has for each input tensor, by its path, the symbol of each axis, or None if its size is fixed. Sizes stay
-    within the bounds of their symbol.
+    `symbols` has for each input tensor, by its path, the symbol of each axis, or None if its size is fixed. Sizes grow
+    by one, double and shrink by one, first for all symbols at once and then for each alone, within the bounds of the
+    symbol. Sizes 0 and 1 stay. Each change is yielded as `_tries` does.
     """
     inputs = _inputs(program)
     known = {symbol.name: symbol for axes in symbols.values() for symbol in axes if symbol is not None}
@@ -105,7 +106,7 @@ def relayout(program: Program) -> Iterator[tuple[str, Program]]:
 
 
 def can_be_resized(program: Program) -> bool:
-    """Tell whether any input has a size above 1, which `resize` could change."""
+    """Tell whether any input tensor with a plain buffer has a size above 1; shared memory is not looked for."""
     return bool(_sizes(_inputs(program)))
 
 
@@ -132,10 +133,12 @@ def _equal_changes(sizes: list[int]) -> Iterator[Change]:
 
 
 def _change_one(chosen: int, change: Callable[[int], int], size: int, _: int) -> int:
+    """Return the changed size if it is the chosen one, and any other size itself."""
     return change(size) if size == chosen else size
 
 
 def _grow_apart(size: int, place: int) -> int:
+    """Return more than triple the size, plus its place, so that equal sizes at different places become different."""
     return 3 * size + 2 + place
 
 
@@ -162,27 +165,29 @@ def _tries(program: Program, changes: Iterable[Change], seed: int) -> Iterator[P
 
 
 def _replace_by(tensors_by_id: Mapping[int, torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function from a tensor to the tensor that has its id as the key; KeyError if there is none."""
     return lambda tensor: tensors_by_id[id(tensor)]
 
 
 def _sizes(inputs: Any) -> list[int]:
+    """Return the different sizes above 1 of all input tensors with a plain buffer, in ascending order."""
     plain = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and tensors.has_own_buffer(leaf))
     return sorted({size for tensor in plain for size in tensor.shape if size > 1})
 
 
 def are_shared(program: Program) -> bool:
-    """Tell whether two of the inputs share memory."""
+    """Tell whether two different input tensors share memory; one tensor that is passed twice does not count."""
     leaves = {id(leaf): leaf for leaf in tree_leaves(_inputs(program)) if isinstance(leaf, torch.Tensor)}
     keys = [key for leaf in leaves.values() if (key := tensors.storage_key(leaf))]
     return len(set(keys)) < len(keys)
 
 
 def _grown(tensor: torch.Tensor, change: Change, place: int) -> torch.Tensor:
-    """Return a larger tensor that repeats the values, so that indices stay in range; the order of strides stays.
+    """Return a tensor of changed sizes that repeats the values, so that indices stay in range.
 
-    Each size above 1 is changed; the first of them has this place among those of all inputs. Sorted integers are
-    sorted again. The result is a leaf with the same `requires_grad`. A tensor without a plain buffer is returned as it
-    is.
+    Each size above 1 is changed; `place` is that of the first of them among those of all inputs. The order of strides
+    stays, and sorted integers are sorted again. The result is a leaf with the same `requires_grad`. A tensor without a
+    plain buffer is returned itself.
     """
     if not tensors.has_own_buffer(tensor):
         return tensor
@@ -201,19 +206,27 @@ def _grown(tensor: torch.Tensor, change: Change, place: int) -> torch.Tensor:
 
 
 def _apply_layout(tensor: torch.Tensor, lay_out: Layout, place: int) -> torch.Tensor:
-    """Return a tensor in another layout, or unchanged if it is a subclass or has attributes, which would be lost."""
+    """Return the values of a tensor in another layout, as a leaf with its `requires_grad`.
+
+    `place` is its place among the inputs. A subclass, a tensor with attributes (which would be lost), and one without a
+    plain buffer are returned themselves.
+    """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or vars(tensor) or not tensors.has_own_buffer(tensor):
         return tensor
     return lay_out(tensor.detach(), place).requires_grad_(tensor.requires_grad)
 
 
 def _strides(inputs: Any) -> list[tuple[int, ...]]:
+    """Return the strides of each input tensor that has a plain buffer and more than one element, in order."""
     plain = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and tensors.has_own_buffer(leaf))
     return [tensor.stride() for tensor in plain if tensor.numel() > 1]
 
 
 def _grows_too_large(tensor: torch.Tensor, change: Change, place: int) -> bool:
-    """Tell whether a change makes a tensor too large; `place` is that of its first axis with a size above 1."""
+    """Tell whether a change gives a tensor more elements than `MOST_ELEMENTS` and than four times its own.
+
+    `place` is that of its first axis with a size above 1. False for a tensor without a plain buffer.
+    """
     if not tensors.has_own_buffer(tensor):
         return False
     places = itertools.count(place)
@@ -222,11 +235,15 @@ def _grows_too_large(tensor: torch.Tensor, change: Change, place: int) -> bool:
 
 
 def _is_integer(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is of integers; booleans and unsigned integers of more than 8 bits do not count."""
     return tensor.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def _is_sorted(tensor: torch.Tensor) -> bool:
-    """Tell whether these are integers in ascending order, as offsets are, which would be invalid out of order."""
+    """Tell whether a tensor has integers that never descend along its last axis, as offsets do.
+
+    False if that axis has fewer than two elements, or if the tensor has no axis or no plain buffer.
+    """
     if not _is_integer(tensor) or not tensors.has_own_buffer(tensor) or not tensor.dim() or tensor.shape[-1] < 2:
         return False
     return bool((tensor[..., 1:] >= tensor[..., :-1]).all())
@@ -282,6 +299,7 @@ def _vary_constants(inputs: Any, drawn: Any, seed: int) -> None:
 
 
 def _sort_where_sorted(inputs: Any, drawn: Any) -> None:
+    """Sort the drawn tensors along their last axis, in place, where the input has sorted integers (`_is_sorted`)."""
     for old, new in zip(tree_leaves(inputs), tree_leaves(drawn), strict=True):
         if isinstance(new, torch.Tensor) and _is_sorted(old):
             new.copy_(new.sort(dim=-1).values)
@@ -300,6 +318,7 @@ def _is_same(inputs: Any, drawn: Any) -> bool:
 
 
 def _has_same_values(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Tell whether two tensors have the same bits, any NaN being equal to any NaN."""
     return measure(old.detach(), new.detach()).mismatches == 0
 
 
@@ -313,6 +332,7 @@ def _inputs(program: Program) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _with(program: Program, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Program:
+    """Return a copy of the program with these inputs, a pair of args and kwargs."""
     return replace(program, args=inputs[0], kwargs=inputs[1])
 
 
@@ -366,18 +386,24 @@ Layout = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 def contiguous(tensor: torch.Tensor, _: int) -> torch.Tensor:
-    """Return the tensor in row-major order."""
+    """Return the tensor in row-major order, or the tensor itself if it is so already."""
     return tensor.contiguous()
 
 
 def transposed(tensor: torch.Tensor, _: int) -> torch.Tensor:
-    """Return a copy in column-major order: its last axis is the outermost in memory."""
+    """Return the tensor in column-major order: its last axis is the outermost in memory.
+
+    The result shares the tensor's memory if that is in this order already.
+    """
     backwards = tuple(reversed(range(tensor.dim())))
     return tensor.permute(backwards).contiguous().permute(backwards)
 
 
 def transposed_by_turns(tensor: torch.Tensor, place: int) -> torch.Tensor:
-    """Return every other tensor transposed, so that neighbours have different strides."""
+    """Return the tensor in column-major order if its place is odd, and the tensor itself if it is even.
+
+    Neighbouring inputs then have different strides.
+    """
     return transposed(tensor, place) if place % 2 else tensor
 
 

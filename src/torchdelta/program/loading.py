@@ -14,7 +14,8 @@ def load_program(spec: str) -> Program:
 
     A factory is called without arguments. Raise UsageError if `spec` is not a name of that form, and ProgramError if it
     cannot be loaded, raises, or does not return (callable, args) or (callable, args, kwargs) that fit. A recorded
-    directory is read by `recordings.read`, whose imports and compiler settings last.
+    directory is read by `recordings.read`, whose imports and compiler settings last; its errors are raised, and
+    ReportUnreadable for a directory without a record.
     """
     if recording_of(spec) is not None:
         return recordings.read(spec)[0]
@@ -36,8 +37,9 @@ def load_program(spec: str) -> Program:
 def import_program(spec: str) -> None:
     """Import the modules of a named program, but do not build it; of a recording, apply its compiler settings too.
 
-    Settings that the modules make on import hold from then on, as in the user's own run. Raise UsageError, ProgramError
-    or ReportUnreadable if that cannot be done.
+    Settings that the modules make on import hold from then on, as in the user's own run. Raise UsageError if `spec` has
+    another form or a recording names code that is not trusted, ProgramError if a module does not import or has no such
+    factory, and ReportUnreadable if a directory has no readable record.
     """
     recording = recording_of(spec)
     if recording is None:
@@ -49,8 +51,8 @@ def import_program(spec: str) -> None:
 def import_place(place: str) -> None:
     """Import a module by file or by name, or the modules that a recording needs if `place` is a recorded directory.
 
-    The compiler settings of a recording are applied too. Raise ProgramError if a module does not import, and
-    ReportUnreadable if a directory has no readable record.
+    The compiler settings of a recording are applied too. Raise ProgramError if a module does not import,
+    ReportUnreadable if a directory has no readable record, and UsageError if that names code that is not trusted.
     """
     recording = recording_of(place)
     if recording is None:
@@ -60,6 +62,7 @@ def import_place(place: str) -> None:
 
 
 def _describe(value: object) -> str:
+    """Return the class of a value, for a tuple or list with its length, as in `tuple of 4`."""
     if isinstance(value, (tuple, list)):
         return f"{type(value).__name__} of {len(value)}"
     return type(value).__name__

@@ -13,7 +13,7 @@ STATUS = Path("/proc/self/status")
 
 
 def is_limited() -> bool:
-    """Tell whether the address space of this process has a limit."""
+    """Tell whether the address space of this process has a limit (the soft `RLIMIT_AS`)."""
     return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
 
@@ -37,12 +37,16 @@ class _Frozen:
 
     @classmethod
     def is_so(cls) -> bool:
+        """Tell whether objects are frozen; once that is so, it is not looked up again."""
         cls.is_known = cls.is_known or gc.get_freeze_count() > 0
         return cls.is_known
 
 
 def expect_frozen() -> None:
-    """Assume from now on that living objects are frozen; the caller is about to freeze them."""
+    """Assume from now on that living objects are frozen; the caller is about to freeze them.
+
+    `living_set_aside` then only runs its block.
+    """
     _Frozen.is_known = True
 
 

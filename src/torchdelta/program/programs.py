@@ -39,7 +39,7 @@ class Program:
 
     @property
     def lifted(self) -> Program:
-        """The program whose copies run in float64."""
+        """The program to copy in float64: with `lifted_call` as its call, or this one itself if that is None."""
         return self if self.lifted_call is None else replace(self, call=self.lifted_call)
 
     def __post_init__(self) -> None:
@@ -79,9 +79,9 @@ class Program:
 
 
 def own_path() -> tuple[str, ...]:
-    """Return the entries of `sys.path` outside of the Python installation, where the user's own modules are.
+    """Return the entries of `sys.path` outside of the Python installation, where the user's modules are, made absolute.
 
-    An entry that is relative to a working directory which was deleted is left out.
+    A relative entry is left out if the working directory was deleted.
     """
     installed = (sys.prefix, sys.base_prefix)
     places = [Path(place) for place in sys.path if not place.startswith(installed)]
@@ -89,7 +89,7 @@ def own_path() -> tuple[str, ...]:
 
 
 def load_callable(spec: str, *, what: str) -> Callable[..., Any]:
-    """Return the function or class that `path/file.py:name` or `package.module:name` names.
+    """Return the callable, such as a function or a class, that `path/file.py:name` or `package.module:name` names.
 
     `what` says in error messages what it is for. Raise UsageError if `spec` has another form or names something that
     cannot be called, and ProgramError if the module does not import or has no such name.
@@ -121,7 +121,8 @@ def load_object(spec: str, *, what: str) -> Any:
 def require_module(spec: str, *, what: str) -> None:
     """Raise UsageError if `spec` is not of the form `path/file.py:name` or `package.module:name`.
 
-    Raise ProgramError if there is no such file or module. Nothing is imported but the packages around a module.
+    Raise ProgramError if there is no such file or module; the name in it is not looked for. `what` says in messages
+    what it is for. Nothing is imported but the packages around a module.
     """
     place, _ = _place_and_name(spec, what)
     if place.endswith(".py"):
@@ -137,7 +138,7 @@ def require_module(spec: str, *, what: str) -> None:
 
 
 def _place_and_name(spec: str, what: str) -> tuple[str, str]:
-    """Return the module and the name in it; UsageError if `spec` has another form."""
+    """Return the module or file and the name in it; UsageError if `spec` has no colon or a part is empty."""
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
         raise UsageError(f"{spec!r} does not name a {what}: write path/file.py:name or package.module:name")

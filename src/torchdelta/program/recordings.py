@@ -73,8 +73,8 @@ def origin_of(module: str) -> ModuleOrigin:
 def owners_of(graph_module: GraphModule) -> tuple[list[str], list[str]]:
     """Return the modules that another process needs for a graph's functions, classes and operators; problems as texts.
 
-    Modules are sorted; those of torch's own functions are left out. A problem is an operator of which it is unknown
-    which module registered it.
+    The modules are sorted names, without those of torch's own functions. There is a problem for each operator of which
+    it is unknown which module registered it.
     """
     owners = {name for name in modules_named(graph_module) if not targets.is_torchs_own(name)}
     problems: dict[str, None] = {}
@@ -89,7 +89,7 @@ def owners_of(graph_module: GraphModule) -> tuple[list[str], list[str]]:
 
 
 def _find_functions(graph_module: GraphModule) -> Iterator[Any]:
-    """Yield the function of each node of a graph and of the graphs in it."""
+    """Yield the target of each `call_function` node of a graph and of the graphs in it."""
     for module in graph_module.modules():
         if isinstance(module, GraphModule):
             yield from (node.target for node in module.graph.nodes if node.op == "call_function")
@@ -108,7 +108,8 @@ def write(
     Files of an earlier recording in the directory are replaced. A graph that cannot be written is written as text, and
     an input that no file can hold is left out; `lacks` then says so. Inputs lose their autograd history, and behind
     AOTAutograd `requires_grad` too. `transform` is made absolute, or None if no other process can import it. Raise
-    UsageError if the directory cannot be written to, or if there is not one input for each placeholder.
+    UsageError if the directory cannot be written to, if there is not one input for each placeholder, or if the
+    transform names an unknown backend.
     """
     place = Path(directory)
     # a backend may be called in a mode that makes every tensor fake, and a graph in one that refuses `detach`
@@ -137,9 +138,9 @@ def read(directory: str | os.PathLike[str]) -> tuple[Program, Recording]:
     """Return a recorded graph as a program, and its record.
 
     The program runs under the autocast that was recorded, and without gradients if they were off. `make_ready` is
-    called for it, so imports and compiler settings of the recording last for the rest of the process. Raise
-    ProgramError if the recording lacks its graph or an input, or if a module does not import, and ReportUnreadable if
-    its files are damaged.
+    called, so imports and compiler settings of the recording last for the rest of the process; its errors are raised.
+    Raise ProgramError if the recording lacks its graph or an input, and ReportUnreadable if its files are missing or
+    damaged.
     """
     place = Path(directory)
     recording = read_recording(place)
@@ -163,7 +164,10 @@ def read(directory: str | os.PathLike[str]) -> tuple[Program, Recording]:
 
 
 def make_findable(recording: Recording) -> None:
-    """Put the folders of a recording's modules that the user trusts first in `sys.path`, until the process ends."""
+    """Put the folders of a recording's modules that the user trusts first in `sys.path`, until the process ends.
+
+    Folders that are in `sys.path` already stay where they are.
+    """
     trusted = trusted_directories()
     folders = [
         folder for folder in recording.path if any(Path(folder).resolve().is_relative_to(one) for one in trusted)
@@ -175,8 +179,8 @@ def make_ready(recording: Recording) -> tuple[str, ...]:
     """Import the modules that a recorded graph needs, apply its compiler settings, and return the modules' names.
 
     The folders of its modules that the user trusts are put first in `sys.path`. All of it lasts for the rest of the
-    process. Raise UsageError if a module is neither installed nor trusted, and ProgramError if one does not import or a
-    setting cannot be set.
+    process. Raise UsageError if a module is neither installed nor trusted or a setting names a program or path, and
+    ProgramError if a module does not import or a setting cannot be set.
     """
     for place in recording.imports:
         require_trusted(place, recording.path, named_by=f"the recording of {recording.name}")
@@ -217,6 +221,7 @@ class _UnderAutocast(torch.nn.Module):
     """Runs a graph under the autocast that it was recorded under."""
 
     def __init__(self, graph: torch.nn.Module, autocast: AutocastSetting) -> None:
+        """Keep the graph and the setting; raise ReportUnreadable if torch has no dtype of that name."""
         super().__init__()
         dtype = getattr(torch, autocast.dtype, None)
         if not isinstance(dtype, torch.dtype):
@@ -224,7 +229,7 @@ class _UnderAutocast(torch.nn.Module):
         self.graph, self.device, self.dtype = graph, autocast.device, dtype
 
     def forward(self, *values: Any) -> Any:
-        """Run the graph."""
+        """Run the graph under the autocast, and return its outputs."""
         with torch.autocast(self.device, dtype=self.dtype):
             return self.graph(*values)
 
@@ -237,7 +242,7 @@ class _WithoutGradients(torch.nn.Module):
         self.graph = graph
 
     def forward(self, *values: Any) -> Any:
-        """Run the graph."""
+        """Run the graph under `no_grad`, and return its outputs."""
         with torch.no_grad():
             return self.graph(*values)
 
@@ -345,6 +350,7 @@ def _placeholders(graph_module: GraphModule) -> list[torch.fx.Node]:
 
 
 def _merge(first: Iterable[str], second: Iterable[str]) -> tuple[str, ...]:
+    """Return the texts of both, in their order, each once."""
     return tuple(dict.fromkeys((*first, *second)))
 
 

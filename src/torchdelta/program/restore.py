@@ -115,8 +115,10 @@ def refill(container: Any, contents: Any) -> None:
 
 
 def _devices() -> range:
+    """Return the indices of all devices of the accelerator; an empty range if there is none."""
     return range(torch.accelerator.device_count() if torch.accelerator.is_available() else 0)
 
 
 def _device_module() -> Any:
+    """Return the module of torch for the present accelerator, such as `torch.cuda`."""
     return torch.get_device_module(torch.accelerator.current_accelerator())

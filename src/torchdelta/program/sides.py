@@ -49,9 +49,10 @@ class Side:
     def copied_from(
         cls, program: Program, *, convert: Convert = lambda dtype: dtype, with_callable: bool = True
     ) -> Side:
-        """Return a copy of the program; `convert` may change the dtypes of its tensors.
+        """Return a copy of the program as a side; `convert` may change the dtypes of its tensors.
 
         Without `with_callable` only the inputs are copied: the side's call is the program's own, and must not be run.
+        Raise ProgramError if the program cannot be copied.
         """
         if not with_callable:
             args, kwargs = copy_together((program.args, dict(program.kwargs)), name=program.name, convert=convert)
@@ -63,7 +64,7 @@ class Side:
 
     @classmethod
     def of(cls, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Side:
-        """Return a side of a callable and its inputs as they are, without a copy."""
+        """Return a side of a callable, which is also its owner, and of its inputs; nothing is copied."""
         return cls(call=call, args=args, kwargs=kwargs, owner=call)
 
     @property
@@ -84,11 +85,17 @@ class Side:
 
     @cached_property
     def unrun(self) -> UnregisteredState:
-        """The unregistered state of a side that is never run: it is looked up once."""
+        """The owner's unregistered state at the first access, which later accesses return too.
+
+        It is for a side that is never run, whose state does not change.
+        """
         return self.reach()
 
     def reach(self) -> UnregisteredState:
-        """Return the owner's unregistered state as it is now; with `names` there is none, because it has no names."""
+        """Return the owner's unregistered state as it is now.
+
+        With `names` return an empty one, because they name only registered state.
+        """
         return UnregisteredState() if self.names is not None else reached_by(self.owner, registered_in(self.state))
 
 
@@ -108,7 +115,7 @@ def started_from(side: Side) -> list[torch.Tensor]:
 
 
 def varied_in(side: Side) -> list[torch.Tensor]:
-    """Return the parameters and the tensors among the inputs: they vary from use to use, unlike buffers."""
+    """Return the parameters and the tensors that the inputs reach: they vary from use to use, unlike buffers."""
     inputs = [value for value in copies.everything_in((side.args, side.kwargs)) if isinstance(value, torch.Tensor)]
     return [*side.state.parameters.values(), *inputs]
 
@@ -146,7 +153,10 @@ def state_of(call: Callable[..., Any]) -> State:
 
 
 def state_holders(call: Callable[..., Any]) -> Iterator[tuple[str, torch.nn.Module | torch.Tensor]]:
-    """Yield the outermost modules and the tensors that a callable reaches, each with its name in the source code."""
+    """Yield (name, holder) for the outermost modules and the tensors that a callable reaches, each once.
+
+    The name is that in the source code, and empty if the callable itself is a module.
+    """
     yield from _holders(call, "", set())
 
 

@@ -85,7 +85,10 @@ class Observation:
     is_differentiable: bool = False
 
     def complete(self, stage: str, paths: Iterable[str]) -> None:
-        """Add the leaves at these paths to a stage that ran, if the run left them as they were; others stay missing."""
+        """Add the leaves at these paths from `untouched` to a stage; do nothing if the stage did not run.
+
+        A path that the stage has already, or that is not among its untouched leaves, is skipped.
+        """
         if stage in self.stages:
             leaves, untouched = self.stages[stage], self.untouched.get(stage, {})
             leaves.update({path: untouched[path] for path in paths if path in untouched and path not in leaves})
@@ -95,6 +98,7 @@ class SideFailed(Exception):
     """A side raised an exception: the stage and iteration, the exception, and the observation up to then."""
 
     def __init__(self, stage: str, iteration: int, observation: Observation, error: BaseException) -> None:
+        """Keep the arguments as attributes; the message is made of the stage and the error."""
         super().__init__(f"{stage}: {type(error).__name__}: {errors.message_of(error)}")
         self.stage = stage
         self.iteration = iteration
@@ -125,8 +129,9 @@ def observe(
 
     User code runs within `scope`; loss and optimizer, which no compiler is given, run within `uncompiled_scope` too.
     `original` is a side of the program that was not run; its tensors represent those that the run did not change.
-    `convert` maps the original's dtypes to this side's. `keeps` tells by stage and path whether to record an input,
-    parameter or buffer of the forward. `before_step` may change the gradients of an optimizer step in place.
+    `convert` maps the original's dtypes to this side's. `keeps` tells by stage (`forward` or `gradients`) and path
+    whether to record an input, parameter or buffer. `before_step` may change the gradients of an optimizer step in
+    place.
     """
     return _Observer(side, plan, original, scope, convert, keeps, before_step, uncompiled_scope).run()
 
@@ -172,9 +177,10 @@ class _Observer:
     def run(self) -> Observation:
         """Run all iterations of forward and gradients, then the optimizer steps, and return the observation.
 
-        The first iteration has the given inputs; later ones have random inputs, and paths that begin with
-        `iterations[N].`. Gradients and steps are left out if no value that the call left behind requires grad, or if
-        the plan does not have them. State that all sides share is put back at the end.
+        The first iteration has the given inputs, later ones random inputs, and the last ones those of `plan.further`;
+        paths of all but the first begin with `iterations[N].`. Gradients and steps are left out if the plan does not
+        have them, or if neither the loss nor a value that the call left behind requires grad. State that all sides
+        share is put back at the end, even if SideFailed is raised.
         """
         try:
             return self._run()
@@ -183,7 +189,10 @@ class _Observer:
             self.start.unrun.shared.put_back()
 
     def _run(self) -> Observation:
-        """Run the stages of the plan in their order and return the observation."""
+        """Run the stages of the plan in their order and return the observation; SideFailed if user code raises.
+
+        If the side has a start of its own, `other_starts` of the observation is set first.
+        """
         if self.side.start is not None:
             self.observation.other_starts = self._find_other_starts(self.side.start)
         for iteration in range(self.plan.iterations + len(self.plan.further)):
@@ -206,7 +215,7 @@ class _Observer:
         return self.observation
 
     def _leaves(self, stage: str) -> Leaves:
-        """Return the dict of a stage's leaves, to be filled."""
+        """Return the dict of a stage's leaves in the observation; an empty one is added if the stage has none."""
         return self.observation.stages.setdefault(stage, {})
 
     @contextmanager
@@ -225,9 +234,9 @@ class _Observer:
     def _call(self, stage: str, seed: int) -> Any:
         """Call the side with all generators seeded and return its outputs.
 
-        Each call appends the random state after it to the observation's `random_states`, and sets `draws_random` if it
-        drew random numbers. If it raises, SideFailed names the `stage`. Sets `old_graphs` before the call, and after it
-        `unregistered`, which also has the flags of the process that the call changed.
+        Each call appends a hash of the generators' state after it to the observation's `random_states`, and sets
+        `draws_random` if it drew random numbers. If it raises, SideFailed names the `stage`. Sets `old_graphs` before
+        the call, and after it `unregistered`, which also has the flags of the process that the call changed.
         """
         nodes = (tensor.grad_fn for tensor in self._kept_tensors().values())
         self.old_graphs = {id(node): node for node in nodes if node is not None}
@@ -259,7 +268,10 @@ class _Observer:
         return args, kwargs
 
     def _take_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Replace the side's inputs by copies of other ones, which have the original's dtypes."""
+        """Replace the side's inputs by copies of other ones, converted from the original's dtypes.
+
+        `original_tensors` and `original_unregistered` then have these inputs too, so that changes to them are noticed.
+        """
         other = Side.of(self.original.call, args, kwargs)
         self.original_tensors = _tensors_in({**_inputs(other), **_registered(self.start)})
         self.original_unregistered = {**self.original_unregistered, **_plain_leaves(_inputs(other))}
@@ -267,7 +279,10 @@ class _Observer:
         self.side = replace(self.side, args=args, kwargs=kwargs)
 
     def _find_other_starts(self, start: Side) -> set[str]:
-        """Return the paths of state whose values in this side's start are not those of the program."""
+        """Return the names, such as `buffers['mean']`, of state that has other values in `start` than in the program.
+
+        State that only one of them has is left out.
+        """
         return _names_of_differences(
             {**registered_in(self.original.state), **self.original.unrun.leaves},
             {**registered_in(start.state), **start.unrun.leaves},
@@ -278,7 +293,8 @@ class _Observer:
 
         Inputs, parameters and buffers for which `keeps` returns False are left out; those that did not change are
         represented by the original's tensor. Plain inputs and unregistered state are recorded only if they changed.
-        Paths begin with `prefix`. Also fills `aliases`, `state_names` and `untouched`.
+        Without a `prefix`, which begins all paths, gradients that the call itself left are recorded too. Adds to
+        `aliases`, `state_names`, `written` and `untouched` of the observation.
         """
         leaves = self._leaves("forward")
         for path, value in leaves_of(outputs, "outputs").items():
@@ -316,13 +332,16 @@ class _Observer:
         self.observation.state_names.update(map(name_of, names))
 
     def _is_same(self, leaf: Any, original: Any) -> bool:
-        """Tell whether a leaf of unregistered state is as it was before the run."""
+        """Tell whether a leaf equals the original's: a tensor by `_is_unchanged`, any other by `_is_equal`."""
         if isinstance(leaf, torch.Tensor):
             return isinstance(original, torch.Tensor) and self._is_unchanged(leaf, original)
         return _is_equal(leaf, original)
 
     def _kept_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors among the side's inputs and state, by path; the unregistered ones after the last call."""
+        """Return the tensors among the side's inputs and state, by path.
+
+        Unregistered ones are those of `unregistered`, as it was read last.
+        """
         unregistered = {path: leaf for path, leaf in self.unregistered.items() if isinstance(leaf, torch.Tensor)}
         return {**_tensors_in(_inputs_and_state(self.side)), **unregistered}
 
@@ -366,10 +385,11 @@ class _Observer:
                 torch.autograd.backward(list(roots.values()), cotangents)
 
     def _roots(self, outputs: Any) -> dict[str, torch.Tensor]:
-        """Return every differentiable value that the last call left behind, by path, or the outputs by the plan.
+        """Return the differentiable tensors that the last call left behind, by path.
 
-        These are the outputs, and the tensors among inputs and state that the call computed. Those that depend on the
-        graph of an earlier call are left out, because its backward has run already.
+        These are the outputs and, if the plan differentiates state, the tensors among inputs and state that the call
+        computed. Of the latter, those that depend on the graph of an earlier call are left out, because its backward
+        has run already.
         """
         returned = {path: leaf for path, leaf in leaves_of(outputs, "outputs").items() if _is_differentiable(leaf)}
         if not self.plan.differentiates_state:
@@ -380,7 +400,12 @@ class _Observer:
         return {**returned, **fresh}
 
     def _record_gradients(self, prefix: str) -> None:
-        """Record the gradient of every tensor that gets one, and the inputs and state that the backward changed."""
+        """Record the gradients of the tensors that `_trained` returns, None without one, and what the backward changed.
+
+        Inputs and state that it changed are recorded, parameters, buffers and tensor inputs only if `keeps` says so;
+        those that it did not change are added to `untouched`. Also adds to `written` and `state_names`, and reads
+        `unregistered` anew. Paths begin with `prefix`.
+        """
         leaves = self._leaves("gradients")
         for path, tensor in self._trained().items():
             leaves.update(_snapshots(tensor.grad, f"{prefix}{path}.grad"))
@@ -471,24 +496,31 @@ def cotangent_for(output: torch.Tensor, path: str, seed: int) -> torch.Tensor:
 
 
 def _is_differentiable(value: Any) -> bool:
+    """Tell whether a value is a float or complex tensor that requires grad."""
     return isinstance(value, torch.Tensor) and value.requires_grad and is_inexact(value.dtype)
 
 
 def _inputs(side: Side) -> dict[str, Any]:
+    """Return the side's `args` and `kwargs`, by these names."""
     return {"args": side.args, "kwargs": side.kwargs}
 
 
 def _registered(side: Side) -> dict[str, Any]:
+    """Return the side's `parameters` and `buffers`, each a dict of tensors, by these names."""
     state = side.state
     return {"parameters": state.parameters, "buffers": state.buffers}
 
 
 def _inputs_and_state(side: Side) -> dict[str, Any]:
+    """Return the side's `args`, `kwargs`, `parameters` and `buffers`, by these names."""
     return {**_inputs(side), **_registered(side)}
 
 
 def _names_of_differences(first: Leaves, second: Leaves) -> set[str]:
-    """Return the names of state that two sides both have, with other leaves below or with other values in them."""
+    """Return the names, such as `buffers['mean']`, that both sides have and below which their leaves differ.
+
+    Leaves differ if a path is on one side only, or if their values are not equal (`_has_equal_values`).
+    """
     names = {name_of(path) for path in first} & {name_of(path) for path in second}
     return {
         name
@@ -499,7 +531,10 @@ def _names_of_differences(first: Leaves, second: Leaves) -> set[str]:
 
 
 def _has_equal_values(first: Any, second: Any) -> bool:
-    """Tell whether two leaves are equal; of two tensors, whether their values are, in any dtype."""
+    """Tell whether two leaves are equal; for two tensors, whether shape, device and values are, in any dtype.
+
+    Tensors without a plain buffer are equal if their components are, and not if they cannot be taken apart.
+    """
     if not (isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)):
         return _is_equal(first, second)
     if first.shape != second.shape or first.device != second.device:
@@ -576,7 +611,10 @@ def _aliases(outputs: Any, around: Mapping[str, torch.Tensor]) -> dict[str, froz
 
 
 def _named_snapshots(values: Mapping[str, Any], path: str) -> Leaves:
-    """Return copies of the leaves of each value by path; the order of the names does not count."""
+    """Return copies of the leaves of each value, by paths that begin with `path['name']`.
+
+    There is no leaf for the mapping itself, so the order of the names does not count.
+    """
     leaves: Leaves = {}
     for name, value in values.items():
         leaves.update(_snapshots(value, f"{path}[{name!r}]"))
@@ -584,6 +622,7 @@ def _named_snapshots(values: Mapping[str, Any], path: str) -> Leaves:
 
 
 def _snapshots(value: Any, path: str) -> Leaves:
+    """Return copies (`_snapshot`) of the leaves of a value, by paths that begin with `path`."""
     return {place: _snapshot(leaf) for place, leaf in leaves_of(value, path).items()}
 
 

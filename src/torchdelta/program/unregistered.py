@@ -72,7 +72,10 @@ class SharedState:
     """Cells of the closures of functions that all sides share, each with its value."""
 
     def put_back(self) -> None:
-        """Give the classes, globals and containers back the values that they had, where these have changed."""
+        """Give the classes, globals, containers, random generators and closures back the values that they had.
+
+        Attributes that a class got since are deleted.
+        """
         for holder, values in self.namespaces:
             now = vars(holder) if isinstance(holder, type) else holder
             added = set(_data_of(holder)) - values.keys() if isinstance(holder, type) else ()
@@ -109,7 +112,7 @@ def reached_by(call: Callable[..., Any], registered: Mapping[str, torch.Tensor])
 
 
 def name_of(path: str) -> str:
-    """Return the start of a path up to the name of the attribute, as in `attributes['cache']`."""
+    """Return the start of a path up to the end of its first key: `attributes['cache']` of `attributes['cache'][0]`."""
     return path[: _end_of_key(path) + 1]
 
 
@@ -138,7 +141,7 @@ class _Place:
 
     @property
     def path(self) -> str:
-        """The path of the leaf."""
+        """The path of the object in the results, as in `attributes['cache'][0]`."""
         return f"attributes[{self.name!r}]{self.steps}"
 
     def child(self, step: str, value: Any) -> _Place:
@@ -151,7 +154,10 @@ class _Place:
         return dataclasses.replace(self, name=f"{own}.{name}" if own else name, steps="", value=value, above=())
 
     def at(self, name: str, value: Any, **changes: Any) -> _Place:
-        """Return the place of a value that has a name of its own, such as one in a closure."""
+        """Return the place of a value that has a name of its own, such as one in a closure.
+
+        `changes` are other fields of the place.
+        """
         return dataclasses.replace(self, name=name, steps="", value=value, above=(), **changes)
 
 
@@ -168,13 +174,17 @@ class _Walk:
         self.installed: dict[type, bool] = {}
 
     def run(self, call: Callable[..., Any]) -> None:
-        """Visit the callable and everything that it reaches."""
+        """Visit the callable and everything that it reaches, and fill `leaves` and `shared`."""
         waiting = [_Place("", "", call)]
         while waiting:
             waiting.extend(reversed(list(self._visit(waiting.pop()))))
 
     def _visit(self, place: _Place) -> Iterator[_Place]:
-        """Record the leaf at a place, if it is one, and yield the places that it reaches."""
+        """Record the leaf at a place, if it is one, and yield the places that it reaches.
+
+        A plain value below an object of an installed package is not recorded, and Python modules are skipped. A
+        generator that all sides share is added to `shared.generators` too.
+        """
         value = place.value
         if isinstance(value, torch.Tensor):
             self._record(place, self._tensor_leaf(value))
@@ -200,26 +210,31 @@ class _Walk:
             yield from self._visit_object(place, value)
 
     def _record(self, place: _Place, leaf: Any) -> None:
-        """Add a leaf; if its path is taken, as when a global is called as an attribute is, it gets another one."""
+        """Add a leaf to `leaves` by its path; if that is taken, primes (′) are appended to it until it is free."""
         path = place.path
         while path in self.leaves:
             path += "′"
         self.leaves[path] = leaf
 
     def _attributes_of(self, place: _Place, tensor: torch.Tensor) -> Iterator[_Place]:
-        """Yield the attributes that the user's code gave to a plain tensor or parameter, such as `main_grad`."""
+        """Yield the places of attributes that the user's code gave to a plain tensor or parameter, such as `main_grad`.
+
+        Those of a tensor that was met before, and those of a compiler, are left out.
+        """
         if type(tensor) in (torch.Tensor, torch.nn.Parameter) and vars(tensor) and self._is_new(vars(tensor)):
             own = ((name, value) for name, value in vars(tensor).items() if not modules.is_of_compiler(name))
             yield from (place.child(f".{name}", value) for name, value in own)
 
     def _tensor_leaf(self, tensor: torch.Tensor) -> Any:
+        """Return the tensor itself, or a `Container` that names its path if it is a registered one."""
         path = self.registered.get(id(tensor))
         return tensor if path is None else Container(f"the tensor that is {path}")
 
     def _is_new(self, value: Any, place: _Place | None = None) -> bool:
         """Tell whether an object is met for the first time; from then on it is not.
 
-        At any later `place` a `Container` that names the first one is recorded.
+        If it was met before, a `Container` that names its first place is recorded at `place`; nothing is recorded
+        without a place or a name, or below an object of an installed package.
         """
         if id(value) not in self.visited:
             self.visited[id(value)] = value, place.path if place else ""
@@ -229,12 +244,16 @@ class _Walk:
         return False
 
     def _is_installed(self, kind: type) -> bool:
+        """Tell whether a class belongs to an installed package or to Python itself; answers are kept."""
         if kind not in self.installed:
             self.installed[kind] = copies.is_installed_class(kind)
         return self.installed[kind]
 
     def _visit_module(self, place: _Place, module: torch.nn.Module) -> Iterator[_Place]:
-        """Yield the attributes, submodules and hooks of a module, and its tensors that are not registered state."""
+        """Yield the attributes, submodules, hooks and unregistered tensors of a module, and the values of its class.
+
+        Attributes of the user's on registered tensors are yielded too. A module that was met before yields nothing.
+        """
         if not self._is_new(module, place):
             return
         yield from self._visit_class(type(module))
@@ -253,7 +272,11 @@ class _Walk:
             yield place.member(f"hooks[{index}]", hook)
 
     def _visit_function(self, place: _Place, function: Any) -> Iterator[_Place]:
-        """Yield what a function captures, each by its own name, and what a method or a partial is made of."""
+        """Yield what a function captures, each by its own name, and what a method or a partial is made of.
+
+        A function or partial that was met before yields nothing. Attributes of the user's functions, and the closure of
+        a function that all sides share, are added to `shared`.
+        """
         if isinstance(function, MethodType):
             yield dataclasses.replace(place, value=function.__self__)
             yield dataclasses.replace(place, value=function.__func__)
@@ -307,7 +330,11 @@ class _Walk:
         yield from (_Place(f"{name}.{key}", "", value, is_shared=True) for key, value in used.items())
 
     def _visit_class(self, kind: type) -> Iterator[_Place]:
-        """Yield the values that a class and its bases keep, and the globals of their methods; only the user's count."""
+        """Yield the values that a class and its bases keep, and those that their methods capture or use as globals.
+
+        Only the user's classes count, each once, and not the method `__init__`. The values and the closures of the
+        methods are added to `shared`.
+        """
         for base in kind.__mro__:
             if self._is_installed(base) or not self._is_new(base):
                 continue
@@ -323,10 +350,12 @@ class _Walk:
                         yield from self._visit_globals(function)
 
     def _visit_object(self, place: _Place, value: Any) -> Iterator[_Place]:
-        """Record the container at a place and yield its items; or yield the attributes of another object.
+        """Record a `Container` for an object or container, and yield the places of its attributes or items.
 
-        An object of an installed package that is not a container is not recorded, and neither are the plain values
-        below it. Objects of the standard library are left out.
+        An installed object that is neither a container nor a dataclass is not recorded, nor are plain values below it;
+        one of the standard library is left out. Of the callable itself only the attributes are yielded. A large
+        container of plain values becomes a few leaves. An object that was met before yields nothing, and a plain
+        container inside of itself neither. A value that all sides share is added to `shared`.
         """
         kind = type(value)
         is_container = isinstance(value, _DATA)
@@ -360,13 +389,19 @@ class _Walk:
         yield from (place.child(step, child) for step, child in children)
 
     def _remember_cells(self, function: FunctionType) -> None:
-        """Keep what the closure of a function holds, because all sides share it; only the user's functions count."""
+        """Add the filled cells of a function's closure, with their values, to `shared.cells`.
+
+        Nothing is added for an installed function.
+        """
         if not copies.is_installed(function):
             cells = [cell for cell in function.__closure__ or () if copies.is_filled(cell)]
             self.shared.cells.extend((cell, cell.cell_contents) for cell in cells)
 
     def _remember(self, value: Any) -> None:
-        """Keep a shallow copy of a container's items, or of an object's attributes, because all sides share it."""
+        """Add a container, or the dict of an object's attributes, with a shallow copy of it to `shared.contents`, once.
+
+        Nothing is added for an object without such a dict.
+        """
         container = (
             value if isinstance(value, (list, dict, set, collections.deque)) else getattr(value, "__dict__", None)
         )
@@ -375,7 +410,7 @@ class _Walk:
 
 
 def _children(value: Any) -> list[tuple[str, Any]]:
-    """Return the items or attributes of an object by their steps; none if they cannot be read."""
+    """Return the items or attributes of an object as (step, value); empty if there are none or they cannot be read."""
     try:
         return children_of(value) or []
     except Exception:  # a property or an iterator of the user's raised
@@ -383,10 +418,10 @@ def _children(value: Any) -> list[tuple[str, Any]]:
 
 
 def _large_leaves(value: Any) -> list[tuple[str, Any]]:
-    """Return a large container of plain values as few leaves by step; nothing for any other value.
+    """Return a container of at least `_LARGE` plain values as few leaves, (step, leaf); empty for any other value.
 
-    Its floats are one array, which is judged as numbers are, and the rest is a copy in which each of them is `float`.
-    A set has no order, and is one leaf with its floats.
+    Its floats are one array, which is judged as numbers are, and the rest is a copy in which the class `float` stands
+    for each of them. A set has no order, and is one leaf with its floats.
     """
     if type(value) not in _CONTAINERS or len(value) < _LARGE:
         return []
@@ -432,7 +467,10 @@ def _rewind(generator: Any, before: Any) -> None:
 
 
 def _functions_in(member: Any) -> list[FunctionType]:
-    """Return the functions that an entry of a class is made of: a method, or the parts of a property."""
+    """Return the functions that an entry of a class is made of: a method, or the parts of a property.
+
+    Wrapped and cached functions are unwrapped. The list is empty for any other entry.
+    """
     parts = (member.fget, member.fset, member.fdel) if isinstance(member, property) else (member,)
     functions = (getattr(part, "__func__", getattr(part, "func", getattr(part, "__wrapped__", part))) for part in parts)
     return [function for function in functions if isinstance(function, FunctionType)]

@@ -72,7 +72,7 @@ class Audit:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of fault that were planted."""
+        """The kinds of fault that were planted, each once, in the order of the trials."""
         return tuple(dict.fromkeys(trial.place.kind for trial in self.trials))
 
     def of_kind(self, kind: str) -> tuple[FaultTrial, ...]:
@@ -81,7 +81,10 @@ class Audit:
 
     @property
     def catch_rate(self) -> float | None:
-        """The share of caught faults among those with an effect; None if no fault had an effect."""
+        """The share of CAUGHT trials among all whose fault had an effect; None if no fault had one.
+
+        A trial that crashed or is inconclusive counts as not caught.
+        """
         effective = len(self.trials) - count(self.trials, TrialOutcome.NO_EFFECT)
         return count(self.trials, TrialOutcome.CAUGHT) / effective if effective else None
 

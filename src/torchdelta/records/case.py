@@ -124,12 +124,16 @@ class CheckOptions:
         return cls(**words)
 
     def __post_init__(self) -> None:
+        """Raise UsageError if both a transform and a candidate are named."""
         if self.candidate is not None and self.transform is not None:
             raise UsageError("name either a transform or a candidate, not both")
 
     @property
     def is_named(self) -> bool:
-        """Whether another process can build the transform, the optimizer and the loss from this record."""
+        """Whether transform and optimizer are names, and the loss is a name or None.
+
+        Another process can then build them from this record.
+        """
         has_names = isinstance(self.optimizer, str) and (self.loss is None or isinstance(self.loss, str))
         return has_names and isinstance(self.transform, str)
 
@@ -166,7 +170,10 @@ class SearchLimits:
     level: str = DYNAMO
 
     def __post_init__(self) -> None:
-        """Raise UsageError if a number is not above 0, the level is unknown, or `match` is not a regular expression."""
+        """Raise UsageError if a limit is not a finite number above 0, unless it is None.
+
+        Raise UsageError also if the level is unknown, or if `match` is not a regular expression.
+        """
         for name in ("timeout_s", "memory_bytes", "queries", "seconds"):
             require_positive(name, getattr(self, name))
         require_level(self.level)
@@ -176,23 +183,30 @@ class SearchLimits:
             raise UsageError(f"match {self.match!r} is not a regular expression: {error}") from error
 
     def is_meant(self, signature: object) -> bool:
-        """Tell whether the search follows a failure of this signature."""
+        """Tell whether `match` is found in the text of a failure's signature; True if `match` is None."""
         return self.match is None or re.search(self.match, str(signature)) is not None
 
 
 def name_of(thing: Any) -> str:
-    """Return the name of a program, transform, optimizer or loss: itself if it is a name, else that of its code."""
+    """Return the name of a program, transform, optimizer or loss: itself if it is a text.
+
+    Otherwise it is the `__qualname__` of the function or class, or that of the object's class.
+    """
     if isinstance(thing, str):
         return thing
     return getattr(thing, "__qualname__", None) or type(thing).__qualname__
 
 
 def words_of(names: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the names in a sequence, or in a text that has them between commas."""
+    """Return the names in a sequence, or in a text that has them between commas.
+
+    Spaces around the names in a text, and empty names, are dropped.
+    """
     return tuple(name.strip() for name in names.split(",") if name.strip()) if isinstance(names, str) else tuple(names)
 
 
 def _require_known(what: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:
+    """Raise UsageError if one of the names is not among the known ones; `what` says in the message what they are."""
     for name in names:
         if name not in known:
             raise UsageError(f"unknown {what} {name!r}: it is one of {', '.join(known)}")
@@ -205,6 +219,6 @@ def require_positive(name: str, value: float | None) -> None:
 
 
 def require_level(level: str) -> None:
-    """Raise UsageError if no graphs have this level."""
+    """Raise UsageError if the level is not one of `LEVELS`."""
     if level not in LEVELS:
         raise UsageError(f"there is no level {level!r} of graphs: it is one of {', '.join(LEVELS)}")

@@ -154,6 +154,7 @@ def read_report(path: str | os.PathLike[str], kind: Any = Report) -> Saved:
 
 
 def _name_of(record: type[Saved]) -> str:
+    """Return the kind of a class of saved records as its JSON names it, such as `audit`."""
     return next(name for name, known in _KINDS.items() if known is record)
 
 
@@ -274,6 +275,7 @@ def _decode_record(record: Any, data: dict[str, Any], where: str) -> Any:
 
 @functools.cache
 def _hints(record: type) -> dict[str, Any]:
+    """Return the evaluated type hints of a record class by field; they are kept for later calls."""
     return typing.get_type_hints(record)
 
 
@@ -285,5 +287,6 @@ def _expect(kind: type, data: Any, where: str) -> Any:
 
 
 def _refuse(data: Any, expected: str, where: str) -> NoReturn:
+    """Raise ReportUnreadable: at the place `where`, `expected` was expected, and `data` was found."""
     text = f"a {type(data).__name__}" if isinstance(data, (dict, list)) else reprlib.repr(data)
     raise ReportUnreadable(f"{where}: expected {expected}, found {text}")

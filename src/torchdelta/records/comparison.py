@@ -70,12 +70,12 @@ class Measurement:
 
     @property
     def rms_error(self) -> float:
-        """Root mean square of candidate − reference."""
+        """Root mean square of candidate − reference over the elements that are finite on both sides; 0 without any."""
         return math.sqrt(self.square_error / max(self.finite, 1))
 
     @property
     def rms_reference(self) -> float:
-        """Root mean square of the reference."""
+        """Root mean square of the reference over the elements that are finite on both sides; 0 without any."""
         return math.sqrt(self.square_reference / max(self.finite, 1))
 
     @property
@@ -94,7 +94,10 @@ class Measurement:
 
     @property
     def cosine(self) -> float:
-        """Cosine of the angle between both sides; 1 when both are zero, 0 when one is."""
+        """Cosine of the angle between both sides, over the elements that are finite on both.
+
+        1 when both are zero, 0 when one is.
+        """
         if self.square_reference == 0.0 and self.square_candidate == 0.0:
             return 1.0
         norms = math.sqrt(self.square_reference) * math.sqrt(self.square_candidate)
@@ -155,7 +158,10 @@ class Comparison:
 
     @property
     def ratio(self) -> float:
-        """Error over allowed error: above 1 is a divergence; 0 if nothing differs or nothing was measured."""
+        """Error over allowed error: above 1 is a divergence; 0 if nothing differs or nothing was measured.
+
+        Infinite if there is an error and none is allowed, or if the ratio is NaN.
+        """
         if not self.error or self.allowed is None:
             return 0.0
         ratio = self.error / self.allowed if self.allowed else math.inf

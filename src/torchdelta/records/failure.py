@@ -28,7 +28,10 @@ _VOLATILE = (
 
 
 def normalise(message: str) -> str:
-    """Return the message without addresses, directories, numbers and line breaks, which differ between runs."""
+    """Return the message with its volatile parts replaced, which differ between runs of the same failure.
+
+    An address becomes `…`, a number `#`, the name of a fused kernel its start; directories of paths and line breaks go.
+    """
     for pattern, replacement in _VOLATILE:
         message = pattern.sub(replacement, message)
     return message.strip()
@@ -69,7 +72,7 @@ class Signature:
     def is_like(self, other: Signature) -> bool:
         """Tell whether this failure and `other` may have the same cause, if one is of a program, and one of its part.
 
-        Kind, type and message must be equal, and for divergences the stage too.
+        Kind, type and message must be equal, and for divergences the stage too; `where` and `magnitude` do not count.
         """
         is_alike = (self.kind, self.type, self.message) == (other.kind, other.type, other.message)
         return is_alike and (self.kind != "divergence" or self.stage == other.stage)
@@ -114,20 +117,24 @@ class Failure:
         return f"{self.type}: {words}" if self.type else words
 
     def __post_init__(self) -> None:
-        """Cut a traceback that is very long, because it repeats a long message."""
+        """Cut a very long traceback down to its end."""
         object.__setattr__(self, "traceback", shortened_traceback(self.traceback))
 
     @classmethod
     def of(cls, error: BaseException, *, stage: str, traceback: str = "", where: str = "") -> Failure:
-        """Return the failure of a candidate that raised an exception in a stage."""
+        """Return the failure of a candidate that raised an exception in a stage.
+
+        `where` is file and line of the exception, for the signature. A long message is cut.
+        """
         name = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
         return cls.of_exception(name, full_message_of(error), stage=stage, traceback=traceback, where=where)
 
     @classmethod
     def of_exception(cls, name: str, message: str, *, stage: str, traceback: str = "", where: str = "") -> Failure:
-        """Return the failure of a candidate that raised an exception, by its name and its whole message, which is cut.
+        """Return the failure of a candidate that raised an exception, given its name and its whole message.
 
-        The signature is that of the whole message, because the line that matters may be anywhere in it.
+        A long message is cut. The signature is made from the whole one, because the line that matters may be anywhere
+        in it.
         """
         signature = Signature(
             kind="exception", stage=stage, type=name, message=normalise(essence(message)[:LONGEST]), where=where
@@ -180,7 +187,10 @@ class Failure:
 
     @classmethod
     def _of_end(cls, kind: str, name: str, message: str, *, stage: str) -> Failure:
-        """Return the failure of a process that ended without an exception."""
+        """Return the failure of a process that ended without an exception.
+
+        Its signature has no message, because the numbers in the message are limits.
+        """
         # the numbers in these messages are limits, which are not part of the failure
         signature = Signature(kind=kind, stage=stage, type=name, message="")
         return cls(kind=kind, type=name, message=message, signature=signature)

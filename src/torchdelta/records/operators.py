@@ -101,7 +101,7 @@ class Sweep:
     schema_version: int = SCHEMA_VERSION
 
     def by_verdict(self, dtype: str | None = None) -> Counter[Verdict]:
-        """Return how many operators have each verdict, of one dtype or of all."""
+        """Return how many rows have each verdict, of one dtype, or of all if it is None."""
         return Counter(each.verdict for each in self.swept if dtype in (None, each.dtype))
 
     @property

@@ -45,7 +45,7 @@ class PassRow:
 
     @property
     def is_guilty(self) -> bool:
-        """Whether this pass made the graph wrong."""
+        """Whether this pass made the graph wrong: `introduced` is a failure."""
         return self.introduced is not None and self.introduced.is_failure
 
     @property

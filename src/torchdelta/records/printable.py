@@ -23,13 +23,14 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202
 def printable(value: Printable) -> Printable:
     """Return a text, or a record, tuple, list or dict of texts, with control characters written as escapes.
 
-    A value without any is returned itself.
+    Tab and line feed stay. A value without such characters, and any other object, is returned itself.
     """
     result: Any = _escaped(value)
     return result  # type: ignore[no-any-return]
 
 
 def _escaped(value: Any) -> Any:
+    """Return a value with control characters escaped at any depth; the value itself if there are none in it."""
     if isinstance(value, enum.Enum):
         return value
     if isinstance(value, str):
@@ -49,9 +50,11 @@ def _escaped(value: Any) -> Any:
 
 
 def _is_same(new: Any, old: Any) -> bool:
+    """Tell whether two values are one object, or equal texts."""
     return new is old or (isinstance(new, str) and new == old)
 
 
 def _escape(match: re.Match[str]) -> str:
+    """Return the escape of the matched character, as Python writes it in source code."""
     code = ord(match[0])
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

@@ -86,7 +86,7 @@ def recording_of(program: object) -> Recording | None:
 
 
 def write_recording(recording: Recording, directory: str | os.PathLike[str]) -> None:
-    """Write the record of a directory; raise UsageError if it cannot be written."""
+    """Write the record into a directory, which must exist; raise UsageError if it cannot be written."""
     _FORMAT.write(Path(directory) / RECORDING, encode(recording), indent=2)
 
 
@@ -109,7 +109,10 @@ def read_recording(directory: str | os.PathLike[str]) -> Recording:
 
 
 def trust_flags(directory: str | os.PathLike[str]) -> list[str]:
-    """Return the flags that a command needs to run the code that a recording names; none if that cannot be read."""
+    """Return the flags `--trust FOLDER` for all code that a recording names and that is not installed.
+
+    The list is empty if the recording cannot be read.
+    """
     try:
         recording = read_recording(directory)
     except ReportUnreadable:
@@ -120,7 +123,7 @@ def trust_flags(directory: str | os.PathLike[str]) -> list[str]:
 
 
 def _code_of(transform: str) -> str:
-    """Return the file or module that a transform is imported from; empty if it is one of torchdelta's own."""
+    """Return the file or module that a transform's name imports code from; empty if it imports none."""
     kind, _, argument = transform.partition(":")
     place = argument if kind in _ARGUED else transform
     place = place.rpartition(":")[0]
@@ -128,7 +131,10 @@ def _code_of(transform: str) -> str:
 
 
 def _code_in(options: Mapping[str, Scalar]) -> list[str]:
-    """Return the files and modules that options of a transform are imported from."""
+    """Return the files and modules that the values of a transform's options import code from.
+
+    These are texts with a colon, if the option is one of `_CODE_OPTIONS` or the text names a `.py` file.
+    """
     texts = {name: value for name, value in options.items() if isinstance(value, str) and ":" in value}
     return [text.rpartition(":")[0] for name, text in texts.items() if name in _CODE_OPTIONS or ".py:" in text]
 
@@ -137,8 +143,8 @@ def complete(program: object, options: CheckOptions) -> CheckOptions:
     """Return a copy of the options; a policy, stages and a transform that they lack come from the program's recording.
 
     With the recording's transform come its options, unless the caller set some. Without a recording a missing policy is
-    the default one. UsageError if neither a transform nor a candidate is found; ReportUnreadable if the program is a
-    directory without a readable record.
+    the default one. UsageError if neither a transform nor a candidate is found, or if the recording's transform is code
+    that is not trusted; ReportUnreadable if the program is a directory without a readable record.
     """
     recording = recording_of(program)
     policy = recording.policy if recording is not None else Case.policy
@@ -166,4 +172,5 @@ def complete(program: object, options: CheckOptions) -> CheckOptions:
 
 
 def _stages(stages: tuple[str, ...] | None) -> dict[str, Any]:
+    """Return the stages as a keyword argument of `Case`; empty if they are None."""
     return {} if stages is None else {"stages": stages}

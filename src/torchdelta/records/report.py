@@ -48,7 +48,10 @@ class Stage:
 
     @classmethod
     def of(cls, name: str, comparisons: tuple[Comparison, ...], reason: str = "") -> Stage:
-        """Return a stage whose verdict is the worst of its comparisons; with a reason it is at best inconclusive."""
+        """Return a stage whose verdict is the worst of its comparisons; with a reason it is at best inconclusive.
+
+        Without comparisons it is inconclusive.
+        """
         verdicts = [comparison.verdict for comparison in comparisons]
         if reason:
             verdicts.append(Verdict.INCONCLUSIVE)
@@ -89,9 +92,9 @@ class Culprit:
     reason: str = ""
     rung: str | None = None
     cause: str | None = None
+    """The setting that makes the difference vanish; None if none does."""
     region: tuple[str, ...] = ()
     """The operations that the candidate replaced as a whole, in order, if the node is the last of several."""
-    """The setting that makes the difference vanish; None if none does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +195,7 @@ def reason_of(report: Report) -> str:
 
 
 def compares_exceptions(report: Report) -> bool:
-    """Tell whether the reference raised an exception, so that the report compares that in place of values."""
+    """Tell whether the report compares the exception that the reference raised, in place of values."""
     return any(comparison.leaf == EXCEPTION for comparison in report.comparisons)
 
 
@@ -202,7 +205,10 @@ def diverged_comparisons(report: Report) -> list[Comparison]:
 
 
 def is_less_accurate(report: Report) -> bool:
-    """Tell whether all that diverged is the same function, less accurate."""
+    """Tell whether the report diverged, and every comparison that did is the same function, less accurate.
+
+    False if no comparison diverged.
+    """
     kinds = {comparison.kind for comparison in diverged_comparisons(report)}
     return report.verdict is Verdict.DIVERGED and kinds == {LESS_ACCURATE}
 

@@ -27,7 +27,10 @@ class Effect:
 
     @property
     def sqnr_db(self) -> float:
-        """Signal to noise in dB, the reference being the signal; minus infinity if a NaN or Inf was added."""
+        """Signal to noise in dB, the reference being the signal.
+
+        Minus infinity if a NaN or an infinity of one side is not on the other.
+        """
         return -math.inf if self.measurement.misplaced else self.measurement.sqnr_db
 
 

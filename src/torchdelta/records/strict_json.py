@@ -57,12 +57,15 @@ def encode_float(number: float) -> float | str:
 
 
 def encode_text(text: str) -> str:
-    """Return a text as it is written: with a backslash in front if it would be read as a number."""
+    """Return a text as it is written: with a backslash in front if it would be read as a number or as such an escape.
+
+    That is the case for "nan", "inf" and "-inf", and for these behind backslashes. Any other text is returned itself.
+    """
     return _ESCAPE + text if _is_word(text) else text
 
 
 def decode_text(text: str) -> str:
-    """Return the text that `encode_text` was given."""
+    """Return the text from which `encode_text` made this one: without the backslash that it added, if it did."""
     return text.removeprefix(_ESCAPE) if _is_word(text) else text
 
 
@@ -107,7 +110,10 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def is_unfinished(path: Path) -> bool:
-    """Tell whether a file is one that `replace_file` began, and whose process was killed before it was complete."""
+    """Tell by its name whether a file is one that `replace_file` began and did not move yet.
+
+    Its process may have been killed.
+    """
     return re.fullmatch(rf"{re.escape(_UNFINISHED)}[0-9a-f]{{16}}", path.name) is not None
 
 
@@ -161,4 +167,5 @@ def _is_word(text: str) -> bool:
 
 
 def _refuse_constant(name: str) -> NoReturn:
+    """Raise ValueError, because JSON has no constant of that name, such as `NaN`."""
     raise ValueError(f"{name} is not JSON")

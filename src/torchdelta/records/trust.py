@@ -42,6 +42,7 @@ def trusted_directories() -> tuple[Path, ...]:
 def require_trusted(place: str, folders: Iterable[str], *, named_by: str) -> None:
     """Raise UsageError if a recording may not name this code: a module by its name, or a file of Python source.
 
+    It may if the module is part of an installed package, or if the code lies below a directory that the user trusts.
     `folders` are those in which the recording says that modules are; `named_by` is the recording, for the message.
     """
     origin = _origin_of(place, folders)
@@ -62,8 +63,9 @@ def require_trusted(place: str, folders: Iterable[str], *, named_by: str) -> Non
 
 
 def require_harmless(settings: Mapping[str, object], *, named_by: str) -> None:
-    """Raise UsageError if a setting of the compiler, by its full name, names a program or a place to write to.
+    """Raise UsageError if a setting of the compiler, by its full name, names a program or a path.
 
+    That is so if its name has `cxx` in it, or if its value is a text, or a list with a text, that has a path separator.
     `named_by` is the recording that has the settings, for the message.
     """
     for name, value in settings.items():
@@ -76,7 +78,11 @@ def require_harmless(settings: Mapping[str, object], *, named_by: str) -> None:
 
 
 def untrusted_folders(places: Iterable[str], folders: Iterable[str]) -> list[str]:
-    """Return the folders of all places that are not installed: a command that runs them needs `--trust` for each."""
+    """Return the folders of all places (files and modules) that are not installed, each once, even if they are trusted.
+
+    A command that runs them needs `--trust` for each. Modules that are not found, and Python's own, are left out.
+    `folders` are searched for modules after the search path.
+    """
     searched = list(folders)
     found: dict[str, None] = {}
     for place in places:
@@ -92,9 +98,10 @@ def _folder_of(origin: Path) -> Path:
 
 
 def _origin_of(place: str, folders: Iterable[str]) -> Path | None:
-    """Return the file of a place, or of the package that a module is in; None if there is none, or it is Python's own.
+    """Return the file of a place, or of the outermost package of a module; None if it is not found or Python's own.
 
-    Nothing is imported. A module of the search path comes before one in `folders`.
+    A package without a file has its folder. A file is not looked for: its absolute path is returned. Nothing is
+    imported. A module of the search path comes before one in `folders`.
     """
     if place.endswith(".py"):
         return Path(place).resolve()
@@ -110,7 +117,11 @@ def _origin_of(place: str, folders: Iterable[str]) -> Path | None:
 
 
 def _is_installed(place: str, origin: Path) -> bool:
-    """Tell whether code is part of an installed package: below site-packages, or of one that is installed editable."""
+    """Tell whether a module is part of an installed package; `origin` is the file of its package.
+
+    That is below site-packages, or, for one that is installed editable, outside of the working directory. A place that
+    is a file (`.py`) is never installed.
+    """
     if place.endswith(".py"):
         return False
     libraries = {sysconfig.get_path(name) for name in ("purelib", "platlib")}

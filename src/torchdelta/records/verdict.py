@@ -17,11 +17,12 @@ class Verdict(enum.Enum):
     CRASHED = "crashed"
 
     def __bool__(self) -> NoReturn:
+        """Raise TypeError: a verdict has no truth value."""
         raise TypeError(f"a verdict has no truth value: compare it, as in `verdict is Verdict.{self.name}`")
 
     @property
     def severity(self) -> int:
-        """0 for equivalent; the higher, the worse."""
+        """How bad the verdict is: 0 for equivalent, then 1 to 4 in the order of the members."""
         return _SEVERITY[self]
 
     @property

@@ -79,10 +79,12 @@ def _expand(axes: slice, gradient: torch.Tensor, _: int) -> torch.Tensor:
 
 
 def _repeat(axes: slice, gradient: torch.Tensor, place: int) -> torch.Tensor:
+    """Return the values of `_expand` in a tensor that is contiguous."""
     return _expand(axes, gradient, place).contiguous()
 
 
 def _move(plain_layout: Layout, sign: int, gradient: torch.Tensor, place: int) -> torch.Tensor:
+    """Return the gradient in the plain layout, with other last bits (see `with_other_last_bits`)."""
     return with_other_last_bits(plain_layout(gradient, place), sign)
 
 

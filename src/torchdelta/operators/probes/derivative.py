@@ -53,8 +53,9 @@ def derivative(subject: OpSubject) -> Probe:
     """Compare the backward with differences of the function: at the user's inputs, at fresh values, at other sizes.
 
     DIVERGED if a gradient is wrong at any of these. INCONCLUSIVE if the operator does not run in float64 with the
-    user's inputs, or if the derivative along some input is known at none of these. Otherwise EQUIVALENT. Other inputs
-    that the operator does not take are skipped; none are tried if a tensor input is of integers or booleans.
+    user's inputs, or if the derivative along some input is known at none of these. Otherwise EQUIVALENT, also if no
+    output requires grad in float64. Other inputs that the operator does not take are skipped; none are tried if a
+    tensor input is of integers or booleans.
     """
     own = subject.inputs.own
     unknown: set[str] | None = None
@@ -113,7 +114,7 @@ class Slope:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether gradient and derivative differ by more than is allowed."""
+        """Whether gradient and derivative differ by more than is allowed, NaN included; False if not `is_known`."""
         return self.is_known and not abs(self.gradient - self.derivative) <= self.allowed
 
     def __str__(self) -> str:
@@ -298,5 +299,6 @@ def _draw_direction(start: torch.Tensor, path: str) -> torch.Tensor:
 
 
 def _inner_product(gradient: torch.Tensor, direction: torch.Tensor) -> float:
+    """Return the sum of the gradient times the direction; of complex ones, the real part, the gradient conjugated."""
     product = gradient.conj() * direction
     return float((product.real if product.is_complex() else product).sum())

@@ -101,7 +101,8 @@ def repeat(subject: OpSubject) -> Probe:
 def _is_rounding(first: Any, second: Any) -> bool:
     """Tell whether two float or complex tensors differ by at most `ROUNDINGS` eps of the first's largest element.
 
-    A sum that is not always taken in the same order differs by as much. It is False for other values.
+    A sum that is not always taken in the same order differs by as much. False for other values, other shapes or dtypes,
+    and misplaced NaNs.
     """
     if not (is_tensor(first) and is_tensor(second) and is_inexact(first.dtype)):
         return False
@@ -146,9 +147,9 @@ def registration(subject: OpSubject) -> Probe:
 def gradients(subject: OpSubject) -> Probe | str | None:
     """Return why gradients cannot be compared, as a probe or a text; None if they can, which the other probes then do.
 
-    An INCONCLUSIVE probe if no input requires grad, or if the backward raises for the user's inputs or for resized
-    ones. If no output requires grad, an EQUIVALENT probe, because a trace has to refuse a backward too; with
-    `gradients="auto"` a text that says so.
+    An INCONCLUSIVE probe if no input requires grad, or if the backward raises for the user's inputs or for others that
+    the forward takes. If no output requires grad, an EQUIVALENT probe, because a trace has to refuse a backward too;
+    with `gradients="auto"` a text that says so.
     """
     inputs = subject.inputs
     if has_input_with_grad(subject):

@@ -39,7 +39,7 @@ Sizes = tuple[int | None, ...] | None
 
 
 def fake_given(subject: OpSubject) -> Probe:
-    """Compare the fake kernel with the real one on the user's inputs."""
+    """Compare the fake kernel with the real one on the user's inputs, and return a probe (`compare_fake`)."""
     return compare_fake("fake/given", subject.inputs.own)
 
 
@@ -239,5 +239,8 @@ def _report_error(name: str, error: BaseException) -> Probe:
 
 
 def _call_real(baseline: Baseline) -> Leaves:
-    """Return the outputs of the real kernel, and not copies of them, because a copy may have other strides."""
+    """Call the operator eagerly on copies of a baseline's inputs, and return its outputs by path.
+
+    The outputs themselves are returned, because a copy may have other strides.
+    """
     return baseline.outputs()

@@ -99,10 +99,12 @@ def _call_with_moved_bits(own: Baseline, sign: int) -> Leaves:
 
 
 def _move(sign: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a detached tensor with other last bits and the same `requires_grad`; integers are unchanged."""
     return with_other_last_bits(tensor.detach(), sign).requires_grad_(tensor.requires_grad)
 
 
 def _call(program: Program, baseline: Baseline, *, seed: int | None = None) -> Leaves:
+    """Call a copy of the program eagerly; return its outputs and its input tensors afterwards (`call_on_copies`)."""
     return call_on_copies(Side.copied_from(program), baseline, seed=seed)
 
 
