@@ -93,6 +93,7 @@ class Cause:
     value: Any
 
     def __str__(self) -> str:
+        """Return the cause in words, with its setting; a value other than a bool, a whole number or a text is `…`."""
         written = self.value if isinstance(self.value, (bool, int, str)) else "…"
         return f"{self.what}: it vanishes with {self.setting}={written}"
 

@@ -65,7 +65,8 @@ class Locator:
 
         Nodes may be looked at even if the check passes, and a node that is wrong by itself then makes the verdict
         DIVERGED. They are judged in float64 if a comparison of the semantic question diverged, and otherwise natively.
-        Each culprit gets the name of the first rung that fails, or None.
+        If the program raises eagerly and the report compares exceptions, there is only a note. Each culprit gets the
+        name of the first rung that fails, or None.
         """
         report = self.report
         if report is None:
@@ -89,7 +90,11 @@ class Locator:
         return self._location(report, findings, rungs)
 
     def _location(self, report: Report, findings: NodeFindings, rungs: tuple[Rung, ...]) -> Location:
-        """Return the location that the findings about nodes and the rungs make, with the notes of all of them."""
+        """Return the location with the findings about nodes, the rungs, and all notes, each once.
+
+        The notes are those of the report, the search and the findings. The verdict is that of `_verdict`. Each culprit
+        gets the name of the first rung that fails, or None.
+        """
         bad = next((rung.name for rung in rungs if rung.verdict.is_failure), None)
         notes = dict.fromkeys((*report.notes, *self.notes, *findings.notes))
         return Location(

@@ -165,14 +165,17 @@ def _is_directly_in(node: torch.fx.Node, path: str) -> bool:
 
 
 def _by_loss(layer: LayerEffect) -> tuple[bool, float]:
+    """Return the key that sorts layers by SQNR, the lowest first, and those without one last."""
     return layer.sqnr_db is None, layer.sqnr_db or 0.0
 
 
 def _words(error: BaseException) -> str:
+    """Return the first line of `TYPE: MESSAGE` for an exception."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _described(value: Any) -> str:
+    """Return dtype and shape of a tensor, as in `float32[2, 3]`, or the name of the type of any other value."""
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"

@@ -145,7 +145,7 @@ class Recorder:
         )
 
     def fail(self, failure: str) -> None:
-        """Note that a node of the batch raised."""
+        """Set the `failure` of the current batch: a text that says what raised."""
         self.batch = replace(self.batch, failure=failure)
 
     def log(self, name: str, value: Any) -> None:
@@ -156,11 +156,14 @@ class Recorder:
         self._log_leaves(leaves, leaves_of(value, "value" if calls == 1 else f"calls[{calls - 1}].value"))
 
     def log_outputs(self, value: Any) -> None:
-        """Log the outputs of the graph."""
+        """Add the leaves of the graph's outputs to the `results` of the batch; their paths begin with `outputs`."""
         self._log_leaves(self.batch.results, leaves_of(value, "outputs"))
 
     def before_write(self, targets: Sequence[torch.Tensor]) -> None:
-        """Replace by a copy, in the log, every tensor whose memory a node is about to write to: that of `targets`."""
+        """Replace each uncopied tensor in the log by a copy if it shares memory with one of `targets`.
+
+        The interpreter calls it before a node writes to the targets.
+        """
         for target in targets:
             for logged in self.uncopied.pop(tensors.storage_key(target) or 0, []):
                 self._replace_by_copy(logged)
@@ -194,10 +197,10 @@ class Recorder:
     def _keep_leaf(self, log: Leaves, path: str, leaf: Any) -> Any:
         """Return a leaf as it is logged: itself, its statistics, or a record that stands for it.
 
-        A tensor is returned detached and without a copy, and remembered as uncopied at `path` of `log`; or as its
-        statistics, if only those are kept. Unchanged state is returned as the leaf that was logged first. Python's
-        numbers, texts, None and containers stay as they are; dtypes and the like become a `LeafDescription`, and other
-        objects `Unreadable`.
+        A tensor is returned detached and without a copy, counted in `kept_bytes`, and remembered as uncopied at `path`
+        of `log`; a writer is told of it. If only statistics are kept, those are returned. Unchanged state is returned
+        as the leaf that was logged first. Python's numbers, texts, None and containers stay as they are; dtypes and the
+        like become a `LeafDescription`, and other objects and tensors without values `Unreadable`.
         """
         if isinstance(leaf, _PLAIN):
             return leaf
@@ -240,6 +243,7 @@ class Recorder:
         return not self.is_full
 
     def _replace_by_copy(self, logged: _LoggedTensor) -> None:
+        """Put a copy in the place of a logged tensor, unless something else is in that place of the log already."""
         if logged.leaves.get(logged.path) is logged.tensor:
             logged.leaves[logged.path] = logged.tensor.clone()
 

@@ -52,9 +52,9 @@ def compare_captures(
 
     A row has each leaf in the batch where it is worst; one more row has the outputs. There are no culprits, but a note
     names the first node that diverged. The verdict is that of the worst row; but CRASHED if only the candidate's
-    capture failed, and otherwise INCONCLUSIVE if no nodes match. `given` maps names of the reference's nodes to the
-    candidate's, and `ignore` has clauses of the contract. Without a `policy` torch.testing's tolerances hold. Raise
-    UsageError for arguments that cannot be used.
+    capture failed, INCONCLUSIVE if no nodes match, and never EQUIVALENT if the reference's failed or the numbers of
+    batches differ. `given` maps names of the reference's nodes to the candidate's, and `ignore` has clauses of the
+    contract. Without a `policy` torch.testing's tolerances hold. Raise UsageError for arguments that cannot be used.
     """
     chosen = policy if policy is not None else "close"
     ignored = tuple(ignore)
@@ -210,6 +210,7 @@ def _fingerprints(capture: Capture, nodes: Sequence[NodeRecord]) -> dict[str, Ha
 
 
 def _reduce(leaf: Statistics | torch.Tensor) -> Statistics:
+    """Return the statistics of a tensor; statistics are returned as they are."""
     return leaf if isinstance(leaf, Statistics) else statistics_of(leaf)
 
 
@@ -218,6 +219,7 @@ def _without(leaves: Leaves, paths: Sequence[str]) -> Leaves:
 
 
 def _verdict(row: Row) -> Verdict:
+    """Return the worst verdict among the `inherited` comparisons of a row; INCONCLUSIVE if it has none."""
     return worst_of(comparison.verdict for comparison in row.inherited)
 
 

@@ -39,9 +39,9 @@ def findings_from_lockstep(
     """Return graphs that ran in lockstep as findings: rows, culprits, coverage, unmatched nodes and notes of all.
 
     Each judgement has a row. A culprit comes once, with the evidence of its first judgement, in the order of the
-    reference; a graph without any match has none. Its stage is `forward` if its value is wrong outside of a backward
-    graph, and otherwise `gradients`. Nodes whose work was moved are not culprits; but if there are no others and the
-    program `has_diverged`, they are. `notes` come after those of the graphs.
+    reference; a graph without any match has none. The stage of a culprit is `forward` if its value is wrong outside of
+    a backward graph, and otherwise `gradients`. Nodes whose work was moved are not culprits, and a note names them; but
+    if there are no others and the program `has_diverged`, they are culprits. `notes` come after those of the graphs.
     """
     judged = [judgement for graphs in comparisons for judgement in graphs.judgements if judgement.culprit is not None]
     blames_moved = has_diverged and all(judgement.is_moved for judgement in judged)

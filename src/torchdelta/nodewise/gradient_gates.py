@@ -49,9 +49,9 @@ class Gates:
     def __call__(self, handed: HandedGraph) -> Callable[..., Any]:
         """Let the transform compile the graph with taps and gates; return a callable with its old inputs and outputs.
 
-        Its first call is recorded in `runs`, with hooks on the leaves that keep their gradients; `judge_nodes` judges
-        it after the backward. The number of nodes with a gated input and of leaves that get a gradient is added to
-        `total`.
+        Its first call is recorded in `runs`, and hooks on the leaves keep copies of their gradients; `judge_nodes`
+        judges it after the backward. The number of nodes with a gated input and of leaves that get a gradient is added
+        to `total`.
         """
         original = graphs.copy_graph(handed.graph)
         redirect_reads(original)
@@ -221,6 +221,7 @@ class _LeafGradients(dict[str, torch.Tensor]):
     """The gradient of each leaf after its first backward, by name; hooks on the leaves fill it in."""
 
     def __init__(self, leaves: Mapping[str, torch.Tensor]) -> None:
+        """Start empty, and put a hook on each leaf that fills in its gradient after the first backward."""
         super().__init__()
         self._hooks = [self._hook(name, leaf) for name, leaf in leaves.items()]
 
@@ -299,7 +300,10 @@ def _zeros(graph_module: GraphModule, edges: Sequence[Edge]) -> dict[Edge, torch
 
 
 def _output_nodes(node: Node) -> list[Node]:
-    """Return the nodes that have the outputs of a node: itself, or the `getitem` nodes of its tuple."""
+    """Return the nodes that have the outputs of a node: itself, or the `getitem` nodes that read it if it has a tuple.
+
+    The node's metadata tells whether it has a tuple or list. Without readers of its items the result is empty.
+    """
     items = [user for user in node.users if getattr(user.target, "__name__", "") == "getitem" and user.args[0] is node]
     is_tuple = isinstance(node.meta.get("val", node.meta.get("example_value")), (tuple, list))
     return items if is_tuple else [node]
@@ -362,4 +366,5 @@ def _stops_gradient(node: Node, graph_module: GraphModule) -> bool:
 
 
 def _is_trained(value: Any) -> bool:
+    """Tell whether a value is a tensor that requires grad."""
     return isinstance(value, torch.Tensor) and value.requires_grad

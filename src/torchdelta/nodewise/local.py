@@ -60,7 +60,10 @@ class NodeJudgement:
 
 
 def inherited_from(name: str, reference: Any, own: Any) -> tuple[Comparison, ...]:
-    """Return the comparisons of a node's values, by fixed tolerances, if each side reads its own values."""
+    """Return the comparisons of a node's two values, leaf by leaf, by torch.testing's tolerances.
+
+    `own` is the value that the candidate computed from its own values, so that it may have inherited errors.
+    """
     return tuple(Judge(policy=Tolerance()).compare(leaves_of(reference, name), leaves_of(own, name))[0])
 
 
@@ -126,7 +129,7 @@ class LocalJudge:
         return tuple(comparison for stage in self.judging(values).judge() for comparison in stage.comparisons)
 
     def judging(self, values: RegionValues) -> JudgingSteps[Leaves]:
-        """Return the steps in which these values are judged."""
+        """Return a new `NodeJudging` of these values; its method `judge` runs the steps, and nothing is run before."""
         return NodeJudging(settings=self, values=values)
 
     def noisy_mode(self, index: int) -> Noisy:
@@ -196,11 +199,17 @@ class NodeJudging(JudgingSteps[Leaves]):
         return [run for run in self._runs[:count] if run is not None]
 
     def compare(self, stage: str, yardstick: Yardstick[Leaves]) -> tuple[Comparison, ...]:  # noqa: ARG002 — there is one
-        """Compare the region's values; a few units in the last place of float32 are not a difference."""
+        """Return the comparison of each leaf of the candidate with the yardstick; `stage` is not used.
+
+        A divergence of float32 by a few units in the last place becomes EQUIVALENT, as `_pass_few_ulps` says.
+        """
         return tuple(self._pass_few_ulps(comparison) for comparison in self._compare(yardstick))
 
     def is_near(self, comparison: Comparison) -> bool:
-        """Tell whether more noisy runs may turn a divergence into a pass."""
+        """Tell whether a comparison diverged by at most `FAR` times the allowed error.
+
+        More noisy runs may then let it pass.
+        """
         return comparison.verdict is Verdict.DIVERGED and comparison.ratio <= FAR
 
     def excuse_integers(self, stages: list[Stage], yardstick: Yardstick[Leaves]) -> list[Stage]:
@@ -235,6 +244,7 @@ class NodeJudging(JudgingSteps[Leaves]):
 
     @cached_property
     def _candidate(self) -> Leaves:
+        """The leaves of the candidate's value."""
         return leaves_of(self.values.candidate, self.values.path)
 
     def _run_noisy(self, index: int) -> Leaves | None:
@@ -263,6 +273,7 @@ class NodeJudging(JudgingSteps[Leaves]):
             return None
 
     def _note(self, finding: str, error: Exception) -> None:
+        """Add a note to those of the judge: the finding, and the type and first line of the exception."""
         message = str(error).partition("\n")[0]
         self.settings.notes.add(f"{finding}: {type(error).__name__}: {message}")
 

@@ -77,7 +77,8 @@ class Lockstep:
         """The reference's node for each matched node of the candidate.
 
         Inputs, the nodes of the alignment and inserted nodes (`inserted_nodes`) are matched, but not nodes of nested
-        graphs. Two nodes that are not the same output of their operators (`is_same_output`) are left out.
+        graphs. Nodes in `excluded`, and two nodes that are not the same output of their operators (`is_same_output`),
+        are left out.
         """
         ours = {node.name: node for node in self.reference.graph.nodes}
         theirs = {node.name: node for node in self.candidate.graph.nodes}
@@ -214,10 +215,15 @@ class Lockstep:
 
     @cached_property
     def _final_writes(self) -> FinalWrites:
+        """The comparison of inputs and attributes that nodes wrote to; it adds its notes to those of the run."""
         return FinalWrites(reference=self.reference, partners=self.partners, judge=self.judge, notes=self.notes)
 
     def _is_unwritten(self, source: Node, reader: Node, ours: GraphRun, theirs: GraphRun) -> bool:
-        """Tell whether a value is as it was computed on both sides, apart from a write by the reader's partner."""
+        """Tell whether a value is as it was computed on both sides, apart from a write by the reader's partner.
+
+        `source`, whose value it is, and `reader` are nodes of the candidate. A source without a partner counts on its
+        own side alone.
+        """
         partner = self.partners.get(source)
         writers = (None, self.partners.get(reader))
         return source not in theirs.first_writer and (partner is None or ours.first_writer.get(partner) in writers)
@@ -270,11 +276,11 @@ class Lockstep:
     ) -> NodeJudgement:
         """Return the judgement of a pair: of its value, the inputs that it wrote to, and its gradients, with a culprit.
 
-        `local` is the candidate's value, and `after` its inputs after its writes, both on the reference's values.
-        Unless these diverge, a constant in the place of a trained parameter is DIVERGED; otherwise gradients are
-        compared if an input is trained, the two calls differ, and the regions have the same inputs. `Trial.blame` finds
-        the culprit of a wrong value or gradient; for a wrong write or such a constant it is the reference's node.
-        Without an error it is None.
+        `local` is the candidate's value, and `after` its inputs after its writes, both on the reference's values. If
+        these are right, a constant in the place of a trained parameter is DIVERGED; otherwise gradients are compared if
+        an input is trained, the two calls differ, and the regions have the same inputs. The culprit is None if nothing
+        is wrong, and then the reference's node is added to `_right`. For a wrong value or gradient it is the node that
+        `Trial.blame` returns, unless that is in `_right`; in all other cases it is the reference's node.
         """
         name = pair.reference.result.name
         values = {node: ours.computed[node] for node in pair.needs if node in ours.computed}
@@ -351,10 +357,12 @@ class Lockstep:
 
 
 def _is_parameter(value: Any) -> bool:
+    """Tell whether a value is a leaf tensor that requires grad."""
     return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
 
 
 def _untrained_comparison(name: str) -> Comparison:
+    """Return the DIVERGED comparison `NAME.grad` of a parameter in whose place the candidate has a constant."""
     return Comparison(path=f"{name}.grad", verdict=Verdict.DIVERGED, reason="a constant takes the place of a parameter")
 
 
@@ -577,7 +585,10 @@ class GraphRun:
             self.computed[node] = self.current[node]
 
     def inputs_after(self, node: Node) -> dict[Node, Any]:
-        """Return the inputs of a node that may write, as they are after it ran."""
+        """Return the inputs of a node that may write, as they are after it ran, by node.
+
+        The dict is empty if the node does not write, and after `forget_write`.
+        """
         return {**self.before_write.get(node, {}), **self.after_write.get(node, {})}
 
     def forget_write(self, node: Node) -> None:
@@ -619,7 +630,8 @@ class GraphRun:
         """Record what the node changed, after it ran: its inputs, values that share their memory, and state.
 
         The changed inputs are copied to `after_write`. The node becomes the `first_writer` of values that have none,
-        and the `last_writer` of the graph's inputs and attributes among them.
+        and the `last_writer` of the graph's inputs and attributes among them. Those that no node has changed leave
+        `initial_state`.
         """
         before = self.before_write[node]
         changes = changed_values(before, {source: self.current[source] for source in before})

@@ -251,6 +251,7 @@ class _Aligner:
         )
 
     def _add(self, reference: str, candidate: str, how: str) -> None:
+        """Match two nodes, unless they are matched with each other already, and set `how` for both of them."""
         self.matches.setdefault((reference, candidate), Match(reference=reference, candidate=candidate, how=how))
         self.reference.how[reference] = self.candidate.how[candidate] = how
 
@@ -267,6 +268,7 @@ class _AlignedSide:
 
     @property
     def unmatched(self) -> NodeRecords:
+        """The nodes that are neither matched nor covered, in order."""
         return [node for name, node in self.nodes.items() if name not in self.how]
 
     def require_names(self, names: Iterable[str]) -> None:
@@ -280,18 +282,22 @@ class _AlignedSide:
                 raise UsageError(f"the mapping names {name!r} of the {self.name} {count} times: a node has one partner")
 
     def cover(self, nodes: NodeRecords) -> None:
-        """Count the unmatched ones of these nodes as covered by the end of their group."""
+        """Add those of these nodes that are unmatched to `covered`; from now on they count as matched by `handle`."""
         inside = [node.name for node in nodes if node.name not in self.how]
         self.covered.update(inside)
         self.how.update(dict.fromkeys(inside, "handle"))
 
 
 def _without_number(name: str) -> str:
+    """Return a node's name without the number that tracing added: `add` for `add_1`."""
     return _NUMBER.sub("", name)
 
 
 def _nodes_by_unique_value(nodes: NodeRecords, values: Mapping[str, Hashable]) -> dict[Hashable, NodeRecord]:
-    """Return the nodes by kinds and value, without those whose kinds and value another node has too."""
+    """Return the nodes by kinds and value, without those whose kinds and value another node has too.
+
+    `values` has the value of each node, or a key for it, by the node's name; a node without one is left out.
+    """
     known = [((node.kinds, values[node.name]), node) for node in nodes if node.name in values]
     counts = Counter(key for key, _ in known)
     return {key: node for key, node in known if counts[key] == 1}

@@ -73,7 +73,7 @@ class ModuleCall:
 
     @property
     def kind(self) -> str:
-        """The name of its class."""
+        """The name of the module's class."""
         return type(self.module).__name__
 
     @property
@@ -165,9 +165,10 @@ class ModuleSurvey:
     counts: Counter[str] = field(default_factory=Counter)
 
     def run(self, seed: int) -> Any:
-        """Call the side on copies of its inputs and return its outputs; its state and hooks are restored.
+        """Call the side on copies of its inputs, with hooks on all its modules, and return its outputs.
 
-        Each module call is added to `calls`. The generators are seeded with `seed`, and put back afterwards.
+        Each module call is added to `calls`. The generators are seeded with `seed`. Afterwards they and the side's
+        state are put back and the hooks are removed, even if the side raises.
         """
         with runtime.preserved(), restored(holder for _, holder in state_holders(self.side.call)):
             args, kwargs = copy_together((self.side.args, self.side.kwargs), name="the inputs")
@@ -196,6 +197,7 @@ class ModuleSurvey:
             self.handles.append(module.register_forward_hook(post_hook, with_kwargs=True))
 
     def _unhook(self) -> None:
+        """Remove all hooks from the modules, and empty `handles`."""
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
@@ -304,6 +306,11 @@ class ModuleMatcher:
                 self._add(call, other, "path")
 
     def _match_by_name(self) -> None:
+        """Match unmatched calls of the same class: by weights and output shapes, by values, and by output shapes alone.
+
+        A class of the reference counts as its partner in `same_class`, if it has one there. `_match_groups` and
+        `_close_pairs` say which calls are left out.
+        """
         self._match_groups(lambda call: self.state.get(id(call.module)) or None)
         for one, other in self._close_pairs(lambda one, other: self._class_of(one) == other.kind):
             self._add(one, other, "name")
@@ -327,6 +334,7 @@ class ModuleMatcher:
                     self._add(one, other, "name")
 
     def _match_by_value(self) -> None:
+        """Match unmatched calls of any class whose inputs and outputs have close fingerprints (`_close_pairs`)."""
         for one, other in self._close_pairs(lambda *_: True):
             self._add(one, other, "value")
 
@@ -347,13 +355,17 @@ class ModuleMatcher:
         ]
 
     def _learn_classes(self) -> None:
-        """Record in `same_class` each class of the reference whose matched calls all have partners of one class."""
+        """Replace `same_class` by a new dict, from classes of the reference to classes of the candidate.
+
+        It has each class of the reference whose matched calls all have partners of one class.
+        """
         partner_kinds: dict[str, set[str]] = defaultdict(set)
         for match in self.matches:
             partner_kinds[match.reference.kind].add(match.candidate.kind)
         self.same_class = {kind: next(iter(others)) for kind, others in partner_kinds.items() if len(others) == 1}
 
     def _class_of(self, call: ModuleCall) -> str:
+        """Return the class of a reference's call, or the candidate's class that takes its place in `same_class`."""
         return self.same_class.get(call.kind, call.kind)
 
     def _unmatched(self, calls: Sequence[ModuleCall]) -> list[ModuleCall]:
@@ -365,6 +377,7 @@ class ModuleMatcher:
 
 
 def _is_same_function(one: ModuleCall, other: ModuleCall) -> bool:
+    """Tell whether the inputs of two calls have close fingerprints, and their outputs too."""
     return is_close_fingerprint(one.inputs, other.inputs) and is_close_fingerprint(one.outputs, other.outputs)
 
 

@@ -151,17 +151,20 @@ class ModuleJudging(JudgingSteps[ModuleResult]):
         return stages if are_same or not self.settings.policy.needs_truth else None
 
     def truth(self) -> ModuleResult | None:
-        """Return the reference's module run in float64, or None if it raises there."""
+        """Return the result of the reference's module in float64, or None if it raises; then a note is added."""
         return self._run(lifted(self._module), f"{self._name} does not run in float64", widened=True)
 
     def noisy(self, count: int) -> list[ModuleResult]:
-        """Return `count` noisy runs of the reference's module, without those that failed."""
+        """Return the results of `count` noisy runs of the reference's module, without those that failed.
+
+        A failed run adds a note.
+        """
         seed, note = self.settings.runner.seed, f"the noise of {self._name} is not known"
         runs = [self._run(noisy(seed + index), note) for index in range(count)]
         return [run for run in runs if run is not None]
 
     def compare(self, stage: str, yardstick: Yardstick[ModuleResult]) -> Sequence[Comparison]:
-        """Compare the outputs and changed inputs, or the gradients, of both modules."""
+        """Return the comparisons of a stage: of outputs and changed inputs for `forward`, else of gradients."""
         return _compare(Judge(policy=self.settings.policy), stage, self.sides[1], yardstick)
 
     def excuse_integers(self, stages: list[Stage], yardstick: Yardstick[ModuleResult]) -> list[Stage]:
@@ -211,26 +214,34 @@ class ModuleJudging(JudgingSteps[ModuleResult]):
 
     @property
     def _module(self) -> torch.nn.Module:
+        """The reference's module."""
         return self.modules[0]
 
     @property
     def _name(self) -> str:
+        """The name of the class of the reference's module."""
         return type(self._module).__name__
 
     def _run(
         self, mode: Mode, note: str, *, module: torch.nn.Module | None = None, widened: bool = False
     ) -> ModuleResult | None:
-        """Return the result of a copy of a module, the reference's by default, or None if it raises."""
+        """Return the result of a copy of a module, the reference's by default, or None if it raises.
+
+        If it raises, `note` is added to the notes, unless it is empty.
+        """
         return self.settings.run_copy(module or self._module, self.inputs, mode, note, widened=widened)
 
 
 def raised(error: Exception) -> str:
-    """Return the reason for a module that raised."""
+    """Return the reason of a judgement whose module raised `error` on the reference's inputs, as one short line."""
     return brief(f"fed the reference's inputs it raised {type(error).__name__}: {error}")
 
 
 def _leaves(stage: str, result: ModuleResult, reference: ModuleResult) -> Leaves:
-    """Return the leaves of a stage: outputs with the inputs that the call changed, or gradients."""
+    """Return the leaves of a result: for the stage `forward` its outputs and some inputs, or else its gradients.
+
+    The inputs are those that `reference` has as `changed`.
+    """
     return result.forward(reference.changed) if stage == _FORWARD else result.gradients
 
 
@@ -269,7 +280,11 @@ def _with_answers(stage: Stage, answers: Answers) -> Stage:
 
 
 def _are_same(first: Leaves, second: Leaves) -> bool:
-    """Tell whether no leaf of the two sets diverges to the bit; other dtypes, strides and devices do not count."""
+    """Tell whether two sets have the same leaves, with the same shapes and bits.
+
+    Other dtypes, strides, devices, orders of keys, and another `requires_grad` do not count, nor do leaves that cannot
+    be compared.
+    """
     terms = Terms(ignore=frozenset(IGNORABLE) - {"integers"})
     comparisons, _ = Judge(policy=Bitwise(), terms=terms).compare(first, second)
     return all(comparison.verdict is not Verdict.DIVERGED for comparison in comparisons)

@@ -50,12 +50,15 @@ class ModuleResult:
     gradients: Leaves
 
     def forward(self, changed: frozenset[str]) -> Leaves:
-        """Return the outputs, and the inputs that one of both sides changed."""
+        """Return the outputs, and the inputs whose paths are in `changed`, by path; other paths in it are ignored."""
         return {**self.outputs, **{path: self.inputs[path] for path in sorted(changed) if path in self.inputs}}
 
 
 def take_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], roots: frozenset[str]) -> ModuleInputs:
-    """Return copies of a module's arguments."""
+    """Return copies of a module's arguments, with the present states of the generators and with `roots`.
+
+    Raise ProgramError if the arguments cannot be copied.
+    """
     args, kwargs = copy_together((args, kwargs), name="what the module is called with")
     return ModuleInputs(args=args, kwargs=kwargs, draws=GeneratorDraws.now(), roots=roots)
 
@@ -79,7 +82,7 @@ def left_by(outputs: Any, arguments: Any, versions: dict[str, int], gradients: L
 
 
 def input_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Leaves:
-    """Return the tensors among arguments by path."""
+    """Return the tensors among arguments by path, such as `args[0]` or `kwargs['mask']`; they are not copied."""
     leaves = {**leaves_of(args, "args"), **leaves_of(kwargs, "kwargs")}
     return {path: leaf for path, leaf in leaves.items() if isinstance(leaf, torch.Tensor)}
 
@@ -141,7 +144,11 @@ class Runner:
     gradients: bool
 
     def run(self, module: torch.nn.Module, inputs: ModuleInputs) -> ModuleResult:
-        """Call the module itself on copies of the inputs, restore its state afterwards, and return the result."""
+        """Call the module itself on copies of the inputs, restore its state afterwards, and return the result.
+
+        The generators start as they were at the recorded call, and are not put back. Exceptions of the module are not
+        caught.
+        """
         args, kwargs = copy_together((inputs.args, inputs.kwargs), name="what the module is called with")
         with restored([module]):
             return self._call(Side.of(module, args, kwargs), inputs, natively)
@@ -151,7 +158,8 @@ class Runner:
     ) -> ModuleResult:
         """Call a copy of the module on copies of the inputs, in the context that `mode` returns, and return the result.
 
-        With `widened` the floating-point tensors of the copies are in float64.
+        With `widened` the floating-point tensors of the copies are in float64. The generators start as they were at the
+        recorded call, and are not put back. Exceptions of the module are not caught.
         """
         convert = lift.widened if widened else lambda dtype: dtype
         copied, args, kwargs = copy_together(

@@ -341,13 +341,16 @@ def _inherited_comparisons(policy: Policy, reference: Leaves, candidate: Leaves 
 
 
 def _snapshot(leaf: Any) -> Any:
+    """Return a detached copy of a tensor that has values; any other leaf is returned itself."""
     return leaf.detach().clone() if isinstance(leaf, torch.Tensor) and tensors.has_values(leaf) else leaf
 
 
 def _modules_by_id(side: Side) -> dict[str, torch.nn.Module]:
+    """Return the modules that a side reaches, by their ids as texts."""
     return {f"{id(module)}": module for module in modules_of(side).values()}
 
 
 def _unmatched_records(calls: Sequence[ModuleCall], matched: Sequence[ModuleCall]) -> tuple[NodeRecord, ...]:
+    """Return the records of those calls that are not in `matched`, told by their `order`."""
     matched_orders = {call.order for call in matched}
     return tuple(call.record for call in calls if call.order not in matched_orders)

@@ -32,9 +32,10 @@ Rerun = Callable[[frozenset[Node]], tuple[Lockstep, Sequence[NodeJudgement]]]
 
 
 def mark_moved_work(first: Lockstep, judgements: Sequence[NodeJudgement], rerun: Rerun) -> tuple[NodeJudgement, ...]:
-    """Return the judgements; those that are wrong because work was moved have `is_moved`, and regions are joined.
+    """Return the judgements; wrong pairs whose work was only moved get `is_moved`, and the rest goes through `_joined`.
 
-    `first` is the run that gave the judgements. A run that ends early proves nothing, and marks nothing.
+    `first` is the run that gave the judgements, and `rerun` runs the graphs without some pairs. It is called up to
+    `ROUNDS` times, and not at all if no pair is wrong. A rerun that fails proves nothing, and is the last.
     """
     wrong = {each.candidate: each for each in judgements if _is_wrong_pair(each, first)}
     if not wrong:
@@ -82,6 +83,7 @@ def _has_company(
 
 
 def _is_wrong_pair(judgement: NodeJudgement, lockstep: Lockstep) -> bool:
+    """Tell whether a judgement is about two partners, has a culprit, and has a local comparison that diverged."""
     is_pair = lockstep.partners.get(judgement.candidate) is judgement.reference
     return judgement.culprit is not None and is_pair and is_wrong(judgement.local)
 
@@ -89,7 +91,8 @@ def _is_wrong_pair(judgement: NodeJudgement, lockstep: Lockstep) -> bool:
 def _judged_nodes(judgement: NodeJudgement, lockstep: Lockstep, wrong: dict[Node, NodeJudgement]) -> set[Node]:
     """Return those candidate's nodes of wrong pairs whose work, on either side, this judgement is about.
 
-    A judgement of an output or of state is about everything before it.
+    If it is not about a pair of regions but about an output or state, those are the candidate's node of the judgement
+    and the unmatched nodes that it depends on.
     """
     pair = lockstep.pairs.get(judgement.candidate)
     if pair is None:
@@ -109,10 +112,11 @@ def _with_ancestors(node: Node, lockstep: Lockstep) -> set[Node]:
 
 
 def _joined(judgements: Sequence[NodeJudgement], lockstep: Lockstep) -> list[NodeJudgement]:
-    """Return the judgements; of those that belong to one rewrite only the last in the reference has a culprit.
+    """Return the judgements; of two wrong pairs that belong to one rewrite, only the later one keeps its culprit.
 
-    Two wrong pairs belong to one rewrite if the candidate has them in the other order, or if one culprit reads the
-    other and one of both has no partner: its work went to the other.
+    The `replaced` nodes of the later one are then those of both. Each wrong pair is held against the next one in the
+    order of the reference's culprits. They belong together if the later culprit depends on the earlier and the
+    candidate has the two in the other order, or if the later culprit reads the earlier and one of both has no partner.
     """
     places = {node: place for place, node in enumerate(lockstep.reference.graph.nodes)}
     theirs = {node: place for place, node in enumerate(lockstep.candidate.graph.nodes)}
@@ -142,6 +146,7 @@ def _joined(judgements: Sequence[NodeJudgement], lockstep: Lockstep) -> list[Nod
 
 
 def _depends_on(node: Node, source: Node) -> bool:
+    """Tell whether a node depends on `source`, directly or not, or is that node."""
     known, waiting = {node}, [node]
     while waiting:
         inputs = [each for each in waiting.pop().all_input_nodes if each not in known]
@@ -151,5 +156,6 @@ def _depends_on(node: Node, source: Node) -> bool:
 
 
 def _culprit(judgement: NodeJudgement) -> Node:
+    """Return the culprit of a judgement, which must have one."""
     assert judgement.culprit is not None
     return judgement.culprit

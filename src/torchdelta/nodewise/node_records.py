@@ -29,10 +29,11 @@ class PlacedNode:
 
 
 def placed_nodes(graph_module: GraphModule) -> dict[str, PlacedNode]:
-    """Return the nodes of a graph and of the graphs nested in it by the names that their records have, in order.
+    """Return the nodes of a graph and of the graphs nested in it, each with its graph module, by name and in order.
 
-    Placeholders and outputs are left out because they compute nothing, and so are calls of export's guards and
-    attribute nodes that hold a module or a nested graph.
+    The name of a nested node begins with the attribute of its graph, as in `true_graph_0.add`. Placeholders and outputs
+    are left out because they compute nothing, and so are calls of export's guards and attribute nodes that hold a
+    module or a nested graph.
     """
     return dict(_walk(graph_module, ""))
 
@@ -43,9 +44,10 @@ def node_records(graph_module: GraphModule) -> tuple[NodeRecord, ...]:
 
 
 def _walk(owner: GraphModule, path: str) -> Iterator[tuple[str, PlacedNode]]:
-    """Yield (name, node with its graph) for the nodes of a graph and of those nested in it; `path` is before each name.
+    """Yield (name, node with its graph) for the nodes of a graph and of those nested in it; names begin with `path`.
 
-    The nodes of a nested graph come where a node names that graph. `placed_nodes` says which nodes are left out.
+    The nodes of a nested graph come where a node reads or calls that graph. `placed_nodes` says which nodes are left
+    out.
     """
     for node in owner.graph.nodes:
         if node.op in ("placeholder", "output"):
@@ -110,6 +112,7 @@ def kinds_of(value: Any) -> tuple[str, ...]:
 
 
 def _has_shape(value: Any) -> bool:
+    """Tell whether a value has the attributes `shape` and `dtype`."""
     # a tensor, or the metadata that shape propagation keeps of one
     return hasattr(value, "shape") and hasattr(value, "dtype")
 

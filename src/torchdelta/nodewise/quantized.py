@@ -53,7 +53,7 @@ class LevelJudging(NodeJudging):
     rounds = ()
 
     def truth(self) -> Leaves:
-        """Return the reference's own value."""
+        """Return the leaves of the reference's own value."""
         return self.reference
 
     def noisy(self, count: int) -> list[Leaves]:  # noqa: ARG002 — the runs divide one step between them
@@ -81,9 +81,9 @@ class LevelJudging(NodeJudging):
         return [_moved(self.reference, exact, leaves_of(run, path)) for run in runs]
 
     def compare(self, stage: str, yardstick: Yardstick[Leaves]) -> tuple[Comparison, ...]:  # noqa: ARG002 — there is one
-        """Compare the region's values by the noise of its steps.
+        """Return the comparison of each leaf of the candidate with the yardstick, by the noise of its steps.
 
-        The reason names the readers of a region that ends in a dequantize node.
+        `stage` is not used. If the region ends in a dequantize node, each reason names that node and its readers.
         """
         judge = Judge(policy=StepNoise(), terms=Terms(ignore=frozenset({"requires_grad", "device", "aliasing"})))
         comparisons, _ = judge.compare(yardstick.reference, self._candidate, yardstick.truth, noisy=yardstick.noisy)
@@ -143,7 +143,10 @@ def _readers_of(region: Region) -> str:
 
 
 def _run_with(region: Region, reads: Mapping[Node, Any], replaced: Mapping[Node, torch.Tensor]) -> Any:
-    """Run a region with these values in place of those of some nodes, and return its result."""
+    """Return the result of a region in which the readers of some nodes read the values in `replaced` instead.
+
+    If the last node of the region is one of these nodes, its value there is returned, and nothing is run.
+    """
     if region.result in replaced:
         return replaced[region.result]
     return region.run(reads, {(node, user): values for node, values in replaced.items() for user in node.users})

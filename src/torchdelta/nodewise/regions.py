@@ -232,7 +232,10 @@ def redirect_reads(module: GraphModule) -> None:
 
 
 def directly_written_nodes(module: GraphModule) -> frozenset[Node]:
-    """Return the nodes that are written to directly. After `redirect_reads` no node reads them after the write."""
+    """Return the nodes that another node writes to and returns, as its first argument (`returns_what_it_writes`).
+
+    After `redirect_reads` no node reads them after the write.
+    """
     return frozenset(
         node.args[0] for node in module.graph.nodes if returns_what_it_writes(node) and isinstance(node.args[0], Node)
     )
@@ -274,7 +277,7 @@ def copy_written_inputs(writer: Node, inputs: Values, *, is_detached: bool = Tru
 
 
 def changed_values(before: Mapping[Node, Any], after: Mapping[Node, Any]) -> dict[Node, Any]:
-    """Return the new values of the nodes whose values differ from those before."""
+    """Return those values of `after` that are not `is_identical` to the node's value in `before`, by node."""
     return {node: after[node] for node, value in before.items() if not is_identical(value, after[node])}
 
 

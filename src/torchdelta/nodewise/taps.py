@@ -121,10 +121,10 @@ class Taps:
     def _judge_graph(
         self, graph: GraphModule, inputs: Sequence[Any], tapped: Mapping[str, Any], level: str
     ) -> Iterator[TappedNode]:
-        """Yield a judgement for each tapped node whose region has no unsteady node; `tapped` has the values by name.
+        """Yield a judgement for each node that has a value in `tapped`, unless its region has an unsteady node.
 
-        A region starts at inputs, attributes and tapped nodes, without those that `_widened_nodes` returns. If there
-        are `unsteady_nodes`, a note is added.
+        `tapped` has the candidate's values by name. A region reads inputs, attributes and tapped nodes, except for
+        those that `_widened_nodes` returns. A note names the `unsteady_nodes`, if there are any besides the output.
         """
         widened, unsteady = _widened_nodes(graph), unsteady_nodes(graph)
         skipped = [node.name for node in unsteady if node.op != "output"]
@@ -197,7 +197,7 @@ def tap(graph_module: GraphModule, names: Collection[str]) -> tuple[GraphModule,
 
 
 def is_tappable(node: Node) -> bool:
-    """Tell whether a tap can return the node's value: it is a tensor, and another node reads it."""
+    """Tell whether a node can have a tap: it calls something, its metadata has a tensor, and another node reads it."""
     if node.op not in ("call_function", "call_method", "call_module"):
         return False
     value = node.meta.get("val", node.meta.get("example_value"))
@@ -205,9 +205,9 @@ def is_tappable(node: Node) -> bool:
 
 
 def _named_outputs(graph_module: GraphModule, returned: Sequence[Any]) -> dict[str, Any]:
-    """Return detached copies of the graph's own outputs by name, which serve as taps.
+    """Return detached copies of the values that a graph returned, by the names of their nodes; they serve as taps.
 
-    Outputs that cannot have a tap, such as inputs, and overwritten ones are left out.
+    Outputs that cannot have a tap, such as inputs, and outputs that may have been overwritten are left out.
     """
     output = graph_module.graph.output_node()
     nodes = output.args[0] if isinstance(output.args[0], (list, tuple)) else (output.args[0],)
@@ -220,7 +220,10 @@ def _named_outputs(graph_module: GraphModule, returned: Sequence[Any]) -> dict[s
 
 
 def values_between(graph: GraphModule, inputs: Sequence[Any], tapped: Mapping[str, Any]) -> dict[Node, Any]:
-    """Return the value of every node: the candidate's own if it has a tap, otherwise computed eagerly from those."""
+    """Return the value of every node but the output, by node: that in `tapped`, by name, or one computed eagerly.
+
+    `inputs` are the values of the placeholders.
+    """
     values: dict[Node, Any] = {}
     for _ in fill_values(values, graph, inputs, tapped):
         pass

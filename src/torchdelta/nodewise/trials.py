@@ -68,12 +68,12 @@ class Trial:
 
     @cached_property
     def inputs(self) -> dict[Node, Any]:
-        """The values that the reference's region reads."""
+        """The values that the reference's region reads, by node, as far as they are known."""
         return {node: self.values[node] for node in self.pair.reference.reads if node in self.values}
 
     @cached_property
     def trained_inputs(self) -> list[Node]:
-        """The inputs of either region that need a gradient."""
+        """The inputs of either region that need a gradient, as nodes of the reference."""
         sources = (self.partners[node] for node in self.pair.candidate.reads)
         reads = dict.fromkeys((*self.pair.reference.reads, *sources))
         return [node for node in reads if node in self.values and node in self.trained]
@@ -141,7 +141,10 @@ class Trial:
         return self.judge.judge(name, reference, candidate, again, values)
 
     def blame(self, is_mended: Callable[[Replacements], bool]) -> Node:
-        """Return the culprit of this pair; `is_mended` tells whether it is right with a replacement."""
+        """Return the culprit of this pair, a node of the reference, as the function `blame` finds it.
+
+        `is_mended` tells whether the pair is right with some replacements.
+        """
         return blame(self.pair.reference, self.pair.candidate, self.values, self.partners, is_mended)
 
     def _run_candidate(self, values: Mapping[Node, Any], replacements: Replacements) -> Any:
@@ -160,6 +163,7 @@ class Trial:
 
 
 def _raised_comparison(name: str, error: BaseException) -> Comparison:
+    """Return a comparison at the path `name` that is DIVERGED because the candidate's node raised `error`."""
     reason = f"the candidate's node raised {type(error).__name__}: {error}".splitlines()[0]
     return Comparison(path=name, verdict=Verdict.DIVERGED, reason=reason)
 

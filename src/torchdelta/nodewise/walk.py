@@ -130,8 +130,8 @@ class NodeWalk:
         """Return the findings of the first taps that keep the report's verdict; if none do, the last, without culprits.
 
         `observe` returns the transform with the taps at its seam. First every node has a tap, then every second, then
-        every fourth. Each try that changes the verdict adds a note and sets `is_disturbed`. Without nodes to tap, the
-        first findings are returned.
+        every fourth; `compiles` counts the tries if the transform is a compiler. One that changes the verdict adds a
+        note and sets `is_disturbed`. Without nodes to tap, the first findings are returned.
         """
         findings = NodeFindings()
         for every in THINNINGS:

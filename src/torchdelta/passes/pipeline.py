@@ -173,6 +173,7 @@ def _crash_row(name: str, error: BaseException) -> PassRow:
 
 
 def _name_of(each: Pass) -> str:
+    """Return the name of a pass: that of the function inside of partials, without functions that it is defined in."""
     while isinstance(each, functools.partial):
         each = each.func
     return name_of(each).rpartition("<locals>.")[2]

@@ -37,12 +37,12 @@ class RecordedCall:
     graph: GraphModule
 
     def __call__(self, *args: Any) -> Any:
-        """Run the graph."""
+        """Run the graph on these arguments, and return its outputs."""
         return self.graph.forward(*args)
 
 
 def have_values(args: Sequence[Any]) -> bool:
-    """Tell whether all tensors have values, which fake and meta tensors do not."""
+    """Tell whether all tensors that are arguments themselves have values, which fake and meta tensors do not."""
     return all(tensors.has_values(arg) for arg in args if isinstance(arg, torch.Tensor))
 
 
@@ -98,11 +98,12 @@ def written_nonleaves(graph_module: GraphModule, args: Sequence[Any]) -> tuple[i
 
 
 def adapt_call(run: Run, graph_module: GraphModule, level: str, cloned: Sequence[int]) -> Run:
-    """Return a function that runs a compiled graph on its arguments, and returns what its graph returns in a check.
+    """Return a function that runs the compiled graph `run`, and returns what the graph of `return_written` returns.
 
-    `run` is the compiled graph and `graph_module` the original. The inputs at the places `cloned` are cloned before the
-    run, and the clones are further outputs, as `return_written` makes them for the graph. At the `level` "backward",
-    inputs that the graph only reads are cloned too, because a compiled backward may reuse their memory.
+    It clones the inputs at the places `cloned` before the run, and returns the clones after the outputs. At the `level`
+    "backward" it also clones the inputs that `graph_module`, the original, only reads, because a compiled backward may
+    reuse their memory. Several outputs come as a list if the original returns a list and `cloned` is empty, and else as
+    a tuple.
     """
     kind = list if isinstance(graph_module.graph.output_node().args[0], list) and not cloned else tuple
     written = _written(graph_module)
@@ -130,6 +131,7 @@ def return_written(graph_module: GraphModule, cloned: Sequence[int]) -> GraphMod
 
 
 def _written(graph_module: GraphModule) -> set[Any]:
+    """Return the nodes to whose values any node of the graph may write."""
     return {source for node in graph_module.graph.nodes for source in may_write(node)}
 
 

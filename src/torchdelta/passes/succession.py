@@ -75,7 +75,7 @@ class Succession:
     def judge_step(self, before: Callable[..., Any], after: Callable[..., Any]) -> PassStep:
         """Return the verdict on the step from the graph `before` to the graph `after`.
 
-        If both are equivalent to the first graph, the step introduces nothing. Otherwise the two are compared with each
+        If both are equivalent to the first graph, `introduced` is EQUIVALENT. Otherwise the two are compared with each
         other, and the culprit is looked for; `introduced` is None if that cannot be done.
         """
         verdict_before = Verdict.EQUIVALENT if before is self.original else self.compare(before).verdict
@@ -132,4 +132,5 @@ class Succession:
         return Locator(check=check).run()
 
     def _check_of(self, graph: Callable[..., Any]) -> Check:
+        """Return a new check of `graph` against the first graph; it shares reference, truth and noise with `check`."""
         return replace(self.check, transform=Replacement(graph), notes=[], candidate=CandidateRun())

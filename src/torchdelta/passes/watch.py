@@ -303,6 +303,7 @@ class _Watcher:
         return BoxedCall(self._judging_first_call(part, compiled)) if has_chains else compiled
 
     def _begin_program(self, module: GraphModule) -> _CompiledGraph:
+        """Return the entry of a captured graph with the next number, and count it in `programs`."""
         with self.lock:
             number, self.programs = self.programs, self.programs + 1
         return _CompiledGraph(label=f"graph {number}", inputs=_names(module), number=number)
@@ -427,4 +428,5 @@ class _Watcher:
 
 
 def _names(module: GraphModule) -> tuple[str, ...]:
+    """Return the names of a graph's placeholders, in order."""
     return tuple(node.name for node in module.graph.nodes if node.op == "placeholder")
