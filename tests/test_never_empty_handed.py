@@ -103,6 +103,27 @@ class TestPassesThatLookForNames:
         assert report.repro.confirmed, report.notes
         assert (report.reduction is not None) == is_reduced
 
+    def test_a_resumed_reduction_keeps_the_names_too(self, tmp_path, workers):
+        file = PROGRAMS / "name_passes.py"
+
+        def reduce(**how):
+            return td.minify(
+                f"{file}:build",
+                transform=f"{file}:by_placeholder_name",
+                options={"graph": "dynamo", "unchanged": "ok"},
+                out=tmp_path / "minify",
+                workers=workers,
+                **how,
+            )
+
+        begun = reduce(queries=4)
+        resumed = reduce(resume=True)
+
+        assert begun.keeps_names
+        assert resumed.keeps_names
+        assert resumed.reduction.nodes_after <= begun.reduction.nodes_after
+        assert resumed.write(tmp_path / "repro.py").confirmed
+
 
 class TestNamesOfSubjects:
     def captured(self, call, *args):

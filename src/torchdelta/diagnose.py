@@ -297,8 +297,8 @@ class Diagnosis:
         """Write the script of one reduction, and with `with_issue` the text of an issue beside it; return the report.
 
         `number` is that of the group, from 1. For 1 the report gets the reduction, and the script if there is one; for
-        others it is returned unchanged. Notes are added, also if the script could not be written or did not show the
-        failure.
+        others it is returned unchanged. If the script cannot be written, or does not show the failure in a clean
+        process, a note says so, and there is no issue.
         """
         path = self._script(number)
         if small.also_seen:
@@ -316,8 +316,9 @@ class Diagnosis:
         if number == 1:
             report = replace(report, reduction=small.reduction)
         if not repro.confirmed:
-            self.notes.append(f"{path.name} did not show the failure in a clean process")
-        if self.with_issue:
+            no_issue = ", so no issue was written" if self.with_issue else ""
+            self.notes.append(f"{path.name} did not show the failure in a clean process{no_issue}")
+        elif self.with_issue:
             self.issues.append(path.with_suffix(".md"))
             self.issues[-1].write_text(small.issue(path, data=self.with_data), encoding="utf-8")
         return replace(report, repro=repro) if number == 1 else report

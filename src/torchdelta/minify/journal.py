@@ -57,6 +57,8 @@ class Entry:
     """The directory of the best subject, beside the journal."""
     drawn: dict[str, Draw]
     known: dict[str, bool] = field(default_factory=dict)
+    keeps_names: bool = False
+    """Whether the failure shows only if the graph keeps the names that the capture gave."""
 
 
 @dataclass(kw_only=True)

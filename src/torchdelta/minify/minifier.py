@@ -143,6 +143,7 @@ class Minifier:
                 preflight.alternatives = [each.with_names() for each in subjects if each.with_names is not None]
             chosen = preflight.choose(subjects)
             self.keeps_names = any(chosen.subject is each for each in preflight.alternatives)
+            self.keeps_names |= entry is not None and entry.keeps_names
             if entry is not None and not entry.wanted.is_same_as(chosen.wanted):
                 raise NothingToMinify(f"the graph that was reduced so far does not show {entry.wanted} any more")
             try:
@@ -463,6 +464,7 @@ class Minifier:
                 best=new_best(),
                 drawn=dict(best.drawn),
                 known=dict(reducer.outcomes),
+                keeps_names=self.keeps_names,
             )
             self._journal.write(best, entry)
 
