@@ -8,10 +8,12 @@ each time it runs, and puts everything on a report. The methods of `Check` stand
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 
 from torch.fx import GraphModule
 
+from torchdelta._torch.graphs.graphs import forgetting_sources
 from torchdelta._torch.graphs.nodes import takes_tangents
 from torchdelta._torch.process import runtime, versions
 from torchdelta.check import casts, decisions, graphwise, other_inputs, overflows, semantic, steadiness
@@ -79,9 +81,9 @@ class Check(JudgingSteps[Observation]):
                 "both sides ran with deterministic algorithms, which change generated code and fill empty memory: "
                 "this is not the native run"
             )
-        with runtime.preserved(), living_set_aside():
-            self.baseline = other_inputs.extend(self.baseline, self.transform, self.notes)
-            return self._report()
+        with runtime.preserved(), living_set_aside(), forgetting_sources():
+            # each of torch's temporary settings leaves a context variable behind
+            return copy_context().run(self._report)
 
     def _report(self) -> Report:
         """Run reference, truth and noise, then the candidate, natively and in float64; judge it and return the report.
@@ -91,7 +93,7 @@ class Check(JudgingSteps[Observation]):
         those that still diverge get their kind. The verdict is the worst of the stages. Without a truth, the semantic
         question is not asked.
         """
-        baseline = self.baseline
+        self.baseline = baseline = other_inputs.extend(self.baseline, self.transform, self.notes)
         self.unmatched = []
         self.layers = LayerwiseCheck.of(self.transform, self.policy, self.case.seed, self._ask)
         reference = baseline.reference  # before the candidate runs, which must not be able to change it

@@ -20,7 +20,7 @@ import torch._inductor
 import torch._inductor.config
 from torch._dynamo.exc import RestartAnalysis, SkipFrame, exceptions_allowed_to_be_fallback
 from torch._dynamo.guards import CheckFunctionManager
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters, get_metrics_context
 from torch._inductor.exc import InvalidCxxCompiler
 
 from torchdelta._torch.compile.seams import HandedGraph, Seam, graph_behind, hand_on
@@ -145,13 +145,15 @@ def require_known_config(settings: Mapping[str, Any], part: str = "inductor") ->
 
 
 def reset() -> None:
-    """Forget everything that dynamo has compiled in this process, and the guards of it.
+    """Forget everything that dynamo has compiled in this process, the guards of it, and the tracebacks of its metrics.
 
     Dynamo ties the guards of a compilation to each object that they look at, by a finalizer, so that they end with the
     object. Most of these objects are functions and modules, which never end: without this, each compilation would stay
-    in memory for as long as the process lives.
+    in memory for as long as the process lives. Tracebacks are kept while a compilation is in progress.
     """
     torch._dynamo.reset()
+    if not get_metrics_context().in_progress():
+        get_metrics_context()._edits.clear()
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         alive = finalizer.peek()
         call = alive[1] if alive is not None else None

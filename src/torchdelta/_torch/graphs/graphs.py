@@ -10,8 +10,10 @@ import copy
 import functools
 import heapq
 import inspect
+import linecache
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.fx import Graph, GraphModule, Node
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph import CodeGen, _PyTreeCodeGen
+from torch.fx.graph_module import _loader
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from torchdelta._torch.modes.outside import outside_modes
@@ -245,3 +248,19 @@ def copy_graph(graph_module: GraphModule) -> GraphModule:
     """Return a deep copy of a graph, made outside of AOTAutograd's modes, in which new tensors would be fake."""
     with outside_modes():
         return copy.deepcopy(graph_module)
+
+
+@contextmanager
+def forgetting_sources() -> Iterator[None]:
+    """Run the block, and drop the texts of the functions that fx generated meanwhile, for this or another thread.
+
+    Fx keeps them for ever, for tracebacks. A graph that outlives the block still runs, but a traceback through it does
+    not show its lines.
+    """
+    known = set(_loader.eval_cache)
+    try:
+        yield
+    finally:
+        for name in _loader.eval_cache.keys() - known:
+            _loader.eval_cache.pop(name, None)
+            linecache.cache.pop(name, None)
