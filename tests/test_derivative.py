@@ -53,6 +53,12 @@ class TestARightBackward:
             report = check_op(rounding, (drawn(size),), **D)
             assert report.verdict is not Verdict.DIVERGED, report.worst
 
+    def test_of_an_output_without_a_gradient_in_float64_is_not_vouched_for(self):
+        report = check_op(lambda x: x.detach() * 2 if x.dtype is torch.float64 else x * 2, (drawn(3),), **D)
+
+        assert report.verdict is Verdict.INCONCLUSIVE
+        assert "no output requires grad" in report.worst.reason
+
 
 class TestAWrongBackward:
     def test_of_a_kernel_that_rounds_inside_is_not_acquitted(self):

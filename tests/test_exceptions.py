@@ -95,6 +95,18 @@ def test_a_candidate_that_raises_another_kind_has_diverged(error):
     assert report.stage("forward").comparisons[0].contract[0].candidate == f"raised {type(error).__name__}: no"
 
 
+def raises_anything(x):
+    raise Exception("something")
+
+
+def test_a_program_that_raises_a_bare_exception_is_not_that_which_raises_another_kind():
+    report = td.check(raises_anything, X, candidate=raising(KeyError("no")))
+
+    assert report.verdict is Verdict.DIVERGED
+    with pytest.raises(td.ProgramError, match="The candidate raises the same"):
+        td.check(raises_anything, X, candidate=raising(Exception("other")))
+
+
 def test_a_compiler_that_fails_leaves_the_program_to_be_mended_and_says_both():
     def broken(graph, inputs):
         raise KeyError("no such pass")

@@ -264,9 +264,11 @@ def test_an_outcome_is_an_answer_or_a_failure():
         Outcome()
 
 
-def test_limits_are_positive():
+def test_limits_are_positive(default_pool):
     with pytest.raises(errors.UsageError, match="deadline"):
         Limits(deadline_s=0)
+    with pytest.raises(errors.UsageError, match="memory"):
+        ask(default_pool, "eat", memory_bytes=0, mebibytes=1)
 
 
 # no process stays

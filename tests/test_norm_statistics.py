@@ -5,7 +5,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from torchdelta._torch.graphs.interpreter import ObservingInterpreter
-from torchdelta._torch.graphs.nodes import may_write, writes_to, writes_to_first
+from torchdelta._torch.graphs.nodes import may_write, short_name, writes_to, writes_to_first
 
 aten = torch.ops.aten
 INPUT = torch.randn(4, 3, 5)
@@ -74,3 +74,17 @@ def test_a_norm_that_returns_its_statistics_writes_to_none():
     )
 
     assert not any(writes_to(node) for node in module.graph.nodes)
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("aten.relu_.default", "relu"),
+        ("aten.add.Tensor", "add"),
+        ("prims.convert_element_type.default", "convert_element_type"),
+        ("mylib.fused_norm.default", "fused_norm"),
+        ("relu", "relu"),
+    ],
+)
+def test_an_operation_has_one_short_name_in_all_kinds_of_graphs(name, short):
+    assert short_name(name) == short

@@ -23,6 +23,26 @@ def operator(name, forward, fake, backward=None):
     return made
 
 
+class TestExpandedInputs:
+    @pytest.mark.parametrize(
+        "expanded",
+        [
+            torch.tensor(True).expand(4, 4),
+            torch.tensor(2.0).expand(4, 4),
+            torch.tensor([3, 4]).expand(4, 2),
+            torch.randn(4, 1, generator=torch.Generator().manual_seed(0)).expand(4, 4),
+        ],
+        ids=["constant mask", "constant", "sorted", "random"],
+    )
+    def test_are_drawn_anew_and_stay_expanded(self, expanded):
+        program = Program(name="added", call=lambda x: x + 1, args=(expanded,))
+        drawn = list(examples.redraw(program, seed=1))
+
+        assert drawn
+        assert all(each.args[0].stride() == expanded.stride() for each in drawn)
+        assert not torch.equal(drawn[0].args[0], expanded)
+
+
 class TestOtherSizes:
     def test_part_sizes_that_happen_to_be_the_same(self):
         transposed = operator("transposed", lambda x: x.t().contiguous(), torch.empty_like)

@@ -269,6 +269,29 @@ def adding_to_globals(step):
     return program
 
 
+def doubled(x):
+    return x * 2
+
+
+def quadrupled(x):
+    return x * 4
+
+
+scaled = doubled
+
+
+def replaces_a_function(x):
+    global scaled
+    scaled, before = quadrupled, scaled
+    return before(x)
+
+
+def test_a_global_function_that_a_program_replaces_is_put_back():
+    assert td.check(replaces_a_function, (X,), transform="eager").verdict is EQUIVALENT
+    assert diverged(td.check(replaces_a_function, (X,), candidate=quadrupled)) == ["outputs"]
+    assert scaled is doubled
+
+
 def test_globals_are_compared_and_put_back():
     report = td.check(adding_to_globals(1), (X,), candidate=adding_to_globals(2))
 

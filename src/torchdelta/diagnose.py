@@ -282,8 +282,9 @@ class Diagnosis:
             minifier = self._minifier(culprit, number)
             try:
                 small = minifier.run()
-            except NothingToMinify as error:
-                if number == 1:
+            except TorchDeltaError as error:
+                # the results of the groups before must not be lost
+                if number == 1 or isinstance(error, (UsageError, EnvironmentUnfit)):
                     raise
                 self.notes.append(str(error))
                 continue

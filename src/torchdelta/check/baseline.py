@@ -111,13 +111,14 @@ class Baseline:
         side, convert, scope = self._prepare(modes, lifted=lifted, noise=noise, draws=draws)
         run = observe(side, plan or self.plan, self.original, scope, convert, keeps=keeps, before_step=before_step)
         if replay is not None and replay.astray:
-            raise SideFailed("forward", 0, run, ProgramError(f"it takes another path: {replay.astray}"))
+            raise SideFailed("forward", 0, run, _other_path(replay))
         return run
 
     def outputs(self, *modes: Mode, lifted: bool = False, noise: Noisy | None = None) -> Leaves:
         """Call a copy of the program once, as `observe` would; return the leaves of its outputs by path, not copied.
 
-        The plan's seed is set before the call. An exception of the program is raised as it is, and not as SideFailed.
+        The plan's seed is set before the call. An exception of the program is raised as it is, and not as SideFailed;
+        ProgramError if in float64 it asks for other dtypes than the reference did.
         Raise YardstickTouched if a candidate changed how this process runs the program.
         """
         self._require_untouched()
@@ -131,6 +132,8 @@ class Baseline:
                 returned = side.call(*side.args, **side.kwargs)
         finally:
             shared.put_back()
+        if replay is not None and replay.astray:
+            raise _other_path(replay)
         return leaves_of(returned, "outputs")
 
     def run(
@@ -500,6 +503,11 @@ class Baseline:
             if self._is_large:
                 gc.collect()
             runtime.release_memory()
+
+
+def _other_path(replay: DtypeReplay) -> ProgramError:
+    """Return the error that says by which dtype a run in float64 left the path of the reference."""
+    return ProgramError(f"it takes another path: {replay.astray}")
 
 
 def _unchanged(dtype: torch.dtype) -> torch.dtype:

@@ -144,7 +144,9 @@ def _is_same_kind(kind: type[BaseException], expected: type[BaseException]) -> b
 
     As a base class, `Exception` and `BaseException` do not count, because every class is a subclass of them.
     """
-    return issubclass(kind, expected) or (issubclass(expected, kind) and kind not in (Exception, BaseException))
+    roots = (Exception, BaseException)
+    is_related = issubclass(kind, expected) or issubclass(expected, kind)
+    return kind is expected or (is_related and kind not in roots and expected not in roots)
 
 
 def _text(name: str, message: str) -> str:

@@ -178,7 +178,7 @@ class Pool:
     def submit(self, task: str, request: Message, *, deadline_s: float, memory_bytes: int | None = None) -> Query:
         """Queue a task, named `package.module:function`, and return its query at once.
 
-        The deadline counts from the start of its worker. With None or 0 for `memory_bytes` the limit is three quarters
+        The deadline counts from the start of its worker. With None for `memory_bytes` the limit is three quarters
         of the machine's memory. Raise UsageError if the name has no function, its module is `__main__` or a limit is
         not positive, and ValueError or TypeError if the request is not strict JSON. A task that cannot be imported
         fails in the worker.
@@ -188,7 +188,8 @@ class Pool:
             raise UsageError(f"{task!r} cannot be imported in another process: name it package.module:function")
         trusted = [str(directory) for directory in trusted_directories()]
         question = line_of({"task": task, "request": request, "trusted": trusted})
-        limits = Limits(deadline_s=deadline_s, memory_bytes=memory_bytes or default_memory_bytes())
+        most = default_memory_bytes() if memory_bytes is None else memory_bytes
+        limits = Limits(deadline_s=deadline_s, memory_bytes=most)
         place = QueryDirectory(directory=self._directory.path / f"query-{next(self._numbers)}")
         is_cancelled = threading.Event()
         future = self._supervisors.submit(self._run, place, question, limits, is_cancelled)

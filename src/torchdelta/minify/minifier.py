@@ -101,10 +101,10 @@ class Minifier:
         self.started = time.monotonic()
         if (recording := recording_of(self.case.program)) is not None:
             recordings.make_findable(recording)  # a script copies the user's modules
+        is_continued = self.is_resumed and self._journal.is_there
         try:
             return self._minify()
         except (NothingToMinify, ProgramError) as error:
-            is_continued = self.is_resumed and self._journal.is_there
             whole = None if is_continued else self.whole_program(pool=self.pool)
             if whole is None:
                 raise

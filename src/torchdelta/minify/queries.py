@@ -8,6 +8,7 @@ import.
 from __future__ import annotations
 
 import inspect
+import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -124,9 +125,10 @@ class WorkerOracle:
     def deadline_s(self) -> float:
         """How long the next query may take: `PATIENCE` times the slowest one so far, but at least `LEAST_S`.
 
-        It is `timeout_s` as long as `slowest_s` is unknown.
+        It is never more than `timeout_s`, and just that as long as `slowest_s` is unknown.
         """
-        return self.timeout_s if self.slowest_s is None else max(LEAST_S, PATIENCE * self.slowest_s)
+        patience_s = math.inf if self.slowest_s is None else max(LEAST_S, PATIENCE * self.slowest_s)
+        return min(self.timeout_s, patience_s)
 
     @property
     def unused_count(self) -> int:

@@ -151,7 +151,8 @@ def findings_from_modules(rows: tuple[Row, ...], culprits: tuple[Row, ...], cove
     """
     module_culprits = []
     for row in culprits:
-        is_forward = is_wrong(row.local)
+        # a module that raised has no gradients
+        is_forward = is_wrong(row.local) or not row.local_gradients
         evidence, stage = (row.local, "forward") if is_forward else (row.local_gradients, "gradients")
         module_culprits.append(culprit_at(row.reference, evidence, stage))
     return NodeFindings(rows=rows, culprits=tuple(module_culprits), coverage=coverage)

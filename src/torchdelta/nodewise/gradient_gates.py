@@ -180,7 +180,7 @@ class Gates:
         local = (
             () if has_drawn else self.judge.judge(f"{node.name}.grad", reference, candidate, eager_gradients, inputs)
         )
-        return TappedNode(node=node, level="backward", local=local, region=(node,))
+        return TappedNode(node=node, level="backward", local=local, region=(node,), is_judged=not has_drawn)
 
     def _judge_leaf(self, node: Node, run: _GatedRun, edge_gradients: Mapping[Edge, torch.Tensor]) -> TappedNode:
         """Return the judgement of a leaf: the gradient that it got, against the sum of those that its readers sent.

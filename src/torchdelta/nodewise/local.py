@@ -221,7 +221,7 @@ class NodeJudging(JudgingSteps[Leaves]):
         runs = (*yardstick.noisy, yardstick.truth or {})
 
         def excuse(comparison: Comparison) -> Comparison:
-            if comparison.contract:
+            if _is_broken(comparison):
                 return comparison
             path = comparison.path
             return excuse_integer(comparison, self.reference.get(path), (run.get(path) for run in runs))
@@ -284,7 +284,7 @@ class NodeJudging(JudgingSteps[Leaves]):
         comparison with a breach of the contract is returned unchanged.
         """
         leaf, measurement = self.reference.get(comparison.path), comparison.measurement
-        if comparison.verdict is not Verdict.DIVERGED or measurement is None or comparison.contract:
+        if comparison.verdict is not Verdict.DIVERGED or measurement is None or _is_broken(comparison):
             return comparison
         is_few = measurement.max_ulp is not None and measurement.max_ulp <= FEW_ULPS
         is_few |= not measurement.misplaced and measurement.max_abs <= self.values.floor
@@ -292,6 +292,11 @@ class NodeJudging(JudgingSteps[Leaves]):
             return comparison
         reason = f"{comparison.reason}; but correct functions may differ by a few units in the last place"
         return replace(comparison, verdict=Verdict.EQUIVALENT, reason=reason)
+
+
+def _is_broken(comparison: Comparison) -> bool:
+    """Tell whether a breach of the contract decides the comparison; an excused one does not."""
+    return any(not breach.excused for breach in comparison.contract)
 
 
 def cotangents_for(value: Any, path: str, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -267,6 +267,7 @@ def _draw(program: Program, inputs: Any, seed: int, *, nearness: int) -> Any:
         for old, new in zip(tree_leaves(inputs), tree_leaves(drawn), strict=True):
             if not isinstance(new, torch.Tensor) or not tensors.has_own_buffer(new):
                 continue
+            old, new = _unexpanded(old), _unexpanded(new)
             if not (new.is_floating_point() or new.is_complex()):
                 new.copy_(old)  # there is nothing between two integers
             elif share:
@@ -287,6 +288,7 @@ def _vary_constants(inputs: Any, drawn: Any, seed: int) -> None:
                 continue
             if not _has_same_values(old, new):
                 continue
+            old, new = _unexpanded(old), _unexpanded(new)
             if new.dtype is torch.bool:
                 new.logical_not_()
             elif _is_integer(new):
@@ -302,7 +304,13 @@ def _sort_where_sorted(inputs: Any, drawn: Any) -> None:
     """Sort the drawn tensors along their last axis, in place, where the input has sorted integers (`_is_sorted`)."""
     for old, new in zip(tree_leaves(inputs), tree_leaves(drawn), strict=True):
         if isinstance(new, torch.Tensor) and _is_sorted(old):
-            new.copy_(new.sort(dim=-1).values)
+            elements = _unexpanded(new)
+            elements.copy_(elements.sort(dim=-1).values)
+
+
+def _unexpanded(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view with one place of each expanded axis, because torch refuses to write to the places of all."""
+    return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
 
 
 def _is_same(inputs: Any, drawn: Any) -> bool:

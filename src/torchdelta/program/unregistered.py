@@ -307,7 +307,7 @@ class _Walk:
         if copies.is_installed(function):
             return
         used = copies.used_globals(function)
-        written = dict.fromkeys(copies.written_globals(function), _MISSING)
+        written = {name: function.__globals__.get(name, _MISSING) for name in copies.written_globals(function)}
         data = {name: value for name, value in used.items() if not isinstance(value, _CODE)}
         self.shared.namespaces.append((function.__globals__, {**written, **data}))
         for name, value in used.items():

@@ -262,7 +262,7 @@ def _write_meta(meta: Mapping[str, Any]) -> dict[str, Any]:
                 entries[key] = encode_value({name: item for name, item in value.items() if is_plain(item)})
             else:
                 entries[key] = encode_value(value, _refer_to_member)
-        except ValueError:
+        except (AttributeError, TypeError, ValueError):  # tools put what they like into `meta`
             continue
     return entries
 

@@ -313,7 +313,9 @@ def short_name(name: str) -> str:
 
     Underscores at both ends are dropped. Of an operator outside of aten, the namespace is all that is left.
     """
-    return name.removeprefix("aten.").partition(".")[0].strip("_")
+    namespace, *rest = name.split(".")
+    is_operator = bool(rest) and (namespace in ("aten", "prims") or rest[-1] == "default")
+    return (rest[0] if is_operator else namespace).strip("_")
 
 
 def _short_name(node: Node) -> str:

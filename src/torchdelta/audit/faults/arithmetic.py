@@ -68,7 +68,7 @@ def _is_swappable(node: Node) -> bool:
     """
     if is_call(node, *_WEIGHT):
         weight = tensor_of(node.args[_WEIGHT[node.target]])
-        return weight is not None and weight.shape[0] == weight.shape[1]
+        return weight is not None and weight.dim() == 2 and weight.shape[0] == weight.shape[1]
     if not is_call(node, *_PRODUCTS):
         return False
     first, second = map(tensor_of, node.args)

@@ -53,8 +53,8 @@ def derivative(subject: OpSubject) -> Probe:
     """Compare the backward with differences of the function: at the user's inputs, at fresh values, at other sizes.
 
     DIVERGED if a gradient is wrong at any of these. INCONCLUSIVE if the operator does not run in float64 with the
-    user's inputs, or if the derivative along some input is known at none of these. Otherwise EQUIVALENT, also if no
-    output requires grad in float64. Other inputs that the operator does not take are skipped; none are tried if a
+    user's inputs, if no output requires grad there, or if the derivative along some input is known at none of these.
+    Otherwise EQUIVALENT. Other inputs that the operator does not take are skipped; none are tried if a
     tensor input is of integers or booleans.
     """
     own = subject.inputs.own
@@ -78,8 +78,13 @@ def derivative(subject: OpSubject) -> Probe:
                 remedy="mend the backward given to register_autograd; if it is another function on purpose (a "
                 "straight-through estimator), leave this probe out",
             )
+        if not comparisons:
+            continue
         unknown_here = {slope.path for slope in comparisons if not slope.is_known}
         unknown = unknown_here if unknown is None else unknown & unknown_here
+    if unknown is None:
+        reason = "in float64 no output requires grad, so that there is no derivative to compare with"
+        return Probe(name="derivative", verdict=Verdict.INCONCLUSIVE, reason=reason)
     if unknown:
         reason = f"{NO_SLOPE}: {', '.join(sorted(unknown))}"
         return Probe(name="derivative", verdict=Verdict.INCONCLUSIVE, reason=reason)
