@@ -65,6 +65,14 @@ def test_rounded_elements_move_and_exact_ones_beside_them_stay():
     assert bool((thirds[:, 1::2] != values[1::2] * 3).any())
 
 
+def test_an_operation_on_complex_numbers_keeps_their_imaginary_part():
+    numbers = torch.tensor([3.0 + 4.0j, 5.0 + 12.0j, 0.1 + 0.3j])
+
+    sizes, (wide,) = run_beside_float64(aten.abs.default, (numbers,), {})
+
+    assert rounded_elements(sizes, wide).tolist() == [False, False, True]
+
+
 def test_an_operation_that_writes_runs_once_on_its_operand():
     counts = torch.zeros(4)
 

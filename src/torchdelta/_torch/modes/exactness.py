@@ -136,7 +136,7 @@ def _run_in_float64(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _converter(*, has_floats: bool, copies: bool) -> Callable[[Any], Any]:
-    """Return a function that lifts tensors and dtypes to float64, and returns any other value unchanged.
+    """Return a function that lifts tensors and dtypes to float64 or complex128, and returns any other value unchanged.
 
     Tensors of other types than floats are lifted only if there are no floats among the operands (`has_floats`): beside
     floats they may be indices. `copies` copies every tensor, because the operation writes to its operands.
@@ -147,8 +147,9 @@ def _converter(*, has_floats: bool, copies: bool) -> Callable[[Any], Any]:
             return widened(value)
         if not isinstance(value, torch.Tensor):
             return value
+        wide = torch.complex128 if value.is_complex() else torch.float64
         is_lifted = value.is_floating_point() or not has_floats
-        return value.detach().to(torch.float64 if is_lifted else value.dtype, copy=copies)
+        return value.detach().to(wide if is_lifted else value.dtype, copy=copies)
 
     return convert
 
