@@ -51,9 +51,10 @@ def notice(
 ) -> tuple[list[Stage], str]:
     """Return the stages with each leaf judged anew in which the candidate avoids an overflow, and a note on them.
 
-    Of such a leaf, the elements that overflow in the reference are judged by themselves, and all others by `compare`;
-    `_combined` puts both together. The leaf gets a breach of the clause `casts`, unless its verdict is that of elements
-    that overflow and are not near the truth. Without such a leaf the stages are returned unchanged, with an empty note.
+    If there is such a leaf, the program runs once more, to see where it overflows; a failure of that run is ignored.
+    Elements that overflow in the reference are judged by themselves, and all others by `compare`; `_combined` puts both
+    together. The leaf gets a breach of the clause `casts`, unless its verdict is that of elements that overflow and are
+    not near the truth. Without such a leaf nothing runs: the stages are returned unchanged, with an empty note.
     """
     masks = _avoided(stages, yardstick, candidate)
     if not masks:

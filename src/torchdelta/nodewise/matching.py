@@ -349,8 +349,8 @@ def end_pairs(reference: NodeRecords, candidate: NodeRecords) -> Iterator[tuple[
     """Yield the last node of each side of a group as a pair, if the two can have the same value; at most one pair.
 
     Two last nodes of the same operation, or the only nodes of their sides, are a pair even if their kinds differ.
-    Otherwise the kinds have to agree, and a `getitem` is replaced by the only `getitem` of its side with the right
-    kinds, if there is one.
+    Otherwise the kinds have to agree. If just one of the two is a `getitem`, the pair has the only `getitem` of that
+    side whose kinds agree; if none or several agree, there is no pair.
     """
     last, other = reference[-1], candidate[-1]
     is_same_operation = last.op == other.op or len(reference) == len(candidate) == 1
