@@ -607,8 +607,8 @@ class GraphRun:
         """Copy the values that the node is about to write to and that are still needed as they are.
 
         These are its own inputs (`before_write`), inputs kept for other writers, values in `computed` that are still to
-        be judged or get their first direct write, and inputs and attributes of the graph at their first write
-        (`initial_state`).
+        be judged or were not written directly yet but will be, and inputs and attributes of the graph at their first
+        write (`initial_state`).
         """
         inputs = {source: self.current[source] for source in node.all_input_nodes}
         storages = storages_of([inputs[source] for source in may_write(node)])

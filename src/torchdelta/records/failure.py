@@ -38,10 +38,11 @@ def normalise(message: str) -> str:
 
 
 def essence(message: str) -> str:
-    """Return the part of a message that says what is wrong.
+    """Return the part of a message that says what is wrong, as one line.
 
-    That is the text behind the first " error: ", as a compiler prints it; or the line that follows the line of a
-    wrapper (`… raised:`); or else the first paragraph as one line, without the dump of arguments that inductor appends.
+    That is what follows the first " error: " in its line, as a compiler prints it; or, if the first line ends in
+    `raised:`, the next line that is not empty; or else the first paragraph, without the dump of arguments that inductor
+    appends.
     """
     lines = [line.strip() for line in message.strip().splitlines()]
     if errors := [line.partition(" error: ")[2] for line in lines if " error: " in line]:

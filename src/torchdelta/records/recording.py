@@ -140,11 +140,12 @@ def _code_in(options: Mapping[str, Scalar]) -> list[str]:
 
 
 def complete(program: object, options: CheckOptions) -> CheckOptions:
-    """Return a copy of the options; a policy, stages and a transform that they lack come from the program's recording.
+    """Return a copy of the options, with the policy and stages that they lack from the program's recording.
 
-    With the recording's transform come its options, unless the caller set some. Without a recording a missing policy is
-    the default one. UsageError if neither a transform nor a candidate is found, or if the recording's transform is code
-    that is not trusted; ReportUnreadable if the program is a directory without a readable record.
+    If they have neither a transform nor a candidate, the recorded transform is added too, with its options unless the
+    caller set some. Without a recording a missing policy is the default one. UsageError if there is still neither a
+    transform nor a candidate, or if the recorded transform or its options name code that is not trusted;
+    ReportUnreadable if the program is a directory without a readable record.
     """
     recording = recording_of(program)
     policy = recording.policy if recording is not None else Case.policy

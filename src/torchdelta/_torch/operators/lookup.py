@@ -241,7 +241,10 @@ def require_fitting(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _mismatch_in(message: str) -> str | None:
-    """Return what an error of torch says about arguments that do not fit a schema, or None if it is another error."""
+    """Return why arguments do not fit, by the message of torch's error, or None if the error is another one.
+
+    That is the message's first line without the schema, or `they match none of these` if torch tried several schemas.
+    """
     if "failed to match any schema" in message:
         return "they match none of these"
     if "Declaration: " in message or "Schema: " in message or "Expected a proper Tensor but got None" in message:
