@@ -12,6 +12,7 @@ import torch._inductor.config
 
 import torchdelta as td
 from torchdelta import Verdict
+from torchdelta._torch.compile.dynamo import require_known_config
 from torchdelta.audit.audit import audit
 from torchdelta.errors import UsageError
 from torchdelta.records.audit import TrialOutcome
@@ -152,3 +153,11 @@ def test_settings_of_dynamo_and_functorch_are_options():
         td.check(lambda x: x, (torch.ones(2),), transform="eager", options={"dynamo.nothing": 1})
     with pytest.raises(UsageError, match="functorch's setting"):
         td.check(lambda x: x, (torch.ones(2),), transform="eager", options={"functorch.debug_assert": 3})
+
+
+def test_a_whole_number_may_stand_for_a_float_and_a_truth_value_for_no_number():
+    require_known_config({"cpu_gpu_bw": 50})
+    with pytest.raises(UsageError, match="cpu_gpu_bw is float"):
+        require_known_config({"cpu_gpu_bw": True})
+    with pytest.raises(UsageError, match="max_fusion_size is int"):
+        require_known_config({"max_fusion_size": True})

@@ -34,9 +34,10 @@ def prepare(
     """Return the check of a program under these options; UsageError or ProgramError if there can be none.
 
     Nothing of the check runs yet. If the program is a recorded directory, options that are left open come from its
-    record; ReportUnreadable if that cannot be read. A named program is imported and built with the seed of the case.
-    Settings that its module or factory makes stay, for all that is done with the check: a caller whose process goes on
-    afterwards puts them back with `runtime.preserved`. `progress` gets the name of each part of the check as it begins.
+    record; ReportUnreadable if that cannot be read. A named program is imported, and then built with the seed of the
+    case; random generators are put back. Other settings that its module or factory makes stay, for all that is done
+    with the check: a caller whose process goes on afterwards puts them back with `runtime.preserved`. `progress` will
+    get the name of each part of the check as it begins.
     """
     options = complete(program, options)
     case = case_of(program, options)

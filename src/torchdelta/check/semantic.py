@@ -318,7 +318,7 @@ def _is_further_than_noise(baseline: Baseline, stage: str, path: str) -> bool:
     truth or a noisy run, for integers and non-tensors, and if the truth has another shape.
     """
     reference = baseline.reference.stages[stage].get(path)
-    truth = baseline.truth.stages[stage].get(path) if baseline.truth else None
+    truth = baseline.truth.stages.get(stage, {}).get(path) if baseline.truth else None
     if not isinstance(truth, torch.Tensor) or not isinstance(reference, torch.Tensor):
         return False
     if truth.shape != reference.shape or not is_inexact(reference.dtype):

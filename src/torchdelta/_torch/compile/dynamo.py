@@ -133,15 +133,18 @@ PARTS: Mapping[str, Any] = {
 def require_known_config(settings: Mapping[str, Any], part: str = "inductor") -> None:
     """Raise UsageError if a part has no setting of a name, or if a value has another type than the present one.
 
-    `settings` has values by name. The type counts only if the present value is a bool, int, float or str.
+    `settings` has values by name. The type counts only if the present value is a bool, int, float or str; a whole
+    number may stand for a float, and a truth value for no other number.
     """
     known = PARTS[part].get_config_copy()
     for name, value in settings.items():
         if name not in known:
             raise UsageError(f"{part} has no setting {name!r}: {nearest(name, known)}")
         present = known[name]
-        if isinstance(present, (bool, int, float, str)) and not isinstance(value, type(present)):
-            raise UsageError(f"{part}'s setting {name} is {type(present).__name__} ({present!r}), not {value!r}")
+        kind = type(present)
+        fits = type(value) in ((int, float) if kind is float else (kind,))
+        if isinstance(present, (bool, int, float, str)) and not fits:
+            raise UsageError(f"{part}'s setting {name} is {kind.__name__} ({present!r}), not {value!r}")
 
 
 def reset() -> None:

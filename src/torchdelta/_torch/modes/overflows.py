@@ -30,7 +30,8 @@ class Overflows(OperationMode):
         """Run one operation and return its result; if it overflows, add its name and line with the dtype to `places`.
 
         It overflows if it has float operands, all of them are finite, and a result is not, although all results are
-        finite in float64. An operation that writes to its operands is not tried in float64.
+        finite in float64. An operation that writes to its operands cannot be repeated in float64, and counts as an
+        overflow without that test.
         """
         kwargs = kwargs or {}
         # before the operation runs, which may write to them
