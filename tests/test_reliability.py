@@ -155,6 +155,17 @@ class TestLimitsOfTheMachine:
         assert "needs too much memory by itself" in ran.stderr
         assert "eagerly" not in ran.stderr
 
+    def test_memory_that_is_noticed_late_is_not_blamed_on_the_candidate(self, monkeypatch):
+        from torchdelta.check.isolated import check_isolated
+        from torchdelta.errors import ProgramError
+        from torchdelta.isolate import supervisor
+        from torchdelta.records.case import CheckOptions
+
+        monkeypatch.setattr(supervisor, "_CHECK_LIMITS_S", 600.0)
+        options = CheckOptions.read(transform=f"{DAMAGE}:off")
+        with pytest.raises(ProgramError, match="needs too much memory by itself"):
+            check_isolated(f"{DAMAGE}:build", options, memory_bytes=1000)
+
     def test_memory_beyond_every_machine_is_no_limit(self, shell):
         ran = shell("$torchdelta check damage.py:build -t damage.py:equal --memory 99999999TB")
 

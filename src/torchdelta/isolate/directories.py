@@ -22,6 +22,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -44,6 +45,8 @@ class QueryDirectory:
     directory: Path
     parts_descriptor: int | None = None
     """In a worker: the file of parts, which was opened before the task began."""
+    before_part: Callable[[], None] = lambda: None
+    """In a worker: called before a part is told, so that what the parts before it did is not blamed on it."""
 
     @property
     def request(self) -> Path:
@@ -80,26 +83,32 @@ class QueryDirectory:
         for file in (self.parts, self.output):
             file.touch(mode=0o600)
 
-    def opened(self) -> QueryDirectory:
+    def opened(self, before_part: Callable[[], None] = lambda: None) -> QueryDirectory:
         """Open the file of parts for appending, and return a copy of this record that has its descriptor; for a worker.
 
-        A task that deletes the file cannot close it, so that `tell` works all the same. Raise OSError if the file is
-        missing.
+        `before_part` is kept in the copy. A task that deletes the file cannot close it, so that `tell` works all the
+        same. Raise OSError if the file is missing.
         """
         return QueryDirectory(
-            directory=self.directory, parts_descriptor=os.open(self.parts, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            directory=self.directory,
+            parts_descriptor=os.open(self.parts, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC),
+            before_part=before_part,
         )
 
     def tell_begun(self) -> None:
-        """Write the first line of the file of parts by `tell`: the worker is ready, and its task begins."""
-        self.tell(_BEGUN)
+        """Write the first line of the file of parts: the worker is ready, and its task begins."""
+        self._write(_BEGUN)
 
     def tell(self, part: str) -> None:
         """Append a part's name to the file of parts, as one line, so that the parent knows where a worker died.
 
-        A task calls this when the part begins; only in a worker (`opened`). If the line cannot be written, the worker
-        exits with `FILES_LOST`, because nothing that it finds afterwards could be read.
+        A task calls this when the part begins; only in a worker (`opened`). `before_part` is called first. If the line
+        cannot be written, the worker exits with `FILES_LOST`, because nothing that it finds afterwards could be read.
         """
+        self.before_part()
+        self._write(part)
+
+    def _write(self, part: str) -> None:
         assert self.parts_descriptor is not None
         try:
             # one unbuffered write: the line is in the file even if the next instruction crashes

@@ -60,6 +60,11 @@ def memory_of(group: int) -> int:
     return sum(_anonymous_bytes(process) for process in _processes() if _group_of(process) == group)
 
 
+def own_memory() -> int:
+    """Return the bytes of memory of this process, as `memory_of` counts them; 0 on systems without /proc."""
+    return _anonymous_bytes(os.getpid())
+
+
 def default_memory_bytes() -> int | None:
     """Return three quarters of the machine's memory, the default limit of a worker, or None if its size is unknown."""
     try:

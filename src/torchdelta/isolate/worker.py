@@ -24,6 +24,7 @@ from torchdelta import errors
 from torchdelta.isolate import process_groups
 from torchdelta.isolate.directories import FILES_LOST, QueryDirectory
 from torchdelta.isolate.protocol import Lines, Message, line_of, message_in, write_message
+from torchdelta.records.failure import Failure
 from torchdelta.records.trust import trust
 
 _PAGE_COUNTS = Path("/proc/self/statm")
@@ -49,7 +50,7 @@ def run_query(order: Order) -> NoReturn:
     errors.catch_everything()
     errors.keep_full_texts(Path(order.directory).parent.parent)
     try:
-        place = QueryDirectory(directory=Path(order.directory)).opened()
+        place = QueryDirectory(directory=Path(order.directory)).opened(lambda: _require_memory(order))
         _redirect_output(place.output)
         _set_limits(order)
         del sys.argv[1:]  # the command line is not that of the program, which may read its own
@@ -195,6 +196,19 @@ def _set_limits(order: Order) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
         most = min((limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY), default=sys.maxsize)
         resource.setrlimit(resource.RLIMIT_AS, (min(mapped + 2 * order.memory_bytes, most), hard))
+
+
+def _require_memory(order: Order) -> None:
+    """Exit with the answer that memory ran out if this process uses more than the order allows.
+
+    The supervisor looks now and then, and might notice what one part used only in the next.
+    """
+    if order.memory_bytes is not None and process_groups.own_memory() > order.memory_bytes:
+        message = Failure.of_memory(order.memory_bytes, stage="").message
+        answer = QueryDirectory(directory=Path(order.directory)).answer
+        with contextlib.suppress(OSError):
+            write_message(answer, {"memory": message, "token": order.token})
+        _exit(0)
 
 
 def _set_up_compiler(place: QueryDirectory) -> None:
