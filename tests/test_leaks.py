@@ -62,3 +62,33 @@ def test_memory_descriptors_threads_and_objects_are_flat(transform):
     assert (descriptors, threads) == (0, 0)
     assert objects <= MOST_OBJECTS * CHECKS
     assert memory <= MOST_MEMORY_KIB
+
+
+HOLDING = """
+import os, time
+import torch
+import torchdelta as td
+from programs import broken
+
+program, args = broken.stack()
+held = td.minify(program, args, transform=broken.relu_is_off)
+deadline = time.monotonic() + 20
+while time.monotonic() < deadline:
+    left = open(f"/proc/self/task/{os.getpid()}/children").read().split()
+    if not left:
+        break
+    time.sleep(0.1)
+print(len(left), held.reduction.nodes_after)
+"""
+
+
+def test_a_result_of_minify_that_is_held_keeps_no_process():
+    ran = subprocess.run(
+        [sys.executable, "-c", HOLDING],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert ran.stdout.splitlines()[-1:] == ["0 3"], ran.stderr
