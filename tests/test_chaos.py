@@ -13,7 +13,6 @@ pytestmark = [
 ]
 
 
-@pytest.mark.long
 def test_every_promise_holds_for_a_minute_of_disturbances():
     assert chaos.main(60.0, seed=20, tell=lambda _: None) >= 1
 
