@@ -29,6 +29,12 @@ if os.environ.get("TORCHDELTA_TEST_SPAWN"):
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_WITHOUT_FORK, os.environ.get("PYTHONPATH"))))
 
 
+def pytest_unconfigure():
+    """Take the finalizer from the locks that torch's caches keep for ever: at the very end it fails, with a message."""
+    if hasattr(getattr(sys.modules.get("filelock"), "BaseFileLock", None), "__del__"):
+        del sys.modules["filelock"].BaseFileLock.__del__
+
+
 @pytest.fixture(autouse=True)
 def same_numbers_whatever_ran_before():
     """A test that draws without a seed draws the same alone, and behind any other."""

@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import torchdelta as td
+from torchdelta import Verdict
 from torchdelta._torch.compile.dynamo import compiling
 from torchdelta._torch.graphs.lift_graph import lift_graph
 from torchdelta._torch.modes.lift import Lift
@@ -105,3 +107,38 @@ def test_what_has_no_float64_runs_natively_and_is_named():
 def test_an_error_that_has_nothing_to_do_with_float64_stays_what_it_is():
     with Lift(torch.float32), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         torch.mm(torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, 3, dtype=torch.float64))
+
+
+INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+
+
+def absolute_by_bits(x):
+    integers = INTEGERS.get(x.dtype)
+    if integers is None:
+        return x.abs()
+    return (x.view(integers) & torch.iinfo(integers).max).view(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+@pytest.mark.parametrize(("factor", "verdict"), [(1.0, Verdict.EQUIVALENT), (1.01, Verdict.DIVERGED)])
+def test_a_candidate_that_reads_bits_is_judged_natively(dtype, factor, verdict):
+    x = torch.randn(64, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    report = td.check(lambda x: x.abs().sin(), (x,), candidate=lambda x: (absolute_by_bits(x) * factor).sin())
+
+    assert report.verdict is verdict
+    assert report.questions.semantic == "not asked: the candidate has a view of bits, which has no float64"
+
+
+def test_a_program_that_reads_bits_is_named_for_it_and_one_in_float64_is_not():
+    x = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    narrow = td.check(absolute_by_bits, (x,), transform="eager")
+    wide = td.check(lambda x: x.view(torch.int64).view(torch.float64) * 2, (x.double(),), transform="eager")
+
+    assert narrow.verdict is wide.verdict is Verdict.EQUIVALENT
+    assert "a view of bits" in narrow.questions.semantic
+    assert wide.questions.semantic == "asked"
+    with Lift() as mode:
+        assert torch.equal(absolute_by_bits(x), x.abs().double())
+        x.double().view(8, 8).view(torch.float64)
+    assert mode.unlifted == {"a view of bits"}

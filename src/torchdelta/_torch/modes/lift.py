@@ -39,6 +39,8 @@ _DRAWS = frozenset(
     }
 )  # fmt: skip
 
+_BITS = "a view of bits"
+
 
 def widened(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that the lifted program has in place of this one: that in `_WIDE`, or else the same."""
@@ -54,7 +56,7 @@ class Lift(OperationMode):
     """While active, operations run in float64 as far as they can; `drawn_in` is the program's dtype for random numbers.
 
     An operation that has no float64 kernel runs in `drawn_in`, and its name is added to `unlifted`, the caller's set if
-    one is given. So is a cast to a float of one byte.
+    one is given. So are a cast to a float of one byte, and a view of bits.
     """
 
     def __init__(self, drawn_in: torch.dtype = torch.float32, unlifted: set[str] | None = None) -> None:
@@ -76,6 +78,8 @@ class Lift(OperationMode):
             return self._draw(func, args, kwargs)
         if name == "native_dropout":
             return self._drop(func, *args, **kwargs)
+        if name == "view" and (bits := self._view_bits(func, *args, **kwargs)) is not None:
+            return bits
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not tensors and is_computing_factory(name):
             return func(*args, **{**kwargs, "dtype": widened(kwargs.get("dtype") or torch.get_default_dtype())})
@@ -122,6 +126,20 @@ class Lift(OperationMode):
         """Return a float64 tensor in the program's dtype, and any other value unchanged."""
         is_wide = isinstance(value, torch.Tensor) and value.dtype is torch.float64
         return value.to(self.drawn_in) if is_wide else value
+
+    def _view_bits(self, func: Callable[..., Any], tensor: torch.Tensor, dtype: Any) -> torch.Tensor | None:
+        """Read the bits of a tensor as another dtype, as the program does natively, and return the result in float64.
+
+        Bits of float64 would mean nothing to the program. `_BITS` is added to `unlifted`. Return None for a view of
+        another shape, for one that is the same in float64, and if the program itself is in float64.
+        """
+        if not isinstance(dtype, torch.dtype) or widened(dtype) is tensor.dtype or self.drawn_in not in _WIDE:
+            return None
+        if not tensor.is_floating_point() and dtype not in _WIDE:
+            return None
+        self.unlifted.add(_BITS)
+        bits: torch.Tensor = _widen(func(self._narrow(tensor), dtype))
+        return bits
 
     def _draw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Draw random numbers by `func` in the program's dtype, and return them widened.
