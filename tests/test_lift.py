@@ -138,6 +138,11 @@ def test_a_program_that_reads_bits_is_named_for_it_and_one_in_float64_is_not():
     assert narrow.verdict is wide.verdict is Verdict.EQUIVALENT
     assert "a view of bits" in narrow.questions.semantic
     assert wide.questions.semantic == "asked"
+    inside = td.check(
+        lambda x: (x.double().view(torch.int64) & -2).view(torch.float64).float(), (x,), transform="eager"
+    )
+    assert inside.verdict is Verdict.EQUIVALENT
+    assert inside.questions.semantic == "asked"
     with Lift() as mode:
         assert torch.equal(absolute_by_bits(x), x.abs().double())
         x.double().view(8, 8).view(torch.float64)

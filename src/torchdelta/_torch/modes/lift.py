@@ -131,11 +131,12 @@ class Lift(OperationMode):
         """Read the bits of a tensor as another dtype, as the program does natively, and return the result in float64.
 
         Bits of float64 would mean nothing to the program. `_BITS` is added to `unlifted`. Return None for a view of
-        another shape, for one that is the same in float64, and if the program itself is in float64.
+        another shape, for one that is the same in float64, and where the program itself is in float64: it reads as
+        many bits at once.
         """
         if not isinstance(dtype, torch.dtype) or widened(dtype) is tensor.dtype or self.drawn_in not in _WIDE:
             return None
-        if not tensor.is_floating_point() and dtype not in _WIDE:
+        if dtype not in _WIDE and (not tensor.is_floating_point() or dtype.itemsize == torch.float64.itemsize):
             return None
         self.unlifted.add(_BITS)
         bits: torch.Tensor = _widen(func(self._narrow(tensor), dtype))
