@@ -39,7 +39,8 @@ _DRAWS = frozenset(
     }
 )  # fmt: skip
 
-_BITS = "a view of bits"
+BITS = "a view of bits"
+"""The name in `Lift.unlifted` of an operation that reads floats as integers, or integers as floats."""
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:
@@ -130,7 +131,7 @@ class Lift(OperationMode):
     def _view_bits(self, func: Callable[..., Any], tensor: torch.Tensor, dtype: Any) -> torch.Tensor | None:
         """Read the bits of a tensor as another dtype, as the program does natively, and return the result in float64.
 
-        Bits of float64 would mean nothing to the program. `_BITS` is added to `unlifted`. Return None for a view of
+        Bits of float64 would mean nothing to the program. `BITS` is added to `unlifted`. Return None for a view of
         another shape, for one that is the same in float64, and where the program itself is in float64: it reads as
         many bits at once.
         """
@@ -138,7 +139,7 @@ class Lift(OperationMode):
             return None
         if dtype not in _WIDE and (not tensor.is_floating_point() or dtype.itemsize == torch.float64.itemsize):
             return None
-        self.unlifted.add(_BITS)
+        self.unlifted.add(BITS)
         bits: torch.Tensor = _widen(func(self._narrow(tensor), dtype))
         return bits
 
