@@ -161,7 +161,7 @@ class Check(JudgingSteps[Observation]):
         )
 
     def _why_no_truth(self) -> str:
-        """Return in words why there is no truth, for the question that was therefore not asked."""
+        """Return the reason why the program has no truth; the report gives it for the native question."""
         if self.layers.policy is not None:
             return "a quantized program is judged layer by layer"
         if not self.policy.needs_truth:

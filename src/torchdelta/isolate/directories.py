@@ -109,6 +109,7 @@ class QueryDirectory:
         self._write(part)
 
     def _write(self, part: str) -> None:
+        """Append one line to the file of parts, or exit with `FILES_LOST`."""
         assert self.parts_descriptor is not None
         try:
             # one unbuffered write: the line is in the file even if the next instruction crashes

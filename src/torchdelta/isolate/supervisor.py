@@ -105,7 +105,7 @@ class Outcome:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The texts of the warnings that a task returned with its answer; empty if there is no answer or no warning."""
+        """The warnings that the task returned with its answer, as texts; empty if the task did not answer."""
         return tuple((self.answer or {}).get("warnings", ()))
 
     @property

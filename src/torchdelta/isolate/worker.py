@@ -60,11 +60,7 @@ def run_query(order: Order) -> NoReturn:
         answer = _answer(question, place, order)
     except SystemExit as error:
         _exit(_exit_status(error))
-    try:
-        write_message(place.answer, {**answer, "token": order.token})
-    except OSError:
-        _exit(FILES_LOST)
-    _exit(0)
+    _send(answer, order)
 
 
 def import_all(names: list[str]) -> None:
@@ -204,11 +200,16 @@ def _require_memory(order: Order) -> None:
     The supervisor looks now and then, and might notice what one part used only in the next.
     """
     if order.memory_bytes is not None and process_groups.own_memory() > order.memory_bytes:
-        message = Failure.of_memory(order.memory_bytes, stage="").message
-        answer = QueryDirectory(directory=Path(order.directory)).answer
-        with contextlib.suppress(OSError):
-            write_message(answer, {"memory": message, "token": order.token})
-        _exit(0)
+        _send({"memory": Failure.of_memory(order.memory_bytes, stage="").message}, order)
+
+
+def _send(answer: Message, order: Order) -> NoReturn:
+    """Write the answer with the order's token, and exit: with 0, or with `FILES_LOST` if it cannot be written."""
+    try:
+        write_message(QueryDirectory(directory=Path(order.directory)).answer, {**answer, "token": order.token})
+    except OSError:
+        _exit(FILES_LOST)
+    _exit(0)
 
 
 def _set_up_compiler(place: QueryDirectory) -> None:
