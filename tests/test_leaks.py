@@ -1,5 +1,6 @@
 """Fifty checks in one process leave nothing behind."""
 
+import gc
 import json
 import os
 import subprocess
@@ -7,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+import torchdelta as td
 
 pytestmark = [
     pytest.mark.slow,
@@ -62,6 +66,25 @@ def test_memory_descriptors_threads_and_objects_are_flat(transform):
     assert (descriptors, threads) == (0, 0)
     assert objects <= MOST_OBJECTS * CHECKS
     assert memory <= MOST_MEMORY_KIB
+
+
+def test_a_check_leaves_no_values_to_the_garbage_collector():
+    program, args = torch.nn.Linear(300, 300), (torch.randn(2, 300),)
+    td.check(program, args, transform="aot_eager")
+    gc.collect()
+    gc.disable()
+    try:
+        before = {id(each) for each in gc.get_objects()}
+        td.check(program, args, transform="aot_eager")
+        # torch leaves fake tensors in cycles, which hold no memory
+        left = [
+            each
+            for each in gc.get_objects()
+            if id(each) not in before and type(each) in (torch.Tensor, torch.nn.Parameter) and each.numel() > 300
+        ]
+        assert [tuple(each.shape) for each in left] == []
+    finally:
+        gc.enable()
 
 
 HOLDING = """

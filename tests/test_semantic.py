@@ -7,6 +7,10 @@ from torch import nn
 
 import torchdelta as td
 from torchdelta import Verdict
+from torchdelta.check.baseline import Baseline
+from torchdelta.compare.kernels import measure
+from torchdelta.compare.protocol import Yardstick, answer_in_float64
+from torchdelta.records.comparison import Comparison
 
 EQUIVALENT, DIVERGED, INCONCLUSIVE = Verdict.EQUIVALENT, Verdict.DIVERGED, Verdict.INCONCLUSIVE
 
@@ -456,3 +460,64 @@ def test_float64_is_asked_about_a_pass_over_a_program_under_autocast(approximate
 
     assert report.questions.semantic == "asked"
     assert report.verdict is verdict
+
+
+class Shifted(nn.Module):
+    """Softmax of scores that a bias shifts as a whole: the bias has a gradient of rounding alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8, generator=torch.Generator().manual_seed(0)))
+        self.bias = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return F.softmax(x @ self.weight + self.bias, dim=-1) @ self.weight
+
+
+def test_noise_in_float64_is_not_measured_for_a_gradient_that_is_zero(monkeypatch):
+    asked = []
+    run_noisy = Baseline._run_noisy
+
+    def recorded(self, index, lifted, lowered_to):
+        asked.append(lifted)
+        return run_noisy(self, index, lifted, lowered_to)
+
+    def rounded_otherwise(graph_module, inputs):
+        (x,) = [node for node in graph_module.graph.nodes if node.op == "placeholder" and node.name.endswith("x_")]
+        with graph_module.graph.inserting_after(x):
+            third = graph_module.graph.call_function(torch.mul, (x, 1 / 3))
+        with graph_module.graph.inserting_after(third):
+            x.replace_all_uses_with(graph_module.graph.call_function(torch.mul, (third, 3.0)))
+        third.args = (x, 1 / 3)
+        graph_module.recompile()
+        return graph_module
+
+    monkeypatch.setattr(Baseline, "_run_noisy", recorded)
+    report = td.check(Shifted(), (X.float()[:, :8],), transform=rounded_otherwise)
+
+    assert report.verdict is EQUIVALENT
+    assert asked == [False]
+
+
+@pytest.mark.parametrize(
+    ("size", "resolution", "is_asked"),
+    [(1.0, 5.0, True), (1e-6, 5.0, True), (1e-15, 5.0, False), (1.0, 1e-9, False), (1e-15, 1e-9, False)],
+)
+def test_float64_itself_is_asked_about_coarse_answers_of_values_that_are_not_zero(size, resolution, is_asked):
+    def answer(path, values, resolution):
+        return Comparison(
+            path=path,
+            verdict=EQUIVALENT,
+            reason="",
+            dtype="float64",
+            shape=(2,),
+            resolution=resolution,
+            measurement=measure(values, values * 1.5),
+        )
+
+    values = torch.ones(2, dtype=torch.float64)
+    answers = {"gradients": {"w": answer("w", values, 1e-9), "bias": answer("bias", size * values, resolution)}}
+    asked = []
+    answer_in_float64(lambda _: answers, Yardstick(reference=0), lambda: asked.append("float64"))
+
+    assert asked == ["float64"] * is_asked

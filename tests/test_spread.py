@@ -90,7 +90,8 @@ def test_a_mask_constant_lies_at_no_distance_and_is_held_to_the_reference():
     assert lost_masks(truth, reference, torch.tensor([1.0, -3e38, 2e31, 2.0])) == 1
 
 
-def test_many_blocks_are_scanned_by_threads_into_the_same_numbers():
+def test_many_blocks_are_scanned_by_threads_into_the_same_numbers(monkeypatch):
+    monkeypatch.setattr(spread, "_SPAN", 2**20)
     truth = torch.randn(3, 2**20, dtype=torch.float64)
     run = truth.float()
     run[2, 12345] += 1.0
@@ -98,6 +99,40 @@ def test_many_blocks_are_scanned_by_threads_into_the_same_numbers():
 
     assert seen.at == 2 * 2**20 + 12345
     assert seen.rms == pytest.approx(float((run.double() - truth).square().mean().sqrt()))
+
+
+@pytest.mark.parametrize("span", [1, 100, 2**20])
+@pytest.mark.parametrize("tile", [1, 40, 2**16])
+def test_several_runs_are_scanned_together_into_the_same_numbers(span, tile, monkeypatch):
+    truth = torch.randn(37, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    first, second = truth.float(), truth.bfloat16()
+    first[36, 7], first[3, 4], second[20, 1] = 9.0, math.nan, math.inf
+    apart = [sizes(truth), spread.spread(truth, first), spread.spread(truth, second)]
+    monkeypatch.setattr(spread, "_SPAN", span)
+    monkeypatch.setattr(spread, "_TILE", tile)
+    together = spread.spreads(truth, (None, first, second))
+
+    for one, other in zip(apart, together, strict=True):
+        assert one[1:] == other[1:]
+        np.testing.assert_array_equal(one.squares, other.squares)
+    assert together[1].at == 36 * 40 + 7
+    assert [each.skipped for each in together] == [0, 1, 1]
+
+
+def test_a_quartile_is_that_of_the_finite_distances_where_the_truth_is_not_zero():
+    truth = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, math.nan], dtype=torch.float64)
+    run = torch.tensor([9.0, 1.5, 2.25, 3.75, 4.0, 1.0])
+
+    assert spread.quartile_distances(truth, (run, truth)) == [0.75, 0.0]
+    assert spread.quartile_distances(torch.zeros(2, dtype=torch.float64), (torch.ones(2),)) == [0.0]
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.float8_e5m2])
+def test_one_element_that_is_not_finite_is_seen(dtype, number):
+    assert spread.is_finite(torch.ones(3).to(dtype))
+    assert spread.is_finite(torch.empty(0, dtype=dtype))
+    assert not spread.is_finite(torch.tensor([1.0, number, 2.0]).to(dtype))
 
 
 def test_the_sizes_of_a_complex_tensor_are_those_of_its_components():

@@ -95,7 +95,8 @@ class Check(JudgingSteps[Observation]):
         """
         self.baseline = baseline = other_inputs.extend(self.baseline, self.transform, self.notes)
         self.unmatched = []
-        self.layers = LayerwiseCheck.of(self.transform, self.policy, self.case.seed, self._ask)
+        # a copy asks, because a check that its own layers refer to would keep all runs until garbage is collected
+        self.layers = LayerwiseCheck.of(self.transform, self.policy, self.case.seed, replace(self)._ask)
         reference = baseline.reference  # before the candidate runs, which must not be able to change it
         if self.policy.needs_truth and not self.layers.is_observed and not baseline.has_run_candidate:
             baseline.measure_ahead(lowered_to=self.transform.traits.lowered_to)

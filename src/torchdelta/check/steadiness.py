@@ -189,7 +189,7 @@ def differing_runs(first: Observation, second: Observation) -> dict[tuple[str, s
     Leaves differ if a bitwise judge says that they diverged, or if only one run has the leaf. Stages that only `second`
     has are not looked at. State that only one run changed is added to the other, in place.
     """
-    judge = Judge(policy=Bitwise())
+    judge = Judge(policy=Bitwise(), measures_identical=False)
     for stage in first.stages:
         complete(stage, (first, second))
     return {

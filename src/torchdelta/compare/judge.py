@@ -17,7 +17,7 @@ from torchdelta.compare.contract import Terms, breaches
 from torchdelta.compare.kernels import measure
 from torchdelta.compare.leaves import Leaves, Pair, align
 from torchdelta.compare.objects import as_tensor, compare_alone, compare_objects, is_same_class
-from torchdelta.compare.policy import Judgement, Policy, Sample, default_tolerance
+from torchdelta.compare.policy import IDENTICAL, Judgement, Policy, Sample, default_tolerance
 from torchdelta.records.comparison import Breach, Comparison, Measurement, Scalar, UnmatchedLeaf, Worst
 from torchdelta.records.verdict import Verdict
 
@@ -34,6 +34,8 @@ class Judge:
     terms: Terms = field(default_factory=Terms)
     is_stepped: bool = False
     """Whether the values come from optimizer steps."""
+    measures_identical: bool = True
+    """Whether tensors with the same bits are measured, and judged by the policy, too."""
 
     def compare(
         self,
@@ -59,9 +61,9 @@ class Judge:
         """Return the comparison of two leaves: of contract and values if both hold numbers, or else as objects.
 
         Leaves of different classes are compared as objects. Values are INCONCLUSIVE if the shapes differ or a side is a
-        meta or fake tensor, and EQUIVALENT if both leaves are the same tensor. Otherwise the policy judges floats, and
-        integers have to be equal unless the policy judges them too. A broken clause that the terms do not excuse makes
-        it DIVERGED.
+        meta or fake tensor, and EQUIVALENT if both leaves are the same tensor, or have the same bits and those are not
+        measured. Otherwise the policy judges floats, and integers have to be equal unless the policy judges them too.
+        A broken clause that the terms do not excuse makes it DIVERGED.
         """
         reference, candidate = as_tensor(pair.reference), as_tensor(pair.candidate)
         if reference is None or candidate is None or not is_same_class(pair.reference, pair.candidate):
@@ -74,6 +76,8 @@ class Judge:
             judgement = Judgement(verdict=Verdict.INCONCLUSIVE, reason="a tensor without values cannot be compared")
         elif reference is candidate:
             judgement = _UNTOUCHED
+        elif not self.measures_identical and _has_same_bits(reference, candidate):
+            judgement = _UNMEASURED
         else:
             sample = self._sample(reference, candidate, as_tensor(pair.truth), pair.noisy)
             judgement = self._judge(sample)
@@ -167,10 +171,18 @@ _UNTOUCHED = Judgement(
     verdict=Verdict.EQUIVALENT, reason="left as it was on both sides", error=0.0, allowed=0.0, resolution=0.0
 )
 
+_UNMEASURED = _UNTOUCHED._replace(reason=IDENTICAL)
+
 
 def is_inexact(dtype: torch.dtype) -> bool:
     """Tell whether a dtype is floating-point or complex, so that its values are rounded."""
     return dtype.is_floating_point or dtype.is_complex
+
+
+def _has_same_bits(reference: torch.Tensor, candidate: torch.Tensor) -> bool:
+    """Tell whether two tensors have plain buffers with the same bits."""
+    are_plain = tensors.has_own_buffer(reference) and tensors.has_own_buffer(candidate)
+    return are_plain and tensors.has_same_bits(reference, candidate)
 
 
 def _is_like(tensor: torch.Tensor, reference: torch.Tensor) -> bool:

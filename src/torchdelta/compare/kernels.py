@@ -50,8 +50,8 @@ def compiled(name: str, elements: int) -> ModuleType | None:
 
 SpanMeasure = Callable[[torch.Tensor, torch.Tensor, float, float], Measurement]
 
-_SPAN = 2**20
-"""Elements that one thread measures at a time: about a millisecond, above which starting threads pays."""
+_SPAN = 2**22
+"""Elements that one thread measures at a time: some milliseconds, above which starting threads pays."""
 
 _MEASURABLE = frozenset(
     {

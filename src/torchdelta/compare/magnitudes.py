@@ -70,14 +70,13 @@ def parts_of(sample: Sample, by: torch.Tensor) -> list[Part]:
     are of about one size or zero, or if the reference has a dtype of one byte. Otherwise elements that are not finite
     in `by` belong to no part, and zeros to the one with the most elements.
     """
-    sizes = _components(by).abs()
-    if sample.reference.itemsize == 1:  # so coarse a dtype is judged as a whole
-        return [Part(sample, by.numel(), _quantile(_sampled(sizes), 0.5))]
-    largest = _largest(sizes)
-    small = _quantile(_sampled(sizes), _SMALL)
+    values = _components(by)
+    sampled, largest = _sampled(values), _largest(values)
+    small = _quantile(sampled, _SMALL)
     is_whole = largest == 0.0 or (small > 0.0 and largest <= APART * small and _is_safe(largest))
-    if is_whole:
-        return [Part(sample, by.numel(), _quantile(_sampled(sizes), 0.5))]
+    if is_whole or sample.reference.itemsize == 1:  # so coarse a dtype is judged as a whole
+        return [Part(sample, by.numel(), _quantile(sampled, 0.5))]
+    sizes = values.abs()
     masks = _masks(sizes)
     counts = [int(mask.sum()) for mask in masks]
     most = max(range(len(counts)), key=lambda index: counts[index])
@@ -166,25 +165,26 @@ def _components(tensor: torch.Tensor) -> torch.Tensor:
     return detached.float() if detached.itemsize == 1 else detached
 
 
-def _largest(sizes: torch.Tensor) -> float:
-    """Return the largest finite size, or 0 without any."""
-    if not sizes.numel():
+def _largest(values: torch.Tensor) -> float:
+    """Return the largest finite |value|, or 0 without any."""
+    if not values.numel():
         return 0.0
-    largest = float(sizes.max())
-    if math.isfinite(largest):
-        return largest
-    finite = sizes[sizes.isfinite()]
-    return float(finite.max()) if finite.numel() else 0.0
+    lowest, highest = map(float, torch.aminmax(values))
+    if math.isfinite(lowest) and math.isfinite(highest):
+        return max(-lowest, highest)
+    finite = values[values.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
 
 
-def _sampled(sizes: torch.Tensor) -> torch.Tensor:
-    """Return the finite sizes other than zero, in order: of many, about `_SAMPLED` that are evenly spread."""
-    flat = sizes.reshape(-1)
+def _sampled(values: torch.Tensor) -> torch.Tensor:
+    """Return |value| of finite values other than zero, in order: of many, about `_SAMPLED` that are evenly spread."""
+    flat = values.reshape(-1)
     for chosen in (flat[:: max(flat.numel() // _SAMPLED, 1)], flat):
-        values = chosen[chosen.isfinite() & (chosen > 0.0)]
-        if values.numel():
+        sizes = chosen.abs()
+        sizes = sizes[sizes.isfinite() & (sizes > 0.0)]
+        if sizes.numel():
             break
-    return values.sort().values
+    return sizes.sort().values
 
 
 def _quantile(ordered: torch.Tensor, share: float) -> float:

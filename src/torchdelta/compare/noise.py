@@ -20,7 +20,7 @@ import torch
 from torchdelta.compare.kernels import measure
 from torchdelta.compare.magnitudes import Part, coarsest_resolution, parts_of
 from torchdelta.compare.policy import IDENTICAL, Judgement, Policy, Sample, describe_misplaced, luck, relative
-from torchdelta.compare.spread import MASK, Array, Spread, lost_masks, quartile_distance, sizes, spread
+from torchdelta.compare.spread import MASK, Array, Spread, is_finite, lost_masks, quartile_distances, spreads
 from torchdelta.records.comparison import Measurement, Scalar
 from torchdelta.records.verdict import Verdict
 
@@ -173,13 +173,14 @@ class _Distances:
         """
         truth = sample.truth
         assert truth is not None
-        of_truth = sizes(truth, math.inf)
         unit = _coarsest_roundoff(sample)
-        candidate = spread(truth, sample.candidate, math.inf)
+        runs = sample.candidate, sample.reference, *sample.noisy
+        of_truth, candidate, reference, *noisy = spreads(truth, (None, *runs), math.inf)
+        quartiles = quartile_distances(truth, runs)
         return cls(
             candidate=candidate,
-            reference=spread(truth, sample.reference, math.inf),
-            noisy=[spread(truth, run, math.inf) for run in sample.noisy],
+            reference=reference,
+            noisy=noisy,
             sizes=of_truth.squares,
             slack=_slack(sample),
             unit=unit,
@@ -187,11 +188,7 @@ class _Distances:
             numel=numel,
             # an element rounds in proportion to its own size, and one may be much larger than the others
             largest_rounding=0.5 * unit * _size_at(truth, candidate.at),
-            quartiles=Quartiles(
-                candidate=quartile_distance(truth, sample.candidate),
-                reference=quartile_distance(truth, sample.reference),
-                noisy=max((quartile_distance(truth, run) for run in sample.noisy), default=0.0),
-            ),
+            quartiles=Quartiles(candidate=quartiles[0], reference=quartiles[1], noisy=max(quartiles[2:], default=0.0)),
         )
 
     @property
@@ -360,7 +357,7 @@ def _judge_non_finite(judgement: Judgement, sample: Sample) -> Judgement:
     """
     pair = sample.measurement
     assert sample.truth is not None
-    has_non_finite = pair.finite < pair.numel or bool(_non_finite_kinds(sample.truth).any())
+    has_non_finite = pair.finite < pair.numel or not is_finite(sample.truth)
     if not has_non_finite and not pair.misplaced:
         return judgement
     of_reference, of_candidate = measure(sample.truth, sample.reference), measure(sample.truth, sample.candidate)

@@ -38,6 +38,9 @@ _TALLY_DTYPE = np.dtype([(field.name, _NUMPY_TYPES[str(field.type)]) for field i
 _BLOCK = 4096
 """Elements of a block: few enough for the L2 cache, and enough to hide the fixed cost of a block."""
 
+_LITTLE = 1e-300
+"""More than the last bit of a subnormal number. A subnormal number itself would make the loop thirty times as slow."""
+
 _IN_PLACE_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128})
 """Dtypes that are read without a copy; a complex tensor is read as a float tensor of its components."""
 
@@ -236,8 +239,8 @@ def _sums(reference: Array, candidate: Array, max_abs: float, max_rel: float) ->
         square_reference += r * r
         square_candidate += c * c
         dot += r * c
-        # a subnormal product may have been rounded up to the difference, so its last bit is subtracted
-        bar = max_rel * abs(r) - 5e-324
+        # a subnormal product may have been rounded up to the difference, so a little is subtracted
+        bar = max_rel * abs(r) - _LITTLE
         bar = np.float64(0.0) if bar < 0.0 else bar
         records += int(abs(error) > (bar if bar < max_abs else max_abs))
     return square_error, square_reference, square_candidate, dot, records
@@ -256,7 +259,7 @@ def _find_records(reference: Array, candidate: Array, tally: Any) -> None:
         r = np.float64(reference[i])
         distance = abs(np.float64(candidate[i]) - r)
         # the same bound as in `_sums` avoids most divisions
-        if distance > max(0.0, max_rel * abs(r) - 5e-324):
+        if distance > max(0.0, max_rel * abs(r) - _LITTLE):
             max_rel = max(max_rel, distance / abs(r))
         if distance > max_abs:
             max_abs = distance

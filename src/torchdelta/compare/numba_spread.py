@@ -78,35 +78,46 @@ def _scan_block(truth: Array, run: Array, start: int, mask: float, squares: Arra
     `truth` and `run` are the elements of the block, and `start` is the index of the first one. Elements that are not
     finite on at least one side, or whose |truth| exceeds `mask`, count as errors of zero.
     """
-    square, largest, largest_truth = _sums(truth, run)
-    # NaN and Inf show in the sum of squares, a mask constant in the largest truth
-    if not np.isfinite(square) or largest_truth > mask:
+    square, larger, masked = _sums(truth, run, state[0], mask)
+    largest = np.inf if larger else 0.0
+    # NaN and Inf show in the sum of squares
+    if masked or not np.isfinite(square):
         square, largest = _sums_of_finite(truth, run, mask, state)
     squares[block] = square / truth.size
     if largest > state[0]:
-        state[0] = largest
-        for i in range(truth.size):
-            if abs(np.float64(run[i]) - truth[i]) == largest and abs(truth[i]) <= mask:
-                state[1] = start + i
-                break
+        _find_largest(truth, run, start, mask, state)
 
 
 @_compile_sums
-def _sums(truth: Array, run: Array) -> tuple[float, float, float]:
-    """Return the sum of squared errors, the largest absolute error, and the largest absolute truth of a block.
+def _sums(truth: Array, run: Array, peak: float, mask: float) -> tuple[float, int, int]:
+    """Return the sum of squared errors of a block, and how many errors exceed `peak` and how many truths `mask`.
 
     With NaN or Inf in the block the sum is not finite.
     """
     square = 0.0
-    largest = 0.0
-    largest_truth = 0.0
+    larger = 0
+    masked = 0
+    # to count what is larger than a number is faster than to find the largest
     for i in range(truth.size):
         error = abs(np.float64(run[i]) - truth[i])
         square += error * error
-        largest = error if error > largest else largest
-        size = abs(truth[i])
-        largest_truth = size if size > largest_truth else largest_truth
-    return square, largest, largest_truth
+        larger += int(error > peak)
+        masked += int(abs(truth[i]) > mask)
+    return square, larger, masked
+
+
+@_compile
+def _find_largest(truth: Array, run: Array, start: int, mask: float, state: Array) -> None:
+    """Write the largest error of a block and its index to `state`, if it is larger than the one in there.
+
+    Elements that are not finite, or whose |truth| exceeds `mask`, do not count; `start` is the index of the first one.
+    """
+    for i in range(truth.size):
+        value = np.float64(run[i])
+        error = abs(value - truth[i])
+        if error > state[0] and np.isfinite(value) and np.isfinite(truth[i]) and abs(truth[i]) <= mask:
+            state[0] = error
+            state[1] = start + i
 
 
 @_compile

@@ -13,6 +13,7 @@ module.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from torchdelta.compare.judge import is_inexact
+from torchdelta.compare.magnitudes import ZERO
 from torchdelta.records.comparison import Comparison, Scalar
 from torchdelta.records.report import Stage
 from torchdelta.records.verdict import Verdict
@@ -175,15 +177,24 @@ def answer_in_float64(
 
     `compare` is called with the yardstick `native` first. If something diverges, or an answer is coarse, `lifted` is
     called for a yardstick of runs in float64 itself; unless that is None, `compare` is called with it, and its answers
-    replace the first ones.
+    replace the first ones. A coarse answer about values that are zero beside the others of their stage does not count:
+    such a gradient, as of an attention key's bias, is rounding alone in any dtype.
     """
     answers = compare(native)
-    is_coarse = any(
-        is_coarse_answer(answer, stage) for stage, of_stage in answers.items() for answer in of_stage.values()
-    )
+    is_coarse = any(_has_coarse(stage, list(of_stage.values())) for stage, of_stage in answers.items())
     if (has_diverged(answers) or is_coarse) and (yardstick := lifted()) is not None:
         answers = compare(yardstick)
     return answers
+
+
+def _has_coarse(stage: str, answers: Sequence[Comparison]) -> bool:
+    """Tell whether an answer of a stage is coarse, and its values more than `ZERO` times the largest of the stage."""
+    sizes = [each.measurement.rms_reference if each.measurement is not None else 0.0 for each in answers]
+    largest = max((size for size in sizes if math.isfinite(size)), default=0.0)
+    return any(
+        is_coarse_answer(answer, stage) and not size <= ZERO * largest
+        for answer, size in zip(answers, sizes, strict=True)
+    )
 
 
 def is_coarse_answer(answer: Comparison, stage: str) -> bool:

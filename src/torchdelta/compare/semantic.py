@@ -16,7 +16,7 @@ import torch
 from torchdelta.compare.magnitudes import Part, coarsest_resolution, parts_of
 from torchdelta.compare.noise import unit_roundoff
 from torchdelta.compare.policy import IDENTICAL, Judgement, Policy, Sample, describe_misplaced, luck, relative
-from torchdelta.compare.spread import MASK, Array, Spread, lost_masks, quartile_distance, sizes, spread
+from torchdelta.compare.spread import MASK, Array, Spread, lost_masks, quartile_distances, spread, spreads
 from torchdelta.records.verdict import Verdict
 
 LIMIT = 100.0
@@ -63,8 +63,8 @@ class Semantic(Policy):
             if lost:
                 return _diverged(f"{lost} values beyond {MASK:g} are not what they were in float64")
             return Judgement(Verdict.EQUIVALENT, "mask constants are what they were in float64", 0.0, 0.0, 0.0)
-        error = spread(sample.reference, sample.candidate, math.inf)
-        of_values = sizes(sample.reference, math.inf)
+        error, of_values = spreads(sample.reference, (sample.candidate, None), math.inf)
+        (quartile_error,) = quartile_distances(sample.reference, (sample.candidate,))
         squares, peak, quartile = _noise(sample, error)
         unit = unit_roundoff(torch.float64)
         limit = LIMIT * luck(part.elements)
@@ -81,9 +81,7 @@ class Semantic(Policy):
         judgements = [
             _judge("rms", error.rms, rms_noise, limit),
             _judge("max", error.peak, max(peak, floor * of_values.peak), limit),
-            _judge(
-                "quartile", quartile_distance(sample.reference, sample.candidate), max(quartile, own_rms), ROW * limit
-            ),
+            _judge("quartile", quartile_error, max(quartile, own_rms), ROW * limit),
             _judge("row", math.sqrt(float(error.squares[worst])), math.sqrt(float(blocks[worst])), ROW * limit),
         ]
         judgement = max(judgements, key=lambda judgement: judgement.rank)
@@ -104,7 +102,8 @@ def _noise(sample: Sample, error: Spread) -> tuple[Array, float, float]:
         noise = spread(sample.truth, run, math.inf)
         squares = np.maximum(squares, scale**2 * noise.squares)
         peak = max(peak, scale * noise.peak)
-        quartile = max(quartile, scale * quartile_distance(sample.truth, run))
+        (quartile_noise,) = quartile_distances(sample.truth, (run,))
+        quartile = max(quartile, scale * quartile_noise)
     return squares, peak, quartile
 
 

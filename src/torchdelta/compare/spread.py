@@ -7,8 +7,9 @@ one draw. Elements that are not finite on both sides, and mask constants, have n
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -24,9 +25,16 @@ MASK = 1e30
 """A value beyond this among smaller ones is a mask constant, and says nothing about their scale."""
 
 _ENOUGH = 32
-_SPAN = 2**20
+_SPAN = 2**22
+"""Elements that one thread scans, for all runs."""
+_TILE = 2**16
+"""Elements of the truth that stay in the cache while they are compared with one run after the other."""
 _SAMPLED = 2**14
 _NATIVE = (torch.float64, torch.float32, torch.bfloat16)
+
+
+_Scanned = tuple[float, int, int, int]
+"""The largest distance, its flat index, and how many elements are not finite, and masked."""
 
 
 class Spread(NamedTuple):
@@ -63,54 +71,8 @@ def block_length(shape: torch.Size) -> int:
 
 
 def spread(truth: torch.Tensor, run: torch.Tensor, mask: float = MASK) -> Spread:
-    """Return the distances of a run from the truth: mean squares by block, the largest with its index, and two counts.
-
-    The counts are those of elements that are NaN or infinite on at least one side, and of other elements at which
-    |truth| is beyond `mask`; all of these have a distance of zero. Of complex tensors the components are elements.
-    ValueError if the shapes differ or only one of both is complex.
-    """
-    if truth.shape != run.shape or truth.is_complex() != run.is_complex():
-        raise ValueError(
-            f"a run of {run.dtype} {tuple(run.shape)} does not lie around a truth of {truth.dtype} {tuple(truth.shape)}"
-        )
-    flat_truth, flat_run, length = _flat(truth).double(), _flat(run), _length(truth)
-    squares = np.zeros(max(flat_truth.numel() // max(length, 1), 1))
-    if not flat_truth.numel():
-        return Spread(squares, 0.0, -1, 0, 0)
-    scan = _scan(flat_truth.numel())
-    step = max(_SPAN // length, 1)
-
-    def scan_blocks(start: int) -> tuple[float, int, int, int]:
-        elements = slice(start * length, (start + step) * length)
-        peak, at, skipped, masked = scan(
-            flat_truth[elements], flat_run[elements], length, mask, squares[start : start + step]
-        )
-        return peak, at + start * length, skipped, masked
-
-    starts = range(0, squares.size, step)
-    if len(starts) == 1:
-        scans = [scan_blocks(0)]
-    else:
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            scans = list(pool.map(scan_blocks, starts))
-    peak, at = max((peak, -at) for peak, at, _, _ in scans)
-    skipped, masked = (sum(numbers) for numbers in zip(*(rest for _, _, *rest in scans), strict=True))
-    return Spread(squares, peak, -at if peak else -1, skipped, masked)
-
-
-def quartile_distance(truth: torch.Tensor, run: torch.Tensor) -> float:
-    """Return the upper quartile of |run − truth| over finite elements at which the truth is not zero; 0 without any.
-
-    Of many elements, about `_SAMPLED` that are evenly spread tell it. An element that jumps, because rounding decided
-    a comparison or a `floor`, moves every mean, but not the quartile. The median would be too low: a noisy run leaves
-    half of its elements as they are.
-    """
-    flat_truth, flat_run = _flat(truth), _flat(run)
-    every = slice(None, None, max(flat_truth.numel() // _SAMPLED, 1))
-    values = flat_truth[every].double()
-    distances = (flat_run[every].double() - values).abs()[values != 0.0]
-    finite = distances[distances.isfinite()].sort().values
-    return float(finite[3 * finite.numel() // 4]) if finite.numel() else 0.0
+    """Return the distances of one run from the truth, as `spreads` does."""
+    return spreads(truth, (run,), mask)[0]
 
 
 def sizes(truth: torch.Tensor, mask: float = MASK) -> Spread:
@@ -118,8 +80,89 @@ def sizes(truth: torch.Tensor, mask: float = MASK) -> Spread:
 
     Elements beyond `mask` and those that are not finite count as zero.
     """
-    nothing = torch.zeros((), dtype=torch.complex64 if truth.is_complex() else torch.float32, device=truth.device)
-    return spread(truth, nothing.expand(truth.shape), mask)
+    return spreads(truth, (None,), mask)[0]
+
+
+def spreads(truth: torch.Tensor, runs: Sequence[torch.Tensor | None], mask: float = MASK) -> list[Spread]:
+    """Return the distances of each run from the truth: mean squares by block, the largest with its index, two counts.
+
+    None is a run of zeros. The counts are those of elements that are NaN or infinite on at least one side, and of other
+    elements at which |truth| is beyond `mask`; all of these have a distance of zero. Of complex tensors the components
+    are elements. ValueError if the shapes differ or only one of both is complex.
+    """
+    for run in runs:
+        if run is not None and (truth.shape != run.shape or truth.is_complex() != run.is_complex()):
+            raise ValueError(
+                f"a run of {run.dtype} {tuple(run.shape)} does not lie around a truth of {truth.dtype} "
+                f"{tuple(truth.shape)}"
+            )
+    flat_truth, length = _flat(truth).double(), _length(truth)
+    flat_runs = [None if run is None else _flat(run) for run in runs]
+    squares = [np.zeros(max(flat_truth.numel() // max(length, 1), 1)) for _ in runs]
+    if not flat_truth.numel():
+        return [Spread(of_run, 0.0, -1, 0, 0) for of_run in squares]
+    scan = _scan(flat_truth.numel())
+    tile = max(_TILE // length, 1)
+    zeros = torch.zeros(min(tile * length, flat_truth.numel()), dtype=torch.float32)
+
+    def scan_blocks(blocks: range) -> list[list[_Scanned]]:
+        """Scan some blocks, a tile at a time for all runs, so that the truth is read from memory once."""
+        scanned: list[list[_Scanned]] = [[] for _ in runs]
+        for start in blocks[::tile]:
+            first, end = start * length, min(start + tile, blocks.stop) * length
+            part = flat_truth[first:end]
+            for run, of_run, results in zip(flat_runs, squares, scanned, strict=True):
+                elements = zeros[: end - first] if run is None else run[first:end]
+                peak, at, skipped, masked = scan(
+                    part, elements, length, mask, of_run[start : min(start + tile, blocks.stop)]
+                )
+                results.append((peak, at + first, skipped, masked))
+        return scanned
+
+    every = range(squares[0].size)
+    step = max(_SPAN // length, 1)
+    spans = [every[start : start + step] for start in every[::step]]
+    if len(spans) == 1:
+        scans = [scan_blocks(every)]
+    else:
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            scans = list(pool.map(scan_blocks, spans))
+    of_runs = (itertools.chain(*of_run) for of_run in zip(*scans, strict=True))
+    return [_joined(of_run, list(scanned)) for of_run, scanned in zip(squares, of_runs, strict=True)]
+
+
+def _joined(squares: Array, scanned: Sequence[_Scanned]) -> Spread:
+    """Return the spread of a run from the results of its scans; of two largest distances the first counts."""
+    peak, at = max((peak, -at) for peak, at, _, _ in scanned)
+    skipped, masked = (sum(numbers) for numbers in zip(*(rest for _, _, *rest in scanned), strict=True))
+    return Spread(squares, peak, -at if peak else -1, skipped, masked)
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Tell whether no element of a tensor of floats is NaN or infinite."""
+    flat = _flat(tensor)
+    return not flat.numel() or all(math.isfinite(float(end)) for end in torch.aminmax(flat))
+
+
+def quartile_distances(truth: torch.Tensor, runs: Iterable[torch.Tensor]) -> list[float]:
+    """Return, for each run, the upper quartile of |run − truth| over finite elements at which the truth is not zero.
+
+    Without any such element it is 0. Of many elements, about `_SAMPLED` that are evenly spread tell it. An element that
+    jumps, because rounding decided a comparison or a `floor`, moves every mean, but not the quartile. The median would
+    be too low: a noisy run leaves half of its elements as they are.
+    """
+    flat_truth = _flat(truth)
+    every = slice(None, None, max(flat_truth.numel() // _SAMPLED, 1))
+    values = flat_truth[every].double()
+    counts = (values != 0.0).numpy()
+    return [_quartile((_flat(run)[every].double() - values).abs().numpy()[counts]) for run in runs]
+
+
+def _quartile(distances: Array) -> float:
+    """Return the upper quartile of the finite distances, or 0 without any."""
+    finite = distances[np.isfinite(distances)]
+    place = 3 * finite.size // 4
+    return float(np.partition(finite, place)[place]) if finite.size else 0.0
 
 
 def lost_masks(truth: torch.Tensor, reference: torch.Tensor, candidate: torch.Tensor, floor: float = 0.0) -> int:

@@ -125,7 +125,7 @@ def originals_unchanged(originals: Sequence[torch.Tensor], *, name: str) -> Iter
     changed = [
         index
         for index, tensor in enumerate(plain)
-        if tensors.version(tensor) != versions[index] or (is_small and not _has_same_bits(tensor, before[index]))
+        if tensors.version(tensor) != versions[index] or (is_small and not tensors.has_same_bits(tensor, before[index]))
     ]
     if not changed:
         return
@@ -137,16 +137,6 @@ def originals_unchanged(originals: Sequence[torch.Tensor], *, name: str) -> Iter
         "weak reference, a cached method or a hook may close over its module: let it take the module as an argument"
         + ("" if is_small else ". The original has been changed")
     )
-
-
-def _has_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return bool(torch.equal(_bytes_of(first), _bytes_of(second)))
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a tensor as a flat tensor of bytes."""
-    # by bytes, because NaN is not equal to itself
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _copy_tensors(originals: list[torch.Tensor], memo: dict[int, Any], convert: Convert) -> None:

@@ -266,7 +266,7 @@ def write_contiguous(tensor: torch.Tensor) -> str:
         return f"torch.empty({tuple(plain.shape)}, dtype={plain.dtype})"
     try:
         written = _write_constant(plain) if plain.numel() > 1 and _is_constant(plain) else _write_elements(plain)
-        if _is_same(_read(written), plain):
+        if parts.has_same_bits(_read(written), plain):
             return written
     except (NotImplementedError, RuntimeError, TypeError, ValueError):
         pass  # some dtypes can only be stored, and have no operations
@@ -368,13 +368,6 @@ def _read(expression: str) -> torch.Tensor:
     tensor = eval(expression, {"torch": torch})
     assert isinstance(tensor, torch.Tensor)
     return tensor
-
-
-def _is_same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Tell whether two contiguous tensors have the same dtype, shape and bits."""
-    if (first.dtype, first.shape) != (second.dtype, second.shape):
-        return False
-    return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
 
 
 Refer = Callable[[Any], str | None]
