@@ -45,6 +45,7 @@ class Bench:
         self.stages = stages
         self.baseline = self._make_baseline(subject)
         self.exports = Exports()
+        self._last_wide: tuple[Baseline, Observation] | None = None
 
     def _make_baseline(self, subject: Subject) -> Baseline:
         return baseline_of(subject.program(), self.stages)
@@ -64,24 +65,28 @@ class Bench:
         record = Record(trial=trial, status=DONE, seconds=0.0)
         try:
             transform = self.transform_of(trial)
-            report, candidate = checked(self.baseline, trial, transform)
+            check, report = checked(self.baseline, trial, transform)
+            candidate = check.candidate.observation
             record = replace(record, place=_place(transform), graphs=report.graphs.captured if report.graphs else 0)
             if report.failure:
                 error = f"{report.failure.type}: {report.failure.message}"[:_LONGEST_ERROR]
                 return replace(record, status=CRASHED, error=error)
             mattering = self._mattering(transform, candidate) if trial.kind == FAULT else set()
             return replace(
-                record, stages={stage.name: self._judged(stage, candidate, mattering) for stage in report.stages}
+                record, stages={stage.name: self._judged(stage, check, mattering) for stage in report.stages}
             )
         except NotPlantable as error:
             return replace(record, status=NOT_PLANTABLE, error=str(error))
         except Exception:
             return replace(record, status=FAILED, error=traceback.format_exc(limit=-6))
 
-    def _judged(self, stage: Stage, candidate: Observation, mattering: set[str]) -> StageRecord:
+    def _judged(self, stage: Stage, check: Check, mattering: set[str]) -> StageRecord:
+        """Return what each rule says about a stage of a check, whose baseline may have more inputs than the bench's."""
         name = stage.name
         others = flagged_by_others(
-            self.baseline.reference.stages[name], candidate.stages[name], self._wide_reference.stages[name]
+            check.baseline.reference.stages[name],
+            check.candidate.observation.stages[name],
+            self._wide_reference(check.baseline).stages[name],
         )
         return StageRecord(
             verdict=stage.verdict.value,
@@ -90,15 +95,11 @@ class Bench:
             matters=name in mattering,
         )
 
-    @functools.cached_property
-    def _wide_reference(self) -> Observation:
-        """The reference in float64 as users of the other rules compute it: casts inside the program are kept."""
-        baseline = self.baseline
-        try:
-            side = Side.copied_from(baseline.program, convert=lift.widened)
-            return observe(side, baseline.plan, baseline.original, baseline.eager_scope, lift.widened)
-        except SideFailed:
-            return baseline.truth or baseline.reference
+    def _wide_reference(self, baseline: Baseline) -> Observation:
+        """Return the reference in float64 as users of the other rules compute it: casts inside the program are kept."""
+        if self._last_wide is None or self._last_wide[0] is not baseline:
+            self._last_wide = baseline, _run_wide(baseline)
+        return self._last_wide[1]
 
     def _mattering(self, transform: Transform, candidate: Observation) -> set[str]:
         """Return the stages that a fault changes, natively or in float64."""
@@ -139,8 +140,17 @@ def baseline_of(program: Program, stages: tuple[str, ...]) -> Baseline:
     return Baseline(program=program, plan=plan)
 
 
-def checked(baseline: Baseline, trial: Trial, transform: Transform) -> tuple[Report, Observation]:
-    """Run the check; return its report and the candidate's observation."""
+def _run_wide(baseline: Baseline) -> Observation:
+    """Return a run of a plain copy of the program in float64, or the truth or the reference if it fails there."""
+    try:
+        side = Side.copied_from(baseline.program, convert=lift.widened)
+        return observe(side, baseline.plan, baseline.original, baseline.eager_scope, lift.widened)
+    except SideFailed:
+        return baseline.truth or baseline.reference
+
+
+def checked(baseline: Baseline, trial: Trial, transform: Transform) -> tuple[Check, Report]:
+    """Run a check; return it with its report."""
     check = Check(
         case=Case(program=trial.subject.model, transform=trial.transform, stages=trial.stages, steps=_STEPS),
         transform=transform,
@@ -148,7 +158,8 @@ def checked(baseline: Baseline, trial: Trial, transform: Transform) -> tuple[Rep
         baseline=baseline,
         stages_by_default=False,
     )
-    return check.run(), check.candidate.observation
+    report = check.run()
+    return check, report
 
 
 def transform_of(trial: Trial, exports: Exports) -> Transform:

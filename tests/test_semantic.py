@@ -500,11 +500,20 @@ def test_noise_in_float64_is_not_measured_for_a_gradient_that_is_zero(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("size", "resolution", "is_asked"),
-    [(1.0, 5.0, True), (1e-6, 5.0, True), (1e-15, 5.0, False), (1.0, 1e-9, False), (1e-15, 1e-9, False)],
+    ("stage", "size", "resolution", "allowed", "is_asked"),
+    [
+        ("gradients", 1.0, 5.0, 5.0, True),
+        ("gradients", 1e-6, 5.0, 5e-6, True),
+        ("gradients", 1e-15, 5.0, 5e-15, False),
+        ("forward", 1e-15, 5.0, 5e-15, True),
+        ("gradients", 1e-15, 1e13, 1e-2, True),
+        ("gradients", 1.0, 1e-9, 1e-9, False),
+    ],
 )
-def test_float64_itself_is_asked_about_coarse_answers_of_values_that_are_not_zero(size, resolution, is_asked):
-    def answer(path, values, resolution):
+@pytest.mark.parametrize("other", [1e-9, 0.1])
+def test_float64_itself_is_asked_unless_it_could_show_nothing(stage, size, resolution, allowed, is_asked, other):
+    def answer(path, size, resolution, allowed):
+        values = torch.full((2,), size, dtype=torch.float64)
         return Comparison(
             path=path,
             verdict=EQUIVALENT,
@@ -512,12 +521,13 @@ def test_float64_itself_is_asked_about_coarse_answers_of_values_that_are_not_zer
             dtype="float64",
             shape=(2,),
             resolution=resolution,
+            allowed=allowed,
             measurement=measure(values, values * 1.5),
         )
 
-    values = torch.ones(2, dtype=torch.float64)
-    answers = {"gradients": {"w": answer("w", values, 1e-9), "bias": answer("bias", size * values, resolution)}}
+    answers = {stage: {"w": answer("w", 1.0, other, other), "bias": answer("bias", size, resolution, allowed)}}
     asked = []
     answer_in_float64(lambda _: answers, Yardstick(reference=0), lambda: asked.append("float64"))
 
-    assert asked == ["float64"] * is_asked
+    is_coarse = resolution > 1.0
+    assert asked == ["float64"] * (is_asked or (is_coarse and other == 0.1))

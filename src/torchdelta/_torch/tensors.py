@@ -137,21 +137,24 @@ def has_own_buffer(tensor: torch.Tensor) -> bool:
 
 
 def has_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Tell whether two tensors with plain buffers have the same dtype, the same shape and the same bits.
+    """Tell whether two tensors with plain buffers have the same dtype, shape, device and bits.
 
-    A NaN equals itself, and 0.0 does not equal -0.0.
+    A NaN equals one of the same bits, and 0.0 does not equal -0.0.
     """
-    if first.dtype != second.dtype or first.shape != second.shape:
+    if (first.dtype, first.shape, first.device) != (second.dtype, second.shape, second.device):
         return False
-    return bool(torch.equal(_bits_of(first), _bits_of(second)))
-
-
-def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bits of a tensor as flat integers: of eight bytes if the tensor divides into such, else of one."""
-    bits = resolve(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
-    is_divisible = bits.numel() % 8 == 0 and bits.storage_offset() % 8 == 0
+    one, other = _bytes_of(first), _bytes_of(second)
     # torch compares eight bytes as fast as one
-    return bits.view(torch.int64) if is_divisible else bits
+    if all(each.numel() % 8 == 0 and each.storage_offset() % 8 == 0 for each in (one, other)):
+        one, other = one.view(torch.int64), other.view(torch.int64)
+    return bool(torch.equal(one, other))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor as flat bytes."""
+    dense = resolve(tensor.detach()).contiguous()
+    # not a reshape, which keeps any stride of a single element
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 def version(tensor: torch.Tensor) -> int:

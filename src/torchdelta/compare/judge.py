@@ -35,7 +35,7 @@ class Judge:
     is_stepped: bool = False
     """Whether the values come from optimizer steps."""
     measures_identical: bool = True
-    """Whether tensors with the same bits are measured, and judged by the policy, too."""
+    """Whether tensors with the same bits and an unbroken contract are measured, and judged by the policy, too."""
 
     def compare(
         self,
@@ -61,8 +61,8 @@ class Judge:
         """Return the comparison of two leaves: of contract and values if both hold numbers, or else as objects.
 
         Leaves of different classes are compared as objects. Values are INCONCLUSIVE if the shapes differ or a side is a
-        meta or fake tensor, and EQUIVALENT if both leaves are the same tensor, or have the same bits and those are not
-        measured. Otherwise the policy judges floats, and integers have to be equal unless the policy judges them too.
+        meta or fake tensor, and EQUIVALENT if both leaves are the same tensor, or need not be measured because they are
+        identical. Otherwise the policy judges floats, and integers have to be equal unless the policy judges them too.
         A broken clause that the terms do not excuse makes it DIVERGED.
         """
         reference, candidate = as_tensor(pair.reference), as_tensor(pair.candidate)
@@ -76,7 +76,7 @@ class Judge:
             judgement = Judgement(verdict=Verdict.INCONCLUSIVE, reason="a tensor without values cannot be compared")
         elif reference is candidate:
             judgement = _UNTOUCHED
-        elif not self.measures_identical and _has_same_bits(reference, candidate):
+        elif not (self.measures_identical or broken) and _has_same_bits(reference, candidate):
             judgement = _UNMEASURED
         else:
             sample = self._sample(reference, candidate, as_tensor(pair.truth), pair.noisy)

@@ -110,7 +110,8 @@ def _sums(truth: Array, run: Array, peak: float, mask: float) -> tuple[float, in
 def _find_largest(truth: Array, run: Array, start: int, mask: float, state: Array) -> None:
     """Write the largest error of a block and its index to `state`, if it is larger than the one in there.
 
-    Elements that are not finite, or whose |truth| exceeds `mask`, do not count; `start` is the index of the first one.
+    Elements that are not finite, or whose |truth| exceeds `mask`, do not count. `start` is the index of the block's
+    first element.
     """
     for i in range(truth.size):
         value = np.float64(run[i])

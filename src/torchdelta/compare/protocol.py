@@ -35,6 +35,10 @@ FAR = 8.0
 """A comparison whose error is this many times the allowed error is not near it any more."""
 COARSE = 0.3
 """Noise beyond this share of the values themselves would let anything pass."""
+FINE = 1e-6
+"""A resolution in float64 beyond this is not that of its rounding, however large the noise of the program."""
+UNSEEN = 2.0**-30
+"""An error of this share of the largest gradient is far below the rounding of float32."""
 FLIPS = 2.0
 """How many times as many integers may differ in the candidate as differ between two correct runs."""
 
@@ -177,23 +181,41 @@ def answer_in_float64(
 
     `compare` is called with the yardstick `native` first. If something diverges, or an answer is coarse, `lifted` is
     called for a yardstick of runs in float64 itself; unless that is None, `compare` is called with it, and its answers
-    replace the first ones. A coarse answer about values that are zero beside the others of their stage does not count:
-    such a gradient, as of an attention key's bias, is rounding alone in any dtype.
+    replace the first ones. It is not called if that could show nothing (`_is_all_fine`).
     """
     answers = compare(native)
-    is_coarse = any(_has_coarse(stage, list(of_stage.values())) for stage, of_stage in answers.items())
-    if (has_diverged(answers) or is_coarse) and (yardstick := lifted()) is not None:
+    is_coarse = any(
+        is_coarse_answer(answer, stage) for stage, of_stage in answers.items() for answer in of_stage.values()
+    )
+    is_asked = has_diverged(answers) or (is_coarse and not _is_all_fine(answers))
+    if is_asked and (yardstick := lifted()) is not None:
         answers = compare(yardstick)
     return answers
 
 
-def _has_coarse(stage: str, answers: Sequence[Comparison]) -> bool:
-    """Tell whether an answer of a stage is coarse, and its values more than `ZERO` times the largest of the stage."""
-    sizes = [each.measurement.rms_reference if each.measurement is not None else 0.0 for each in answers]
-    largest = max((size for size in sizes if math.isfinite(size)), default=0.0)
-    return any(
-        is_coarse_answer(answer, stage) and not size <= ZERO * largest
-        for answer, size in zip(answers, sizes, strict=True)
+def _is_all_fine(answers: Answers) -> bool:
+    """Tell whether each answer is either fine, or about a gradient that is zero but for rounding on both sides.
+
+    Such is the gradient of an attention key's bias: it is at most `ZERO` times the largest gradient, and the error that
+    its answer allows at most `UNSEEN` times. A fine answer resolves errors of `FINE` times the values. Answers about
+    steps do not count.
+    """
+    gradients = [each.measurement for each in answers.get("gradients", {}).values() if each.measurement is not None]
+    largest = max((each.rms_reference for each in gradients if math.isfinite(each.rms_reference)), default=0.0)
+
+    def is_zero(answer: Comparison) -> bool:
+        assert answer.measurement is not None
+        allowed = math.inf if answer.allowed is None else answer.allowed
+        return answer.measurement.rms_reference <= ZERO * largest and allowed <= UNSEEN * largest
+
+    return all(
+        answer.measurement is None
+        or answer.measurement.mismatches == 0
+        or (answer.resolution or 0.0) <= FINE
+        or (stage == "gradients" and is_zero(answer))
+        for stage, of_stage in answers.items()
+        if stage != "steps"
+        for answer in of_stage.values()
     )
 
 

@@ -2,7 +2,7 @@
 
 A block is a run of trailing dimensions with at least `_ENOUGH` elements, so that its mean square is an estimate and not
 one draw. Elements that are not finite on both sides, and mask constants, have no distance; they are counted. Start with
-`spread`.
+`spreads`.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def spreads(truth: torch.Tensor, runs: Sequence[torch.Tensor | None], mask: floa
         return [Spread(of_run, 0.0, -1, 0, 0) for of_run in squares]
     scan = _scan(flat_truth.numel())
     tile = max(_TILE // length, 1)
-    zeros = torch.zeros(min(tile * length, flat_truth.numel()), dtype=torch.float32)
+    zeros = torch.zeros(min(tile * length, flat_truth.numel()), dtype=torch.float32, device="cpu")
 
     def scan_blocks(blocks: range) -> list[list[_Scanned]]:
         """Scan some blocks, a tile at a time for all runs, so that the truth is read from memory once."""

@@ -131,7 +131,10 @@ def originals_unchanged(originals: Sequence[torch.Tensor], *, name: str) -> Iter
         return
     with torch.no_grad():
         for index in changed if is_small else ():
-            plain[index].data.copy_(before[index])
+            if plain[index].shape == before[index].shape:
+                plain[index].data.copy_(before[index])
+            else:
+                plain[index].data = before[index]
     raise ProgramError(
         f"{name}: a copy of it writes to {len(changed)} tensors of the original, so two sides cannot be told apart. A "
         "weak reference, a cached method or a hook may close over its module: let it take the module as an argument"

@@ -360,7 +360,7 @@ class _Observer:
             and tensor.requires_grad == original.requires_grad
             and tensors.has_own_buffer(tensor)
             and tensors.has_own_buffer(original)
-            # other bits may still be equal: NaN has many
+            # values with other bits may still be equal: NaN has many
             and (
                 tensors.has_same_bits(original.detach().to(tensor.dtype), tensor)
                 or measure(original, tensor).mismatches == 0
