@@ -10,8 +10,7 @@ a difference is not a fault of the candidate, and it must not hide one. There is
 - `DecisionFollower.explain` runs truth, reference and noise with the candidate's decisions. The choices of a candidate
   cannot be seen, so each choice within noise is tried the other way, and is kept if the truth comes closer to the
   candidate's outputs.
-- `excuse_integers` makes integers and booleans inconclusive if rounding may have decided them, and equivalent if the
-  candidate decided as the truth did.
+- `excuse_integers` makes integers and booleans inconclusive if rounding may have decided them.
 - `settle_steps` replaces a parameter's elements by the truth where an undecided gradient stepped them: the gradient is
   judged in its own place. `SignFlips` gives the noisy runs of a baseline a random sign there.
 
@@ -386,7 +385,7 @@ class _LeafMargins:
 def excuse_integers(
     stages: list[Stage], baseline: Baseline, candidate: Observation, noisy: list[Observation]
 ) -> list[Stage]:
-    """Return the stages; diverged integers and booleans become inconclusive, or equivalent, if rounding explains them.
+    """Return the stages; diverged integers and booleans become inconclusive if rounding may explain them.
 
     The evidence is the margin of a decision, or without one the number of elements in which correct runs differ: see
     `_excuse_leaf`. For the margins the program runs again; if that fails, the baseline gets a note. `noisy` are noisy
@@ -396,7 +395,7 @@ def excuse_integers(
 
 
 def _excuse_stage(stage: Stage, baseline: Baseline, candidate: Observation, noisy: list[Observation]) -> Stage:
-    """Return the stage; diverged integers and booleans get the verdict of `_excuse_leaf`.
+    """Return the stage; diverged integers and booleans become inconclusive where `_excuse_leaf` excuses them.
 
     It is returned unchanged if none diverged or there is no truth. Margins are measured for the stage `forward` alone,
     by running the program again; if that fails, a note is added to the baseline, and there are no margins.
@@ -430,34 +429,30 @@ def _is_suspect_integer(comparison: Comparison) -> bool:
 
 
 def _excuse_leaf(comparison: Comparison, leaves: list[Any], known: _LeafMargins | None) -> Comparison:
-    """Return the comparison of an integer leaf that diverged, inconclusive or equivalent if rounding may explain it.
+    """Return the comparison of an integer leaf that diverged, inconclusive if rounding may explain it.
 
-    `leaves` are those of truth, reference, candidate and noisy runs, in this order. With `known` margins, rounding
-    explains it if the largest margin of the elements that differ is at most `CLOSE_INTEGER` times its noise; reason and
-    details get both numbers in any case. Then it is equivalent if the candidate equals the truth, because only the
-    reference was rounded to another decision, and else inconclusive. If the margins do not explain it, it is still
-    inconclusive if the candidate equals the truth; without margins also if the candidate differs from the truth in
-    fewer than twice as many elements as a correct run does. If truth and reference differ in shape it is unchanged.
+    `leaves` are those of truth, reference, candidate and noisy runs, in this order. It is inconclusive if the candidate
+    equals the truth. Otherwise, with `known` margins, it is so if the largest margin of the elements that differ is at
+    most `CLOSE_INTEGER` times its noise; reason and details get both numbers in any case. Without them, it is so if the
+    candidate differs from the truth in fewer than twice as many elements as a correct run does. If truth and reference
+    differ in shape it is unchanged.
     """
     truth, reference, candidate, *noisy = leaves
     if not isinstance(truth, torch.Tensor) or truth.shape != reference.shape:
         return comparison
     noisy = [run for run in noisy if isinstance(run, torch.Tensor) and run.shape == truth.shape]
     difference = comparison.reason.partition(",")[0]
-    is_true = torch.equal(candidate, truth)
-    if is_true:
-        difference = f"{difference}, and in all of them the candidate is as the truth is"
-        comparison = replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=difference)
+    if torch.equal(candidate, truth):
+        reason = f"{difference}, and in all of them the candidate is as the truth is"
+        return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason)
     differs = (candidate != reference) | (candidate != truth)
     if known is not None and known.margins.shape == differs.shape:
         margin, noise = float(known.margins[differs].max()), known.noise
         details = {**comparison.details, "margin": margin, "margin_noise": noise, "decided_by": known.operation}
         where = f"{difference}; {known.operation} decided them by a margin of up to {margin:.3g}"
         if noise > 0.0 and margin <= CLOSE_INTEGER * noise:
-            end = "" if is_true else ": either way may be right"
-            reason = f"{where}, and rounding moves that margin by {noise:.3g}{end}"
-            verdict = Verdict.EQUIVALENT if is_true else Verdict.INCONCLUSIVE
-            return replace(comparison, verdict=verdict, reason=reason, details=details)
+            reason = f"{where}, and rounding moves that margin by {noise:.3g}: either way may be right"
+            return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason, details=details)
         return replace(comparison, reason=f"{where}, and rounding moves it by {noise:.3g} only", details=details)
     among_correct = max(int((run != truth).sum()) for run in (reference, *noisy))
     if 0 < int((candidate != truth).sum()) < 2 * among_correct:
