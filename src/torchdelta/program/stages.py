@@ -360,11 +360,8 @@ class _Observer:
             and tensor.requires_grad == original.requires_grad
             and tensors.has_own_buffer(tensor)
             and tensors.has_own_buffer(original)
-            # values with other bits may still be equal: NaN has many
-            and (
-                tensors.has_same_bits(original.detach().to(tensor.dtype), tensor)
-                or measure(original, tensor).mismatches == 0
-            )
+            # values of another dtype or with other bits may still be equal: NaN has many
+            and (tensors.has_same_bits(original, tensor) or measure(original, tensor).mismatches == 0)
         )
 
     def _backward(self, stage: str, outputs: Any, prefix: str = "") -> None:
