@@ -10,6 +10,7 @@ import pytest
 PROGRAMS = """
 import ctypes
 import os
+import signal
 
 import torch
 
@@ -62,6 +63,13 @@ def counted(graph_module, example_inputs):
 @torch._dynamo.register_backend(name="counted_backend")
 def counted_backend(graph_module, example_inputs):
     return counted(graph_module, example_inputs).forward
+
+
+def killed_once(graph_module, example_inputs):
+    if not os.path.exists("was_killed"):
+        open("was_killed", "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return relu_is_off(graph_module, example_inputs)
 
 
 def gives_up(graph_module, example_inputs):
@@ -191,6 +199,17 @@ class TestDiagnose:
         assert ran.stdout.startswith("crashed")
         assert "none of the 2 graphs that it is made of fails by itself" in ran.stdout
         assert json.loads((tmp_path / "out" / "report.json").read_text())["failure"]["type"] == "SIGSEGV"
+
+    def test_asks_again_if_the_process_of_the_check_was_killed(self, command_line, tmp_path):
+        words = ("diagnose", "programs.py:build", "-t", "programs.py:killed_once", "-o", "out")
+        first = command_line(*words)
+        second = command_line(*words, "--resume")
+
+        assert first.returncode == 4, first
+        assert second.returncode == 1, second
+        report = json.loads((tmp_path / "out" / "report.json").read_text())
+        assert report["verdict"] == "diverged"
+        assert report["repro"]["confirmed"]
 
     def test_goes_on_where_it_was(self, command_line, tmp_path):
         words = ("diagnose", "programs.py:build", "-t", "programs.py:gives_up", "-o", "out")

@@ -133,10 +133,15 @@ class Diagnosis:
     def _read_earlier(self) -> Report | None:
         """Return the report in `found.json` of an earlier diagnosis, or None if there is none or `is_resumed` is False.
 
+        None too if the check's process was killed: somebody or the system may have done that, and not the candidate.
         ReportUnreadable if it cannot be read. That it is about the same case is known from the directory.
         """
         path = self.out / FOUND
-        return read_report(path) if self.is_resumed and path.exists() else None
+        if not (self.is_resumed and path.exists()):
+            return None
+        report = read_report(path)
+        is_killed = report.failure is not None and (report.failure.kind, report.failure.type) == ("signal", "SIGKILL")
+        return None if is_killed else report
 
     def _take_step(self, name: str, report: Report, step: Callable[[Report], Report]) -> Report:
         """Call `step` with the report, write the report that it returns to `report.json`, and return that.
