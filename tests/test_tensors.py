@@ -1,4 +1,4 @@
-"""What a tensor is, seen from outside."""
+"""Whether two tensors have the same bits, wherever they lie in memory."""
 
 import math
 
@@ -7,6 +7,8 @@ import torch
 
 import torchdelta as td
 from torchdelta._torch import tensors
+from torchdelta.errors import ProgramError
+from torchdelta.program.copies import originals_unchanged
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float8_e5m2, torch.int64, torch.uint8, torch.bool]
 
@@ -67,3 +69,18 @@ def test_a_single_element_of_a_column_is_compared():
     report = td.check(program, (x,), candidate=lambda x: wrong(x) * 1.01, stages=("forward",))
 
     assert report.verdict is td.Verdict.DIVERGED
+
+
+def test_an_original_that_a_copy_gave_another_shape_is_put_back():
+    original = torch.arange(6.0).reshape(2, 3)
+    with pytest.raises(ProgramError, match="writes to 1 tensors"), originals_unchanged([original], name="program"):
+        original.data = original.data.reshape(6)
+
+    assert original.shape == (2, 3)
+
+
+def test_a_tensor_without_a_buffer_of_its_own_has_the_bits_of_none():
+    sparse = torch.eye(3).to_sparse()
+
+    assert not tensors.has_same_bits(sparse, sparse)
+    assert not tensors.has_same_bits(torch.empty(2, device="meta"), torch.empty(2, device="meta"))

@@ -133,8 +133,8 @@ class Diagnosis:
     def _read_earlier(self) -> Report | None:
         """Return the report in `found.json` of an earlier diagnosis, or None if there is none or `is_resumed` is False.
 
-        None too if the check's process was killed: somebody or the system may have done that, and not the candidate.
-        ReportUnreadable if it cannot be read. That it is about the same case is known from the directory.
+        Also None if a SIGKILL ended the process of the earlier check, because the user or the system may have sent it.
+        ReportUnreadable if the file cannot be read. That it is about the same case is known from the directory.
         """
         path = self.out / FOUND
         if not (self.is_resumed and path.exists()):

@@ -137,11 +137,13 @@ def has_own_buffer(tensor: torch.Tensor) -> bool:
 
 
 def has_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Tell whether two tensors with plain buffers have the same dtype, shape, device and bits.
+    """Tell whether two tensors have the same dtype, shape, device and bits; False if one has no buffer of its own.
 
     A NaN equals one of the same bits, and 0.0 does not equal -0.0.
     """
     if (first.dtype, first.shape, first.device) != (second.dtype, second.shape, second.device):
+        return False
+    if not (has_own_buffer(first) and has_own_buffer(second)):
         return False
     one, other = _bytes_of(first), _bytes_of(second)
     # torch compares eight bytes as fast as one

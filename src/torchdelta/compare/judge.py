@@ -76,7 +76,7 @@ class Judge:
             judgement = Judgement(verdict=Verdict.INCONCLUSIVE, reason="a tensor without values cannot be compared")
         elif reference is candidate:
             judgement = _UNTOUCHED
-        elif not (self.measures_identical or broken) and _has_same_bits(reference, candidate):
+        elif not (self.measures_identical or broken) and tensors.has_same_bits(reference, candidate):
             judgement = _UNMEASURED
         else:
             sample = self._sample(reference, candidate, as_tensor(pair.truth), pair.noisy)
@@ -177,12 +177,6 @@ _UNMEASURED = _UNTOUCHED._replace(reason=IDENTICAL)
 def is_inexact(dtype: torch.dtype) -> bool:
     """Tell whether a dtype is floating-point or complex, so that its values are rounded."""
     return dtype.is_floating_point or dtype.is_complex
-
-
-def _has_same_bits(reference: torch.Tensor, candidate: torch.Tensor) -> bool:
-    """Tell whether two tensors have plain buffers with the same bits."""
-    are_plain = tensors.has_own_buffer(reference) and tensors.has_own_buffer(candidate)
-    return are_plain and tensors.has_same_bits(reference, candidate)
 
 
 def _is_like(tensor: torch.Tensor, reference: torch.Tensor) -> bool:

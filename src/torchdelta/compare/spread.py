@@ -109,13 +109,12 @@ def spreads(truth: torch.Tensor, runs: Sequence[torch.Tensor | None], mask: floa
         """Scan some blocks, a tile at a time for all runs, so that the truth is read from memory once."""
         scanned: list[list[_Scanned]] = [[] for _ in runs]
         for start in blocks[::tile]:
-            first, end = start * length, min(start + tile, blocks.stop) * length
+            stop = min(start + tile, blocks.stop)
+            first, end = start * length, stop * length
             part = flat_truth[first:end]
             for run, of_run, results in zip(flat_runs, squares, scanned, strict=True):
                 elements = zeros[: end - first] if run is None else run[first:end]
-                peak, at, skipped, masked = scan(
-                    part, elements, length, mask, of_run[start : min(start + tile, blocks.stop)]
-                )
+                peak, at, skipped, masked = scan(part, elements, length, mask, of_run[start:stop])
                 results.append((peak, at + first, skipped, masked))
         return scanned
 

@@ -105,7 +105,7 @@ def _quote(path: Path) -> str:
 
 
 def _beside(path: Path) -> str:
-    """Return a space and a sentence that names the file of the script's tensors; empty if there is no such file."""
+    """Return a space and a sentence that names the file of the script's tensors, or an empty text without that file."""
     tensors = path.with_suffix(".pt")
     return f" Its tensors are in {tensors.name}, which belongs beside it." if tensors.exists() else ""
 
