@@ -160,6 +160,89 @@ def test_a_candidate_that_is_as_the_truth_is_has_not_diverged():
     assert "as the truth is" in seen.reason
 
 
+def routing(x, w):
+    return (x @ w).topk(2, dim=-1).indices
+
+
+def routing_inputs():
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(shape, generator=generator).bfloat16() for shape in ((512, 32), (32, 8)))
+
+
+def pass_of(function):
+    """A pass whose result is another function, natively and in float64."""
+    return lambda graph_module, _: lambda *args: (function(*args[:2]),)
+
+
+def test_a_pass_that_chooses_as_the_truth_does_is_equivalent_if_rounding_alone_set_the_reference_apart():
+    closer = td.check(routing, routing_inputs(), transform=pass_of(lambda x, w: routing(x.double(), w.double())))
+
+    assert first(closer).measurement.mismatches > 0
+    assert first(closer).verdict is Verdict.EQUIVALENT
+    assert "as the truth is" in first(closer).reason
+    assert any("within rounding" in note for note in closer.notes)
+
+
+@pytest.mark.parametrize("options", [{"semantic": False}, {"strict": ("casts",)}])
+def test_choices_as_the_truth_makes_them_are_not_settled_without_float64_or_with_strict_casts(options):
+    transform = pass_of(lambda x, w: routing(x.double(), w.double()))
+
+    seen = td.check(routing, routing_inputs(), transform=transform, **options)
+
+    assert first(seen).verdict is not Verdict.EQUIVALENT
+
+
+def test_a_wrong_choice_beside_those_of_the_truth_diverges():
+    def one_wrong(x, w):
+        chosen = routing(x.double(), w.double())
+        chosen[0] = (chosen[0] + 3) % 8
+        return chosen
+
+    assert first(td.check(routing, routing_inputs(), transform=pass_of(one_wrong))).verdict is Verdict.DIVERGED
+
+
+def test_a_candidate_that_chooses_as_the_truth_does_natively_alone_is_not_equivalent():
+    def other_in_float64(x, w):
+        if x.dtype is torch.float64:
+            return routing(x, w).flip(0)
+        return routing(x.double(), w.double())
+
+    seen = td.check(routing, routing_inputs(), transform=pass_of(other_in_float64))
+
+    assert first(seen).verdict is not Verdict.EQUIVALENT
+
+
+def test_a_cast_that_is_left_out_is_not_rounding_of_the_choice():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(64, 1024, generator=generator)
+
+    seen = td.check(lambda x: x.bfloat16().argmax(-1), (x,), transform=lambda _, __: lambda x: (x.argmax(-1),))
+
+    assert first(seen).measurement.mismatches > 0
+    assert first(seen).verdict is not Verdict.EQUIVALENT
+
+
+def test_an_overflow_that_is_avoided_is_not_rounding_of_the_choice():
+    x = torch.tensor([[200.0, 300.0, 10.0]], dtype=torch.float16)
+
+    seen = td.check(
+        lambda x: (x * x * x).argmax(-1), (x,), transform=lambda _, __: lambda x: ((x.double() ** 3).argmax(-1),)
+    )
+
+    assert first(seen).measurement.mismatches > 0
+    assert first(seen).verdict is not Verdict.EQUIVALENT
+
+
+def test_a_truncation_in_place_of_a_rounding_is_no_choice():
+    x = torch.linspace(0.1, 0.9, 9).bfloat16() * 2.5
+
+    seen = td.check(
+        lambda x: (x * 3).round().to(torch.int64), (x,), transform=lambda _, __: lambda x: ((x * 3).to(torch.int64),)
+    )
+
+    assert first(seen).verdict is Verdict.DIVERGED
+
+
 def test_a_data_dependent_shape_and_a_program_that_asserts_end_in_a_verdict():
     values = torch.tensor([0.25, 0.5, 0.75, 0.5])
 

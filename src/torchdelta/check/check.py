@@ -325,7 +325,31 @@ class Check(JudgingSteps[Observation]):
         )
         if has_diverged(self.answers) and not any(stage.verdict is Verdict.DIVERGED for stage in stages):
             self._doubt_capture()
+        stages = self._settle_choices(stages, yardstick)
         return [semantic.add_answers(stage, self.answers.get(stage.name, {}), self.baseline) for stage in stages]
+
+    def _settle_choices(self, stages: list[Stage], yardstick: Yardstick[Observation]) -> list[Stage]:
+        """Return the stages; integers become equivalent if rounding alone set the reference's choices apart.
+
+        `decisions.settle_choices` says which. The stages are returned unchanged if no integers are those of the truth,
+        if float64 diverged or was not asked, if a cast that is left out is a divergence (the truth leaves all of them
+        out), or if there is nothing to replay. A note says if any became equivalent.
+        """
+        is_open = any(decisions.is_as_truth(comparison) for stage in stages for comparison in stage.comparisons)
+        is_same_function = self.semantic_question == ASKED and not has_diverged(self.answers)
+        if not (is_open and is_same_function and self.baseline.has_chosen) or "casts" in self.case.strict:
+            return stages
+        replay = decisions.replay_reference(self.baseline, yardstick)
+        if replay is None or replay[0].truth is None:
+            return stages
+        lifted = (self.lifted.reference, self.lifted.candidate)
+        settled = decisions.settle_choices(stages, yardstick.reference, replay[0].truth, lifted)
+        if settled != stages:
+            self.notes.append(
+                f"{replay[1]} choices (topk, argmax, sort) of the reference are within rounding, and the candidate "
+                "made them as float64 does: integers that differ for this reason alone are equivalent"
+            )
+        return settled
 
     def _doubt_capture(self) -> None:
         """Make diverged `answers` inconclusive if each graph of the compiler is the same function by itself.

@@ -11,6 +11,8 @@ a difference is not a fault of the candidate, and it must not hide one. There is
   cannot be seen, so each choice within noise is tried the other way, and is kept if the truth comes closer to the
   candidate's outputs.
 - `excuse_integers` makes integers and booleans inconclusive if rounding may have decided them.
+- `settle_choices` makes such integers equivalent if only choices within rounding set the reference apart from the
+  truth, and the candidate chose as the truth did.
 - `settle_steps` replaces a parameter's elements by the truth where an undecided gradient stepped them: the gradient is
   judged in its own place. `SignFlips` gives the noisy runs of a baseline a random sign there.
 
@@ -63,6 +65,8 @@ FAR = 8.0
 """An error of more than this many times the allowed one is not explained by a few choices among many."""
 RUNS = 3
 """Noisy runs that follow the candidate."""
+_AS_TRUTH = "as_truth"
+"""The detail of an excused comparison whose candidate has the truth's integers."""
 
 SemanticComparisons = Mapping[str, Mapping[str, Comparison]]
 """The comparisons of the semantic question, by stage and path."""
@@ -432,10 +436,10 @@ def _excuse_leaf(comparison: Comparison, leaves: list[Any], known: _LeafMargins 
     """Return the comparison of an integer leaf that diverged, inconclusive if rounding may explain it.
 
     `leaves` are those of truth, reference, candidate and noisy runs, in this order. It is inconclusive if the candidate
-    equals the truth. Otherwise, with `known` margins, it is so if the largest margin of the elements that differ is at
-    most `CLOSE_INTEGER` times its noise; reason and details get both numbers in any case. Without them, it is so if the
-    candidate differs from the truth in fewer than twice as many elements as a correct run does. If truth and reference
-    differ in shape it is unchanged.
+    equals the truth, and its details say so. Otherwise, with `known` margins, it is so if the largest margin of the
+    elements that differ is at most `CLOSE_INTEGER` times its noise; reason and details get both numbers in any case.
+    Without them, it is so if the candidate differs from the truth in fewer than twice as many elements as a correct run
+    does. If truth and reference differ in shape it is unchanged.
     """
     truth, reference, candidate, *noisy = leaves
     if not isinstance(truth, torch.Tensor) or truth.shape != reference.shape:
@@ -444,7 +448,8 @@ def _excuse_leaf(comparison: Comparison, leaves: list[Any], known: _LeafMargins 
     difference = comparison.reason.partition(",")[0]
     if torch.equal(candidate, truth):
         reason = f"{difference}, and in all of them the candidate is as the truth is"
-        return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason)
+        details = {**comparison.details, _AS_TRUTH: True}
+        return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason, details=details)
     differs = (candidate != reference) | (candidate != truth)
     if known is not None and known.margins.shape == differs.shape:
         margin, noise = float(known.margins[differs].max()), known.noise
@@ -459,6 +464,43 @@ def _excuse_leaf(comparison: Comparison, leaves: list[Any], known: _LeafMargins 
         reason = f"{difference}; {among_correct} differ between correct runs of the program too"
         return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason)
     return comparison
+
+
+def is_as_truth(comparison: Comparison) -> bool:
+    """Tell whether `excuse_integers` excused the comparison because the candidate's integers are those of the truth."""
+    return bool(comparison.details.get(_AS_TRUTH))
+
+
+def settle_choices(
+    stages: list[Stage], reference: Observation, replayed: Observation, lifted: tuple[Observation, Observation]
+) -> list[Stage]:
+    """Return the stages; integers in which the candidate is as the truth is become equivalent where both are right.
+
+    Both are right if the truth has the reference's integers once it makes the reference's choices where those are
+    within rounding: `replayed` is that truth. `lifted` has reference and candidate in float64, which must have the same
+    integers, so that the candidate is not right by chance.
+    """
+
+    def settled(stage: str, comparison: Comparison) -> Comparison:
+        if not is_as_truth(comparison):
+            return comparison
+        of_reference, of_replayed, *in_float64 = (
+            as_tensor(run.stages.get(stage, {}).get(comparison.path)) for run in (reference, replayed, *lifted)
+        )
+        if not (_is_same(of_reference, of_replayed) and _is_same(*in_float64)):
+            return comparison
+        reason = f"{comparison.reason}; the reference chose otherwise within rounding"
+        return replace(comparison, verdict=Verdict.EQUIVALENT, reason=reason)
+
+    return [
+        Stage.of(stage.name, tuple(settled(stage.name, each) for each in stage.comparisons), stage.reason)
+        for stage in stages
+    ]
+
+
+def _is_same(first: object, second: object) -> bool:
+    """Tell whether both are tensors with the same shape and values."""
+    return isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and torch.equal(first, second)
 
 
 def _margins_of_outputs(baseline: Baseline) -> dict[str, _LeafMargins]:
