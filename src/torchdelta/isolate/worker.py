@@ -213,9 +213,14 @@ def _send(answer: Message, order: Order) -> NoReturn:
 
 
 def _set_up_compiler(place: QueryDirectory) -> None:
-    """Let compilers of this process work in threads, and keep caches and temporary files in the query's directory."""
+    """Let compilers of this process work in threads, and keep caches and temporary files in the query's directory.
+
+    Compiled C++ kernels alone are shared with other workers and runs.
+    """
+    from torchdelta._torch.compile import kernel_store
     from torchdelta._torch.process import forking
 
+    kernel_store.share(kernel_store.directory_of_kernels())
     forking.compile_in_threads()
     forking.use_private_cache(place.cache, scratch=place.scratch)
 
