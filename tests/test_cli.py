@@ -437,7 +437,7 @@ class TestInterrupted:
     def test_by_a_real_signal_leaves_with_130(self, tmp_path):
         check = ["check", "programs.py:sleeps", "-t", "eager", "--json", "report.json", "--no-isolated"]
         process = start(check, tmp_path)
-        assert process.stdout.readline() == "asleep\n"
+        assert process.stderr.readline() == "asleep\n"
         time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=30)

@@ -165,6 +165,7 @@ APPLIES = [
     ("matmul_low_precision", linear(), X),
     ("matmul_low_precision", Computes(lambda x: x @ x.mT, 4), HEADS),
     ("matmul_low_precision", lambda x, y: torch.addmm(x, x, y), (X[:, :4], X[:, 1:5])),
+    ("matmul_low_precision", torch.mm, (X[:, :4], X[:, 1:5].T)),
     ("cast_through_float16", Computes(torch.sin), X),
     ("cast_through_bfloat16", Computes(torch.sin), X),
     ("rsqrt_one_newton_step", Computes(rms_norm), X),

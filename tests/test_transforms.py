@@ -469,3 +469,11 @@ def test_export_of_a_function_that_binds_its_closure_anew_loses_the_value():
 
     assert report.verdict is Verdict.DIVERGED
     assert torch.equal(state, torch.zeros(3))
+
+
+def test_a_decomposition_table_that_raises_is_the_users_mistake(tmp_path):
+    file = tmp_path / "table.py"
+    file.write_text("def table():\n    raise ValueError('no such operator')\n")
+
+    with pytest.raises(td.ProgramError, match=r"table\.py:table raises ValueError: no such operator"):
+        td.check(relu_net(), (X,), transform="decompose", options={"table": f"{file}:table"})

@@ -204,11 +204,11 @@ class DecisionFollower:
         return results
 
     def _doubt(self, stage: Stage) -> Stage:
-        """Return the stage; its suspect leaves become inconclusive if choices that were not tried may explain them.
+        """Return the stage; its suspect leaves become inconclusive if choices within noise may explain them.
 
-        There are such choices if more than `TRIED` are within noise, or if any is and the stage is `steps`. A leaf
-        stays as it is if float64 has no answer for it, or, except in the stage `steps`, if its error is more than `FAR`
-        times the allowed one.
+        They may if more than `TRIED` choices are within noise, counting those that were tried too, or if any is and the
+        stage is `steps`. A leaf is suspect by `_is_suspect`. It stays as it is if float64 has no answer for it, or,
+        except in the stage `steps`, if its error is more than `FAR` times the allowed one.
         """
         is_open = len(self.close_rows) > TRIED or (bool(self.close_rows) and stage.name == "steps")
         if not is_open or not stage.comparisons:

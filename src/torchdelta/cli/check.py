@@ -62,7 +62,7 @@ def command(
         if isolated:
             require_torch("a check")
             result = check_isolated(program, options, timeout_s=timeout, memory_bytes=memory_bytes, progress=progress)
-            report, output, texts = result.report, result.output, result.warnings
+            report = result.report
         else:
             # torch takes seconds to import, and `--help` and `show` do without it
             with needing_torch("a check"):
@@ -70,10 +70,7 @@ def command(
                 from torchdelta.check.thorough import run_check
             report = run_check(prepare(program, options=options, progress=progress))
 
-    def show() -> None:
-        if isolated:
-            pass_on(output, texts, verbose=verbose)
-        print_report(report, verbose=verbose)
-
-    deliver(report, json_file, show)
+    if isolated:
+        pass_on(result.output, result.warnings, verbose=verbose)
+    deliver(report, json_file, lambda: print_report(report, verbose=verbose))
     raise typer.Exit(EXIT_OF[report.verdict])

@@ -65,10 +65,12 @@ def command(
             from torchdelta.locate.sensitivity import measure_sensitivity
         if sensitivity:
             effects = measure_sensitivity(program, options=options, progress=progress)
-            deliver(effects, json_file, lambda: print_sensitivity(effects))
-            return
-        location = locate(
-            program, options=options, mapping=pairs, memory_bytes=memory_bytes, cause=cause, progress=progress
-        )
+        else:
+            location = locate(
+                program, options=options, mapping=pairs, memory_bytes=memory_bytes, cause=cause, progress=progress
+            )
+    if sensitivity:
+        deliver(effects, json_file, lambda: print_sensitivity(effects))
+        return
     deliver(location, json_file, lambda: print_location(location, verbose=show_all or verbose))
     raise typer.Exit(EXIT_OF[location.verdict])

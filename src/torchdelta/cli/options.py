@@ -26,8 +26,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.live import Live
-from rich.text import Text
 
+from torchdelta.cli.progress import Progress, stdout_set_aside
 from torchdelta.errors import EnvironmentUnfit, UsageError
 from torchdelta.isolate.pool import Pool
 from torchdelta.isolate.worker import import_all
@@ -35,9 +35,8 @@ from torchdelta.isolate.zygote_start import is_forkable
 from torchdelta.minify.warm_workers import pool_for
 from torchdelta.records import trust as records_trust
 from torchdelta.records.case import CheckOptions, SearchLimits, require_positive
-from torchdelta.records.codec import write_report
+from torchdelta.records.codec import to_json, write_report
 from torchdelta.records.comparison import Scalar
-from torchdelta.records.printable import printable
 from torchdelta.records.verdict import Verdict
 from torchdelta.report.terminal.style import console_for
 
@@ -57,7 +56,10 @@ _POLICIES = "noise, noise*K, bitwise, close, rtol=R,atol=A, sqnr>=X, cosine>=X."
 Policy = Annotated[str, typer.Option(help=_POLICIES)]
 PolicyIfAny = Annotated[str | None, typer.Option(help=f"{_POLICIES[:-1]}; default noise.")]
 Seed = Annotated[int, typer.Option(help="Of every random number.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write what was found there.")]
+STDOUT = Path("-")
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Write what was found there; - is stdout, which has nothing else then.")
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 _UNITS = {"": 1, "b": 1} | {
@@ -153,20 +155,22 @@ def taking(**readers: Callable[..., Any]) -> Callable[[Command], Command]:
 
 
 @contextmanager
-def running(transform: str, json_file: Path | None, *, verbose: bool) -> Iterator[Callable[[str], None]]:
-    """Show a spinner on stderr during a run; yield a function that takes a text and shows `TRANSFORM: TEXT` there.
+def running(transform: str, json_file: Path | None, *, verbose: bool) -> Iterator[Progress]:
+    """Show on stderr what a run is doing; yield the `Progress`, which is called with the name of each part.
 
-    UsageError at once if `json_file` is not None and cannot be written. Without `verbose`, warnings are only counted,
-    and their number is printed at the end.
+    What the program prints meanwhile goes to stderr too, because stdout is for the answer. UsageError at once if
+    `json_file` is a file that cannot be written. Without `verbose`, warnings are only counted, and their number is
+    printed at the end.
     """
-    if json_file is not None:
+    if json_file is not None and json_file != STDOUT:
         require_writable(json_file)
     console = console_for(sys.stderr)
     with (
+        stdout_set_aside(),
         nullcontext() if verbose else counting_warnings(console),
-        console.status("loading torch", spinner="dots") as status,
+        Progress(transform, console) as progress,
     ):
-        yield lambda part: status.update(Text(printable(f"{transform}: {part}")))
+        yield progress
 
 
 def require_torch(what: str) -> None:
@@ -290,11 +294,11 @@ def print_warning_count(count: int, console: Console) -> None:
 
 
 def pass_on(output: str, texts: Sequence[str], *, verbose: bool) -> None:
-    """Print a worker's output, which is that of the program, to stdout; then, to stderr, warnings or their number.
+    """Print to stderr a worker's output, which is that of the program, and then warnings or their number.
 
     The `texts` of the warnings are printed if `verbose`, and otherwise only how many there are.
     """
-    sys.stdout.write(output)
+    sys.stderr.write(output)
     for text in texts if verbose else ():
         sys.stderr.write(text)
     if not verbose:
@@ -304,8 +308,12 @@ def pass_on(output: str, texts: Sequence[str], *, verbose: bool) -> None:
 def deliver(result: Any, json_file: Path | None, show: Callable[[], None]) -> None:
     """Write the result of a command to its file, if there is one, and then print it by `show`.
 
-    If the file cannot be written, the result is printed all the same; then UsageError.
+    With `-` for the file, the JSON is printed in place of that. If the file cannot be written, the result is printed
+    all the same; then UsageError.
     """
+    if json_file == STDOUT:
+        sys.stdout.write(to_json(result))
+        return
     try:
         if json_file is not None:
             write_report(result, json_file)

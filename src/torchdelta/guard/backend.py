@@ -96,9 +96,10 @@ class Guard:
         return compiled
 
     def finish(self) -> GuardSummary:
-        """Look into the failures by `locate`, or by `diagnose` if the config says `minify`; wait, and return a summary.
+        """Run `locate`, or `diagnose` if the config says `minify`, on failures; wait for them, and return a summary.
 
-        The records are updated with the answers (see `GuardFindings.finish`).
+        `diagnose` runs on every failure, `locate` only on a graph that diverged and has no culprit yet. The records are
+        updated with the answers (see `GuardFindings.finish`).
         """
         self.findings.finish()
         return self.findings.summary()

@@ -223,9 +223,10 @@ class _WorkerEnd:
     def outcome(self, token: str, *, seconds: float) -> Outcome:
         """Return the outcome: the content of the answer's file if there is one, or else the failure of the ending.
 
-        The file has an answer, the exception of the task, or that memory ran out. It is a failure of the kind `files`
-        if the file is damaged or lacks the `token`, or if the task raised an exception that is not torchdelta's own and
-        the query's files were deleted or are on a full disk.
+        `seconds` is how long the query took, which the outcome only reports. The file has an answer, the exception of
+        the task, or that memory ran out; the last two are failures. It is a failure of the kind `files` if the file is
+        damaged or lacks the `token`, or if the task raised an exception that is not torchdelta's own and the query's
+        files were deleted or are on a full disk.
         """
         parts = self.traces.parts
         stage = parts[-1] if parts else ""

@@ -694,10 +694,11 @@ def _with_partners(value: Any, partners: Mapping[Node, Node]) -> Any:
 
 
 def is_same_output(ours: Node, theirs: Node, partners: Mapping[Node, Node]) -> bool:
-    """Tell whether two matched nodes can be the same output: two `getitem` must take the same index of partners.
+    """Tell whether a node of the reference (`ours`) and its match in the candidate (`theirs`) can be the same output.
 
-    If only the reference's node is a `getitem`, return False; if it is not, return True. Handles do not tell the
-    outputs of one operator apart, so that a match by handles may pair two different outputs.
+    True if `ours` is not a `getitem`. Otherwise `theirs` must be one too, with the same index, and the nodes that both
+    read must be partners; `partners` maps candidate nodes to the reference's. Handles do not tell the outputs of one
+    operator apart, so that a match by handles may pair two different outputs.
     """
     if ours.target is not operator.getitem:
         return True

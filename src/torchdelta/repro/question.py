@@ -213,9 +213,10 @@ class GraphQuestion(Question):
 
 
 def shown_divergence(finding: Finding) -> Divergence:
-    """Return the divergence that a script of the finding shows; its expression for state is only a placeholder.
+    """Return the worst diverged leaf that a script can reach, of the first stage of the report that has such a leaf.
 
-    Raise ReproUnwritable if a script can reach no leaf that diverged.
+    If the leaf is a parameter, a buffer or a gradient of one, its expression has only a placeholder for the module's
+    state. Raise ReproUnwritable if no leaf diverged, or if a script can reach none of those that did.
     """
     names = (*dict(finding.graph.named_parameters()), *dict(finding.graph.named_buffers()))
     return graph_divergence(finding.report, outputs_of(finding.graph), dict.fromkeys(names, "call"))

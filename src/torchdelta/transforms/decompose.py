@@ -12,10 +12,11 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from torchdelta import errors
 from torchdelta._torch.compile.seams import HandedGraph, Seam, hand_on
 from torchdelta._torch.graphs import graphs
 from torchdelta._torch.graphs.keys import content_key
-from torchdelta.errors import UsageError
+from torchdelta.errors import ProgramError, UsageError
 from torchdelta.program.programs import load_object
 from torchdelta.program.sides import Side
 from torchdelta.transforms.base import (
@@ -86,10 +87,14 @@ class Decompose(ExportBase):
 def _load_table(spec: str) -> dict[Any, Callable[..., Any]]:
     """Return the decomposition table that `file.py:name` is, or, if it is a function, that it returns, as a new dict.
 
-    UsageError if it is not a mapping; UsageError or ProgramError if it cannot be loaded.
+    UsageError if it is not a mapping; UsageError or ProgramError if it cannot be loaded; ProgramError if the function
+    raises.
     """
     loaded = load_object(spec, what="decomposition table")
-    table = loaded() if callable(loaded) else loaded
+    try:
+        table = loaded() if callable(loaded) else loaded
+    except errors.caught_from_user_code() as error:
+        raise ProgramError(f"the decomposition table {spec} raises {errors.describe(error)}") from error
     if not isinstance(table, Mapping):
         raise UsageError(
             f"{spec} is not a decomposition table but {type(table).__name__}: a table maps operators to functions"

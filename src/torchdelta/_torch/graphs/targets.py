@@ -172,7 +172,11 @@ def _walk(start: Any, path: str) -> Any:
 
 
 def _import(module: str, allow: Iterable[str]) -> ModuleType:
-    """Import and return a module; raise LookupError if its name is malformed or not allowed, or its import fails."""
+    """Import and return a module; raise LookupError if its name is malformed or not allowed, or its import fails.
+
+    Allowed are the packages in `allow` with all their modules, `operator`, `math`, `builtins`, and torch's own modules
+    except for those that load code from elsewhere (`_LOADERS`).
+    """
     if not all(part.isidentifier() for part in module.split(".")):
         raise LookupError(f"{module!r} is not the name of a module")
     _refuse_unless_allowed(module, allow)

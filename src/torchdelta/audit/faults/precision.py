@@ -91,13 +91,14 @@ _LOW_PRECISION: dict[object, Callable[..., torch.Tensor]] = {
     aten.bmm.default: matmul_in_low_precision,
     aten.linear.default: linear_in_low_precision,
     aten.matmul.default: matmul_in_low_precision,
+    aten.mm.default: matmul_in_low_precision,
 }
 
 
 def _is_product(node: Node) -> bool:
-    """Tell whether the node is a linear, addmm, matmul or bmm of floating-point tensors.
+    """Tell whether the node calls a key of `_LOW_PRECISION` on floating-point tensors.
 
-    Both factors have two dimensions or more.
+    Both factors must have two dimensions or more; the tensor that addmm adds does not count.
     """
     if not is_call(node, *_LOW_PRECISION):
         return False

@@ -35,9 +35,11 @@ def print_sweep(sweep: Sweep, console: Console | None = None, *, verbose: bool =
 
 
 def _operator_parts(report: OpReport, *, verbose: bool) -> Iterator[RenderableType]:
-    """Yield the parts in order: the verdict, a line for each probe, the probes that were not asked, and notes.
+    """Yield the parts in order: verdict and call, torch's version and the seconds taken, and the lines of each probe.
 
-    `verbose` lists the probes that were not asked, and why; otherwise only their number is shown.
+    A probe has a line, and one more for each line of its remedy. Then come the probes that were not asked, and notes.
+    `verbose` lists the probes that were not asked, and why, and shows reasons in full; otherwise only the number of
+    those probes and the first line of each reason are shown.
     """
     verdict = (report.verdict.value, f"bold {STYLE[report.verdict]}")
     yield Text.assemble(verdict, f"  {report.op}({', '.join(report.arguments)})")
