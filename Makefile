@@ -9,7 +9,7 @@ export NUMBA_CACHE_DIR ?= $(CURDIR)/.cache/numba
 # On some x86 machines oneDNN's bfloat16 matmul dies with SIGILL.
 export ONEDNN_MAX_CPU_ISA ?= AVX2
 
-.PHONY: demo test test-fast test-long test-spawn test-chaos lint bench bench-verdicts bench-locate sweep-ops setup lock clean
+.PHONY: demo test test-fast test-long test-spawn test-chaos test-torch lint bench bench-verdicts bench-locate sweep-ops setup lock clean
 
 setup: $(STAMP)
 
@@ -37,6 +37,20 @@ test: lint
 
 test-fast: setup
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
+
+# Another torch has a virtual environment of its own; 2.15.0 takes 3 GB with its CUDA libraries, which need no GPU.
+TORCH ?= 2.15.0
+OTHER := .venv-torch-$(TORCH)
+test-torch: $(OTHER)/.installed
+	$(OTHER)/bin/python -m pytest -n 2 --dist loadgroup $(ARGS)
+
+$(OTHER)/.installed: pyproject.toml requirements-dev.lock
+	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH)
+	grep -v '^torch==' requirements-dev.lock > $(OTHER)/others.txt
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check -r $(OTHER)/others.txt
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
 
 # Tests that take minutes each: a compiler compared node by node, a diagnosis that compiles fifty times.
 test-long: setup
@@ -78,4 +92,4 @@ lock:
 	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//' > requirements-dev.lock
 
 clean:
-	rm -rf $(VENV) .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

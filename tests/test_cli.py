@@ -485,12 +485,12 @@ class TestInAProcessOfItsOwn:
     def test_a_mistake_is_the_sentence_that_it_is_in_this_one(self, command_line):
         assert_one_sentence(command_line("check", "programs.py:raises", "-t", "eager", "--isolated"), "factory raised")
 
-    def test_what_the_program_prints_is_printed(self, command_line, tmp_path):
+    def test_what_the_program_prints_goes_to_stderr(self, command_line, tmp_path):
         (tmp_path / "deadly.py").write_text(DEADLY)
         ran = command_line("check", "deadly.py:talks", "-t", "eager", "--isolated")
 
         assert ran.code == 0
-        assert "hello from the factory" in ran.out
+        assert "hello from the factory" in ran.err
 
     @pytest.mark.parametrize("option", ["--timeout=5", "--memory=2GB"])
     def test_its_limits_are_refused_without_it(self, command_line, option):

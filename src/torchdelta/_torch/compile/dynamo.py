@@ -30,6 +30,8 @@ from torchdelta.registry import nearest
 
 Backend = Callable[..., Callable[..., Any]]
 
+_EXPLANATION = "Explanation: "
+
 
 @dataclass
 class Witness:
@@ -48,16 +50,26 @@ class Witness:
     def eager_reasons(self) -> list[str]:
         """Return why parts of the program ran eagerly, in the compiler's own words; empty if it is not a compiler.
 
-        Each is the first line of a message that dynamo has counted since its counters were cleared, and comes once.
+        Each is the headline of a message that dynamo has counted since its counters were cleared, with its explanation
+        in parentheses if it has one. The same reason comes once.
         """
         if not self.is_compiler:
             return []
         messages = [message for category in ("graph_break", "unimplemented") for message in counters[category]]
-        return list(dict.fromkeys(str(message).strip().splitlines()[0] for message in messages))
+        return list(dict.fromkeys(_headline(str(message)) for message in messages))
 
     def has_reached_recompile_limit(self) -> bool:
         """Tell whether the compiler gave up recompiling some frame, and ran it eagerly from then on."""
         return any("recompile limit" in reason for reason in self.eager_reasons())
+
+
+def _headline(message: str) -> str:
+    """Return the first line of a message of dynamo, with the line of its explanation in parentheses if it has one."""
+    first, *lines = (line.strip() for line in message.strip().splitlines())
+    explanations = (line.removeprefix(_EXPLANATION) for line in lines if line.startswith(_EXPLANATION))
+    explanation = next(explanations, "")
+    # newer versions of torch name what they do not support in the explanation alone
+    return f"{first} ({explanation})" if explanation else first
 
 
 def uncompiled(call: Callable[..., Any]) -> Callable[..., Any]:
