@@ -119,6 +119,7 @@ class Diagnosis:
         diagnosis to resume, the check is left out, and so is locating if it has culprits.
         """
         report = self._read_earlier() or self._check()
+        report = replace(report, notes=tuple(dict.fromkeys((*report.notes, *self.notes))))
         self._keep(report)
         if not report.verdict.is_failure:
             return report

@@ -401,7 +401,12 @@ class Baseline:
                 run = self._run_reference()
                 self.notes.append(f"no gradients flow from state that the program keeps: eagerly that fails ({failed})")
                 return run
-            if failed.iteration:
+            if self.plan.further and failed.stage != "steps" and failed.iteration >= self.plan.iterations:
+                # the forward alone was tried with them
+                self.notes.append(f"not asked with other inputs: the program does not accept them ({failed})")
+                self.plan = replace(self.plan, further=())
+                return self._run_reference()
+            if failed.stage != "steps" and failed.iteration:
                 self.shortfall = (
                     f"iteration {failed.iteration} did not run: the program rejects random inputs ({failed})"
                 )

@@ -40,7 +40,12 @@ def notice(stages: list[Stage], baseline: Baseline, candidate: Observation, term
     except SideFailed as failed:
         why = f"whether narrowing casts were elided is not known: the program without them fails ({failed})"
         is_strict = "casts" in terms.strict
-        return [Stage.of(stage.name, stage.comparisons, why) if is_strict else stage for stage in stages], why
+        # a stage without comparisons has a verdict of its own, such as a crash
+        doubted = [
+            Stage.of(stage.name, stage.comparisons, why) if is_strict and stage.comparisons else stage
+            for stage in stages
+        ]
+        return doubted, why
     if not mode.elided:
         return stages, ""
     with_breaches = [_add_breaches(stage, baseline.reference, candidate, elided, mode, terms) for stage in stages]

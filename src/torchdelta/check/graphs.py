@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from torchdelta import errors
 from torchdelta._torch.compile import settings
 from torchdelta._torch.compile.seams import HandedGraph, Seam, hand_on
 from torchdelta._torch.graphs import graphs
 from torchdelta._torch.process import runtime
 from torchdelta.check.baseline import Baseline
-from torchdelta.errors import ProgramError
+from torchdelta.errors import ProgramError, ReportUnreadable
 from torchdelta.program.copies import copy_together
 from torchdelta.program.sides import Side
 from torchdelta.records.case import DYNAMO
@@ -225,12 +226,17 @@ def read_graphs(directory: Path) -> ProgramGraphs | None:
     if not path.exists():
         return None
     index = read_json(path, remedy="capture the graphs again")
+    try:
+        rows = [(row["modules"], row["level"]) for row in index["graphs"]]
+        settings, flags = index["settings"], index["flags"]
+    except (KeyError, TypeError) as error:
+        raise ReportUnreadable(f"{path} is damaged ({errors.describe(error)}): capture the graphs again") from error
     captured = [
         CapturedGraph(
-            graph=read_graph(directory / f"graph-{number}.json", allow=row["modules"]),
-            inputs=tuple(read_values(directory / f"inputs-{number}.json", allow=row["modules"])),
-            level=row["level"],
+            graph=read_graph(directory / f"graph-{number}.json", allow=modules),
+            inputs=tuple(read_values(directory / f"inputs-{number}.json", allow=modules)),
+            level=level,
         )
-        for number, row in enumerate(index["graphs"])
+        for number, (modules, level) in enumerate(rows)
     ]
-    return ProgramGraphs(graphs=tuple(captured), settings=index["settings"], flags=index["flags"])
+    return ProgramGraphs(graphs=tuple(captured), settings=settings, flags=flags)

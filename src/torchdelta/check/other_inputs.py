@@ -84,7 +84,7 @@ def _tries(baseline: Baseline, transform: Transform) -> Iterator[Program]:
     if transform.traits.other_inputs is OtherInputs.VALUES:
         if not can_vary(program):
             raise NotApplicable("it has no input with elements")
-        return itertools.chain.from_iterable(redraw(apart, seed=seed + ATTEMPTS * turn) for turn in itertools.count())
+        return _redraws(apart, seed)
     if not can_be_resized(program):
         raise NotApplicable("no input has a size above 1")
     symbols = transform.open_sizes(Side.copied_from(apart))
@@ -93,6 +93,15 @@ def _tries(baseline: Baseline, transform: Transform) -> Iterator[Program]:
     if not any(any(axes) for axes in symbols.values()):
         raise NotApplicable("no size of its inputs is dynamic")
     return resize_symbols(apart, symbols, seed=seed)
+
+
+def _redraws(program: Program, seed: int) -> Iterator[Program]:
+    """Yield programs with other input values, until no draw of a turn differs from the given values."""
+    for turn in itertools.count():
+        draws = list(redraw(program, seed=seed + ATTEMPTS * turn))
+        if not draws:  # such as a single zero, which is drawn by a factor
+            return
+        yield from draws
 
 
 def _with_own_memory(program: Program) -> Program:

@@ -30,16 +30,19 @@ def pair_stage(
     """Return the leaves of a stage to compare, of reference and candidate, and the state that is not compared.
 
     Without `keeps_names`, state that `common_state` does not find on both sides, or that starts from other values in
-    the candidate, is left out of the leaves. With `keeps_names`, only state is left out that starts from other values
-    and that neither side writes to: a pass may have weights of its own, but must not touch state that the program
-    keeps. If there is none, all leaves are returned, with an empty list.
+    the candidate, is left out of the leaves. With `keeps_names`, a pass may have weights of its own: if a parameter or
+    buffer that neither side writes to starts from other values, it is left out, and so are those that one side alone
+    has. State that a side writes to, and unregistered state, has to be there on both. If nothing starts from other
+    values, all leaves are returned, with an empty list.
     """
-    own = candidate.other_starts
+    own, written = candidate.other_starts, frozenset[str]()
     if keeps_names:
-        own = own - reference.written - candidate.written
+        written = frozenset(reference.written | candidate.written)
+        own = own - written
         if not own:
             return reference.stages.get(stage, {}), candidate.stages.get(stage, {}), []
-    return common_state(stage, reference, candidate, own)
+        written |= {name for each in (reference, candidate) for name in each.state_names - own if is_state(name)}
+    return common_state(stage, reference, candidate, own, kept=written)
 
 
 def complete(stage: str, observations: Sequence[Observation]) -> None:
@@ -96,19 +99,19 @@ def _is_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def common_state(
-    stage: str, reference: Observation, candidate: Observation, own: Set[str]
+    stage: str, reference: Observation, candidate: Observation, own: Set[str], *, kept: Set[str] = frozenset()
 ) -> tuple[Leaves, Leaves, list[UnmatchedLeaf]]:
     """Return the leaves of reference and candidate without the state that only one side has, and that state.
 
     State means parameters, buffers, attributes and optimizer state, and what is below their paths, such as `.grad`. A
     side has it if its name is in `state_names`; names in `own` count as if neither side had them. Other leaves, such as
-    outputs, are returned even without a partner.
+    outputs, and state whose name is in `kept`, are returned even without a partner.
     """
     common: list[Leaves] = []
     renamed: list[UnmatchedLeaf] = []
     for side, this, other in (("reference", reference, candidate), ("candidate", candidate, reference)):
         leaves = this.stages.get(stage, {})
-        known = other.state_names - own
+        known = (other.state_names - own) | kept
         unknown = {path for path in leaves if (name := state_name(path)) is not None and name not in known}
         common.append({path: leaf for path, leaf in leaves.items() if path not in unknown})
         listed = {leaf.path for leaf in renamed}

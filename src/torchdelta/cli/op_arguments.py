@@ -233,7 +233,9 @@ class _Reader:
         dtype is unknown, or if the range makes no sense.
         """
         if isinstance(node, ast.Call):
-            dtype, _ = self._dtype_and_bounds(node.func)
+            dtype, earlier = self._dtype_and_bounds(node.func)
+            if earlier is not None:
+                raise self._wrong(node, "a tensor has one range")
             return dtype, self._bounds(node, dtype)
         match node:
             case ast.Name(id=name) | ast.Attribute(value=ast.Name(id="torch"), attr=name):

@@ -92,13 +92,15 @@ def parts_of(sample: Sample, by: torch.Tensor) -> list[Part]:
 def coarsest_resolution(parts: Sequence[Part], judgements: Sequence[Judgement]) -> float | None:
     """Return the largest resolution of any part, or None without any; `judgements` has one for each part.
 
-    A part that is zero but for the rounding of float64 does not count: no error could be told from its values.
+    A part that is zero but for the rounding of float64 does not count, because no error could be told from its values.
+    It is zero beside the largest part that is not of mask constants.
     """
     sizes = [part.unscale(part.ordinary) for part in parts]
+    largest = max((size for size, part in zip(sizes, parts, strict=True) if not part.is_mask), default=0.0)
     resolutions = [
         judgement.resolution
         for size, judgement in zip(sizes, judgements, strict=True)
-        if judgement.resolution is not None and size > ZERO * max(sizes)
+        if judgement.resolution is not None and size > ZERO * largest
     ]
     return max(resolutions, default=None)
 

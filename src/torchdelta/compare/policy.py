@@ -101,7 +101,12 @@ class Judgement(NamedTuple):
     @property
     def rank(self) -> tuple[int, float]:
         """The key by which the worst of several judgements of one sample is the largest."""
-        return self.verdict.severity, (self.error or 0.0) / (self.allowed or math.inf)
+        error = self.error or 0.0
+        if not error:
+            return self.verdict.severity, 0.0
+        if self.allowed is None:  # by a policy that bounds no error
+            return self.verdict.severity, 0.0
+        return self.verdict.severity, error / self.allowed if self.allowed and math.isfinite(error) else math.inf
 
 
 class Policy(ABC):
@@ -269,8 +274,18 @@ class Threshold(Policy):
     def _allowed(self, pair: Measurement) -> float | None:
         """Return the largest rms error within the bound, or None if the metric does not bound the rms error."""
         if self.metric == "sqnr" and self.at_least:
-            return pair.rms_reference * math.pow(10.0, -self.bound / 20.0)
+            return rms_within(self, pair.rms_reference)
         return self.bound if self.metric == "rms" and not self.at_least else None
+
+
+def rms_within(policy: Threshold, rms_reference: float) -> float:
+    """Return the largest rms error within a bound `sqnr>=B`; infinity for any other threshold."""
+    if policy.metric != "sqnr" or not policy.at_least:
+        return math.inf
+    try:
+        return rms_reference * math.pow(10.0, -policy.bound / 20.0)
+    except OverflowError:  # a bound so low that anything is within it
+        return math.inf
 
 
 def largest_error(pair: Measurement) -> float:

@@ -17,7 +17,15 @@ import torch
 
 from torchdelta._torch import tensors
 from torchdelta.compare.contract import Terms
-from torchdelta.compare.policy import Bitwise, Policy, Threshold, default_tolerance, relative
+from torchdelta.compare.policy import (
+    Bitwise,
+    ByFunction,
+    Policy,
+    Threshold,
+    default_tolerance,
+    relative,
+    rms_within,
+)
 from torchdelta.records.comparison import Comparison
 from torchdelta.records.verdict import Verdict
 
@@ -132,7 +140,7 @@ def _judge_gap(reference: Statistics, candidate: Statistics, policy: Policy) -> 
 
     DIVERGED, with an infinite error, if the counts of NaN or Inf differ or the reference is of integers; DIVERGED, too,
     under `Bitwise`, or if the lower bound exceeds what the policy allows. Otherwise INCONCLUSIVE. A policy that needs a
-    truth, or a `Threshold` of a metric other than `sqnr`, does not make floats DIVERGED by the lower bound.
+    truth, a function, and a `Threshold` other than `sqnr>=`, do not make floats DIVERGED by the lower bound.
     """
     if (reference.nan, reference.inf) != (candidate.nan, candidate.inf):
         counts = f"{reference.nan} NaN and {reference.inf} Inf in the reference, {candidate.nan} and {candidate.inf}"
@@ -145,8 +153,15 @@ def _judge_gap(reference: Statistics, candidate: Statistics, policy: Policy) -> 
     by_rms = max(_gap(reference.rms, candidate.rms), _gap(reference.mean, candidate.mean))
     by_peak = max(by_rms, _gap(reference.minimum, candidate.minimum), _gap(reference.maximum, candidate.maximum))
     caveat = "of which only statistics were kept"
+    if isinstance(policy, ByFunction):
+        return (
+            Verdict.INCONCLUSIVE,
+            f"the checksums differ, {caveat}, and a function needs the values",
+            by_rms,
+            math.inf,
+        )
     if isinstance(policy, Threshold):
-        allowed = reference.rms * math.pow(10.0, -policy.bound / 20.0) if policy.metric == "sqnr" else math.inf
+        allowed = rms_within(policy, reference.rms)
         error, norm = by_rms, "rms"
     elif policy.needs_truth:
         return Verdict.INCONCLUSIVE, f"the checksums differ, {caveat}, and there is no truth", by_rms, 0.0

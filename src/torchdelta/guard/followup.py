@@ -10,6 +10,7 @@ import queue
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -68,6 +69,8 @@ class Followup:
     waiting: queue.SimpleQueue[FollowupCommand] = field(default_factory=queue.SimpleQueue, repr=False)
     ends: dict[FollowupCommand, threading.Event] = field(default_factory=dict)
     """For each command an event that is set when it has ended."""
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    """Held while a command is queued: several threads of a run may have their first findings at once."""
 
     def begin(self, record: GuardedGraphRecord, command: str) -> threading.Event:
         """Queue a command about a finding, unless it was queued before; return the event that is set when it has ended.
@@ -77,13 +80,14 @@ class Followup:
         """
         assert record.directory is not None
         followup = FollowupCommand(directory=Path(record.directory), command=command)
-        if not self.ends:
-            # a daemon, because the end of the run does not wait for it: a command that has begun goes on by itself
-            threading.Thread(target=self._run_all, daemon=True, name="torchdelta-followup").start()
-        if followup not in self.ends:
-            self.ends[followup] = threading.Event()
-            self.waiting.put(followup)
-        return self.ends[followup]
+        with self.lock:
+            if not self.ends:
+                # a daemon, because the end of the run does not wait for it: a command that has begun goes on by itself
+                threading.Thread(target=self._run_all, daemon=True, name="torchdelta-followup").start()
+            if followup not in self.ends:
+                self.ends[followup] = threading.Event()
+                self.waiting.put(followup)
+            return self.ends[followup]
 
     def wait_for(self, record: GuardedGraphRecord, command: str, *, timeout_s: float = WAIT_S) -> GuardedGraphRecord:
         """Queue a command about a finding, unless that was done, wait for its end; return the record with its answer.
@@ -106,7 +110,8 @@ class Followup:
             try:
                 followup.run()
             except OSError as error:
-                followup.log.write_text(f"the command could not be run: {error}\n", encoding="utf-8")
+                with suppress(OSError):  # the directory may be gone, which is then the reason
+                    followup.log.write_text(f"the command could not be run: {error}\n", encoding="utf-8")
             finally:
                 self.ends[followup].set()
 

@@ -328,7 +328,8 @@ class GuardedGraph:
         If the graph could not be compiled and the config says `fallback`, the original graph runs from now on, with a
         warning if it is the first of the run.
         """
-        self._update(record)
+        # a verdict that the record has is about the call that was checked
+        self._update(record if record.verdict is None else replace(record, call=self.record.call))
         if self.error is not None and self.config.on_failure == "fallback":
             self._fall_back()
             self.findings.warn_once(f"{record.name}: {_describe_error(self.error)}; it runs eagerly from now on")

@@ -247,14 +247,17 @@ class _Zygote:
         """Kill the zygote's children that are neither workers nor the reserve, and return when they are gone.
 
         These are processes that left a worker's group and whose parent ended: a query may not leave daemons. Without
-        /proc none are found.
+        /proc none are found. One that runs as another user cannot be killed, and stays.
         """
         own = {*self._workers, *(() if self._reserve is None else (self._reserve[0],))}
         while strays := [child for child in process_groups.children_of(os.getpid()) if child not in own]:
             for stray in strays:
-                os.kill(stray, signal.SIGKILL)
+                try:
+                    os.kill(stray, signal.SIGKILL)
+                except PermissionError:
+                    own.add(stray)
             # the zygote adopts their children in turn, and the next round finds them
-            for stray in strays:
+            for stray in set(strays) - own:
                 os.waitpid(stray, 0)
 
     def _end_all(self) -> None:

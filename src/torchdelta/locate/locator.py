@@ -159,7 +159,7 @@ class Locator:
         seam = Decompositions(judge=self.walk.judge(), table=lambda: watched.interception.decompositions)
         watched = ObservedAfterAot(transform, seam, decompose=False, compile_graphs=False)
         self.walk.run(watched)
-        return findings_from_taps(seam.nodes, seam.total, seam.notes)
+        return findings_from_taps(seam.nodes, seam.total, [*seam.notes, *sorted(seam.judge.notes)])
 
     def _with_cause(self, transform: Transform, findings: NodeFindings, report: Report) -> NodeFindings:
         """Look for the setting that causes the failure, and return the findings with it; unchanged if no setting does.

@@ -83,11 +83,16 @@ class _OneByOne:
         for number, (path, ops) in enumerate(readers.items(), 1):
             baseline.progress(f"{path or 'the outermost module'} alone ({number} of {len(readers)})")
             layers.append(self._quantize_one(graph, side, path, ops))
+        try:
+            together = self._effects(whole)
+        except SideFailed as failed:
+            words = f"{self.check.case.transform} on {self.check.case.program} as a whole fails when it runs"
+            raise ProgramError(f"{words}: {_words(failed.error)}") from failed
         return Sensitivity(
             case=self.check.case,
             environment=versions.environment(),
             modules=tuple(sorted(layers, key=_by_loss)),
-            together=self._effects(whole),
+            together=together,
             notes=tuple(self.notes),
             seconds=time.perf_counter() - start,
         )

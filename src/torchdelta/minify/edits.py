@@ -20,7 +20,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
-from torchdelta.minify.subject import Draw, Subject, rebuild
+from torchdelta.minify.subject import Draw, Name, Subject, rebuild
 from torchdelta.program.copies import copy_together
 
 
@@ -90,7 +90,15 @@ class Edit:
             inputs,
             [name for name in outputs if name not in self.removed_outputs],
             cut=new_inputs,
-            instead={**literals, **{name: value for name, value in self.replacements.items() if name in names}},
+            instead={
+                **literals,
+                # an earlier edit may have removed the node, or the one that would stand for it
+                **{
+                    name: value
+                    for name, value in self.replacements.items()
+                    if name in names and not (isinstance(value, Name) and value.name not in names)
+                },
+            },
             dropped=self.dropped,
         )
         if self.sizes:

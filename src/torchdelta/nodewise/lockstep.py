@@ -183,7 +183,7 @@ class Lockstep:
             else {source: self._reference_value(source, ours, theirs, partner) for source in node.all_input_nodes}
         )
         own = theirs.advance_to(node, draws)
-        if partner is not None:
+        if partner in ours.computed:  # an input that nothing reads is not kept
             self._record_dtype(node, ours.computed[partner], own)
         if node.op == "placeholder":
             identical |= set() if node in self._lowered else {node}

@@ -74,7 +74,10 @@ class ModuleJudge:
         except Exception as error:
             return ModuleJudgement(reason=raised(error))
         if self.runner.gradients:
-            second = self.runner.run(reference, inputs)
+            try:
+                second = self.runner.run(reference, inputs)
+            except Exception as error:  # such as a cache of fixed length that is full by now
+                return ModuleJudgement(reason=f"the reference's module cannot be called once more: {raised(error)}")
             if not _are_same(recorded.outputs, second.outputs):
                 return ModuleJudgement(reason="the reference's module gives other values when it is called once more")
             recorded = replace(recorded, gradients=second.gradients)

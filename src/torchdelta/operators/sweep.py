@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchdelta.errors import ReportUnreadable, UsageError
+from torchdelta.errors import EnvironmentUnfit, ReportUnreadable, UsageError
 from torchdelta.isolate.pool import Pool, Query
 from torchdelta.isolate.supervisor import Outcome
 from torchdelta.operators.isolated import WORKER
@@ -60,9 +60,17 @@ class SweepFile:
             raise UsageError(f"cannot write {self._path}: {error.strerror or error}; name another place") from error
 
     def add(self, swept: SweepRow) -> None:
-        """Add a row to `swept`, in place of one with the same operator and dtype, and append it to the file."""
+        """Add a row to `swept`, in place of one with the same operator and dtype, and append it to the file.
+
+        EnvironmentUnfit if the file cannot be written.
+        """
         self.swept[swept.op, swept.dtype] = swept
-        self._append(encode(swept))
+        try:
+            self._append(encode(swept))
+        except OSError as error:
+            raise EnvironmentUnfit(
+                f"cannot write {self._path}: {error.strerror or error}. Make room, and go on by --resume"
+            ) from error
 
     def _append(self, data: Any) -> None:
         """Append data to the file as one line of strict JSON."""
@@ -80,6 +88,10 @@ class SweepFile:
         text = self._path.read_bytes()
         complete = text.rfind(b"\n") + 1
         lines = text[:complete].decode(errors="replace").splitlines()
+        if not lines and text.startswith(b"{"):  # the header itself was cut off: nothing was swept
+            os.truncate(self._path, 0)
+            self._append(self._header)
+            return
         if not lines:
             raise UsageError(f"{self._path} is not a sweep: name another directory")
         self._require_same(self._read(lines[0], 1))

@@ -271,7 +271,9 @@ def _draw(program: Program, inputs: Any, seed: int, *, nearness: int) -> Any:
             if not (new.is_floating_point() or new.is_complex()):
                 new.copy_(old)  # there is nothing between two integers
             elif share:
-                new.copy_(old + share * (new - old))
+                nearer = old + share * (new - old)
+                # an infinity stays one, and minus itself it would be NaN
+                new.copy_(torch.where(torch.isfinite(old), nearer, old))
     return drawn
 
 
@@ -378,7 +380,9 @@ def _draw_like(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor
     if not flat.is_floating_point():
         wide = flat.to(torch.int64)  # the unsigned types have no minimum of their own
         low, high = int(wide.min()), int(wide.max())
-        return torch.randint(low, high + 1, flat.shape, generator=generator) if low < high else flat
+        # the largest integer has none above it
+        end = min(high + 1, torch.iinfo(torch.int64).max)
+        return torch.randint(low, end, flat.shape, generator=generator) if low < high else flat
     wide = flat.double()
     finite = wide[torch.isfinite(wide)]
     if wide.numel() == 1:

@@ -155,7 +155,7 @@ def load_module(place: str, *, what: str) -> ModuleType:
         try:
             return importlib.import_module(place)
         except ModuleNotFoundError as error:
-            if error.name and place.startswith(error.name):
+            if error.name and f"{place}.".startswith(f"{error.name}."):
                 raise ProgramError(f"there is no module {place!r} for the {what}") from None
             raise ProgramError(f"{place} does not import: {error}") from error
         except errors.caught_from_user_code() as error:

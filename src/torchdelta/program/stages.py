@@ -376,6 +376,8 @@ class _Observer:
         if self.loss is not None:
             with self._stage(stage), self.uncompiled_scope():
                 roots = {"loss": self.loss(outputs)}
+                if not isinstance(roots["loss"], torch.Tensor):
+                    raise TypeError(f"the loss is a {type(roots['loss']).__name__}, and has to be a tensor")
             cotangents = [torch.ones_like(roots["loss"])]
         else:
             roots = self._roots(outputs)

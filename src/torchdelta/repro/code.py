@@ -99,9 +99,10 @@ def _name_tensors_and_modules(graph_module: GraphModule, source: ProgramSource, 
     for path, node, owner in _reads(graph_module, ""):
         target = str(node.target)
         value = attribute(owner, target)
-        if id(value) in known or isinstance(value, GraphModule):
-            if id(value) in known and not isinstance(value, torch.nn.Module):
-                source.paths[path] = known[id(value)]
+        if id(value) in known:
+            source.paths[path] = known[id(value)]
+            continue
+        if isinstance(value, GraphModule):
             continue
         if isinstance(value, torch.nn.Module) and node.op == "call_module":
             name = name_of(target)

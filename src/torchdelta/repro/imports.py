@@ -95,11 +95,15 @@ class ScriptImports:
         return (*self._search_path(module), f"import {module}")
 
     def copy_all(self) -> tuple[Path, ...]:
-        """Copy all files of `copies`, over existing ones too; return the paths of the copies that did not exist."""
+        """Copy all files of `copies`, over existing ones too; return the paths of the copies that did not exist.
+
+        A file that lies in its place already stays as it is.
+        """
         added = tuple(copy for copy in self.copies if not copy.exists())
         for copy, source in self.copies.items():
             copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, copy)
+            if not copy.exists() or not copy.samefile(source):
+                shutil.copyfile(source, copy)
         return added
 
     def describe_copies(self) -> str:

@@ -5,6 +5,7 @@ Start reading at `issue_text` and `header_of`.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ from pathlib import Path
 from torchdelta.compare.leaves import brief
 from torchdelta.records.comparison import Comparison
 from torchdelta.records.failure import Failure, essence
+from torchdelta.records.printable import printable
 from torchdelta.records.report import EXCEPTION
 from torchdelta.records.verdict import Verdict
 from torchdelta.repro.finding import Divergence, Evidence
@@ -23,6 +25,7 @@ WIDTH = 110
 MESSAGE_LETTERS = 160
 """How much of an exception's message is quoted."""
 _MAX_NAMED_OPS = 3
+_OF_OUTPUTS = re.compile(r"(iterations\[\d+\]\.)?outputs")
 """A headline names the operations of a graph that has at most so many."""
 _CLAUSE_WORDS = {"aliasing": "that share other memory", "requires_grad": "with another requires_grad"}
 """How a headline describes a broken clause that does not fit `of another <clause>`."""
@@ -191,7 +194,7 @@ def _does(finding: Evidence, divergence: Divergence | None) -> str:
         return "does not raise what eager PyTorch raises"
     if divergence.stage == "gradients":
         what = "gradients"
-    elif divergence.leaf.startswith("outputs"):
+    elif divergence.leaf.startswith("outputs") or _OF_OUTPUTS.match(divergence.comparison.path):
         what = "outputs"
     else:
         path = divergence.comparison.path
@@ -213,5 +216,9 @@ def _ops(question: Question) -> str:
 
 
 def _escape(text: str) -> str:
-    """Return a text that can be put into a docstring: backslashes are doubled, and triple quotes become `'''`."""
+    """Return a text that can be put into a docstring: backslashes are doubled, and triple quotes become `'''`.
+
+    Control characters and lone surrogates, which a source file cannot have, are shown as escapes.
+    """
+    text = printable(text).encode(errors="backslashreplace").decode()
     return text.replace("\\", "\\\\").replace('"""', "'''")

@@ -6,6 +6,7 @@ The script exits with 1 while the bug is there, 0 once it is gone, and 2 if it c
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,10 @@ HOOK = (
     "# an error on the way says nothing about the bug: it exits with 2",
     "sys.excepthook = lambda *error: sys.exit(sys.__excepthook__(*error) or 2)",
 )
+_LITERAL = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"")
+"""A text as `repr` writes it."""
+_SPACE = "\ue000"
+"""Stands for a space at which a line must not be broken: a character that is in no text."""
 _LOAD_SAVED = 'saved = torch.load(pathlib.Path(__file__).with_suffix(".pt"), weights_only=True)'
 
 
@@ -285,15 +290,17 @@ def _setup(source: TensorSource) -> Iterator[str]:
 def _wrap(text: str, indent: str = "") -> list[str]:
     """Return a statement as lines, each begun by `indent`; a long one is broken at its spaces, and indented further.
 
-    The lines fit into `WIDTH` if they are indented twice more, as far as there are spaces to break at.
+    The lines fit into `WIDTH` if they are indented twice more, as far as there are spaces outside of texts to break at.
     """
     if len(text) + len(indent) <= WIDTH - 2 * len(INDENT):
         return [f"{indent}{text}"]
-    return textwrap.wrap(
-        text,
+    # within a literal, white space must stay, and a line must not end
+    lines = textwrap.wrap(
+        _LITERAL.sub(lambda literal: literal[0].replace(" ", _SPACE), text),
         WIDTH - 2 * len(INDENT),
         initial_indent=indent,
         subsequent_indent=f"{indent}{INDENT}",
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return [line.replace(_SPACE, " ") for line in lines]

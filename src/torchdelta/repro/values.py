@@ -120,12 +120,15 @@ def _write_shared(shared: Mapping[str, torch.Tensor], data: bool, source: Tensor
     """Add a piece of memory to the setup of `source`, and each tensor of the group to its expressions, as a view of it.
 
     `shared` has tensors of one storage by name. Large memory is saved to the file, unless random numbers replace it
-    because there is no `data`. Raise ReproUnwritable if the tensors have several dtypes.
+    because there is no `data`. Raise ReproUnwritable if the tensors have several dtypes, or if one is a lazy negation.
     """
-    first = next(iter(shared.values()))
-    if any(tensor.dtype != first.dtype for tensor in shared.values()):
-        names = ", ".join(shared)
+    names = ", ".join(shared)
+    if len({tensor.dtype for tensor in shared.values()}) > 1:
         raise ReproUnwritable(f"{names} are one piece of memory in several dtypes: give the graph copies of them")
+    if len(shared) > 1 and any(tensor.is_neg() for tensor in shared.values()):
+        raise ReproUnwritable(f"{names} are one piece of memory, in part negated: give the graph copies of them")
+    first = next(iter(shared.values()))
+    first = first.conj() if first.is_conj() else first
     start = min(int(tensor.storage_offset()) for tensor in shared.values())
     # the start may move, but not its alignment
     start -= start % 16
@@ -133,14 +136,15 @@ def _write_shared(shared: Mapping[str, torch.Tensor], data: bool, source: Tensor
     memory = first.detach().as_strided((end - start,), (1,), start)
     name = "memory" if "memory = " not in "".join(source.setup) else f"memory_{len(source.setup)}"
     if _is_inline(memory, data):
-        source.setup.append(f"{name} = {_write_values(memory, data, source)}")
+        # on its device at once, because views that are moved one by one would not share it
+        source.setup.append(f"{name} = {_on_device(_write_values(memory, data, source), memory.device)}")
     else:
         source.embeds_data = True
         source.saved[name] = memory.clone()
         source.setup.append(f'{name} = saved["{name}"]')
     for key, tensor in shared.items():
         layout = f"{tuple(tensor.shape)}, {tensor.stride()}, {int(tensor.storage_offset()) - start}"
-        view = f"{name}.as_strided({layout})"
+        view = f"{name}.as_strided({layout})" + (".conj()" if tensor.is_conj() else "")
         source.expressions[key] = _add_kind(view, tensor) if len(shared) > 1 else view
 
 
@@ -172,7 +176,8 @@ def _write_random(tensor: torch.Tensor) -> str:
         return f"torch.randn({shape}{'' if dtype is torch.float32 else f', dtype={dtype}'})"
     # the same range, because the integers may be indices
     wide = tensor.detach().cpu().to(torch.int64)
-    return f"torch.randint({int(wide.min())}, {int(wide.max()) + 1}, {shape}, dtype={dtype})"
+    end = min(int(wide.max()) + 1, torch.iinfo(torch.int64).max)
+    return f"torch.randint({min(int(wide.min()), end - 1)}, {end}, {shape}, dtype={dtype})"
 
 
 def _add_kind(expression: str, tensor: torch.Tensor) -> str:
@@ -181,8 +186,8 @@ def _add_kind(expression: str, tensor: torch.Tensor) -> str:
     It is returned unchanged for a plain tensor on the CPU that does not require grad. A saved tensor gets no code for
     its device, because the file has it.
     """
-    if tensor.device.type != "cpu" and not expression.startswith("saved"):
-        expression = f"{_parenthesise(expression)}.to({str(tensor.device)!r})"
+    if not expression.startswith("saved"):
+        expression = _on_device(expression, tensor.device)
     if isinstance(tensor, torch.nn.Parameter):
         return f"torch.nn.Parameter({expression}{'' if tensor.requires_grad else ', requires_grad=False'})"
     if not tensor.requires_grad:
@@ -190,6 +195,11 @@ def _add_kind(expression: str, tensor: torch.Tensor) -> str:
     if expression.startswith("torch.tensor(") and expression.count("(") == 1:
         return f"{expression[:-1]}, requires_grad=True)"
     return f"{_parenthesise(expression)}.requires_grad_()"
+
+
+def _on_device(expression: str, device: torch.device) -> str:
+    """Return the expression of a CPU tensor with code behind it that moves the tensor to the device."""
+    return expression if device.type == "cpu" else f"{_parenthesise(expression)}.to({str(device)!r})"
 
 
 def _parenthesise(expression: str) -> str:
@@ -245,8 +255,13 @@ def _require_same(recipe: str, tensor: torch.Tensor, name: str) -> None:
         tensor.shape,
         tensor.stride(),
     )
-    if not is_like or not torch.equal(result.detach().cpu(), tensor.detach().cpu()):
+    if not is_like or not _has_same_values(result.detach().cpu(), tensor.detach().cpu()):
         raise UsageError(f"{recipe} does not give the values of {name}")
+
+
+def _has_same_values(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Tell whether two tensors are equal, with NaN where the other has NaN."""
+    return torch.equal(first, second) or parts.has_same_bits(first, second)
 
 
 _NUMPY = {torch.float16: np.float16, torch.float32: np.float32}
@@ -459,7 +474,7 @@ def write_callable(target: Any, imports: set[str] | None = None) -> str:
     module = "operator" if module == "_operator" else module
     if module == "builtins":
         return path
-    if imports is not None and not module.startswith("torch"):
+    if imports is not None and module.partition(".")[0] != "torch":
         imports.add(module)
     return f"{module}.{path}"
 

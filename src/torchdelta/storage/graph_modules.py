@@ -195,7 +195,8 @@ def _read_module(
             state[f"_{key}"][name] = None if index is None else _pick(table, index, f"{where}.{key}.{name}")
     if not all(isinstance(value, (torch.nn.Parameter, type(None))) for value in state["_parameters"].values()):
         raise ReportUnreadable(f"{where}.parameters: one of them is a tensor, and not a parameter")
-    state["_non_persistent_buffers_set"].update(decode_value(record.get("not_persistent"), where))
+    for name in expect(record.get("not_persistent"), list, f"{where}.not_persistent"):
+        state["_non_persistent_buffers_set"].add(expect(name, str, f"{where}.not_persistent"))
     for name, value in expect(record.get("attributes"), dict, f"{where}.attributes").items():
         # torch calls methods of a graph module while it generates the code: the file must not replace them
         if name in _MACHINERY or (isinstance(module, GraphModule) and hasattr(module, name)):

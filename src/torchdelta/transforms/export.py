@@ -84,7 +84,7 @@ def _dynamic_axes(value: Scalar | None) -> frozenset[int] | None:
     if value is True:
         return frozenset()
     axes = str(value).split(",")
-    if not all(axis.strip().isdigit() for axis in axes):
+    if not all(axis.strip().isdecimal() for axis in axes):
         raise UsageError(f"option dynamic is true, false, or axes such as 0,1, not {value!r}")
     return frozenset(map(int, axes))
 

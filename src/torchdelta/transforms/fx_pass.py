@@ -24,7 +24,14 @@ from torchdelta.errors import UsageError
 from torchdelta.program.copies import copy_together
 from torchdelta.program.programs import load_callable, require_module
 from torchdelta.program.sides import Side, state_of
-from torchdelta.transforms.base import Options, Traits, Transform, TransformedSide, accepts_unchanged
+from torchdelta.transforms.base import (
+    Options,
+    Traits,
+    Transform,
+    TransformedSide,
+    accepts_unchanged,
+    require_known,
+)
 from torchdelta.transforms.compiler import Compiler
 from torchdelta.transforms.export import export_side
 
@@ -38,8 +45,8 @@ class FxPass(Transform):
         """Take the pass, or its name, and read the options `graph`, "dynamo" by default, and `unchanged`.
 
         A named pass is loaded when it is first applied, because its module may change torch, and the yardstick must be
-        known by then. The other options are those of torch.compile; they are checked here, except for one graph, where
-        they are ignored. UsageError if the pass is not callable, or if an option is unknown or wrong; ProgramError if
+        known by then. The other options are those of torch.compile, and are checked here; a pass on one graph has
+        none. UsageError if the pass is not callable, or if an option is unknown or wrong; ProgramError if
         the file or module of a named pass does not exist.
         """
         if isinstance(function, str):
@@ -58,6 +65,8 @@ class FxPass(Transform):
         if self.traits.is_compiler:
             compiler = self._compiler(hand_on, [])  # checks the options
             self.traits = replace(self.traits, other_inputs=compiler.traits.other_inputs)
+        else:
+            require_known(f"a pass on graph={self.graph}", rest, ("graph", "unchanged"))
 
     @cached_property
     def function(self) -> Pass:

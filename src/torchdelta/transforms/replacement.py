@@ -100,9 +100,9 @@ class OtherModule(Transform):
         """Yield a side that runs the module, built anew with the reference's state, on the inputs of this one.
 
         If the factory returns a tuple, its first item is the module; another callable than a module gets no state. A
-        copy of the module runs, or the module itself if it cannot be copied. ProgramError if the factory raises, or if
-        the program is not a module or its state dict does not fit. If `lifted`, the copy is in float64; TypeError if
-        torch.compile made the module. `draws_random` and `seam` are not used.
+        copy of the module runs, or the module itself if it cannot be copied. ProgramError if the factory or the mapping
+        of the state raises, or if the program is not a module or its state dict does not fit. If `lifted`, the copy is
+        in float64; TypeError if torch.compile made the module. `draws_random` and `seam` are not used.
         """
         factory = self.factory
         try:
@@ -116,7 +116,11 @@ class OtherModule(Transform):
                     f"{self.factory_name}: the program is not a module, so there is no state dict to load"
                 )
             try:
-                module.load_state_dict(dict(self.state_map(side.call.state_dict())))
+                state = dict(self.state_map(side.call.state_dict()))
+            except errors.caught_from_user_code() as error:
+                raise ProgramError(f"the mapping of the state dict raises {errors.describe(error)}") from error
+            try:
+                module.load_state_dict(state)
             except RuntimeError as error:
                 raise ProgramError(
                     f"{self.factory_name} does not take the reference's state dict: {error}. "

@@ -125,6 +125,8 @@ class AotTrace:
             is_dynamic=self.dynamic,
             mode=mode,
             fakes=fakes,
+            need_gradients=[tensor.requires_grad for tensor in inputs],
+            strides=[_strides(tensor) for tensor in inputs],
         )
 
     def _first_call(self, trace: _Trace, inputs: Sequence[torch.Tensor]) -> Any:
@@ -155,21 +157,32 @@ class _Trace:
     is_dynamic: bool
     mode: FakeTensorMode
     fakes: Sequence[FakeTensor]
+    need_gradients: list[bool]
+    strides: list[tuple[int, ...]]
 
     def fits(self, inputs: Sequence[torch.Tensor], plain: tuple[Any, ...], spec: TreeSpec) -> bool:
         """Tell whether the trace holds for a call with these inputs, whatever the values of the tensors are.
 
         `inputs` are the tensors, `plain` the other arguments, `spec` their structure. Structure, plain values, dtypes,
-        sharing of memory and shapes have to be the same; a dynamic trace asks its guards instead of comparing shapes.
+        `requires_grad`, sharing of memory, shapes and strides have to be the same; a dynamic trace asks its guards
+        instead of comparing shapes and strides.
         """
         if spec != self.spec or not _are_same(plain, self.plain) or _sharing(inputs) != self.sharing:
             return False
         if any(fake.dtype != tensor.dtype for fake, tensor in zip(self.fakes, inputs, strict=True)):
             return False
+        if [tensor.requires_grad for tensor in inputs] != self.need_gradients:
+            return False
         if not self.is_dynamic:
-            return all(fake.shape == tensor.shape for fake, tensor in zip(self.fakes, inputs, strict=True))
+            has_shapes = all(fake.shape == tensor.shape for fake, tensor in zip(self.fakes, inputs, strict=True))
+            return has_shapes and [_strides(tensor) for tensor in inputs] == self.strides
         assert self.mode.shape_env is not None
         return bool(self.mode.shape_env.evaluate_guards_for_args(list(self.fakes), list(inputs), ignore_static=False))
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of a tensor; empty if its layout has none."""
+    return tensor.stride() if tensor.layout is torch.strided else ()
 
 
 def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -87,13 +87,17 @@ class Compilation:
 
     @classmethod
     def of(cls, command: str) -> Compilation | None:
-        """Return the call that a command line makes, or None if its result is not a library or an object file."""
+        """Return the call that a command line makes, or None if its result is not a library or an object file.
+
+        None too if it compiles several sources at once.
+        """
         words = shlex.split(command)
         if words.count("-o") != 1 or words[-1] == "-o":
             return None
         result = Path(words[words.index("-o") + 1])
         sources = tuple(Path(word) for word in words[1:] if word.endswith(_SOURCES) and Path(word) != result)
-        if result.suffix not in _RESULTS or not sources:
+        # of several sources g++ would list the headers of the last one alone
+        if result.suffix not in _RESULTS or not sources or sum(path.suffix != ".o" for path in sources) > 1:
             return None
         return cls(words=tuple(words), sources=sources, result=result)
 
@@ -135,12 +139,12 @@ class KernelStore:
         content = self.load(key)
         if content is not None and _is_written(content, compilation.result):
             return
-        with tempfile.TemporaryDirectory(prefix="torchdelta-") as scratch:
-            headers = Path(scratch) / "headers.d"
-            self._run(f"{cmd_line} -MD -MF {shlex.quote(str(headers))}", cwd)
-            # without a list of headers, an entry could be out of date
-            with suppress(OSError):
-                self.add(key, compilation.result.read_bytes(), stamps(_used_headers(headers, compilation)))
+        headers = compilation.result.with_name(f".headers-{os.urandom(6).hex()}.d")
+        self._run(f"{cmd_line} -MD -MF {shlex.quote(str(headers))}", cwd)
+        # without a list of headers, an entry could be out of date
+        with suppress(OSError, UnicodeError):
+            self.add(key, compilation.result.read_bytes(), stamps(_used_headers(headers, compilation)))
+        headers.unlink(missing_ok=True)
 
     def load(self, key: str) -> bytes | None:
         """Return the result under a key, or None if there is none, it is damaged, or one of its headers has changed."""

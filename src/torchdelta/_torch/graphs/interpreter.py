@@ -6,7 +6,6 @@ Used to record a graph's run (`ObservingInterpreter`): a value that will be over
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,12 +16,9 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx._pytree import tree_flatten_spec
 from torch.utils._pytree import tree_leaves
 
-from torchdelta._torch.graphs.nodes import updates_statistics
+from torchdelta._torch.graphs.nodes import WRITING_OPERATORS, is_inplace, updates_statistics
 from torchdelta.errors import UsageError
 
-_WRITING_OPERATORS = frozenset({operator.setitem, operator.delitem}) | {
-    getattr(operator, name) for name in dir(operator) if name.startswith("i") and hasattr(operator, f"__{name}__")
-} - {operator.index, operator.invert, operator.inv}
 _PURE_MODULES = ("torch", "_operator", "operator", "builtins", "math")
 
 
@@ -146,8 +142,8 @@ class ObservingInterpreter(Interpreter):
         name = str(target) if node.op == "call_method" else getattr(target, "__name__", "")
         is_known = node.op == "call_method" or _is_of_torch(target)
         says_so = name.endswith("_") and not name.endswith("__")
-        says_so |= target in _WRITING_OPERATORS or name == "__setitem__" or "out" in kwargs
-        says_so |= updates_statistics(name) or _is_inplace(target, args, kwargs)
+        says_so |= target in WRITING_OPERATORS or name == "__setitem__" or "out" in kwargs
+        says_so |= updates_statistics(name) or is_inplace(target, args, kwargs)
         if is_known and not says_so and name != "cond":
             return []
         return list(_tensors((args, kwargs)))
@@ -193,14 +189,6 @@ def _written_by_schema(target: OpOverload, args: tuple[Any, ...], kwargs: dict[s
     for index, argument in enumerate(target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield kwargs[argument.name] if argument.name in kwargs else args[index] if index < len(args) else None
-
-
-def _is_inplace(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether a call passes a true argument `inplace`; False if the function has no readable signature."""
-    try:
-        return bool(inspect.signature(target).bind(*args, **kwargs).arguments.get("inplace", False))
-    except (TypeError, ValueError):  # a method's name, or a builtin without a signature: neither has the flag
-        return False
 
 
 def _is_of_torch(target: Any) -> bool:

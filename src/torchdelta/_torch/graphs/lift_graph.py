@@ -58,7 +58,7 @@ def form_of(graph_module: GraphModule) -> tuple[str, ...]:
     for module in graph_module.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
             name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-            if node.op in ("call_function", "call_method") and name.strip("_") not in (*_CASTS, *_AUTOCAST):
+            if node.op in ("call_function", "call_method") and _plain_name(node) not in (*_CASTS, *_AUTOCAST):
                 form.append(f"{name}({', '.join(_plain_arguments(node))})")
     return tuple(form)
 
@@ -95,7 +95,7 @@ def _lift_node(node: Node) -> None:
     output = _value_of(node)
     if not tensors:
         if isinstance(output, torch.Tensor) and is_narrow(output.dtype):
-            if is_computing_factory(getattr(node.target, "__name__", "")):
+            if is_computing_factory(_plain_name(node)):
                 node.kwargs = {**node.kwargs, "dtype": widened(output.dtype)}
             else:
                 # a constant keeps the program's rounding: 0.1 in float32 is the program's 0.1
@@ -127,8 +127,11 @@ def _widen_after(node: Node, output: torch.Tensor) -> None:
 
 
 def _widen_before(node: Node, dtype: torch.dtype) -> None:
-    """Cast all inputs of a node, which are integers, to the wide form of `dtype`, so that it returns that dtype."""
-    for source in node.all_input_nodes:
+    """Cast all tensors that a node reads, which are of integers, to the wide form of `dtype`, so that it returns that.
+
+    Sizes and other numbers stay as they are.
+    """
+    for source in [each for each in node.all_input_nodes if isinstance(_value_of(each), torch.Tensor)]:
         with node.graph.inserting_before(node):
             wide = node.graph.call_method("to", (source, widened(dtype)))
         node.replace_input_with(source, wide)
@@ -137,8 +140,13 @@ def _widen_before(node: Node, dtype: torch.dtype) -> None:
 def _is_elementwise(node: Node) -> bool:
     """Tell by its name whether a node is one of `_ON_NUMBERS`: elementwise, and floats for integers."""
     # an index or a mask must stay an integer; arithmetic on integers may be done on floats
+    return _plain_name(node) in _ON_NUMBERS
+
+
+def _plain_name(node: Node) -> str:
+    """Return the name of what a node calls without overload and outer underscores: `div` for `aten.div_.Tensor` too."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name.strip("_") in _ON_NUMBERS
+    return name.partition(".")[0].strip("_")
 
 
 def _names_dtype(node: Node) -> bool:

@@ -7,9 +7,11 @@ a node writes is read from the operator's schema where there is one, and otherwi
 
 from __future__ import annotations
 
+import inspect
+import operator
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -123,7 +125,11 @@ _WRITING_NORMS = frozenset(
         "native_batch_norm",
     }
 )
-_WRITERS = frozenset({"iadd", "isub", "imul", "itruediv", "setitem", "copy_"})
+WRITING_OPERATORS = frozenset({operator.setitem, operator.delitem}) | {
+    getattr(operator, name) for name in dir(operator) if name.startswith("i") and hasattr(operator, f"__{name}__")
+} - {operator.index, operator.invert, operator.inv}
+"""Python's operators that may write to their first operand, such as that of `x += y`."""
+_WRITERS = frozenset({*(function.__name__ for function in WRITING_OPERATORS), "copy_"})
 
 
 def updates_statistics(name: str) -> bool:
@@ -137,8 +143,8 @@ def updates_statistics(name: str) -> bool:
 def writes_to(node: Node) -> bool:
     """Tell whether a node may write to one of its inputs; a call of a module always may.
 
-    An operator is judged by its schema, other functions and methods by their name and by their keyword arguments `out`
-    and `inplace=True`. Norms that may update running statistics count as writing.
+    An operator is judged by its schema, other functions and methods by their name and by their arguments `out` and
+    `inplace=True`. Norms that may update running statistics count as writing.
     """
     if isinstance(node.target, OpOverload):
         return bool(node.target._schema.is_mutable) or updates_statistics(op_name(node))
@@ -148,7 +154,18 @@ def writes_to(node: Node) -> bool:
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     is_named = name in _WRITERS or updates_statistics(name) or (name.endswith("_") and not name.endswith("__"))
-    return is_named or "out" in node.kwargs or node.kwargs.get("inplace") is True
+    return is_named or "out" in node.kwargs or is_inplace(node.target, node.args, node.kwargs)
+
+
+def is_inplace(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a call passes a true argument `inplace`, by name or by position.
+
+    Of a function without a readable signature, only an argument by name counts.
+    """
+    try:
+        return bool(inspect.signature(target).bind(*args, **kwargs).arguments.get("inplace", False))
+    except (TypeError, ValueError):  # a method's name, or a builtin
+        return bool(kwargs.get("inplace", False))
 
 
 def may_write(node: Node) -> frozenset[Node]:
@@ -246,7 +263,7 @@ def returns_what_it_writes(node: Node) -> bool:
 
     An operator is judged by its schema. Writing methods and writing functions of torch count, and Python's operators
     such as `+=` if the metadata of the first argument is a tensor. False for `x[index] = value`, modules, norms that
-    may update running statistics, and functions of the user's.
+    may update running statistics, functions with `out=`, and functions of the user's.
     """
     if not (node.args and isinstance(node.args[0], Node) and writes_to_first(node)) or is_item_assignment(node):
         return False
@@ -255,6 +272,8 @@ def returns_what_it_writes(node: Node) -> bool:
         return first is not None and first.is_write and len(returns) == 1 and returns[0].alias_info is not None
     if node.op == "call_method":
         return True
+    if "out" in node.kwargs:
+        return False
     value = node.args[0].meta.get("val", node.args[0].meta.get("example_value"))
     is_operator = getattr(node.target, "__module__", "") == "_operator"
     # `+=` on numbers returns a new number, and a function of the user's may return anything
@@ -304,8 +323,16 @@ def may_share(node: Node) -> bool:
 
 
 _MAYBE_VIEWS = frozenset(
-    {"contiguous", "expand", "flatten", "reshape", "setitem", "squeeze", "to", "transpose", "unsqueeze", "view"}
-)
+    {
+        "alias", "as_strided", "atleast_1d", "atleast_2d", "atleast_3d", "broadcast_tensors", "broadcast_to", "chunk",
+        "conj", "contiguous", "detach", "diagonal", "dropout", "dsplit", "expand", "flatten", "getattr", "hsplit",
+        "imag", "meshgrid", "moveaxis", "movedim", "narrow", "permute", "positive", "ravel", "real", "reshape",
+        "resolve_conj", "resolve_neg", "select", "setitem", "split", "split_with_sizes", "squeeze", "swapaxes",
+        "swapdims", "t", "tensor_split", "to", "transpose", "type_as", "unbind", "unflatten", "unfold", "unsqueeze",
+        "view", "view_as", "view_as_complex", "view_as_real", "vsplit",
+    }
+)  # fmt: skip
+"""Operations that return a view, or the tensor itself, of some arguments or all."""
 
 
 def short_name(name: str) -> str:

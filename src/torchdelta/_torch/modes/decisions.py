@@ -155,6 +155,11 @@ class Choice:
         """The dimension along which a row of the indices lies; None if each index is a row by itself."""
         return self.dim if self.dim is not None and self.indices.dim() == self.values.dim() > 0 else None
 
+    def has_values_at(self, indices: torch.Tensor) -> bool:
+        """Tell whether all indices are those of values: the choice may be among fewer than another run's."""
+        count = self.values.numel() if self.dim is None or not self.values.dim() else self.values.shape[self.dim]
+        return not indices.numel() or (int(indices.min()) >= 0 and int(indices.max()) < count)
+
     def values_at(self, indices: torch.Tensor) -> torch.Tensor:
         """Return the choice's values at these indices, of the shape that the operation returns them in.
 
@@ -273,7 +278,7 @@ class DecisionReplay(OperationMode):
             return result
         recorded = next(self.recorded, None)
         choice = Choice.of(func, args, kwargs, _indices_in(result))
-        if recorded is None or recorded.shape != choice.indices.shape:
+        if recorded is None or recorded.shape != choice.indices.shape or not choice.has_values_at(recorded):
             return result
         indices = recorded.clone() if self.unit is None else self._replay_close(choice, recorded, self.unit)
         return type(result)((choice.values_at(indices), indices)) if isinstance(result, tuple) else indices
@@ -281,13 +286,21 @@ class DecisionReplay(OperationMode):
     def _replay_close(self, choice: Choice, recorded: torch.Tensor, unit: float) -> torch.Tensor:
         """Return the recorded indices where their values are within rounding of the chosen ones, else the choice's own.
 
-        Within rounding is a distance of up to `NEAR` times `unit` times the row's largest absolute value. A row of
-        several indices is replayed as a whole or not at all. The indices that are changed are added to `count`.
+        Within rounding is a distance of up to `NEAR` times `unit` times the absolute value of the two, or of the row's
+        median if that is larger; infinities count as 0. A row of several indices is replayed as a whole or not at all.
+        The indices that are changed are added to `count`.
         """
         values, indices, dim = choice.values, choice.indices, choice.dim
-        margin = (choice.values_at(indices) - choice.values_at(recorded)).abs()
-        size = values.abs().amax() if dim is None else values.abs().amax(dim, keepdim=indices.dim() == values.dim())
-        near = margin <= NEAR * unit * size
+        chosen, others = choice.values_at(indices), choice.values_at(recorded)
+        # not the largest of the row, which may be a mask constant: any two values are close beside that
+        typical = values.abs().where(values.isfinite(), torch.nan)
+        if dim is None:
+            typical = typical.nanmedian()
+        else:
+            typical = typical.nanmedian(dim, keepdim=indices.dim() == values.dim()).values
+        sizes = (chosen.abs(), others.abs(), typical.expand_as(chosen))
+        size = torch.stack([each.where(each.isfinite(), 0.0) for each in sizes]).amax(0)
+        near = (chosen - others).abs() <= NEAR * unit * size
         if dim is not None and near.dim() == values.dim():
             # a row is replayed as a whole, because a part of it might choose one value twice
             near = near.all(dim, keepdim=True).expand_as(near)

@@ -163,10 +163,15 @@ class DtypeReplay(_DtypeQuestions):
     def cast(self, name: str, tensor: torch.Tensor, run: Callable[[], Any]) -> Any:
         """Return the tensor itself if the recorded cast did, or else cast it and return the result.
 
-        It is also cast if this or an earlier question is not the recorded one.
+        It is also cast if this or an earlier question is not the recorded one. If the recorded cast made a new tensor,
+        the result is a new one too.
         """
         recorded, is_same = self._next(name)
-        return tensor if recorded and is_same else run()
+        if recorded and is_same:
+            return tensor
+        result = run()
+        # in float64 a cast may have nothing to do, and a later write must not reach the original all the same
+        return result.clone() if recorded and result is tensor else result
 
     def _next(self, name: str) -> tuple[bool, Any]:
         """Return whether the record has this question next, and the recorded answer; (False, None) if it has not.

@@ -290,7 +290,8 @@ class Steps:
                 continue
             # a mask constant near the largest float must not become infinite
             lowest, highest = torch.aminmax(piece)
-            if max(-float(lowest), float(highest)) > torch.finfo(piece.dtype).max / 2:
+            # not `>`: with a NaN among the elements, the extremes are NaN
+            if not max(-float(lowest), float(highest)) <= torch.finfo(piece.dtype).max / 2:
                 moved = piece * factors
                 piece.copy_(torch.where(torch.isfinite(moved), moved, piece))
             else:

@@ -104,9 +104,14 @@ def without_frames(error: Exception) -> Exception:
 
     The frames would keep local variables alive.
     """
-    current: BaseException | None = error
-    while current is not None:
-        current = current.with_traceback(None).__cause__ or current.__context__
+    known: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        current = pending.pop()
+        if current is not None and id(current) not in known:
+            known.add(id(current))
+            current.with_traceback(None)
+            pending += [current.__cause__, current.__context__]
     return error
 
 

@@ -40,9 +40,9 @@ def matmul_in_low_precision(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Return the matrix product of operands that are rounded to bfloat16 and back to their own dtype.
 
     If `x` is in bfloat16 or float16, they are not rounded. Instead, the inner dimension is cut into up to `_BLOCKS`
-    parts, whose products are added in that dtype.
+    parts, whose products are added in that dtype. An inner dimension of size 0 is not cut.
     """
-    if x.dtype not in _HALF_DTYPES:
+    if x.dtype not in _HALF_DTYPES or not x.shape[-1]:
         return torch.matmul(x.to(torch.bfloat16).to(x.dtype), y.to(torch.bfloat16).to(y.dtype))
     width = -(-x.shape[-1] // _BLOCKS)
     starts = range(0, x.shape[-1], width)
@@ -62,15 +62,15 @@ def addmm_in_low_precision(
 def rsqrt_by_newton(x: torch.Tensor, steps: int) -> torch.Tensor:
     """Return the inverse square root by a guess from the bits of the number and so many Newton steps.
 
-    At zero and below it is exact: infinity or NaN. The gradient has the relative error of the result.
+    At infinity, zero and below it is exact: zero, infinity or NaN. The gradient has the relative error of the result.
     """
     exact = torch.rsqrt(x)
     wide = x.detach().double()
     guess = (_RSQRT_MAGIC - (wide.view(torch.int64) >> 1)).view(torch.float64)
     for _ in range(steps):
         guess = guess * (1.5 - 0.5 * wide * guess * guess)
-    # at zero and below the exact value, infinity or NaN, is kept
-    ratio = torch.where(wide > 0, guess * torch.sqrt(wide), 1.0)
+    # at infinity, zero and below the exact value is kept
+    ratio = torch.where((wide > 0) & (wide < torch.inf), guess * torch.sqrt(wide), 1.0)
     return exact * ratio.to(x.dtype)
 
 

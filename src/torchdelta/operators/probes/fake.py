@@ -60,7 +60,10 @@ def fake_symbolic(subject: OpSubject) -> Probe | str:
     """
     inputs = subject.inputs
     answers = [compare_symbolic("fake/symbolic", inputs.own, other) for other in inputs.resized_alike]
-    return _worst_of(answers, inputs.why_no_sizes)
+    why_none = inputs.why_no_sizes
+    if inputs.resized:
+        why_none = "other sizes were tried, but none with the other arguments as they were given"
+    return _worst_of(answers, why_none)
 
 
 def _worst_of(answers: Sequence[Probe | str], why_none: str) -> Probe | str:

@@ -98,7 +98,7 @@ def ask_trace(trace: Trace, subject: OpSubject) -> Probe:
         for other in others if probe.verdict is Verdict.EQUIVALENT else ():
             second = _run(subject, trace, once, other)
             if second.verdict is not Verdict.EQUIVALENT:
-                how = "other sizes" if is_resized else "fresh data"
+                how = "other sizes" if is_resized else "other given inputs" if inputs.others else "fresh data"
                 reason = f"traced with the given inputs and run on {how}: {second.reason}"
                 return replace(second, reason=reason, remedy=second.remedy or BAKED)
     if probe.verdict is not Verdict.EQUIVALENT or not (untried := _untried(trace, inputs)):
