@@ -23,11 +23,12 @@ from torchdelta.check.decisions import reach_of_steps, settle_steps, with_count
 from torchdelta.check.kinds import LiftedSides, tell_kinds
 from torchdelta.check.pairing import complete, has_differences, is_state, pair_stage, state_name
 from torchdelta.check.quantized_layers import LayerwiseCheck
+from torchdelta.compare import self_test
 from torchdelta.compare.contract import Terms
 from torchdelta.compare.judge import Judge
 from torchdelta.compare.noise import Noise, unit_roundoff
 from torchdelta.compare.policy import Policy
-from torchdelta.compare.protocol import Answers, JudgingSteps, Yardstick, has_diverged
+from torchdelta.compare.protocol import RUNS, Answers, JudgingSteps, Yardstick, has_diverged
 from torchdelta.program.memory import living_set_aside, peak_bytes
 from torchdelta.program.stages import Observation
 from torchdelta.records.case import Case
@@ -36,6 +37,9 @@ from torchdelta.records.report import ASKED, Cost, Questions, Report, Stage
 from torchdelta.records.verdict import Verdict, worst_of
 from torchdelta.transforms.base import Transform
 
+_BROKEN = (
+    "the candidate changed operators of torch in this process, and they give wrong results now, in the comparison too"
+)
 _OWN_STATE = "no parameter has the same name and initial values on both sides"
 
 
@@ -88,10 +92,11 @@ class Check(JudgingSteps[Observation]):
     def _report(self) -> Report:
         """Run reference, truth and noise, then the candidate, natively and in float64; judge it and return the report.
 
-        After the steps of `judge`, decisions within rounding are followed. Leaves become inconclusive if the reference
-        differs in them between two runs, if their noise is as large as their values, or by `steadiness.doubt_few`;
-        those that still diverge get their kind. The verdict is the worst of the stages. Without a truth, the semantic
-        question is not asked.
+        If the judge itself does not work any more (`self_test`), all stages have diverged. Otherwise, after the steps
+        of `judge`, decisions within rounding are followed. Leaves become inconclusive if the reference differs in them
+        between two runs, if their noise is as large as their values, or by `steadiness.doubt_few`; those that still
+        diverge get their kind. The verdict is the worst of the stages. Without a truth, the semantic question is not
+        asked.
         """
         self.baseline = baseline = other_inputs.extend(self.baseline, self.transform, self.notes)
         self.unmatched = []
@@ -100,22 +105,18 @@ class Check(JudgingSteps[Observation]):
         reference = baseline.reference  # before the candidate runs, which must not be able to change it
         if self.policy.needs_truth and not self.layers.is_observed and not baseline.has_run_candidate:
             baseline.measure_ahead(lowered_to=self.transform.traits.lowered_to)
+        self_test.expectation()
         with baseline.timed("candidate"):
             self.candidate = baseline.run(self.layers.transform)
         has_truth = self.truth() is not None
         native_question = ASKED if has_truth else f"not asked: {self._why_no_truth()}"
         self.lifted = self._run_lifted() if has_truth else semantic.LiftedRun(asked=native_question)
-        self.needs_noise = has_truth and has_differences(reference, self.candidate.observation)
-        with baseline.timed("comparison"):
-            stages = self._follow_decisions(self.judge())
-        stages = self._doubt_few(self._doubt_unsteady(stages))
-        self._note_generators()
-        fine = steadiness.fine_gradients(stages)
-        call = baseline.program.call
-        has_gradients = isinstance(call, GraphModule) and takes_tangents(call)
-        stages = [steadiness.doubt_coarse(stage, fine, has_gradients=has_gradients) for stage in stages]
-        self.notes += [*steadiness.vouched_for(stages), *steadiness.judged_by_gradients(stages)]
-        stages = [tell_kinds(stage, self._lifted_sides(stage.name), self._accepted) for stage in stages]
+        if self.candidate.failure is None and not self_test.still_holds():
+            stages = [Stage(name=name, verdict=Verdict.DIVERGED, reason=_BROKEN) for name in self.case.stages]
+            self.semantic_question = f"not asked: {_BROKEN}"
+        else:
+            self.needs_noise = has_truth and has_differences(reference, self.candidate.observation)
+            stages = self._judge_stages()
         return Report(
             verdict=worst_of(stage.verdict for stage in stages),
             environment=versions.environment(),
@@ -128,6 +129,19 @@ class Check(JudgingSteps[Observation]):
             failure=self.candidate.failure,
             cost=Cost(seconds=dict(baseline.seconds), peak_bytes=peak_bytes()),
         )
+
+    def _judge_stages(self) -> list[Stage]:
+        """Return the stages after all steps of judging, with the kinds of those that diverged; add notes."""
+        with self.baseline.timed("comparison"):
+            stages = self._follow_decisions(self.judge())
+        stages = self._doubt_few(self._doubt_unsteady(stages))
+        self._note_generators()
+        fine = steadiness.fine_gradients(stages)
+        call = self.baseline.program.call
+        has_gradients = isinstance(call, GraphModule) and takes_tangents(call)
+        stages = [steadiness.doubt_coarse(stage, fine, has_gradients=has_gradients) for stage in stages]
+        self.notes += [*steadiness.vouched_for(stages), *steadiness.judged_by_gradients(stages)]
+        return [tell_kinds(stage, self._lifted_sides(stage.name), self._accepted) for stage in stages]
 
     @property
     def _accepted(self) -> float:
@@ -306,9 +320,10 @@ class Check(JudgingSteps[Observation]):
         return [with_count(comparison, undecided) for comparison in comparisons], unmatched, renamed
 
     def excuse_integers(self, stages: list[Stage], yardstick: Yardstick[Observation]) -> list[Stage]:
-        """Return the stages; integers that rounding may have decided, by the first noisy run, become inconclusive."""
-        # by the first noisy run alone, whether or not a leaf near the threshold needed more
-        return decisions.excuse_integers(stages, self.baseline, self.candidate.observation, list(yardstick.noisy[:1]))
+        """Return the stages; integers, and shapes, that rounding may have decided become inconclusive."""
+        # a few flips in each run: one run alone may have others than the candidate
+        noisy = self.noisy(RUNS) if yardstick.noisy and decisions.has_suspects(stages) else []
+        return decisions.excuse_integers(stages, self.baseline, self.candidate.observation, noisy)
 
     def ask_in_float64(self, stages: list[Stage], yardstick: Yardstick[Observation]) -> list[Stage]:
         """Return the stages with the answers to the semantic question, of the whole program or graph by graph.
@@ -329,25 +344,36 @@ class Check(JudgingSteps[Observation]):
         return [semantic.add_answers(stage, self.answers.get(stage.name, {}), self.baseline) for stage in stages]
 
     def _settle_choices(self, stages: list[Stage], yardstick: Yardstick[Observation]) -> list[Stage]:
-        """Return the stages; integers become equivalent if rounding alone set the reference's choices apart.
+        """Return the stages with the leaves settled that depend on choices within rounding.
 
-        `decisions.settle_choices` says which. The stages are returned unchanged if no integers are those of the truth,
-        if float64 diverged or was not asked, if a cast that is left out is a divergence (the truth leaves all of them
-        out), or if there is nothing to replay. A note says if any became equivalent.
+        `decisions.settle_choices` says how. The stages are returned unchanged if the program chooses nothing, if no
+        integers were compared that differ from those of the truth on either side, if float64 diverged or was not asked,
+        if a cast that is left out is a divergence (the truth leaves all of them out), or if there is nothing to replay.
+        A note says if any leaf changed.
         """
-        is_open = any(decisions.is_as_truth(comparison) for stage in stages for comparison in stage.comparisons)
         is_same_function = self.semantic_question == ASKED and not has_diverged(self.answers)
-        if not (is_open and is_same_function and self.baseline.has_chosen) or "casts" in self.case.strict:
+        if not (self.baseline.has_chosen and is_same_function) or "casts" in self.case.strict:
+            return stages
+        is_open = any(decisions.is_as_truth(comparison) for stage in stages for comparison in stage.comparisons)
+        if not is_open and not decisions.has_flips(stages, yardstick):
             return stages
         replay = decisions.replay_reference(self.baseline, yardstick)
         if replay is None or replay[0].truth is None:
             return stages
-        lifted = (self.lifted.reference, self.lifted.candidate)
-        settled = decisions.settle_choices(stages, yardstick.reference, replay[0].truth, lifted)
+        assert yardstick.truth is not None
+        settling = decisions.Settling(
+            reference=yardstick.reference,
+            truth=yardstick.truth,
+            replayed=replay[0].truth,
+            candidate=self.candidate.observation,
+            lifted=(self.lifted.reference, self.lifted.candidate),
+            unit=unit_roundoff(self.baseline.drawn_in),
+        )
+        settled = decisions.settle_choices(stages, settling)
         if settled != stages:
             self.notes.append(
-                f"{replay[1]} choices (topk, argmax, sort) of the reference are within rounding, and the candidate "
-                "made them as float64 does: integers that differ for this reason alone are equivalent"
+                f"{replay[1]} choices (topk, argmax, sort) of the reference are within rounding, and float64 makes "
+                "them otherwise: a candidate may make them either way, but all alike"
             )
         return settled
 

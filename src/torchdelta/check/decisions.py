@@ -22,6 +22,7 @@ a difference is not a fault of the candidate, and it must not hide one. There is
 from __future__ import annotations
 
 import ast
+import enum
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 
-from torchdelta._torch.modes.decisions import Choice, DecisionRecord, DecisionReplay, MarginWatch
+from torchdelta._torch.modes.decisions import NEAR, Choice, DecisionRecord, DecisionReplay, MarginWatch
 from torchdelta._torch.modes.noisy import Noisy
 from torchdelta.compare.judge import is_inexact
 from torchdelta.compare.leaves import Leaves
@@ -58,6 +59,11 @@ CLOSE_INTEGER = 8.0
 """A margin of at most this many times its noise excuses an integer.
 
 It may be larger than `CLOSE`, because an excused integer is inconclusive and never equivalent.
+"""
+MOST_FLIPS = 4
+"""So many times as many integers as differ between two correct runs, and one more, may be decided by rounding.
+
+Where a step is as small as the noise, every margin is within it, also that of a candidate which is off everywhere.
 """
 TRIED = 32
 """Choices that are tried the other way, those with the smallest margins first."""
@@ -404,11 +410,11 @@ def _excuse_stage(stage: Stage, baseline: Baseline, candidate: Observation, nois
     It is returned unchanged if none diverged or there is no truth. Margins are measured for the stage `forward` alone,
     by running the program again; if that fails, a note is added to the baseline, and there are no margins.
     """
-    suspects = [comparison for comparison in stage.comparisons if _is_suspect_integer(comparison)]
+    suspects = [each for each in stage.comparisons if _is_suspect_integer(each) or _differs_in_shape_alone(each)]
     if not suspects or baseline.truth is None:
         return stage
     margins: dict[str, _LeafMargins] = {}
-    if stage.name == "forward":
+    if stage.name == "forward" and any(map(_is_suspect_integer, suspects)):
         try:
             margins = _margins_of_outputs(baseline)
         except Exception as error:  # the program's own, because it runs on changed values
@@ -419,9 +425,51 @@ def _excuse_stage(stage: Stage, baseline: Baseline, candidate: Observation, nois
         if comparison not in suspects:
             return comparison
         leaves = [as_tensor(side.stages.get(stage.name, {}).get(comparison.path)) for side in sides]
+        if _differs_in_shape_alone(comparison):
+            return _excuse_shape(comparison, leaves)
         return _excuse_leaf(comparison, leaves, margins.get(comparison.path))
 
     return Stage.of(stage.name, tuple(map(excused, stage.comparisons)), stage.reason)
+
+
+def has_suspects(stages: Sequence[Stage]) -> bool:
+    """Tell whether a comparison is one that `excuse_integers` may excuse."""
+    return any(
+        _is_suspect_integer(comparison) or _differs_in_shape_alone(comparison)
+        for stage in stages
+        for comparison in stage.comparisons
+    )
+
+
+def _differs_in_shape_alone(comparison: Comparison) -> bool:
+    """Tell whether two tensors diverged because their shapes differ, and no other clause is broken."""
+    clauses = {breach.clause for breach in comparison.contract if not breach.excused}
+    return comparison.verdict is Verdict.DIVERGED and clauses == {"shape"}
+
+
+def _excuse_shape(comparison: Comparison, leaves: list[Any]) -> Comparison:
+    """Return the comparison of two shapes, inconclusive if rounding may explain that they differ.
+
+    `leaves` are those of truth, reference, candidate and noisy runs, in this order. A shape that depends on data, such
+    as that of `x[x > 1]`, differs among correct runs too. The candidate's sizes may be twice as far from the
+    reference's as those of the correct run that is furthest away.
+    """
+    truth, reference, candidate, *noisy = leaves
+    if not all(isinstance(leaf, torch.Tensor) for leaf in (truth, reference, candidate)):
+        return comparison
+
+    def distance(other: Any) -> int:
+        if not isinstance(other, torch.Tensor) or other.dim() != reference.dim():
+            return 0
+        return max((abs(size - own) for size, own in zip(other.shape, reference.shape, strict=True)), default=0)
+
+    among_correct = max(distance(run) for run in (truth, *noisy))
+    if candidate.dim() != reference.dim() or not 0 < distance(candidate) <= 2 * among_correct:
+        return comparison
+    reason = (
+        f"{comparison.reason}; but sizes of correct runs differ by up to {among_correct} too, as rounding decides them"
+    )
+    return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason)
 
 
 def _is_suspect_integer(comparison: Comparison) -> bool:
@@ -437,8 +485,9 @@ def _excuse_leaf(comparison: Comparison, leaves: list[Any], known: _LeafMargins 
 
     `leaves` are those of truth, reference, candidate and noisy runs, in this order. It is inconclusive if the candidate
     equals the truth, and its details say so. Otherwise, with `known` margins, it is so if the largest margin of the
-    elements that differ is at most `CLOSE_INTEGER` times its noise; reason and details get both numbers in any case.
-    Without them, it is so if the candidate differs from the truth in fewer than twice as many elements as a correct run
+    elements that differ is at most `CLOSE_INTEGER` times its noise, and these are not many more than differ between
+    correct runs (`MOST_FLIPS`); reason and details get the numbers in any case. Without them, or if they have no noise,
+    it is so if the candidate differs from the truth in fewer than twice as many elements as a correct run
     does. If truth and reference differ in shape it is unchanged.
     """
     truth, reference, candidate, *noisy = leaves
@@ -451,15 +500,20 @@ def _excuse_leaf(comparison: Comparison, leaves: list[Any], known: _LeafMargins 
         details = {**comparison.details, _AS_TRUTH: True}
         return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason, details=details)
     differs = (candidate != reference) | (candidate != truth)
+    among_correct = max(int((run != truth).sum()) for run in (reference, *noisy))
     if known is not None and known.margins.shape == differs.shape:
         margin, noise = float(known.margins[differs].max()), known.noise
         details = {**comparison.details, "margin": margin, "margin_noise": noise, "decided_by": known.operation}
         where = f"{difference}; {known.operation} decided them by a margin of up to {margin:.3g}"
         if noise > 0.0 and margin <= CLOSE_INTEGER * noise:
+            if int(differs.sum()) > MOST_FLIPS * (among_correct + 1):
+                reason = f"{where}, but at most {among_correct} differ between correct runs of the program"
+                return replace(comparison, reason=reason, details=details)
             reason = f"{where}, and rounding moves that margin by {noise:.3g}: either way may be right"
             return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason, details=details)
-        return replace(comparison, reason=f"{where}, and rounding moves it by {noise:.3g} only", details=details)
-    among_correct = max(int((run != truth).sum()) for run in (reference, *noisy))
+        comparison = replace(comparison, reason=f"{where}, and rounding moves it by {noise:.3g} only", details=details)
+        if noise > 0.0:
+            return comparison
     if 0 < int((candidate != truth).sum()) < 2 * among_correct:
         reason = f"{difference}; {among_correct} differ between correct runs of the program too"
         return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason)
@@ -471,23 +525,38 @@ def is_as_truth(comparison: Comparison) -> bool:
     return bool(comparison.details.get(_AS_TRUTH))
 
 
-def settle_choices(
-    stages: list[Stage], reference: Observation, replayed: Observation, lifted: tuple[Observation, Observation]
-) -> list[Stage]:
-    """Return the stages; integers in which the candidate is as the truth is become equivalent where both are right.
+def has_flips(stages: Sequence[Stage], yardstick: Yardstick[Observation]) -> bool:
+    """Tell whether the reference has integers that were compared and are not the truth's, as after a choice."""
+    truth = yardstick.truth
+    return truth is not None and any(
+        comparison.measurement is not None
+        and isinstance(reference, torch.Tensor)
+        and not is_inexact(reference.dtype)
+        and not _is_same(reference, other)
+        for stage in stages
+        for comparison in stage.comparisons
+        for reference, other in (_leaves_at(stage.name, comparison.path, yardstick.reference, truth),)
+    )
 
-    Both are right if the truth has the reference's integers once it makes the reference's choices where those are
-    within rounding: `replayed` is that truth. `lifted` has reference and candidate in float64, which must have the same
-    integers, so that the candidate is not right by chance.
+
+def settle_choices(stages: list[Stage], settling: Settling) -> list[Stage]:
+    """Return the stages with the leaves settled that depend on choices within rounding.
+
+    A candidate may make such choices as the reference does, or as the truth does, but in all leaves alike: one that
+    mixes both may send a token to one expert twice. If it mixes them, its equivalent leaves among these become
+    inconclusive. If it chose as the truth did, integers that `excuse_integers` excused for that become equivalent,
+    where the replayed truth has the reference's integers, so that both are right, and both sides have the same integers
+    in float64.
     """
+    sides = {key: side for key in settling.dependent if (side := settling.side_of(*key)) is not None}
+    is_mixed = len(set(sides.values())) > 1 or Choosing.NEITHER in sides.values()
 
     def settled(stage: str, comparison: Comparison) -> Comparison:
-        if not is_as_truth(comparison):
-            return comparison
-        of_reference, of_replayed, *in_float64 = (
-            as_tensor(run.stages.get(stage, {}).get(comparison.path)) for run in (reference, replayed, *lifted)
-        )
-        if not (_is_same(of_reference, of_replayed) and _is_same(*in_float64)):
+        key = (stage, comparison.path)
+        if is_mixed and key in sides and comparison.verdict is Verdict.EQUIVALENT:
+            reason = f"{comparison.reason}; but the candidate makes some choices as float64 does, and some otherwise"
+            return replace(comparison, verdict=Verdict.INCONCLUSIVE, reason=reason)
+        if is_mixed or not is_as_truth(comparison) or not settling.is_right(*key):
             return comparison
         reason = f"{comparison.reason}; the reference chose otherwise within rounding"
         return replace(comparison, verdict=Verdict.EQUIVALENT, reason=reason)
@@ -496,6 +565,75 @@ def settle_choices(
         Stage.of(stage.name, tuple(settled(stage.name, each) for each in stage.comparisons), stage.reason)
         for stage in stages
     ]
+
+
+class Choosing(enum.Enum):
+    """Whose choices a leaf of the candidate was computed with."""
+
+    TRUTH = "truth"
+    REFERENCE = "reference"
+    NEITHER = "neither"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settling:
+    """The runs by which `settle_choices` tells whose choices the candidate made."""
+
+    reference: Observation
+    truth: Observation
+    replayed: Observation
+    """The truth with the reference's choices where those are within rounding."""
+    candidate: Observation
+    lifted: tuple[Observation, Observation]
+    """Reference and candidate in float64."""
+    unit: float
+    """The unit of rounding of the program's dtype."""
+
+    def is_right(self, stage: str, path: str) -> bool:
+        """Tell whether the replayed truth has the reference's integers at a path, and both sides agree in float64."""
+        return _is_same(*_leaves_at(stage, path, self.reference, self.replayed)) and _is_same(
+            *_leaves_at(stage, path, *self.lifted)
+        )
+
+    @property
+    def dependent(self) -> list[tuple[str, str]]:
+        """Stage and path of the leaves in which truth and replayed truth are not the same."""
+        return [
+            (stage, path)
+            for stage, leaves in self.replayed.stages.items()
+            for path in leaves
+            if not _is_same(*_leaves_at(stage, path, self.truth, self.replayed))
+        ]
+
+    def side_of(self, stage: str, path: str) -> Choosing | None:
+        """Return whose choices the candidate's leaf was computed with; None if the choices hardly change the leaf.
+
+        Where truth and replayed truth differ by more than rounding, integers have to be those of one of both, and
+        floats have to be nearer to one of both at each element.
+        """
+        truth, replayed, candidate = _leaves_at(stage, path, self.truth, self.replayed, self.candidate)
+        if not isinstance(replayed, torch.Tensor):
+            return None
+        if not (_is_like(truth, replayed) and _is_like(candidate, replayed)):
+            return Choosing.NEITHER
+        if is_inexact(replayed.dtype):
+            gap = (truth - replayed).abs()
+            depends = gap > NEAR * self.unit * torch.maximum(truth.abs(), replayed.abs())
+            own = candidate.to(truth.dtype)
+            is_truth, is_reference = ((own - side).abs() < gap / 2 for side in (truth, replayed))
+        else:
+            depends = truth != replayed
+            is_truth, is_reference = candidate == truth, candidate == replayed
+        if not depends.any():
+            return None
+        if is_truth[depends].all():
+            return Choosing.TRUTH
+        return Choosing.REFERENCE if is_reference[depends].all() else Choosing.NEITHER
+
+
+def _leaves_at(stage: str, path: str, *runs: Observation) -> tuple[Any, ...]:
+    """Return the leaf of each run at a path of a stage, as a tensor if it is a number, or None if a run has none."""
+    return tuple(as_tensor(run.stages.get(stage, {}).get(path)) for run in runs)
 
 
 def _is_same(first: object, second: object) -> bool:

@@ -21,6 +21,7 @@ from dataclasses import replace
 
 from torch.fx import Node
 
+from torchdelta._torch.graphs.nodes import is_cast
 from torchdelta.nodewise.local import NodeJudgement
 from torchdelta.nodewise.lockstep import Lockstep
 from torchdelta.nodewise.trials import is_wrong
@@ -66,8 +67,9 @@ def _has_company(
 ) -> bool:
     """Tell whether a wrong pair was judged together with another node that may have taken its work over.
 
-    That is another wrong pair, or a node without a partner on either side in the run `first`. Without one, the nodes
-    behind the pair only hide its fault, as an `argmax` does. `judgements` are those of the run `lockstep`.
+    That is another wrong pair, or a node without a partner on either side in the run `first`, except a cast, which
+    takes over no work. Without one, the nodes behind the pair only hide its fault, as an `argmax` does, or a cast to a
+    lower precision. `judgements` are those of the run `lockstep`.
     """
     others = {each.candidate for each in wrong.values()} | {each.reference for each in wrong.values()}
     matched = {*first.partners, *first.partners.values()}
@@ -76,7 +78,8 @@ def _has_company(
         pair = lockstep.pairs.get(each.candidate)
         region = {*pair.reference.nodes, *pair.candidate.nodes} if pair else _with_ancestors(each.candidate, lockstep)
         if own & region and any(
-            other in others or (other not in matched and other.op.startswith("call")) for other in region - own
+            other in others or (other not in matched and other.op.startswith("call") and not is_cast(other))
+            for other in region - own
         ):
             return True
     return False

@@ -19,6 +19,8 @@ from torch.fx import GraphModule
 from torchdelta._torch.compile.seams import HandedGraph, Seam, graph_behind, hand_on
 from torchdelta._torch.graphs import graphs
 from torchdelta._torch.graphs.keys import content_key
+from torchdelta._torch.graphs.lift_graph import lift_upcasts
+from torchdelta._torch.graphs.nodes import every_node
 from torchdelta._torch.graphs.user_passes import Pass, run_pass
 from torchdelta.errors import UsageError
 from torchdelta.program.copies import copy_together
@@ -61,6 +63,8 @@ class FxPass(Transform):
         rest.pop("unchanged", None)
         self.named = function
         self.options = rest
+        self.has_float64 = False
+        """Whether a graph that the pass got natively has values in float64."""
         self.traits = Traits(has_seam=True, is_compiler=self.graph in ("dynamo", "aten"))
         if self.traits.is_compiler:
             compiler = self._compiler(hand_on, [])  # checks the options
@@ -86,12 +90,15 @@ class FxPass(Transform):
         _ = self.function  # loaded here, because inside of a compiler its error would be the compiler's
         changes: list[bool] = []
         if self.traits.is_compiler:
-            with self._compiler(seam, changes).apply(side, draws_random=draws_random, lifted=lifted) as transformed:
+            with self._compiler(seam, changes, lifted=lifted).apply(
+                side, draws_random=draws_random, lifted=lifted
+            ) as transformed:
                 transformed.witness.changes = changes
                 yield transformed
             return
         module, traced = self.trace(side)
-        call = self._run_pass(seam, module, (*traced.args, *traced.kwargs.values()), self.graph, changes)
+        inputs = (*traced.args, *traced.kwargs.values())
+        call = self._run_pass(seam, module, inputs, self.graph, changes, lifted=lifted)
         owner = _owner(call, traced)
         # a pass may fold one layer into another, and then has weights of its own
         start = replace(traced, call=owner, owner=copy_together(owner, name="the pass's module"))
@@ -106,7 +113,7 @@ class FxPass(Transform):
         """
         return export_side(side, strict=False) if self.graph == "export" else _trace_side(side)
 
-    def _compiler(self, seam: Seam, changes: list[bool]) -> Compiler:
+    def _compiler(self, seam: Seam, changes: list[bool], *, lifted: bool = False) -> Compiler:
         """Return a compiler whose backend is the pass, with this seam before it; UsageError if an option is wrong.
 
         With `graph=aten` the pass gets the forward, backward and inference graphs of AOTAutograd, otherwise dynamo's.
@@ -114,32 +121,44 @@ class FxPass(Transform):
         """
 
         def backend(graph_module: GraphModule, example_inputs: list[Any], **_: Any) -> Any:
-            return self._run_pass(seam, graph_module, example_inputs, "dynamo", changes)
+            return self._run_pass(seam, graph_module, example_inputs, "dynamo", changes, lifted=lifted)
 
         def compiler(graph_module: GraphModule, example_inputs: Sequence[Any], level: str) -> Callable[..., Any]:
-            return self._run_pass(seam, graph_module, example_inputs, level, changes)
+            return self._run_pass(seam, graph_module, example_inputs, level, changes, lifted=lifted)
 
         return Compiler(graphs.after_aot(compiler) if self.graph == "aten" else backend, self.options)
 
     def _run_pass(
-        self, seam: Seam, module: GraphModule, inputs: Sequence[Any], level: str, changes: list[bool]
+        self, seam: Seam, module: GraphModule, inputs: Sequence[Any], level: str, changes: list[bool], *, lifted: bool
     ) -> Callable[..., Any]:
         """Hand a graph to the seam at this level, and return the seam's callable; `make` there runs the pass.
 
         `changes` gets an entry for each graph: whether the pass made another graph of it, or something else than a
-        graph. It stays empty if the user accepts that nothing changed.
+        graph. It stays empty if the user accepts that nothing changed. If `lifted`, the program is in float64: casts of
+        the pass to float32, with which it widens a narrow program, then widen to float64. Natively, they stay as they
+        are, and so they do in float64 if the native program has float64 itself.
         """
+        if not lifted and _has_float64(module, inputs):
+            self.has_float64 = True
 
         def make(graph: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-            if not self.must_change:
-                return run_pass(self.function, graph, example_inputs)
-            before = content_key(graph)
+            before = content_key(graph) if self.must_change else None
             call = run_pass(self.function, graph, example_inputs)
             after = graph_behind(call)
-            changes.append(after is None or content_key(after) != before)
+            if self.must_change:
+                changes.append(after is None or content_key(after) != before)
+            if lifted and after is not None and not self.has_float64:
+                lift_upcasts(after)
             return call
 
         return seam(HandedGraph(graph=module, example_inputs=inputs, make=make, level=level))
+
+
+def _has_float64(graph_module: GraphModule, inputs: Sequence[Any]) -> bool:
+    """Tell whether an input, a value in a graph by its metadata, or a tensor of its module is in float64."""
+    values = [node.meta.get("val", node.meta.get("example_value")) for node in every_node(graph_module)]
+    tensors = [*inputs, *values, *graph_module.parameters(), *graph_module.buffers()]
+    return any(isinstance(each, torch.Tensor) and each.dtype is torch.float64 for each in tensors)
 
 
 def _trace_side(side: Side) -> tuple[GraphModule, Side]:

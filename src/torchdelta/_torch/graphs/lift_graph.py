@@ -12,15 +12,13 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
+from torchdelta._torch.graphs.nodes import CASTS
 from torchdelta._torch.modes.lift import is_computing_factory, is_narrow, widened
 
 _METHODS = {"float": "double", "half": "double", "bfloat16": "double", "cfloat": "cdouble", "chalf": "cdouble"}
 
 
 _AUTOCAST = ("enter_autocast", "exit_autocast")
-_CASTS = frozenset({*_METHODS, "cdouble", "convert_element_type", "double", "to", "to_copy", "type", "type_as"})
-
-
 # operations that return floats for integers if no dtype is named
 _ON_NUMBERS = frozenset(
     {
@@ -47,6 +45,33 @@ def lift_graph(graph_module: GraphModule) -> GraphModule:
     return graph_module
 
 
+def lift_upcasts(graph_module: GraphModule) -> GraphModule:
+    """Let casts to float32 and dtype arguments that name it name float64 instead, in place; return the same module.
+
+    A pass that computes a part of a narrow program in float32, and finds that program in float64, would narrow it.
+    Dtypes below float32, attributes and constants stay.
+    """
+    for module in graph_module.modules():
+        if isinstance(module, GraphModule):
+            for node in module.graph.nodes:
+                if node.op in ("call_function", "call_method") and not _is_factory(node):
+                    node.target = "double" if node.op == "call_method" and node.target == "float" else node.target
+                    node.args = map_aggregate(node.args, _widened_float32)
+                    node.kwargs = map_aggregate(node.kwargs, _widened_float32)
+            module.recompile()
+    return graph_module
+
+
+def _is_factory(node: Node) -> bool:
+    """Tell whether a call reads no other node: what it makes is a constant, which keeps its own rounding."""
+    return not node.all_input_nodes
+
+
+def _widened_float32(value: Any) -> Any:
+    """Return float64 in place of float32; any other value unchanged."""
+    return torch.float64 if value is torch.float32 else value
+
+
 def form_of(graph_module: GraphModule) -> tuple[str, ...]:
     """Return the calls of functions and methods in a graph as texts, in order, each with its plain arguments.
 
@@ -58,7 +83,7 @@ def form_of(graph_module: GraphModule) -> tuple[str, ...]:
     for module in graph_module.modules():
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
             name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-            if node.op in ("call_function", "call_method") and _plain_name(node) not in (*_CASTS, *_AUTOCAST):
+            if node.op in ("call_function", "call_method") and _plain_name(node) not in (*CASTS, *_AUTOCAST):
                 form.append(f"{name}({', '.join(_plain_arguments(node))})")
     return tuple(form)
 

@@ -230,6 +230,20 @@ def every_node(graph_module: GraphModule) -> Iterator[Node]:
             yield from module.graph.nodes
 
 
+CASTS = frozenset(
+    {
+        *("bfloat16", "cdouble", "cfloat", "chalf", "convert_element_type", "double", "float", "half"),
+        *("to", "to_copy", "type", "type_as"),
+    }
+)
+"""The names of operations that change the dtype alone, as `short_name` returns them."""
+
+
+def is_cast(node: Node) -> bool:
+    """Tell by its name whether a node only changes the dtype of its operand."""
+    return node.op in ("call_function", "call_method") and _short_name(node) in CASTS
+
+
 def widens(node: Node) -> bool:
     """Tell whether a node is a cast operator that converts floats to a float dtype of more bytes, by graph metadata.
 

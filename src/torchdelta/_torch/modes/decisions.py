@@ -38,20 +38,38 @@ It serves a replay, which knows the dtype's unit of rounding and no measured noi
 """
 
 
-def _distance_of_operands(first: torch.Tensor, second: Any) -> torch.Tensor:
+def _distance_of_operands(first: torch.Tensor, second: Any, **_: Any) -> torch.Tensor:
     """Return how far two operands are apart: the margin of a comparison."""
     distance: torch.Tensor = (first - second).abs()
     return distance
 
 
-def _distance_from_whole(values: torch.Tensor, *_: Any) -> torch.Tensor:
+def _distance_from_zero(values: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """Return how far each value is from zero, where the sign jumps; other arguments are ignored."""
+    return values.abs()
+
+
+def _distance_from_whole(values: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     """Return how far each value is from the nearest whole number; other arguments are ignored."""
     return (values - values.round()).abs()
 
 
-def _distance_from_half(values: torch.Tensor, *_: Any) -> torch.Tensor:
-    """Return how far each value is from the nearest half, where `round` jumps; other arguments are ignored."""
-    return 0.5 - (values - values.round()).abs()
+def _distance_from_truncation(values: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """Return how far each value is from the nearest whole number except 0, where its whole part jumps."""
+    sizes = values.abs()
+    return torch.where(sizes < 1.0, 1.0 - sizes, _distance_from_whole(values))
+
+
+def _distance_of_cast(values: torch.Tensor, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> torch.Tensor:
+    """Return how far each value is from where its cast to an integer or boolean dtype jumps."""
+    return _distance_from_zero(values) if dtype is torch.bool else _distance_from_truncation(values)
+
+
+def _distance_from_half(values: torch.Tensor, *_: Any, decimals: int = 0, **__: Any) -> torch.Tensor:
+    """Return how far each value is from the nearest half of the last digit that `round` keeps, where it jumps."""
+    scale = 10.0**decimals
+    scaled = values * scale
+    return (0.5 - (scaled - scaled.round()).abs()) / scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +90,10 @@ class _Decider:
 
 _DECIDERS: dict[str, _Decider] = {
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge"), _Decider(margins=_distance_of_operands)),
-    "_to_copy": _Decider(margins=_distance_from_whole),
-    **dict.fromkeys(("ceil", "floor", "trunc"), _Decider(margins=_distance_from_whole, returns_floats=True)),
+    "_to_copy": _Decider(margins=_distance_of_cast),
+    **dict.fromkeys(("ceil", "floor"), _Decider(margins=_distance_from_whole, returns_floats=True)),
+    "trunc": _Decider(margins=_distance_from_truncation, returns_floats=True),
+    **dict.fromkeys(("sign", "sgn"), _Decider(margins=_distance_from_zero, returns_floats=True)),
     "round": _Decider(margins=_distance_from_half, returns_floats=True),
     **dict.fromkeys(("argmax", "argmin"), _Decider(choosing=("default",), default_dim=None)),
     **dict.fromkeys(("max", "min"), _Decider(choosing=("dim",))),
@@ -311,7 +331,9 @@ class DecisionReplay(OperationMode):
 class MarginWatch(OperationMode):
     """While active, keeps the margins of integers and booleans that were decided among floats, and of rounded floats.
 
-    A margin goes where its element goes: through views, some moves, casts and pointwise operations.
+    A margin goes where its element goes: through views, some moves, casts and pointwise operations. Where several
+    elements meet, the smallest margin counts. Whole floats that are computed from rounded ones keep the margins, so
+    that a cast to integers behind a clamp is not a second decision.
     """
 
     def __init__(self) -> None:
@@ -325,28 +347,30 @@ class MarginWatch(OperationMode):
     def operate(self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         """Run one operation, keep the margins of its decided output if they are known, and return its result.
 
-        The decided output is the first tensor that is not of floats, or the result of a rounding. An operation of
-        `_DECIDERS` on floats gives new margins, except for a cast of a decided value. Others may hand on those of an
-        operand, if exactly one has margins: see `_moved_margins`.
+        The decided output is the first tensor that is not of floats, or the result of a rounding, or whole floats that
+        are computed from operands with margins. An operation of `_DECIDERS` on floats gives new margins, except for a
+        cast of a decided value. Others hand on those of their operands: see `_moved_margins`.
         """
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        decided = _decided_output(func, result)
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        known = [margin for operand in operands if (margin := self.margin_of(operand)) is not None]
+        decided = _decided_output(func, result)
+        if decided is None and known and isinstance(result, torch.Tensor) and _are_whole(result):
+            decided = result
         if decided is None or not operands:
             return result
-        known = [margin for operand in operands if (margin := self.margin_of(operand)) is not None]
         decider = _decider_of(func)
         # a cast of a decided value is not a second decision
         is_second = func is aten._to_copy.default and bool(known)
         if decider is not None and operands[0].is_floating_point() and not is_second:
             if decider.margins is not None:
-                self._keep(decided, decider.margins(*args), _name_of(func))
+                self._keep(decided, decider.margins(*args, **kwargs), _name_of(func))
             else:
                 self._keep(decided, Choice.of(func, args, kwargs, decided).margins(), _name_of(func))
-        elif len(known) == 1:
-            margins, name = known[0]
-            self._keep(decided, _moved_margins(margins, func, args, kwargs), name)
+        elif known:
+            moved = [_moved_margins(margins, func, args, kwargs) for margins, _ in known]
+            self._keep(decided, _smallest(moved, decided.shape), known[0][1])
         return result
 
     def _keep(self, decided: torch.Tensor, margins: torch.Tensor | None, name: str) -> None:
@@ -400,11 +424,34 @@ def _decided_output(func: OpOverload, result: Any) -> torch.Tensor | None:
 def _moved_margins(
     margins: torch.Tensor, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.Tensor | None:
-    """Return the margins of a call's result, given those of its one decided operand; None if they are not known.
+    """Return the margins of a call's result, given those of one decided operand; None if they are not known.
 
-    They are known for a view, a move (`_MOVES`), a pointwise operation and a cast.
+    They are known for a view, a move (`_MOVES`), a pointwise operation and a cast. Those of a pointwise operation may
+    have to be broadcast. Of a sum they are not: how far it moves depends on how many elements are near their edge.
     """
     if func.is_view or func in _MOVES:
         moved: torch.Tensor = func(margins, *args[1:], **kwargs)
         return moved
     return margins if torch.Tag.pointwise in func.tags or func is aten._to_copy.default else None
+
+
+def _smallest(margins: list[torch.Tensor | None], shape: torch.Size) -> torch.Tensor | None:
+    """Return the smallest of several margins at each element, broadcast to a shape.
+
+    None if one is None or does not fit: what is known of some operands alone does not tell how the result was decided.
+    """
+    smallest: torch.Tensor | None = None
+    for margin in margins:
+        try:
+            wide = None if margin is None else margin.broadcast_to(shape)
+        except RuntimeError:
+            return None
+        if wide is None:
+            return None
+        smallest = wide if smallest is None else torch.minimum(smallest, wide)
+    return smallest
+
+
+def _are_whole(values: torch.Tensor) -> bool:
+    """Tell whether a tensor is of floats that are all whole numbers."""
+    return values.is_floating_point() and bool((values == values.round()).all())
